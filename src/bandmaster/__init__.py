@@ -1,0 +1,81 @@
+"""bandmaster: one ordinary Python script drives groups of worker processes over many GPUs.
+
+The public names, by the module that each comes from; `README.md` has the tour.
+"""
+
+from bandmaster.batch import register_batch_type
+from bandmaster.errors import (
+    ArgumentError,
+    BandmasterError,
+    BatchError,
+    CallTimeout,
+    ClosedError,
+    CollectError,
+    ConstructorError,
+    MeshError,
+    PlacementError,
+    ProtocolError,
+    RemoteError,
+    UsageError,
+    WorkerDied,
+)
+from bandmaster.future import Future
+from bandmaster.group import WorkerGroup
+from bandmaster.mesh import Mesh
+from bandmaster.planning import TransferPlan, plan
+from bandmaster.pool import ResourcePool, merge_resource_pool, split_resource_pool
+from bandmaster.transfer import (
+    Broadcast,
+    Concat,
+    Dispatch,
+    Execute,
+    Gather,
+    Only,
+    PerRank,
+    Reduce,
+    Split,
+    TransferProtocol,
+    collect_all_to_all,
+)
+from bandmaster.worker import ClassWithInitArgs, Worker, register
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "BandmasterError",
+    "BatchError",
+    "Broadcast",
+    "CallTimeout",
+    "ClassWithInitArgs",
+    "ClosedError",
+    "CollectError",
+    "Concat",
+    "ConstructorError",
+    "Dispatch",
+    "Execute",
+    "Future",
+    "Gather",
+    "Mesh",
+    "MeshError",
+    "Only",
+    "PerRank",
+    "PlacementError",
+    "ProtocolError",
+    "Reduce",
+    "RemoteError",
+    "ResourcePool",
+    "Split",
+    "TransferPlan",
+    "TransferProtocol",
+    "UsageError",
+    "Worker",
+    "WorkerDied",
+    "WorkerGroup",
+    "collect_all_to_all",
+    "merge_resource_pool",
+    "plan",
+    "register",
+    "register_batch_type",
+    "split_resource_pool",
+]

@@ -1,0 +1,176 @@
+"""What a backend is: four methods, and five for the workers of a group.
+
+The group plans and never sees a socket; a backend carries bytes and never sees an axis::
+
+    WorkerGroup ── Launch ──► Backend.start ──► Crew ── put, call ──► workers
+                                                 └───── wait, fetch ◄── values or failures
+
+`get_backend` finds one by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol
+
+from bandmaster.errors import UsageError
+from bandmaster.failure import Failure
+from bandmaster.mesh import Mesh
+from bandmaster.placement import Node, Request
+from bandmaster.wire.codec import Payload
+from bandmaster.worker import WorkerContext
+
+__all__ = ["Backend", "Call", "Crew", "Launch", "Seat", "get_backend"]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A place in a reservation, and the worker's standing in its pool.
+
+    Attributes:
+        reservation: What `Backend.reserve` returned.
+        node: Index of the node in that reservation's request.
+        index: Index of the place on that node.
+        node_rank: Number of the node in the pool.
+        local_rank: Number of the worker on that node of the pool.
+        local_world_size: Workers of the pool on that node.
+    """
+
+    reservation: Any
+    node: int
+    index: int
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything a backend needs to start a group's workers.
+
+    Attributes:
+        cls: The worker class.
+        constructor: The encoded ``(cls, args, kwargs)``.
+        mesh: The group's.
+        seats: One per rank.
+        worker_names: One per rank, as users see them.
+        uses_gpu: Whether every seat has a GPU.
+        cpus_per_worker: CPUs that the seat has.
+        share: The part of its seat that one group may take, 0 < share <= 1.
+        options: The backend's own options, from the class as the user wrapped it.
+    """
+
+    cls: type
+    constructor: Payload
+    mesh: Mesh
+    seats: tuple[Seat, ...]
+    worker_names: tuple[str, ...]
+    uses_gpu: bool
+    cpus_per_worker: float
+    share: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def context(self, rank: int, device: str) -> WorkerContext:
+        """What the worker of ``rank`` is told about itself."""
+        seat = self.seats[rank]
+        return WorkerContext(
+            rank=rank,
+            world_size=len(self.seats),
+            local_rank=seat.local_rank,
+            local_world_size=seat.local_world_size,
+            node_rank=seat.node_rank,
+            device=device,
+            mesh=self.mesh,
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank is asked to do.
+
+    Attributes:
+        rank: The rank.
+        method: Name of the method.
+        parts: Payloads as `Crew.put` returned them; each decodes to ``((position or keyword, value), ...)``.
+        is_collected: Whether the value is wanted; if not, the worker does not even encode it.
+    """
+
+    rank: int
+    method: str
+    parts: tuple[Any, ...]
+    is_collected: bool
+
+
+class Crew(Protocol):
+    """The running workers of one group."""
+
+    @property
+    def handles(self) -> Sequence[Any]:
+        """One per rank, what the backend's own users know: actor handles, worker objects."""
+
+    @property
+    def has_native_tickets(self) -> bool:
+        """Whether tickets are what the backend's own users know, such as ObjectRefs."""
+
+    def put(self, payload: Payload) -> Any:
+        """Write a payload once, for however many ranks will read it. Its memory may change afterwards."""
+
+    def call(self, calls: Sequence[Call]) -> list[Any]:
+        """Send calls, without waiting; a ticket for each. Calls on one rank run in the order they were sent."""
+
+    def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
+        """The tickets that are done: at least one, or none when the time is over."""
+
+    def fetch(self, ticket: Any) -> Any | Failure:
+        """The decoded value of a ticket that is done (None if it was not collected), or what went wrong."""
+
+    def stop(self) -> None:
+        """End the workers. Calling it again does nothing."""
+
+
+class Backend(Protocol):
+    """Where workers run."""
+
+    def inventory(self) -> tuple[Node, ...]:
+        """The nodes that there are and what is free on them."""
+
+    def reserve(self, request: Request, timeout_s: float) -> Any:
+        """Take the places of a pool.
+
+        Raises:
+            PlacementError: They do not fit, or did not become free in time.
+        """
+
+    def release(self, reservation: Any) -> None:
+        """Give the places back."""
+
+    def start(self, launch: Launch) -> Crew:
+        """Start a worker on every seat and construct all of them concurrently.
+
+        Raises:
+            ConstructorError: A constructor raised; every worker was ended again.
+            WorkerDied: A process ended before it was constructed.
+            PlacementError: A process did not start in time.
+        """
+
+
+@cache
+def get_backend(name: str) -> Backend:
+    """The backend called ``name``, the same object every time.
+
+    Raises:
+        UsageError: There is none of that name, or what it needs is not installed.
+    """
+    if name == "inprocess":
+        from bandmaster.backends.inprocess import InProcessBackend
+
+        return InProcessBackend()
+    if name == "ray":
+        try:
+            from bandmaster.backends.ray import RayBackend
+        except ImportError as error:
+            raise UsageError(f"backend 'ray' needs Ray ({error}): pip install 'bandmaster[ray]'") from error
+        return RayBackend()
+    raise UsageError(f"no backend is called {name!r}; there are 'inprocess' and 'ray'")

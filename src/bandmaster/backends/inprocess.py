@@ -1,0 +1,115 @@
+"""Every rank is an object in this process, called in rank order: the specification, and where `pdb` works.
+
+Values travel through the same codec as on every other backend, so they are isolated in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bandmaster.backends import Call, Launch
+from bandmaster.errors import ConstructorError
+from bandmaster.failure import Failure
+from bandmaster.hardware import count_gpus
+from bandmaster.placement import Node, Request, assign_nodes, cannot_place
+from bandmaster.wire.codec import Payload, decode
+from bandmaster.wire.host import WorkerHost
+
+__all__ = ["InProcessBackend"]
+
+
+class InProcessBackend:
+    """All ranks in this process. CPUs are not counted; GPUs are, and each place has one of its own."""
+
+    def __init__(self) -> None:
+        self._gpus: dict[int, Reservation] = {}
+
+    def inventory(self) -> tuple[Node, ...]:
+        """This process as the one node."""
+        n_gpus = count_gpus()
+        holders = tuple(sorted({f"pool {holder.name!r}" for holder in self._gpus.values()}))
+        return (Node("this process", None, None, n_gpus, n_gpus - len(self._gpus), holders),)
+
+    def reserve(self, request: Request, timeout_s: float) -> Reservation:
+        """Take GPUs, if any are asked for; nothing becomes free by waiting, so nothing waits."""
+        nodes = self.inventory()
+        if assign_nodes(request, nodes) is None:
+            raise cannot_place(request, nodes)
+        free = (gpu for gpu in range(count_gpus()) if gpu not in self._gpus)
+        gpus = [[next(free) for _ in range(n * request.gpus_per_worker)] for n in request.workers]
+        reservation = Reservation(request.name, gpus)
+        self._gpus.update({gpu: reservation for on_node in gpus for gpu in on_node})
+        return reservation
+
+    def release(self, reservation: Reservation) -> None:
+        """Give the GPUs back."""
+        self._gpus = {gpu: holder for gpu, holder in self._gpus.items() if holder is not reservation}
+
+    def start(self, launch: Launch) -> InProcessCrew:
+        """Construct the workers in rank order."""
+        hosts = [WorkerHost() for _ in launch.seats]
+        for rank, (host, seat) in enumerate(zip(hosts, launch.seats, strict=True)):
+            device = f"cuda:{seat.reservation.gpus[seat.node][seat.index]}" if launch.uses_gpu else "cpu"
+            failure = host.construct(launch.context(rank, device), launch.constructor.private())
+            if failure is not None:
+                InProcessCrew(hosts).stop()
+                where = {rank: launch.mesh.coordinates(rank)}
+                raise ConstructorError(f"{launch.cls.__qualname__}.__init__", {rank: failure}, where)
+        return InProcessCrew(hosts)
+
+
+class Reservation:
+    """GPUs by node of a request."""
+
+    def __init__(self, name: str, gpus: list[list[int]]) -> None:
+        self.name = name
+        self.gpus = gpus
+
+
+class InProcessCrew:
+    """A call runs as it is sent, so a ticket is done from the start: it holds the outcome."""
+
+    has_native_tickets = False
+
+    def __init__(self, hosts: Sequence[WorkerHost]) -> None:
+        self._hosts = hosts
+
+    @property
+    def handles(self) -> list[Any]:
+        """The worker objects themselves."""
+        return [host.worker for host in self._hosts]
+
+    def put(self, payload: Payload) -> Payload:
+        """Nothing to write: every rank copies what it reads."""
+        return payload
+
+    def call(self, calls: Sequence[Call]) -> list[Any]:
+        """Run the calls, one after the other."""
+        tickets = []
+        for call in calls:
+            parts = [part.private() for part in call.parts]
+            outcome = self._hosts[call.rank].call(call.method, parts, call.is_collected)
+            tickets.append(Ticket(outcome.private() if isinstance(outcome, Payload) else outcome))
+        return tickets
+
+    def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
+        """All of them."""
+        return list(tickets)
+
+    def fetch(self, ticket: Ticket) -> Any | Failure:
+        """The outcome, its exception having been through a pickle as everywhere."""
+        outcome = ticket.outcome
+        return decode(outcome) if isinstance(outcome, Payload) else outcome
+
+    def stop(self) -> None:
+        """Let the workers go."""
+        for host in self._hosts:
+            host.close()
+
+
+class Ticket:
+    """The outcome of one call on one rank."""
+
+    def __init__(self, outcome: Payload | Failure | None) -> None:
+        self.outcome = outcome

@@ -1,0 +1,68 @@
+"""From a call as the user wrote it to its slots, by the method's real signature. Pure."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bandmaster.errors import ArgumentError
+from bandmaster.planning import Slot
+from bandmaster.transfer import Custom
+
+__all__ = ["bind", "bind_per_rank", "signature_without_self"]
+
+
+def signature_without_self(method: Callable[..., Any]) -> inspect.Signature:
+    """The signature that callers of a bound method see."""
+    signature = inspect.signature(method)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def bind(method: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Slot]:
+    """The arguments of a call, each with the parameter it belongs to; defaults are left to the worker.
+
+    Raises:
+        ArgumentError: The call does not fit the signature.
+    """
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise ArgumentError(f"{method}{signature} cannot be called so: {error}") from None
+    slots: list[Slot] = []
+    by_position = True
+    for name, parameter in signature.parameters.items():
+        if name not in bound:
+            by_position = False  # a default was skipped: what follows can only go by keyword
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            slots += [Slot(len(slots) + index, name, value) for index, value in enumerate(bound[name])]
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            slots += [Slot(key, name, value) for key, value in bound[name].items()]
+        elif parameter.kind is parameter.KEYWORD_ONLY or not by_position:
+            slots.append(Slot(name, name, bound[name]))
+        else:
+            slots.append(Slot(len(slots), name, bound[name]))
+    return slots
+
+
+def bind_per_rank(
+    method: str,
+    signature: inspect.Signature,
+    group: Any,
+    custom: Custom,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[Slot]:
+    """What a custom dispatch function makes of a call: slots whose values are sequences, one value per rank.
+
+    Raises:
+        ArgumentError: The function does not return ``(args, kwargs)``, or these do not fit the signature.
+    """
+    outcome = custom.dispatch(group, *map(_shallow, args), **{key: _shallow(value) for key, value in kwargs.items()})
+    if not (isinstance(outcome, tuple) and len(outcome) == 2 and isinstance(outcome[1], Mapping)):
+        raise ArgumentError(f"the dispatch_fn of {method} returned {type(outcome).__name__}; return (args, kwargs)")
+    return bind(method, signature, *outcome)
+
+
+def _shallow(value: Any) -> Any:
+    return list(value) if type(value) is list else value  # a dispatch_fn may extend it; the caller's stays as it is

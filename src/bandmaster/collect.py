@@ -1,0 +1,135 @@
+"""From the ranks' values to what the caller gets. Pure."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from bandmaster.batch import concat_rows, count_rows, slice_rows
+from bandmaster.errors import BatchError, CollectError
+from bandmaster.failure import Failure, FailureKind
+from bandmaster.transfer import Concat, Gather, Incoming, Only, Reduce
+
+__all__ = ["collect"]
+
+
+def collect(
+    incoming: Incoming,
+    ranks: Sequence[int],
+    values: Sequence[Any],
+    method: str,
+    real_rows: Sequence[tuple[int, int]] | None = None,
+) -> Any:
+    """Join, list or reduce the collected values.
+
+    Args:
+        incoming: How.
+        ranks: The collected ranks, in order.
+        values: Their values, in the same order.
+        method: ``"Class.method"``, for messages.
+        real_rows: Per rank of the group, (rows sent, rows that are not padding); None without padding.
+
+    Raises:
+        CollectError: A value cannot be joined or reduced; names the rank and the type.
+    """
+    if isinstance(incoming, Only):
+        return values[0]
+    if isinstance(incoming, Gather):
+        return list(values)
+    if isinstance(incoming, Reduce):
+        return _reduce(incoming, ranks, values, method)
+    assert isinstance(incoming, Concat)
+    if all(value is None for value in values):
+        return None
+    parts = [_rows_of(rank, value, method) for rank, value in zip(ranks, values, strict=True)]
+    if real_rows is not None:
+        parts = [_without_padding(r, part, *real_rows[r], method) for r, part in zip(ranks, parts, strict=True)]
+    return _join(ranks, parts, method)
+
+
+def _rows_of(rank: int, value: Any, method: str) -> Any:
+    try:
+        rows = count_rows(value)
+    except BatchError as error:
+        raise _error(rank, method, f"returned what Concat cannot join: {error}") from None
+    if rows is None:
+        raise _error(
+            rank,
+            method,
+            f"returned {type(value).__name__}, which has no rows for Concat to join; return an array, tensor, list, "
+            "TensorDict or dict of them, or collect with Gather() or Reduce('mean')",
+        )
+    return value
+
+
+def _without_padding(rank: int, value: Any, sent: int, real: int, method: str) -> Any:
+    rows = count_rows(value)
+    if rows != sent:
+        raise _error(
+            rank,
+            method,
+            f"returned {rows} rows for {sent}, {sent - real} of them padding, so the padding cannot be told from the "
+            "rest; return one row for each row, or split without pad=True",
+        )
+    return value if real == sent else slice_rows(value, 0, real)
+
+
+def _join(ranks: Sequence[int], parts: Sequence[Any], method: str) -> Any:
+    first = type(parts[0])
+    for rank, part in zip(ranks, parts, strict=True):
+        if type(part) is not first:
+            raise _error(
+                rank,
+                method,
+                f"returned {type(part).__name__} where rank {ranks[0]} returned {first.__name__}; Concat joins one "
+                "type, so return the same on every rank",
+            )
+    try:
+        return concat_rows(parts)
+    except BatchError as error:
+        shapes = ", ".join(f"rank {rank}: {_describe(part)}" for rank, part in zip(ranks, parts, strict=True))
+        raise _error(ranks[0], method, f"returned what Concat cannot join: {error} ({shapes})") from error
+
+
+def _reduce(how: Reduce, ranks: Sequence[int], values: Sequence[Any], method: str) -> Any:
+    if callable(how.op):
+        return how.op(list(values))
+    try:
+        return _reduce_tree(how.op, values)
+    except Exception as error:
+        types = ", ".join(f"rank {rank}: {type(value).__name__}" for rank, value in zip(ranks, values, strict=True))
+        raise _error(ranks[0], method, f"returned what {how!r} cannot reduce ({types}): {error}") from error
+
+
+def _reduce_tree(op: str, values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        keys = values[0].keys()
+        if any(value.keys() != keys for value in values):
+            raise TypeError(f"dicts with different keys: {[list(value) for value in values]}")
+        return {key: _reduce_tree(op, [value[key] for value in values]) for key in keys}
+    if op == "mean":
+        return reduce(operator.add, values) / len(values)
+    return reduce(_pairwise(op, values[0]), values)
+
+
+def _pairwise(op: str, like: Any) -> Callable[[Any, Any], Any]:
+    if op == "sum":
+        return operator.add
+    if hasattr(like, "minimum") and hasattr(like, "maximum"):  # torch's tensors have both as methods
+        return lambda a, b: getattr(a, f"{op}imum")(b)
+    if isinstance(like, np.ndarray):
+        return np.minimum if op == "min" else np.maximum
+    return min if op == "min" else max
+
+
+def _describe(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"{type(value).__name__} of shape {tuple(shape)}" if shape is not None else type(value).__name__
+
+
+def _error(rank: int, method: str, summary: str) -> CollectError:
+    return CollectError(method, {rank: Failure(FailureKind.RESULT, summary)})

@@ -1,0 +1,306 @@
+"""`WorkerGroup`: one worker class on every place of a pool, called as if it were one object.
+
+::
+
+    group.method(x) ── bind (the real signature) ── pack (mesh, protocol) ── encode ──► crew.put, crew.call
+                                                                                             │ workers
+    result ◄────────── collect (join, list, reduce) ◄── Future ◄────────── crew.wait, crew.fetch
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import random
+import string
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from bandmaster.backends import Call, Crew, Launch, get_backend
+from bandmaster.binding import bind, signature_without_self
+from bandmaster.collect import collect
+from bandmaster.envelope import encode_constructor, encode_parcel
+from bandmaster.errors import ArgumentError, ClosedError, MeshError, UsageError
+from bandmaster.future import Future
+from bandmaster.mesh import Mesh
+from bandmaster.method import GroupMethod, MethodSpec
+from bandmaster.planning import Packed, Slot, everywhere, scatter, sources
+from bandmaster.pool import ResourcePool
+from bandmaster.render import html_table
+from bandmaster.transfer import Gather, Incoming, Only
+from bandmaster.worker import ClassWithInitArgs, Registration, Worker, registrations
+
+__all__ = ["WorkerGroup"]
+
+
+class WorkerGroup:
+    """Ranks 0 … world_size-1 of one worker class, on the places of a pool.
+
+    Each method that the class marks with `register` is a method of the group, with its name, signature and
+    docstring. Methods without the mark can be called by name with `execute_all_sync` and its kin.
+
+    Args:
+        pool: Where the workers go; one per place.
+        worker_class: A subclass of `Worker`, plain, wrapped by ``@ray.remote``, or with its arguments in
+            `ClassWithInitArgs`.
+        *args: Positional arguments of its constructor, the same for every rank.
+        mesh: Named axes over the ranks; ``Mesh(dp=world_size)`` by default.
+        name_prefix: Beginning of the workers' names; the pool's and six random letters by default.
+        **kwargs: Keyword arguments of its constructor. Those called ``mesh`` or ``name_prefix`` have to go
+            through `ClassWithInitArgs`.
+
+    Raises:
+        ArgumentError: The constructor cannot be called so, or an argument cannot be pickled.
+        MeshError: The mesh has another size than the pool.
+        UsageError: No worker class, or a registered method hides an attribute of the group.
+        ConstructorError: A worker's constructor raised. All places were given back.
+        PlacementError: The pool does not fit, or its places hold as many groups as they may.
+    """
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        worker_class: Any,
+        /,
+        *args: Any,
+        mesh: Mesh | None = None,
+        name_prefix: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        cls, args, kwargs, options = _unwrap(worker_class, args, kwargs)
+        registered = registrations(cls)
+        _check_names(cls, registered)
+        self._methods = {name: MethodSpec.of(cls, name, registered[name]) for name in registered}
+        self._cls = cls
+        self._pool = pool
+        self._mesh = _checked_mesh(mesh, pool)
+        self._finalizer: weakref.finalize[Any, WorkerGroup] | None = None
+        constructor = encode_constructor(cls, args, kwargs)
+        prefix = pool.name_prefix + _random_letters() if name_prefix is None else name_prefix
+        self._name = prefix + cls.__name__
+        seats, vacate = pool._occupy(self, self._name)
+        try:
+            names = tuple(f"{self._name}_{seat.node_rank}:{seat.local_rank}" for seat in seats)
+            launch = Launch(cls, constructor, self._mesh, seats, names, pool.use_gpu, pool.cpus_per_worker,
+                            1 / pool.max_colocate_count, options)  # fmt: skip
+            self._crew = get_backend(pool.backend).start(launch)
+        except BaseException:
+            vacate()
+            raise
+        self._worker_names = list(names)
+        self._finalizer = weakref.finalize(self, _end, self._crew, vacate)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._mesh.size
+
+    @property
+    def mesh(self) -> Mesh:
+        """Named axes over the ranks."""
+        return self._mesh
+
+    @property
+    def name(self) -> str:
+        """Prefix and class, which the names of the workers begin with."""
+        return self._name
+
+    @property
+    def worker_names(self) -> list[str]:
+        """``{name_prefix}{ClassName}_{node}:{local_rank}`` of every rank."""
+        return list(self._worker_names)
+
+    @property
+    def workers(self) -> list[Any]:
+        """The backend's own handles, one per rank: actor handles on Ray, the objects themselves in-process."""
+        return list(self._open_crew().handles)
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run a method, registered or not, on every rank, and wait.
+
+        When every argument is a list of world_size values, rank r gets the r-th of each; otherwise every rank
+        gets the arguments as they are.
+
+        Returns:
+            The value of every rank, in rank order.
+
+        Raises:
+            ArgumentError: No such method, or arguments that do not fit it.
+            RemoteError: It raised on some rank.
+        """
+        packed = self._pack_all(method_name, args, kwargs)
+        return self._submit(method_name, packed, Gather()).result()
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The same without waiting: for every rank an ObjectRef on Ray, a `Future` elsewhere."""
+        packed = self._pack_all(method_name, args, kwargs)
+        return self._references(method_name, packed, range(self.world_size))
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method, registered or not, on rank 0 with the arguments as they are; its plain value.
+
+        Raises:
+            ArgumentError: No such method, or arguments that do not fit it.
+            RemoteError: It raised.
+        """
+        packed = Packed((everywhere(self._bind(method_name, args, kwargs), 1),))
+        return self._submit(method_name, packed, Only(), ranks=(0,)).result()
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """The same without waiting: an ObjectRef on Ray, a `Future` elsewhere."""
+        packed = Packed((everywhere(self._bind(method_name, args, kwargs), 1),))
+        return self._references(method_name, packed, range(1))[0]
+
+    execute_all = execute_all_async
+    execute_rank_zero = execute_rank_zero_async
+
+    def close(self) -> None:
+        """End the workers and give their places back. Closing twice is fine."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        methods: Mapping[str, MethodSpec] = self.__dict__.get("_methods", {})
+        if name in methods:
+            return GroupMethod(self, methods[name])
+        cls = self.__dict__.get("_cls")
+        if cls is not None and callable(getattr(cls, name, None)) and not name.startswith("_"):
+            raise AttributeError(
+                f"{cls.__name__}.{name} is not registered: put @register(...) above it, or call "
+                f"execute_all_sync({name!r}, ...)"
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._methods})
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._finalizer is None or not self._finalizer.alive else ""
+        return f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{closed}>"
+
+    def _repr_html_(self) -> str:
+        rows = [[rank, name, *self._mesh.coordinates(rank).values()] for rank, name in enumerate(self._worker_names)]
+        return html_table(repr(self), ["rank", "worker", *self._mesh.axis_names], rows)
+
+    def _pack_all(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Packed:
+        slots = self._bind(method, args, kwargs)
+        if slots and all(isinstance(slot.value, list) and len(slot.value) == self.world_size for slot in slots):
+            return Packed(tuple(scatter(slots, self.world_size, self._label(method))))
+        return Packed((everywhere(slots, self.world_size),))
+
+    def _bind(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Slot]:
+        function = getattr(self._cls, method, None)
+        if not callable(function):
+            near = difflib.get_close_matches(method, dir(self._cls), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ArgumentError(f"{self._cls.__name__} has no method {method!r}{hint}")
+        return bind(self._label(method), signature_without_self(function), args, kwargs)
+
+    def _label(self, method: str) -> str:
+        return f"{self._cls.__name__}.{method}"
+
+    def _submit(
+        self,
+        method: str,
+        packed: Packed,
+        incoming: Incoming,
+        *,
+        ranks: Sequence[int] | None = None,
+        finish: Callable[[list[Any]], Any] | None = None,
+    ) -> Future[Any]:
+        """Send a call to ``ranks`` (all by default); its future collects by ``incoming``, then calls ``finish``."""
+        collected = sources(self._mesh, incoming)
+
+        def conclude(values: Mapping[int, Any]) -> Any:
+            in_order = [values[rank] for rank in collected]
+            result = collect(incoming, collected, in_order, self._label(method), packed.real_rows)
+            return result if finish is None else finish(result)
+
+        tickets = self._send(method, packed, ranks or range(self.world_size), set(collected))
+        return Future(self._crew, tickets, conclude, self._label(method), self._mesh)
+
+    def _references(self, method: str, packed: Packed, ranks: Sequence[int]) -> list[Any]:
+        """Send a call; what the backend's own users know for each rank's value, or a future of its own."""
+        tickets = self._send(method, packed, ranks, set(ranks))
+        if self._crew.has_native_tickets:
+            return list(tickets.values())
+        return [
+            Future(self._crew, {rank: ticket}, partial(_value_of, self, rank), self._label(method), self._mesh)
+            for rank, ticket in tickets.items()
+        ]
+
+    def _send(self, method: str, packed: Packed, ranks: Sequence[int], collected: set[int]) -> dict[int, Any]:
+        """Encode everything, then write and send it: what cannot be encoded is known before anything is sent."""
+        crew = self._open_crew()
+        parcels = [parcel for parcel in packed.parcels if parcel.items]
+        payloads = [encode_parcel(parcel, self._label(method)) for parcel in parcels]
+        parts: dict[int, list[Any]] = {rank: [] for rank in ranks}
+        for parcel, payload in zip(parcels, payloads, strict=True):
+            reference = crew.put(payload)
+            for rank in parcel.ranks:
+                parts[rank].append(reference)
+        calls = [Call(rank, method, tuple(references), rank in collected) for rank, references in parts.items()]
+        return dict(zip(parts, crew.call(calls), strict=True))
+
+    def _open_crew(self) -> Crew:
+        if self._finalizer is None or not self._finalizer.alive:
+            raise ClosedError(f"group {self._name!r} was closed; make a new WorkerGroup")
+        return self._crew
+
+
+def _value_of(group: WorkerGroup, rank: int, values: Mapping[int, Any]) -> Any:
+    """The value of the one rank; ``group`` is named so that it lives as long as the future that holds this."""
+    return values[rank]
+
+
+def _unwrap(
+    worker_class: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[type[Worker], tuple[Any, ...], dict[str, Any], Mapping[str, Any]]:
+    if isinstance(worker_class, ClassWithInitArgs):
+        if args or kwargs:
+            raise ArgumentError("constructor arguments are in ClassWithInitArgs already; give all of them there")
+        worker_class, args, kwargs = worker_class.cls, worker_class.args, worker_class.kwargs
+    cls = getattr(worker_class, "__ray_actor_class__", worker_class)  # as @ray.remote leaves it
+    options = getattr(worker_class, "_default_options", {}) if cls is not worker_class else {}
+    if not (inspect.isclass(cls) and issubclass(cls, Worker)):
+        raise UsageError(f"{cls!r} is no subclass of bandmaster.Worker; write class MyWorker(bandmaster.Worker)")
+    return cls, tuple(args), dict(kwargs), options
+
+
+def _check_names(cls: type[Worker], methods: Mapping[str, Registration]) -> None:
+    hidden = [name for name in methods if name in dir(WorkerGroup) or name.startswith("_")]
+    if hidden:
+        raise UsageError(
+            f"{cls.__name__} registers {', '.join(map(repr, hidden))}, which would hide what WorkerGroup itself has "
+            "under that name or keep there; rename the method"
+        )
+
+
+def _checked_mesh(mesh: Mesh | None, pool: ResourcePool) -> Mesh:
+    if mesh is None:
+        return Mesh(dp=pool.world_size)
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"mesh= takes a Mesh, such as Mesh(dp={pool.world_size}), not {mesh!r}")
+    if mesh.size != pool.world_size:
+        raise MeshError(
+            f"{mesh!r} has {mesh.size} ranks, but {pool!r} has {pool.world_size} places; make them equal, for "
+            f"example with Mesh(dp={pool.world_size})"
+        )
+    return mesh
+
+
+def _random_letters() -> str:
+    return "".join(random.choices(string.ascii_letters + string.digits, k=6))
+
+
+def _end(crew: Crew, vacate: Callable[[], object]) -> None:
+    crew.stop()
+    vacate()

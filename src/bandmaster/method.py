@@ -1,0 +1,88 @@
+"""A registered method: what is known of it once, and what a group hands out under its name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from bandmaster.binding import bind, bind_per_rank, signature_without_self
+from bandmaster.planning import Packed, everywhere, pack, scatter
+from bandmaster.transfer import Custom, Execute, Gather, Only
+from bandmaster.worker import Registration
+
+if TYPE_CHECKING:
+    from bandmaster.future import Future
+    from bandmaster.group import WorkerGroup
+
+__all__ = ["GroupMethod", "MethodSpec"]
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """What is known of a method before it is called.
+
+    Attributes:
+        function: As the class has it.
+        name: Its name.
+        label: ``"Class.method"``.
+        signature: Without ``self``.
+        registration: What `register` was told.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    label: str
+    signature: inspect.Signature
+    registration: Registration
+
+    @classmethod
+    def of(cls, worker_class: type, name: str, registration: Registration) -> MethodSpec:
+        """Look at a registered method of a class."""
+        function = getattr(worker_class, name)
+        label = f"{worker_class.__name__}.{name}"
+        return cls(function, name, label, signature_without_self(function), registration)
+
+
+class GroupMethod:
+    """A registered method, bound to a group: call it, or `submit` it to get a `Future`."""
+
+    def __init__(self, group: WorkerGroup, spec: MethodSpec) -> None:
+        self._group = group
+        self._spec = spec
+        self.__name__ = spec.name
+        self.__qualname__ = spec.label
+        self.__doc__ = spec.function.__doc__
+        self.__signature__ = spec.signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method as it was registered; a `Future` if that was with ``blocking=False``."""
+        future = self.submit(*args, **kwargs)
+        return future.result() if self._spec.registration.is_blocking else future
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Send the call and return its `Future` without waiting.
+
+        Raises:
+            UsageError: The arguments do not fit the method or its protocol; nothing was sent.
+        """
+        protocol = self._spec.registration.protocol
+        if isinstance(protocol, Custom):
+            return self._submit_custom(protocol, args, kwargs)
+        group, spec = self._group, self._spec
+        slots = bind(spec.label, spec.signature, args, kwargs)
+        if spec.registration.execute is Execute.RANK_ZERO:
+            return group._submit(spec.name, Packed((everywhere(slots, 1),)), Only(), ranks=(0,))
+        packed = pack(slots, protocol.outgoing, spec.registration.arguments, group.mesh, spec.label)
+        return group._submit(spec.name, packed, protocol.incoming)
+
+    def _submit_custom(self, custom: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        group, spec = self._group, self._spec
+        slots = bind_per_rank(spec.label, spec.signature, group, custom, args, kwargs)
+        packed = Packed(tuple(scatter(slots, group.world_size, spec.label)))
+        return group._submit(spec.name, packed, Gather(), finish=partial(custom.collect, group))
+
+    def __repr__(self) -> str:
+        return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

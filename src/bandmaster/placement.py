@@ -1,0 +1,151 @@
+"""Where the workers of a pool go, decided from an inventory of nodes. Pure: no process, no cluster."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from bandmaster.errors import PlacementError
+
+__all__ = ["Node", "Request", "assign_nodes", "cannot_place", "could_ever_fit"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host, as a backend sees it.
+
+    Attributes:
+        name: What a person calls it, its address mostly.
+        cpus_total: Logical CPUs, free or not; None where they are not counted.
+        cpus_free: Those not taken.
+        gpus_total: GPUs, free or not.
+        gpus_free: Those not taken.
+        holders: Who has taken what, in words.
+        key: The backend's own name for it.
+    """
+
+    name: str
+    cpus_total: float | None
+    cpus_free: float | None
+    gpus_total: float
+    gpus_free: float
+    holders: tuple[str, ...] = ()
+    key: str = ""
+
+    def capacity(self, request: Request, *, free: bool = True) -> int | None:
+        """How many workers of ``request`` fit here; None for as many as you like."""
+        fits = []
+        if request.gpus_per_worker:
+            fits.append((self.gpus_free if free else self.gpus_total) / request.gpus_per_worker)
+        cpus = self.cpus_free if free else self.cpus_total
+        if request.cpus_per_worker and cpus is not None:
+            fits.append(cpus / request.cpus_per_worker)
+        return int(min(fits) + 1e-6) if fits else None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a pool asks for.
+
+    Attributes:
+        name: The pool's, for messages.
+        workers: Places on each node.
+        cpus_per_worker: CPUs reserved for each place.
+        gpus_per_worker: GPUs reserved for each place, 0 or 1.
+    """
+
+    name: str
+    workers: tuple[int, ...]
+    cpus_per_worker: float
+    gpus_per_worker: int
+
+    @property
+    def words(self) -> str:
+        """The request as a person would say it."""
+        each = [f"{self.cpus_per_worker:g} CPU"] if self.cpus_per_worker else []
+        each += [f"{self.gpus_per_worker} GPU"] if self.gpus_per_worker else []
+        kind = "GPU workers" if self.gpus_per_worker else "workers"
+        return f"{sum(self.workers)} {kind} as {list(self.workers)} ({' and '.join(each) or 'nothing'} each)"
+
+
+def assign_nodes(request: Request, nodes: Sequence[Node], *, free: bool = True) -> tuple[int, ...] | None:
+    """The index of the node that takes each entry of ``request.workers``; None when they do not fit.
+
+    Each entry goes whole onto one node. Entries go to nodes of their own where there are enough, the tightest
+    fit first, and share nodes otherwise. Entries of equal size follow the order of the nodes' addresses.
+
+    Args:
+        request: What is asked for.
+        nodes: What there is.
+        free: Count what is free now, or everything there is.
+    """
+    order = sorted(range(len(nodes)), key=lambda index: _address(nodes[index]))
+    wanted = sorted(request.workers, reverse=True)
+    room = [nodes[index].capacity(request, free=free) for index in order]
+    unbounded = sum(wanted)
+    found = _search(tuple(wanted), tuple(unbounded if fits is None else fits for fits in room), (False,) * len(room))
+    if found is None:
+        return None
+    by_size: dict[int, list[int]] = {}
+    for size, position in zip(wanted, found, strict=True):
+        by_size.setdefault(size, []).append(position)
+    queues = {size: iter(sorted(positions)) for size, positions in by_size.items()}
+    return tuple(order[next(queues[size])] for size in request.workers)
+
+
+@lru_cache(maxsize=4096)
+def _search(wanted: tuple[int, ...], room: tuple[int, ...], used: tuple[bool, ...]) -> tuple[int, ...] | None:
+    if not wanted:
+        return ()
+    size, rest = wanted[0], wanted[1:]
+    fitting = [index for index, fits in enumerate(room) if fits >= size]
+    tried = set()
+    for index in sorted(fitting, key=lambda i: (used[i], room[i], i)):
+        if (used[index], room[index]) in tried:
+            continue  # a node just like one that led nowhere
+        tried.add((used[index], room[index]))
+        left = (*room[:index], room[index] - size, *room[index + 1 :])
+        found = _search(rest, left, (*used[:index], True, *used[index + 1 :]))
+        if found is not None:
+            return (index, *found)
+    return None
+
+
+def could_ever_fit(request: Request, nodes: Sequence[Node]) -> bool:
+    """Whether the request fits once everything on these nodes is free."""
+    return assign_nodes(request, nodes, free=False) is not None
+
+
+def cannot_place(request: Request, nodes: Sequence[Node], waited_s: float | None = None) -> PlacementError:
+    """The error for a request that does not fit: what was asked, what each node has free, what would fit."""
+    rooms = [(node, node.capacity(request)) for node in nodes]
+    there = "; ".join(_describe(node, fits, request) for node, fits in rooms) or "there are no nodes"
+    fitting = sorted((fits for _, fits in rooms if fits), reverse=True)
+    advice = f"ask for {fitting}" if fitting else "nothing of that kind is free"
+    if any(node.holders for node in nodes):
+        advice += ", or close what holds the rest"
+    elif request.gpus_per_worker and not any(node.gpus_total for node in nodes):
+        advice = "there is no GPU: make the pool with use_gpu=False"
+    waited = f" within {waited_s:g} s" if waited_s else ""
+    return PlacementError(f"pool {request.name!r} cannot place {request.words}{waited}: {there}; {advice}")
+
+
+def _describe(node: Node, fits: int | None, request: Request) -> str:
+    parts = []
+    if request.gpus_per_worker:
+        parts.append(f"{node.gpus_free:g} of {node.gpus_total:g} GPUs")
+    if node.cpus_free is not None and node.cpus_total is not None:
+        parts.append(f"{node.cpus_free:g} of {node.cpus_total:g} CPUs")
+    held = f", held by {', '.join(node.holders)}" if node.holders else ""
+    return f"node {node.name} has {' and '.join(parts) or 'room'} free, room for {fits}{held}"
+
+
+def _address(node: Node) -> tuple[int, int, str, str]:
+    """Numeric order of addresses: 10.0.0.9 comes before 10.0.0.10."""
+    try:
+        address = ipaddress.ip_address(node.name)
+    except ValueError:
+        return 9, 0, node.name, node.key
+    return address.version, int(address), "", node.key

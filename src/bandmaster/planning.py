@@ -1,0 +1,306 @@
+"""Planning: which rows go to which rank, and which ranks' values come back. Pure functions of mesh + protocol.
+
+The core calls `pack` for every group call. `plan` answers the same question for a person, without any process::
+
+    >>> from bandmaster import Dispatch, Mesh
+    >>> print(plan(Dispatch.DP_PROTO, Mesh(dp=4), rows=10))
+    TransferProtocol(outgoing=Split('dp'), incoming=Concat('dp')) on Mesh(dp=4), 10 rows
+    rank  dp  gets       back
+    0     0   rows 0:3   part 0
+    1     1   rows 3:6   part 1
+    2     2   rows 6:8   part 2
+    3     3   rows 8:10  part 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from bandmaster.batch import concat_rows, count_rows, slice_rows
+from bandmaster.errors import ArgumentError, BatchError, ProtocolError
+from bandmaster.mesh import Mesh
+from bandmaster.render import html_table, text_table
+from bandmaster.transfer import (
+    Broadcast,
+    Concat,
+    Custom,
+    Gather,
+    Incoming,
+    Outgoing,
+    PerRank,
+    Reduce,
+    Split,
+    TransferProtocol,
+    as_protocol,
+)
+
+__all__ = ["Packed", "Parcel", "Slot", "TransferPlan", "everywhere", "pack", "plan", "row_ranges", "scatter", "sources"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One argument of a call: its position or keyword, the parameter that it binds to, and the value."""
+
+    key: int | str
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Arguments that go to the same ranks, and so are encoded and written once.
+
+    Attributes:
+        items: ``(position or keyword, value)`` of each.
+        names: The parameter that each belongs to.
+        ranks: The ranks that get them.
+    """
+
+    items: tuple[tuple[int | str, Any], ...]
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot], values: Sequence[Any], ranks: Sequence[int]) -> Parcel:
+        """``values`` in place of those of ``slots``."""
+        items = tuple((slot.key, value) for slot, value in zip(slots, values, strict=True))
+        return cls(items, tuple(slot.name for slot in slots), tuple(ranks))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A call's arguments, ready to be encoded.
+
+    Attributes:
+        parcels: What goes out; a rank gets all parcels that name it.
+        real_rows: Per rank, (rows sent, rows that are not padding); None where nothing was padded.
+    """
+
+    parcels: tuple[Parcel, ...]
+    real_rows: tuple[tuple[int, int], ...] | None = None
+
+
+def row_ranges(rows: int, parts: int, pad: bool = False) -> tuple[tuple[int, int], ...]:
+    """``(start, stop)`` of every part: the first ones get one more row, or, padded, all as many as the largest.
+
+    Padded ranges end at ``rows``: what is missing from a part is its padding.
+
+    Example:
+        >>> row_ranges(10, 4), row_ranges(5, 4, pad=True)
+        (((0, 3), (3, 6), (6, 8), (8, 10)), ((0, 2), (2, 4), (4, 5), (5, 5)))
+    """
+    small, extra = divmod(rows, parts)
+    if pad:
+        size = small + bool(extra)
+        return tuple((min(part * size, rows), min(part * size + size, rows)) for part in range(parts))
+    starts = [part * small + min(part, extra) for part in range(parts + 1)]
+    return tuple(pairwise(starts))
+
+
+@lru_cache(maxsize=1024)
+def shards(mesh: Mesh, split: Split) -> tuple[tuple[int, ...], ...]:
+    """The ranks that get part 0, part 1, … of a split."""
+    numbers = mesh.positions(*split.axes)
+    parts: list[list[int]] = [[] for _ in range(max(numbers) + 1)]
+    for rank, number in enumerate(numbers):
+        parts[number].append(rank)
+    return tuple(map(tuple, parts))
+
+
+@lru_cache(maxsize=1024)
+def sources(mesh: Mesh, incoming: Incoming) -> tuple[int, ...]:
+    """The ranks whose values come back, in the order in which they are joined or listed."""
+    at = dict(incoming.at)
+    if isinstance(incoming, Gather | Reduce) and not incoming.axes:
+        return mesh.ranks(**at)
+    return mesh.select(*incoming.axes, **at)
+
+
+def pack(slots: Sequence[Slot], outgoing: Outgoing, rules: Mapping[str, Outgoing], mesh: Mesh, method: str) -> Packed:
+    """Decide which argument goes where.
+
+    Args:
+        slots: The call's arguments.
+        outgoing: The rule for arguments that ``rules`` does not name.
+        rules: Outgoing transfers by parameter name.
+        mesh: The group's.
+        method: ``"Class.method"``, for messages.
+
+    Raises:
+        ArgumentError: A `PerRank` argument that is no sequence of one value per rank.
+        BatchError: A batch that cannot be split as asked.
+        MeshError: An axis that ``mesh`` does not have.
+    """
+    by_rule: dict[Outgoing, list[Slot]] = {}
+    for slot in slots:
+        by_rule.setdefault(_rule_of(slot, outgoing, rules, method), []).append(slot)
+    parcels: list[Parcel] = []
+    real_rows = None
+    for rule, members in by_rule.items():
+        if isinstance(rule, Broadcast):
+            parcels.append(everywhere(members, mesh.size))
+        elif isinstance(rule, PerRank):
+            parcels += scatter(members, mesh.size, method)
+        else:
+            rows = _common_rows(members, method)
+            ranges = row_ranges(rows, len(shards(mesh, rule)), rule.pad)
+            parcels += _split(members, mesh, rule, ranges)
+            if rule.pad:
+                real_rows = _real_rows(mesh, rule, ranges)
+    return Packed(tuple(parcels), real_rows)
+
+
+def everywhere(slots: Sequence[Slot], n_ranks: int) -> Parcel:
+    """The same values for the ranks 0 … n_ranks-1."""
+    return Parcel.of(slots, [slot.value for slot in slots], range(n_ranks))
+
+
+def scatter(slots: Sequence[Slot], world_size: int, method: str) -> Iterable[Parcel]:
+    """One value per rank; ranks that are given the very same objects share a parcel.
+
+    Raises:
+        ArgumentError: A value that is no sequence, or has another length than ``world_size``.
+    """
+    for slot in slots:
+        if not isinstance(slot.value, Sequence) or isinstance(slot.value, str | bytes):
+            raise ArgumentError(
+                f"argument {slot.name!r} of {method} takes a sequence with one value per rank, "
+                f"not {type(slot.value).__name__}; for {world_size} ranks give a list of {world_size} values"
+            )
+        if len(slot.value) != world_size:
+            raise ArgumentError(
+                f"argument {slot.name!r} of {method} has {len(slot.value)} values for {world_size} ranks; "
+                "give one value per rank"
+            )
+    same: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(world_size):
+        same.setdefault(tuple(id(slot.value[rank]) for slot in slots), []).append(rank)
+    return [Parcel.of(slots, [slot.value[ranks[0]] for slot in slots], ranks) for ranks in same.values()]
+
+
+def _rule_of(slot: Slot, outgoing: Outgoing, rules: Mapping[str, Outgoing], method: str) -> Outgoing:
+    rule = rules.get(slot.name)
+    if rule is None and isinstance(slot.key, str):
+        rule = rules.get(slot.key)
+    if rule is not None:
+        return rule
+    if isinstance(outgoing, Split) and _rows(slot, method) is None:
+        return Broadcast()
+    return outgoing
+
+
+def _rows(slot: Slot, method: str) -> int | None:
+    try:
+        return count_rows(slot.value)
+    except BatchError as error:
+        raise BatchError(f"argument {slot.name!r} of {method}: {error}") from None
+
+
+def _common_rows(slots: Sequence[Slot], method: str) -> int:
+    first, common = slots[0], _rows(slots[0], method)
+    for slot in slots:
+        rows = _rows(slot, method)
+        if rows is None:
+            raise BatchError(
+                f"argument {slot.name!r} of {method} is to be split, but {type(slot.value).__name__} has no rows; "
+                f"give a batch, or declare arguments={{{slot.name!r}: Broadcast()}}"
+            )
+        if rows != common:
+            raise BatchError(
+                f"{method} got batches of unequal row counts: {first.name!r} has {common}, {slot.name!r} has {rows}; "
+                f"make them equal, or declare arguments={{{slot.name!r}: Broadcast()}}"
+            )
+    assert common is not None
+    return common
+
+
+def _split(slots: Sequence[Slot], mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]]) -> Iterable[Parcel]:
+    size = ranges[0][1] - ranges[0][0]  # the largest part: the first one
+    for (start, stop), ranks in zip(ranges, shards(mesh, rule), strict=True):
+        padding = size - (stop - start) if rule.pad else 0
+        yield Parcel.of(slots, [_part(slot.value, start, stop, padding) for slot in slots], ranks)
+
+
+def _part(value: Any, start: int, stop: int, padding: int) -> Any:
+    part = slice_rows(value, start, stop)
+    if not padding:
+        return part
+    rows = count_rows(value)
+    assert rows, "padding exists only where there are rows"
+    copies = [value] * (padding // rows) + [slice_rows(value, 0, padding % rows)]
+    return concat_rows([part, *copies])
+
+
+def _real_rows(mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    size = ranges[0][1] - ranges[0][0]
+    numbers = mesh.positions(*rule.axes)
+    return tuple((size, ranges[number][1] - ranges[number][0]) for number in numbers)
+
+
+# --- the same, for a person -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """Who gets which rows and whose values come back, printable in a terminal and a notebook.
+
+    Attributes:
+        protocol: The protocol planned.
+        mesh: The mesh that it is planned on.
+        rows: Rows of the batch.
+        received: Per rank, ``(start, stop)`` of its rows; None where the argument is not split.
+        collected: The ranks whose values come back, in order.
+    """
+
+    protocol: TransferProtocol
+    mesh: Mesh
+    rows: int
+    received: tuple[tuple[int, int] | None, ...]
+    collected: tuple[int, ...]
+
+    def _table(self) -> tuple[str, list[str], list[list[object]]]:
+        out = self.protocol.outgoing
+        unsplit = "its own value" if isinstance(out, PerRank) else "everything"
+        joined = isinstance(self.protocol.incoming, Concat)
+        table: list[list[object]] = []
+        for rank, received in enumerate(self.received):
+            gets = unsplit if received is None else f"rows {received[0]}:{received[1]}"
+            back = f"{'part' if joined else 'item'} {self.collected.index(rank)}" if rank in self.collected else "-"
+            table.append([rank, *self.mesh.coordinates(rank).values(), gets, back])
+        title = f"{self.protocol} on {self.mesh}, {self.rows} rows"
+        return title, ["rank", *self.mesh.axis_names, "gets", "back"], table
+
+    def __str__(self) -> str:
+        return text_table(*self._table())
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._table())
+
+
+def plan(protocol: object, mesh: Mesh, rows: int) -> TransferPlan:
+    """What a call under ``protocol`` would do on ``mesh`` with a batch of ``rows`` rows. Starts nothing.
+
+    Args:
+        protocol: A `Dispatch` member, its name, or a `TransferProtocol`.
+        mesh: The mesh of the group.
+        rows: Rows of the batch, 0 or more.
+
+    Raises:
+        ProtocolError: ``protocol`` is none, or is a pair of functions, which cannot be planned.
+        MeshError: The protocol names an axis that ``mesh`` does not have.
+        BatchError: ``rows`` is negative.
+    """
+    parsed = as_protocol(protocol)
+    if isinstance(parsed, Custom):
+        raise ProtocolError("a custom dispatch_fn decides when it is called; only a TransferProtocol can be planned")
+    if rows < 0:
+        raise BatchError(f"a batch has 0 rows or more, not {rows}")
+    received: tuple[tuple[int, int] | None, ...] = (None,) * mesh.size
+    if isinstance(parsed.outgoing, Split):
+        ranges = row_ranges(rows, len(shards(mesh, parsed.outgoing)), parsed.outgoing.pad)
+        received = tuple(ranges[number] for number in mesh.positions(*parsed.outgoing.axes))
+    return TransferPlan(parsed, mesh, rows, received, sources(mesh, parsed.incoming))

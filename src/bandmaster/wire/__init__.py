@@ -1,0 +1,1 @@
+"""How values and calls travel: the codec, and what runs in a worker process."""

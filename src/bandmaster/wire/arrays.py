@@ -1,0 +1,42 @@
+"""How numpy arrays are pickled: any layout, one buffer, writable on arrival whatever they were before."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from typing import Any
+
+import numpy as np
+
+__all__ = ["reduce_array"]
+
+_PLAIN_KINDS = "biufcSUmMV"  # dtypes whose items are their bytes; not objects, not variable-width strings
+
+
+def reduce_array(array: Any) -> Any:
+    """For `pickle.Pickler.reducer_override`: the array's bytes as one buffer; NotImplemented leaves it to numpy."""
+    dtype = array.dtype
+    if dtype.kind not in _PLAIN_KINDS or dtype.hasobject or dtype.itemsize == 0:
+        return NotImplemented
+    order = "C"
+    if not array.flags.c_contiguous:
+        if array.flags.f_contiguous:
+            order = "F"
+        else:
+            array = np.ascontiguousarray(array)
+    described = dtype.str if np.dtype(dtype.str) == dtype else dtype
+    return _rebuild, (_buffer_of(array.T if order == "F" else array), described, array.shape, order)
+
+
+def _buffer_of(array: Any) -> pickle.PickleBuffer:
+    raw = array.reshape(-1).view(np.uint8)
+    if raw.flags.writeable or not raw.nbytes:
+        return pickle.PickleBuffer(raw)
+    # Pickle marks buffers of read-only arrays, and they would be read-only on arrival. Same memory, without the mark.
+    alias = (ctypes.c_ubyte * raw.nbytes).from_address(raw.ctypes.data)
+    alias._owner = array  # keeps the memory alive as long as the buffer
+    return pickle.PickleBuffer(alias)
+
+
+def _rebuild(buffer: Any, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:
+    return np.ndarray(shape, dtype, buffer, order=order)

@@ -1,0 +1,93 @@
+"""What runs where a worker lives: construct it once, then run its calls. The same code on every backend."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from bandmaster.failure import Failure, FailureKind
+from bandmaster.wire.codec import Payload, decode, encode
+from bandmaster.worker import Worker, WorkerContext, make_worker
+
+__all__ = ["WorkerHost"]
+
+
+class WorkerHost:
+    """One worker, its calls, and the event loop of its async methods."""
+
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+        self._loop: _EventLoopThread | None = None
+
+    def construct(self, context: WorkerContext, constructor: Payload) -> Failure | None:
+        """Make the worker from the encoded ``(cls, args, kwargs)``, which must lie in memory of its own."""
+        try:
+            cls, args, kwargs = decode(constructor)
+            self.worker = make_worker(cls, context, args, kwargs)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the user's code may raise anything, SystemExit included
+            return Failure.of(error)
+        return None
+
+    def call(self, method: str, parts: Sequence[Payload], is_collected: bool) -> Payload | Failure | None:
+        """Run a method; ``parts`` must lie in memory of their own. The encoded value, or None if not collected."""
+        try:
+            arguments = [item for part in parts for item in decode(part)]
+            args = [value for _, value in sorted((key, value) for key, value in arguments if isinstance(key, int))]
+            value = self.run(method, args, {key: value for key, value in arguments if isinstance(key, str)})
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # as above
+            return Failure.of(error)
+        if not is_collected:
+            return None
+        try:
+            return encode(value)
+        except Exception as error:
+            what = f"the returned {type(value).__name__} cannot be pickled: {error}"
+            return Failure.of(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
+
+    def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a method on plain values; an async one is awaited."""
+        value = getattr(self.worker, method)(*args, **kwargs)
+        if inspect.iscoroutine(value):
+            self._loop = self._loop or _EventLoopThread()
+            return self._loop.run(value)
+        return value
+
+    def close(self) -> None:
+        """End the event loop, if there is one, and let the worker go."""
+        if self._loop is not None:
+            self._loop.close()
+        self.worker = self._loop = None
+
+
+class _EventLoopThread:
+    """A loop in a thread of its own: tasks that a method leaves behind go on between calls.
+
+    And it works where this thread's loop is running already, as in a notebook.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="bandmaster-async-methods", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        error = future.exception()
+        if error is not None:
+            raise error
+        return future.result()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()

@@ -1,0 +1,185 @@
+"""`Worker`, the base of users' classes, and `register`, which says how a method's calls travel."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from bandmaster.errors import ProtocolError
+from bandmaster.mesh import Mesh
+from bandmaster.transfer import (
+    Custom,
+    Dispatch,
+    Execute,
+    Outgoing,
+    Split,
+    TransferProtocol,
+    as_protocol,
+    check_padding,
+)
+
+__all__ = ["ClassWithInitArgs", "Registration", "Worker", "WorkerContext", "make_worker", "register", "registrations"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_MARK = "__bandmaster_registration__"
+
+
+class Worker:
+    """Base class of what runs on every rank.
+
+    The attributes below are set before ``__init__`` of the subclass runs, whether or not it calls
+    ``super().__init__()``. A worker with a process of its own also finds ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its environment, so that
+    ``torch.distributed.init_process_group()`` needs no arguments.
+
+    Attributes:
+        rank: Number of this worker in its group, 0 … world_size-1.
+        world_size: Number of workers of the group.
+        local_rank: Number of this worker among those of the group on its node.
+        local_world_size: Number of workers of the group on this node.
+        node_rank: Number of the node in the pool.
+        device: ``"cpu"``, or the worker's own GPU as torch names it, such as ``"cuda:0"``.
+        mesh: The group's mesh.
+        coordinates: Where this rank lies on the mesh, by axis.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    device: str
+    mesh: Mesh
+    coordinates: dict[str, int]
+
+    def __init__(self) -> None:
+        """Nothing to do: the attributes are there already."""
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a worker knows of itself before it is constructed; field for field the attributes of `Worker`."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    device: str
+    mesh: Mesh
+
+    def environment(self) -> dict[str, str]:
+        """The usual variables, but for the rendezvous."""
+        names = ("rank", "world_size", "local_rank", "local_world_size")
+        return {name.upper(): str(getattr(self, name)) for name in names}
+
+
+def make_worker(cls: type[Worker], context: WorkerContext, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Worker:
+    """Construct a worker whose attributes are set before its ``__init__`` runs."""
+    takes_arguments = cls.__new__ is not object.__new__
+    worker = cls.__new__(cls, *args, **kwargs) if takes_arguments else cls.__new__(cls)
+    vars(worker).update(vars(context), coordinates=context.mesh.coordinates(context.rank))
+    worker.__init__(*args, **kwargs)  # type: ignore[misc]  # the subclass has its own signature
+    return worker
+
+
+class ClassWithInitArgs:
+    """A worker class together with the arguments of its constructor.
+
+    Needed where these clash with `WorkerGroup`'s own parameters; otherwise they can be given to the group.
+
+    Args:
+        cls: A subclass of `Worker`, plain or wrapped by ``@ray.remote``.
+        *args: Positional arguments of its constructor.
+        **kwargs: Keyword arguments of its constructor.
+    """
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        self.cls = cls
+        self.args = args
+        self.kwargs = kwargs
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self.args), *(f"{key}={value!r}" for key, value in self.kwargs.items())]
+        return f"ClassWithInitArgs({', '.join([getattr(self.cls, '__name__', repr(self.cls)), *given])})"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What `register` was told about a method."""
+
+    protocol: TransferProtocol | Custom
+    execute: Execute = Execute.ALL
+    is_blocking: bool = True
+    arguments: Mapping[str, Outgoing] = field(default_factory=dict)
+
+
+def register(
+    dispatch_mode: Dispatch | TransferProtocol | str | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    arguments: Mapping[str, Outgoing] | None = None,
+) -> Callable[[Function], Function]:
+    """Make a worker's method callable on the whole group.
+
+    Args:
+        dispatch_mode: How arguments go out and results come back: a `Dispatch` member, its name in either spelling
+            (``"3D_PROTO"``), a `TransferProtocol`, or ``{"dispatch_fn": f, "collect_fn": g}`` (see `Custom`).
+        execute_mode: ``Execute.ALL``, or ``Execute.RANK_ZERO``: rank 0 gets the arguments as they are and its
+            plain value comes back.
+        blocking: Whether the group's method waits for the result; if not, it returns a `Future`.
+        arguments: Outgoing transfers of single arguments, by parameter name, over the protocol's own.
+
+    Returns:
+        A decorator that marks the method and returns it unchanged.
+
+    Raises:
+        ProtocolError: An unknown protocol (the known ones are listed), one that contradicts itself, or a
+            parameter that the method does not have.
+
+    Example:
+        >>> from bandmaster import Broadcast
+        >>> class Trainer(Worker):
+        ...     @register(Dispatch.DP_PROTO, arguments={"table": Broadcast()})
+        ...     def step(self, batch, table): return [table[i] for i in batch]
+    """
+    if inspect.isfunction(dispatch_mode):
+        raise ProtocolError(f"@register needs parentheses: write @register() or @register(Dispatch.ONE_TO_ALL) "
+                            f"above {dispatch_mode.__name__}")  # fmt: skip
+    protocol = as_protocol(dispatch_mode)
+    if not isinstance(execute_mode, Execute):
+        raise ProtocolError(f"execute_mode is Execute.ALL or Execute.RANK_ZERO, not {execute_mode!r}")
+    if isinstance(protocol, Custom) and (execute_mode is Execute.RANK_ZERO or arguments):
+        raise ProtocolError("a custom dispatch_fn decides about all arguments and ranks itself; drop "
+                            "execute_mode=Execute.RANK_ZERO and arguments=, or use a TransferProtocol")  # fmt: skip
+    registration = Registration(protocol, execute_mode, blocking, dict(arguments or {}))
+
+    def mark(method: Function) -> Function:
+        _check_arguments(method, registration)
+        setattr(method, _MARK, registration)
+        return method
+
+    return mark
+
+
+def registrations(cls: type[Worker]) -> dict[str, Registration]:
+    """The registered methods of a worker class, inherited ones included, by name."""
+    found = {name: getattr(inspect.getattr_static(cls, name), _MARK, None) for name in dir(cls)}
+    return {name: registration for name, registration in found.items() if registration is not None}
+
+
+def _check_arguments(method: Callable[..., Any], registration: Registration) -> None:
+    names = list(inspect.signature(method).parameters)[1:]
+    for name, rule in registration.arguments.items():
+        if name not in names:
+            raise ProtocolError(f"{method.__qualname__} has no parameter {name!r} to transfer, only {names}")
+        if not isinstance(rule, Outgoing):
+            raise ProtocolError(f"{rule!r} does not say how {name!r} goes out; use Split, Broadcast or PerRank")
+        if isinstance(registration.protocol, TransferProtocol):
+            check_padding(rule, registration.protocol.incoming)
+    rules = [*registration.arguments.values(), getattr(registration.protocol, "outgoing", None)]
+    padded = {rule for rule in rules if isinstance(rule, Split) and rule.pad}
+    if len(padded) > 1:
+        raise ProtocolError(f"{method.__qualname__} pads in more than one way ({padded}); pad over the same axes")
