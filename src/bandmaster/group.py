@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from bandmaster.backends import Call, Crew, Launch, get_backend
+from bandmaster.backends import Call, Crew, Launch, Reply, get_backend
 from bandmaster.binding import bind, signature_without_self
 from bandmaster.collect import collect
 from bandmaster.envelope import encode_constructor, encode_parcel
@@ -131,7 +131,8 @@ class WorkerGroup:
             RemoteError: It raised on some rank.
         """
         packed = self._pack_all(method_name, args, kwargs)
-        return self._submit(method_name, packed, Gather()).result()
+        values: list[Any] = self._submit(method_name, packed, Gather()).result()
+        return values
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The same without waiting: for every rank an ObjectRef on Ray, a `Future` elsewhere."""
@@ -224,12 +225,12 @@ class WorkerGroup:
             result = collect(incoming, collected, in_order, self._label(method), packed.real_rows)
             return result if finish is None else finish(result)
 
-        tickets = self._send(method, packed, ranks or range(self.world_size), set(collected))
+        tickets = self._send(method, packed, ranks or range(self.world_size), dict.fromkeys(collected, Reply.VALUE))
         return Future(self._crew, tickets, conclude, self._label(method), self._mesh)
 
     def _references(self, method: str, packed: Packed, ranks: Sequence[int]) -> list[Any]:
         """Send a call; what the backend's own users know for each rank's value, or a future of its own."""
-        tickets = self._send(method, packed, ranks, set(ranks))
+        tickets = self._send(method, packed, ranks, dict.fromkeys(ranks, Reply.NATIVE))
         if self._crew.has_native_tickets:
             return list(tickets.values())
         return [
@@ -237,7 +238,7 @@ class WorkerGroup:
             for rank, ticket in tickets.items()
         ]
 
-    def _send(self, method: str, packed: Packed, ranks: Sequence[int], collected: set[int]) -> dict[int, Any]:
+    def _send(self, method: str, packed: Packed, ranks: Sequence[int], replies: Mapping[int, Reply]) -> dict[int, Any]:
         """Encode everything, then write and send it: what cannot be encoded is known before anything is sent."""
         crew = self._open_crew()
         parcels = [parcel for parcel in packed.parcels if parcel.items]
@@ -247,7 +248,7 @@ class WorkerGroup:
             reference = crew.put(payload)
             for rank in parcel.ranks:
                 parts[rank].append(reference)
-        calls = [Call(rank, method, tuple(references), rank in collected) for rank, references in parts.items()]
+        calls = [Call(rank, method, tuple(refs), replies.get(rank, Reply.NOTHING)) for rank, refs in parts.items()]
         return dict(zip(parts, crew.call(calls), strict=True))
 
     def _open_crew(self) -> Crew:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cache
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from bandmaster.placement import Node, Request
 from bandmaster.wire.codec import Payload
 from bandmaster.worker import WorkerContext
 
-__all__ = ["Backend", "Call", "Crew", "Launch", "Seat", "get_backend"]
+__all__ = ["Backend", "Call", "Crew", "Launch", "Reply", "Seat", "get_backend"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,14 @@ class Launch:
         )
 
 
+class Reply(Enum):
+    """What becomes of a method's value."""
+
+    VALUE = "value"  # the controller reads it
+    NOTHING = "nothing"  # nobody does: the worker does not even encode it
+    NATIVE = "native"  # the user reads it from the ticket, by the backend's own means
+
+
 @dataclass(frozen=True)
 class Call:
     """What one rank is asked to do.
@@ -94,13 +103,13 @@ class Call:
         rank: The rank.
         method: Name of the method.
         parts: Payloads as `Crew.put` returned them; each decodes to ``((position or keyword, value), ...)``.
-        is_collected: Whether the value is wanted; if not, the worker does not even encode it.
+        reply: What becomes of its value.
     """
 
     rank: int
     method: str
     parts: tuple[Any, ...]
-    is_collected: bool
+    reply: Reply
 
 
 class Crew(Protocol):

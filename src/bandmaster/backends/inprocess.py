@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bandmaster.backends import Call, Launch
+from bandmaster.backends import Call, Launch, Reply
 from bandmaster.errors import ConstructorError
 from bandmaster.failure import Failure
 from bandmaster.hardware import count_gpus
@@ -89,7 +89,7 @@ class InProcessCrew:
         tickets = []
         for call in calls:
             parts = [part.private() for part in call.parts]
-            outcome = self._hosts[call.rank].call(call.method, parts, call.is_collected)
+            outcome = self._hosts[call.rank].call(call.method, parts, call.reply is not Reply.NOTHING)
             tickets.append(Ticket(outcome.private() if isinstance(outcome, Payload) else outcome))
         return tickets
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire.codec import Payload, decode, encode
+from bandmaster.wire.rendezvous import Rendezvous
 from bandmaster.worker import Worker, WorkerContext, make_worker
 
 __all__ = ["WorkerHost"]
@@ -20,6 +21,7 @@ class WorkerHost:
 
     def __init__(self) -> None:
         self.worker: Worker | None = None
+        self.rendezvous: Rendezvous | None = None  # on rank 0 of workers with a process of their own
         self._loop: _EventLoopThread | None = None
 
     def construct(self, context: WorkerContext, constructor: Payload) -> Failure | None:
@@ -31,6 +33,7 @@ class WorkerHost:
             raise
         except BaseException as error:  # the user's code may raise anything, SystemExit included
             return Failure.of(error)
+        self._hand_over()
         return None
 
     def call(self, method: str, parts: Sequence[Payload], is_collected: bool) -> Payload | Failure | None:
@@ -56,14 +59,21 @@ class WorkerHost:
         value = getattr(self.worker, method)(*args, **kwargs)
         if inspect.iscoroutine(value):
             self._loop = self._loop or _EventLoopThread()
-            return self._loop.run(value)
+            value = self._loop.run(value)
+        self._hand_over()
         return value
 
     def close(self) -> None:
         """End the event loop, if there is one, and let the worker go."""
         if self._loop is not None:
             self._loop.close()
-        self.worker = self._loop = None
+        if self.rendezvous is not None:
+            self.rendezvous.close()
+        self.worker = self._loop = self.rendezvous = None
+
+    def _hand_over(self) -> None:
+        if self.rendezvous is not None and self.rendezvous.hand_over():
+            self.rendezvous = None
 
 
 class _EventLoopThread:

@@ -1,0 +1,385 @@
+"""Workers as Ray actors: Ray reserves, places and watches; its object store carries large payloads.
+
+::
+
+    controller                                       an actor, one per rank
+    put(payload) ── ray.put, once ──► object store ──► private copy ─► decode ─► method
+    call ─────────── actor task ─────────────────────►                             │
+    fetch ◄───────── its object ◄──────────────────────────────────── encode ◄────┘ only if collected
+
+The one module that imports ray. A Ray that is running is used as it is; otherwise the first pool starts one for
+itself, where places are counted without regard to CPUs, and the last pool stops it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from bandmaster.backends import Call, Launch, Reply
+from bandmaster.errors import ConstructorError, PlacementError, RemoteError, UsageError
+from bandmaster.failure import Failure, FailureKind
+from bandmaster.future import Future
+from bandmaster.hardware import count_gpus
+from bandmaster.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
+from bandmaster.wire.codec import Payload, decode
+from bandmaster.wire.host import WorkerHost
+from bandmaster.wire.rendezvous import Rendezvous, rendezvous_environment
+from bandmaster.worker import WorkerContext
+
+__all__ = ["RayBackend"]
+
+PLACE = "bandmaster_place"  # what a place costs in a Ray of our own
+PUT_NBYTES = 100 * 1024  # smaller payloads travel inside the call, as Ray's own small arguments do
+START_TIMEOUT_S = 300.0  # for actor processes, not for constructors
+POLL_S = 0.1  # Ray has no event for "a resource became free" or "one of these failed"
+PLACED_BY_POOL = {"name", "num_cpus", "num_gpus", "resources", "scheduling_strategy", "lifetime", "get_if_exists"}
+
+
+class RayBackend:
+    """Reservations are placement groups, one per node of a pool; workers are actors in their bundles."""
+
+    def __init__(self) -> None:
+        self._is_embedded = False  # whether the running Ray was started here
+        self._reservations: list[Reservation] = []
+
+    def inventory(self) -> tuple[Node, ...]:
+        """The nodes that are alive. In a Ray of our own CPUs are not counted."""
+        self._connect()
+        free = ray._private.state.available_resources_per_node()
+        holders = _holders_by_node()
+        return tuple(
+            Node(
+                name=node["NodeManagerAddress"],
+                cpus_total=None if self._is_embedded else node["Resources"].get("CPU", 0.0),
+                cpus_free=None if self._is_embedded else free.get(node["NodeID"], {}).get("CPU", 0.0),
+                gpus_total=node["Resources"].get("GPU", 0.0),
+                gpus_free=free.get(node["NodeID"], {}).get("GPU", 0.0),
+                holders=tuple(f"{name} ({n} places)" for name, n in sorted(holders.get(node["NodeID"], {}).items())),
+                key=node["NodeID"],
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        )
+
+    def reserve(self, request: Request, timeout_s: float) -> Reservation:
+        """A placement group on the node chosen for each entry; waits for what others hold, but not for ever."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            while True:
+                nodes = self.inventory()
+                if not could_ever_fit(request, nodes):
+                    raise cannot_place(request, nodes)
+                assigned = assign_nodes(request, nodes)
+                if assigned is not None:
+                    reservation = self._try_to_reserve(request, [nodes[index].key for index in assigned], deadline)
+                    if reservation is not None:
+                        self._reservations.append(reservation)
+                        return reservation
+                if time.monotonic() >= deadline:
+                    raise cannot_place(request, nodes, timeout_s)
+                time.sleep(POLL_S)
+        except BaseException:
+            self._disconnect_if_idle()
+            raise
+
+    def release(self, reservation: Reservation) -> None:
+        """Remove the placement groups; the Ray of our own ends with its last reservation."""
+        self._reservations.remove(reservation)
+        if ray.is_initialized():
+            for group in reservation.groups:
+                remove_placement_group(group)
+        self._disconnect_if_idle()
+
+    def start(self, launch: Launch) -> RayCrew:
+        """Start an actor on every seat, then construct all workers concurrently."""
+        crew = RayCrew(launch.cls.__name__)
+        try:
+            for rank in range(len(launch.seats)):
+                crew.handles.append(self._start_actor(launch, rank))
+            _construct(crew, launch)
+        except BaseException:
+            crew.stop()
+            raise
+        return crew
+
+    def _start_actor(self, launch: Launch, rank: int) -> Any:
+        seat = launch.seats[rank]
+        share = math.floor(launch.share * 1e4) / 1e4  # Ray counts in ten-thousandths
+        bundle = _bundle(launch.cpus_per_worker, int(launch.uses_gpu), self._is_embedded)
+        taken = {name: amount * share for name, amount in bundle.items()}
+        options = {key: value for key, value in launch.options.items() if key not in PLACED_BY_POOL}
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=seat.reservation.groups[seat.node],
+            placement_group_bundle_index=seat.reservation.bundles[seat.node][seat.index],
+        )
+        try:
+            return _actor_class(launch.cls).options(
+                **options,
+                name=launch.worker_names[rank],
+                num_cpus=taken.pop("CPU", 0),
+                num_gpus=taken.pop("GPU", 0),
+                resources=taken,
+                scheduling_strategy=strategy,
+            ).remote()  # fmt: skip
+        except ValueError as error:
+            raise UsageError(
+                f"Ray refuses worker {launch.worker_names[rank]!r}: {error}; a name can be taken once, so give every "
+                "group a name_prefix of its own, or none"
+            ) from error
+
+    def _try_to_reserve(self, request: Request, keys: Sequence[str], deadline: float) -> Reservation | None:
+        """Placement groups on the given nodes; None, and none left, if somebody was faster."""
+        bundle = _bundle(request.cpus_per_worker, request.gpus_per_worker, self._is_embedded)
+        groups: list[PlacementGroup] = []
+        try:
+            for n_places, key in zip(request.workers, keys, strict=True):
+                labels = [{"ray.io/node-id": key}] * n_places
+                name = f"pool {request.name!r}"
+                groups.append(placement_group([bundle] * n_places, "STRICT_PACK", name, bundle_label_selector=labels))
+            for group in groups:
+                if not group.wait(max(1.0, min(10.0, deadline - time.monotonic()))):
+                    raise TimeoutError
+            bundles = [_in_device_order(group, bool(request.gpus_per_worker)) for group in groups]
+            return Reservation(tuple(groups), tuple(bundles))
+        except BaseException as error:
+            for group in groups:
+                remove_placement_group(group)
+            if isinstance(error, TimeoutError | GetTimeoutError):
+                return None
+            raise
+
+    def _connect(self) -> None:
+        if ray.is_initialized():
+            if not self._reservations:
+                self._is_embedded = False
+            return
+        if "RAY_ADDRESS" in os.environ:
+            ray.init(logging_level=logging.WARNING)
+        else:
+            ray.init(include_dashboard=False, logging_level=logging.WARNING, resources={PLACE: 1e6})
+            self._is_embedded = True
+
+    def _disconnect_if_idle(self) -> None:
+        if self._is_embedded and not self._reservations and ray.is_initialized():
+            ray.shutdown()
+            self._is_embedded = False
+
+
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """The placement group of each node of a request, and its bundles in the order of their devices."""
+
+    groups: tuple[PlacementGroup, ...]
+    bundles: tuple[tuple[int, ...], ...]
+
+
+class RayCrew:
+    """The actors of one group. A ticket is an ObjectRef."""
+
+    has_native_tickets = True
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.handles: list[Any] = []
+
+    def put(self, payload: Payload) -> Any:
+        """One object in the store, or the bytes themselves where they are few."""
+        return ray.put(payload) if payload.nbytes >= PUT_NBYTES else payload.private()
+
+    def call(self, calls: Sequence[Call]) -> list[Any]:
+        """One actor task each; Ray keeps the order of tasks that one process sends to one actor."""
+        return [self.handles[call.rank].bandmaster_call.remote(call.method, call.reply, *call.parts) for call in calls]
+
+    def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
+        """Wait for all, but look at what is done every now and then."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, min(POLL_S, deadline - time.monotonic()))
+            done, _ = ray.wait(list(tickets), num_returns=len(tickets), timeout=left)
+            if done or time.monotonic() >= deadline:
+                return list(done)
+
+    def fetch(self, ticket: Any) -> Any | Failure:
+        """The decoded value; exceptions of Ray's own become failures."""
+        try:
+            return ray.get(ticket)
+        except RayActorError as error:
+            return Failure(FailureKind.DIED, f"{type(error).__name__}: {error}".strip())
+        except RayTaskError as error:
+            return Failure(FailureKind.RAISED, str(error.cause), str(error), error.cause)
+        except RayError as error:
+            return Failure.of(error)
+
+    def stop(self) -> None:
+        """Kill the actors."""
+        handles, self.handles = self.handles, []
+        if ray.is_initialized():
+            for handle in handles:
+                ray.kill(handle)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What an actor says of itself once its process runs.
+
+    Attributes:
+        address: Of its node.
+        device: As torch names it; ``"cpu"`` also where Ray only pretends to have GPUs.
+        rendezvous_port: The group's, on rank 0.
+    """
+
+    address: str
+    device: str
+    rendezvous_port: int
+
+
+class WorkerActor:
+    """Base of the actor classes: holds the worker, and is what the group calls.
+
+    The class that is made of it for a worker class has the worker's public methods too, for raw Ray calls.
+    """
+
+    def __init__(self) -> None:
+        self._host = WorkerHost()
+
+    def bandmaster_stand(self, uses_gpu: bool, holds_rendezvous: bool) -> Standing:
+        """Say where this is; on rank 0, open the rendezvous."""
+        address = ray.util.get_node_ip_address()
+        device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
+        if not holds_rendezvous:
+            return Standing(address, device, 0)
+        self._host.rendezvous = Rendezvous(address)
+        return Standing(address, device, self._host.rendezvous.port)
+
+    def bandmaster_construct(
+        self, context: WorkerContext, environment: Mapping[str, str], paths: Sequence[str], constructor: Payload
+    ) -> Failure | None:
+        """Make the worker, importing what the controller can import; what went wrong, if anything."""
+        os.environ.update(environment)
+        sys.path.extend(path for path in paths if path not in sys.path and os.path.isdir(path))
+        return self._host.construct(context, constructor.private())
+
+    def bandmaster_call(self, method: str, reply: Reply, *parts: Payload) -> Any:
+        """Run a method. Failures are values for the controller, and exceptions for users of the ObjectRef."""
+        outcome = self._host.call(method, [part.private() for part in parts], reply is not Reply.NOTHING)
+        if isinstance(outcome, Failure) and reply is Reply.NATIVE:
+            raise outcome.exception or RuntimeError(outcome.summary)
+        return _Encoded(outcome) if isinstance(outcome, Payload) else outcome
+
+
+class _Encoded:
+    """A value that `ray.get` decodes by itself."""
+
+    def __init__(self, payload: Payload) -> None:
+        self._payload = payload
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _open, (self._payload,)
+
+
+def _open(payload: Payload) -> Any:
+    return decode(payload.private())
+
+
+def _actor_class(cls: type) -> Any:
+    """An actor class with the name and the public methods of a worker class."""
+    names = [name for name in dir(cls) if not name.startswith("_") and inspect.isfunction(getattr(cls, name))]
+    forwards = {name: _forward(name, getattr(cls, name)) for name in names}
+    return ray.remote(type(cls.__name__, (WorkerActor,), {**forwards, "__doc__": cls.__doc__}))
+
+
+def _forward(name: str, function: Any) -> Any:
+    def forward(self: WorkerActor, *args: Any, **kwargs: Any) -> Any:
+        return self._host.run(name, args, kwargs)
+
+    forward.__name__ = forward.__qualname__ = name
+    forward.__doc__ = function.__doc__
+    forward.__signature__ = _bare_signature(function)  # type: ignore[attr-defined]  # Ray checks calls against it
+    return forward
+
+
+def _bare_signature(function: Any) -> inspect.Signature:
+    """Names and kinds alone: annotations and defaults may need modules that the actor cannot import yet."""
+    signature = inspect.signature(function)
+    bare = [
+        parameter.replace(
+            annotation=parameter.empty, default=parameter.empty if parameter.default is parameter.empty else None
+        )
+        for parameter in signature.parameters.values()
+    ]
+    return inspect.Signature(bare)
+
+
+def _construct(crew: RayCrew, launch: Launch) -> None:
+    standing = [actor.bandmaster_stand.remote(launch.uses_gpu, rank == 0) for rank, actor in enumerate(crew.handles)]
+    _, missing = ray.wait(standing, num_returns=len(standing), timeout=START_TIMEOUT_S)
+    if missing:
+        raise PlacementError(f"{len(missing)} of {len(standing)} actors did not start in {START_TIMEOUT_S:g} s")
+    label = f"{launch.cls.__name__}.__init__"
+    stands = Future(crew, dict(enumerate(standing)), dict, label, launch.mesh).result()
+    rendezvous = rendezvous_environment(stands[0].address, stands[0].rendezvous_port)
+    constructor = ray.put(launch.constructor)
+    tickets = {}
+    for rank, actor in enumerate(crew.handles):
+        context = launch.context(rank, stands[rank].device)
+        environment = {**context.environment(), **rendezvous}
+        tickets[rank] = actor.bandmaster_construct.remote(context, environment, sys.path, constructor)
+    try:
+        Future(crew, tickets, dict, label, launch.mesh).result()
+    except RemoteError as error:
+        raise ConstructorError(error.method, error.failures, error.coordinates) from error.__cause__
+
+
+def _bundle(cpus: float, gpus: int, is_embedded: bool) -> dict[str, float]:
+    """What Ray sets aside for one place; a bundle must have something in it."""
+    amounts = {"GPU": gpus, PLACE: 1} if is_embedded else {"GPU": gpus, "CPU": cpus if cpus or gpus else 0.01}
+    return {name: float(amount) for name, amount in amounts.items() if amount}
+
+
+def _in_device_order(group: PlacementGroup, has_gpus: bool) -> tuple[int, ...]:
+    """The bundles of a placement group in the order of their GPUs' numbers, which only a task in them can tell."""
+    n_bundles = group.bundle_count
+    if not has_gpus or n_bundles == 1:
+        return tuple(range(n_bundles))
+    strategies = [PlacementGroupSchedulingStrategy(group, index) for index in range(n_bundles)]
+    asked = [_gpu_of_bundle.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+    gpus = ray.get(asked, timeout=START_TIMEOUT_S)
+    return tuple(sorted(range(n_bundles), key=lambda index: _device_key(gpus[index])))
+
+
+@ray.remote(num_cpus=0, num_gpus=1, max_retries=0)  # type: ignore[untyped-decorator]
+def _gpu_of_bundle() -> str:
+    return str(ray.get_gpu_ids()[0])
+
+
+def _device_key(gpu: str) -> tuple[int, str]:
+    return (int(gpu), "") if gpu.isdigit() else (0, gpu)
+
+
+def _holders_by_node() -> dict[str, Counter[str]]:
+    """Names of the placement groups on every node, and how many bundles each has there."""
+    holders: dict[str, Counter[str]] = {}
+    for group in placement_group_table().values():
+        if group["state"] == "CREATED":
+            for node in group["bundles_to_node_id"].values():
+                holders.setdefault(node, Counter())[group["name"] or "an unnamed placement group"] += 1
+    return holders

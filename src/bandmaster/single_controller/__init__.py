@@ -1,0 +1,1 @@
+"""The import paths of verl's ``single_controller``: a notebook written for it runs with one word replaced."""

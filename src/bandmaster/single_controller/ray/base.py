@@ -1,0 +1,73 @@
+"""The Ray-named classes: those of bandmaster with the parameters that the seeds give them. No logic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bandmaster.group import WorkerGroup
+from bandmaster.mesh import Mesh
+from bandmaster.pool import ResourcePool, merge_resource_pool, split_resource_pool
+from bandmaster.worker import ClassWithInitArgs
+
+__all__ = [
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "merge_resource_pool",
+    "split_resource_pool",
+]
+
+RayClassWithInitArgs = ClassWithInitArgs
+
+
+class RayResourcePool(ResourcePool):
+    """A `ResourcePool` on Ray, with GPUs unless told otherwise.
+
+    Args:
+        process_on_nodes: Places on each node.
+        use_gpu: Whether every place has a GPU of its own.
+        name_prefix: Name of the pool.
+        max_colocate_count: How many groups may share a place.
+        cpus_per_worker: CPUs reserved for each place.
+        placement_timeout_s: How long to wait for places that others hold.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        use_gpu: bool = True,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+        cpus_per_worker: float = 1,
+        placement_timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(
+            process_on_nodes,
+            backend="ray",
+            use_gpu=use_gpu,
+            name_prefix=name_prefix,
+            max_colocate_count=max_colocate_count,
+            cpus_per_worker=cpus_per_worker,
+            placement_timeout_s=placement_timeout_s,
+        )
+
+
+class RayWorkerGroup(WorkerGroup):
+    """A `WorkerGroup` with the seeds' names of its parameters.
+
+    Args:
+        resource_pool: Where the workers go.
+        ray_cls_with_init: The worker class and its arguments.
+        name_prefix: Beginning of the workers' names.
+        mesh: Named axes over the ranks.
+    """
+
+    def __init__(
+        self,
+        resource_pool: ResourcePool,
+        ray_cls_with_init: Any,
+        name_prefix: str | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__(resource_pool, ray_cls_with_init, mesh=mesh, name_prefix=name_prefix)

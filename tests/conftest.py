@@ -1,0 +1,113 @@
+"""What every test shares: the ``backend`` fixture, pools that are closed, and a leak check after each test."""
+
+import gc
+import os
+import threading
+import time
+
+import psutil
+import pytest
+from hypothesis import settings
+
+import bandmaster as bm
+
+settings.register_profile("default", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("default")
+
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray's next version does by itself
+
+N_FAKE_GPUS = 8  # what Ray is told it has, so that GPU placement can be tried anywhere
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """A real Ray for the session, with devices that stand in for GPUs."""
+    import ray
+
+    ray.init(num_cpus=16, num_gpus=N_FAKE_GPUS, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(params=["inprocess", "ray"])
+def backend(request):
+    """Name of a backend; the test runs on every one."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+    return request.param
+
+
+@pytest.fixture
+def make_pool(backend):
+    """``make_pool([2, 1], **options)``: a pool on the backend, closed after the test."""
+    pools = []
+
+    def make(process_on_nodes, **options):
+        pools.append(bm.ResourcePool(process_on_nodes, backend=backend, **options))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def make_group(make_pool):
+    """``make_group(n or mesh or pool, Class, *args, **kwargs)``: a group that is closed after the test."""
+
+    def make(where, cls, *args, **kwargs):
+        if isinstance(where, bm.Mesh):
+            kwargs["mesh"], where = where, where.size
+        pool = make_pool([where]) if isinstance(where, int) else where
+        return bm.WorkerGroup(pool, cls, *args, **kwargs)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    """After the test there are no more threads, processes, descriptors or Ray placements than before."""
+    uses_ray = "ray_cluster" in request.fixturenames or "ray" in request.node.nodeid
+    before = _standing()
+    yield
+    if uses_ray:
+        _wait_until(_ray_is_free, "Ray still holds placement groups or resources of the test")
+        return
+    _wait_until(lambda: not _grown(before), lambda: f"left behind: {_grown(before)}")
+
+
+def _standing():
+    process = psutil.Process()
+    return {
+        "threads": {thread.name for thread in threading.enumerate()},
+        "children": {child.pid for child in process.children(recursive=True)},
+        "descriptors": process.num_fds(),
+    }
+
+
+def _grown(before):
+    gc.collect()
+    now = _standing()
+    grown = {key: now[key] - before[key] for key in ("threads", "children") if now[key] - before[key]}
+    if now["descriptors"] > before["descriptors"]:
+        grown["descriptors"] = now["descriptors"] - before["descriptors"]
+    return grown
+
+
+def _ray_is_free():
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    if not ray.is_initialized():
+        return True
+    gc.collect()
+    held = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    return not held and ray.available_resources().get("GPU") == ray.cluster_resources().get("GPU")
+
+
+def _wait_until(condition, complaint, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(complaint() if callable(complaint) else complaint)
+        time.sleep(0.02)  # polling for the operating system and Ray to notice, not for our code

@@ -1,0 +1,120 @@
+"""The seeds' program, with one word of its imports replaced, gives the seeds' numbers on a real Ray."""
+
+import pytest
+import ray
+import torch
+
+from bandmaster.single_controller.base import Worker
+from bandmaster.single_controller.base.decorator import Dispatch, Execute, collect_all_to_all, register
+from bandmaster.single_controller.ray.base import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    merge_resource_pool,
+)
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@ray.remote
+class GPUAccumulator(Worker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = torch.zeros(size=(1,), device=self.device) + self.rank
+
+    def add(self, x):
+        self.value += x
+        return self.value.cpu()
+
+
+@ray.remote
+class GPUAccumulatorDecorator(Worker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = torch.zeros(size=(1,), device=self.device) + self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, x):
+        self.value = self.value + x
+        return self.value.cpu()
+
+
+def two_to_all_dispatch_fn(worker_group, *args, **kwargs):
+    for values in (*args, *kwargs.values()):
+        assert len(values) == 2
+        for i in range(worker_group.world_size - 2):
+            values.append(values[i % 2])
+    return args, kwargs
+
+
+@ray.remote
+class TwoToAll(Worker):
+    def __init__(self, x) -> None:
+        super().__init__()
+        self._x = x
+
+    def foo(self, y):
+        return self._x + y
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def foo_rank_zero(self, x, y):
+        return self._x + y + x
+
+    @register(dispatch_mode={"dispatch_fn": two_to_all_dispatch_fn, "collect_fn": collect_all_to_all})
+    def foo_custom(self, x, y):
+        return self._x + y + x
+
+
+@pytest.fixture
+def pools():
+    first = RayResourcePool([4], use_gpu=True)
+    second = RayResourcePool([4], use_gpu=True, name_prefix="a")
+    yield first, second
+    first.close()
+    second.close()
+
+
+def values(tensors):
+    return [int(tensor) for tensor in tensors]
+
+
+def test_accumulators_on_two_pools_and_on_both_merged(pools):
+    first, second = pools
+    class_with_args = RayClassWithInitArgs(cls=GPUAccumulator)
+    group = RayWorkerGroup(first, class_with_args)
+    assert values(group.execute_all_sync("add", x=[1, 1, 1, 1])) == [1, 2, 3, 4]
+    assert (first.local_rank_list(), first.local_world_size_list()) == ([0, 1, 2, 3], [4, 4, 4, 4])
+
+    merged = merge_resource_pool(first, second)
+    assert merged.local_rank_list() == [0, 1, 2, 3, 0, 1, 2, 3]
+    on_second = RayWorkerGroup(second, class_with_args)
+    on_both = RayWorkerGroup(merged, class_with_args)
+    assert values(on_second.execute_all_sync("add", x=[2, 2, 2, 2])) == [2, 3, 4, 5]
+    assert values(on_both.execute_all_sync("add", x=[3] * 8)) == [3, 4, 5, 6, 7, 8, 9, 10]
+
+
+def test_one_to_all(pools):
+    group = RayWorkerGroup(merge_resource_pool(*pools), RayClassWithInitArgs(cls=GPUAccumulatorDecorator))
+    assert values(group.add(x=10)) == [10, 11, 12, 13, 14, 15, 16, 17]
+
+
+def test_custom_dispatch_and_rank_zero(pools):
+    group = RayWorkerGroup(pools[0], RayClassWithInitArgs(cls=TwoToAll, x=2))
+    x, y = [1, 2], [5, 6]
+    assert group.foo_custom(x=x, y=y) == [8, 10, 8, 10]
+    assert (x, y) == ([1, 2], [5, 6]), "the dispatch function extended copies, not the caller's lists"
+    assert group.foo_rank_zero(x=1, y=2) == 5
+
+
+def test_workers_are_actors_named_by_node_and_local_rank(pools):
+    group = RayWorkerGroup(pools[0], RayClassWithInitArgs(cls=TwoToAll, x=2), name_prefix="TB0KhK")
+    assert group.worker_names == [f"TB0KhKTwoToAll_0:{rank}" for rank in range(4)]
+    assert [ray.get(worker.foo.remote(rank)) for rank, worker in enumerate(group.workers)] == [2, 3, 4, 5]
+    assert ray.get(ray.get_actor("TB0KhKTwoToAll_0:3").foo.remote(1)) == 3
+
+
+def test_execute_all_async_gives_object_refs(pools):
+    group = RayWorkerGroup(pools[0], RayClassWithInitArgs(cls=GPUAccumulator))
+    refs = group.execute_all_async("add", x=[1, 1, 1, 1])
+    assert all(isinstance(ref, ray.ObjectRef) for ref in refs)
+    assert values(ray.get(refs)) == [1, 2, 3, 4]
