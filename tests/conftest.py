@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -35,6 +36,16 @@ def backend(request):
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
     return request.param
+
+
+@pytest.fixture
+def effort(backend):
+    """How much a property test may ask of the backend: examples, and ranks of a group."""
+    return (
+        SimpleNamespace(n_examples=100, n_ranks=12)
+        if backend == "inprocess"
+        else SimpleNamespace(n_examples=8, n_ranks=4)
+    )
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import math
 import os
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ PLACE = "bandmaster_place"  # what a place costs in a Ray of our own
 PUT_NBYTES = 100 * 1024  # smaller payloads travel inside the call, as Ray's own small arguments do
 START_TIMEOUT_S = 300.0  # for actor processes, not for constructors
 POLL_S = 0.1  # Ray has no event for "a resource became free" or "one of these failed"
+_UNIQUE = " #"  # Ray wants names of placement groups to be unique; what follows is not shown
 PLACED_BY_POOL = {"name", "num_cpus", "num_gpus", "resources", "scheduling_strategy", "lifetime", "get_if_exists"}
 
 
@@ -153,7 +155,7 @@ class RayBackend:
         try:
             for n_places, key in zip(request.workers, keys, strict=True):
                 labels = [{"ray.io/node-id": key}] * n_places
-                name = f"pool {request.name!r}"
+                name = f"pool {request.name!r}{_UNIQUE}{uuid.uuid4().hex}"
                 groups.append(placement_group([bundle] * n_places, "STRICT_PACK", name, bundle_label_selector=labels))
             for group in groups:
                 if not group.wait(max(1.0, min(10.0, deadline - time.monotonic()))):
@@ -381,5 +383,6 @@ def _holders_by_node() -> dict[str, Counter[str]]:
     for group in placement_group_table().values():
         if group["state"] == "CREATED":
             for node in group["bundles_to_node_id"].values():
-                holders.setdefault(node, Counter())[group["name"] or "an unnamed placement group"] += 1
+                name = group["name"].split(_UNIQUE)[0] or "an unnamed placement group"
+                holders.setdefault(node, Counter())[name] += 1
     return holders
