@@ -25,12 +25,23 @@ def ray_cluster():
     """A real Ray for the session, with devices that stand in for GPUs."""
     import ray
 
-    ray.init(num_cpus=16, num_gpus=N_FAKE_GPUS, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=16, num_gpus=N_FAKE_GPUS, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
 
 
-@pytest.fixture(params=["inprocess", "ray"])
+BACKENDS = ["inprocess", "ray"]
+
+
+def pytest_generate_tests(metafunc):
+    """Run each test that asks for it on every backend, or on those whose workers have processes of their own."""
+    if "backend" in metafunc.fixturenames:
+        only_processes = metafunc.definition.get_closest_marker("own_processes")
+        names = [name for name in BACKENDS if not (only_processes and name == "inprocess")]
+        metafunc.parametrize("backend", names, indirect=True)
+
+
+@pytest.fixture
 def backend(request):
     """Name of a backend; the test runs on every one."""
     if request.param == "ray":

@@ -135,7 +135,7 @@ def _find_type(cls: type) -> BatchType | None:
         lazy = _LAZY.get((base.__module__, base.__qualname__))
         if lazy is not None:
             return lazy
-    return None
+    return _TENSORDICT if getattr(cls, "_is_tensorclass", False) else None
 
 
 # --- the types that are batches from the start -----------------------------------------------------------------
@@ -157,14 +157,16 @@ def _nested_split(value: Any, start: int, stop: int) -> Any:
     if not value.is_nested:
         return value[start:stop]
     nested, rows = sys.modules["torch"].nested, value.unbind()[start:stop]
-    return nested.as_nested_tensor(list(rows), layout=value.layout)
+    if not rows and value.layout is sys.modules["torch"].jagged:
+        return nested.nested_tensor_from_jagged(value.values()[:0], value.offsets().new_zeros(1))
+    return nested.as_nested_tensor(list(rows), dtype=value.dtype, layout=value.layout)
 
 
 def _nested_concat(values: Sequence[Any]) -> Any:
     if not values[0].is_nested:
         return _tensor_concat(values)
     rows = list(chain.from_iterable(value.unbind() for value in values))
-    return sys.modules["torch"].nested.as_nested_tensor(rows, layout=values[0].layout)
+    return sys.modules["torch"].nested.as_nested_tensor(rows, layout=values[0].layout) if rows else values[0]
 
 
 def _tensor_rows(value: Any) -> int | None:
@@ -210,7 +212,10 @@ def _dict_concat(values: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
 
 
 def _array_concat(values: Sequence[Any]) -> Any:
-    return np.concatenate(values)
+    if any(isinstance(value, np.ma.MaskedArray) for value in values):
+        return np.ma.concatenate(values)
+    joined = np.concatenate(values)
+    return joined if type(joined) is type(values[0]) else joined.view(type(values[0]))
 
 
 def _list_concat(values: Sequence[list[Any]]) -> list[Any]:
@@ -222,10 +227,10 @@ _BUILTIN = {
     list: BatchType(len, _slice, _list_concat),
     dict: BatchType(_dict_rows, _dict_split, _dict_concat),
 }
+_TENSORDICT = BatchType(_tensordict_rows, _slice, _tensor_concat)
 _LAZY = {  # by name, so that nothing is imported to ask the question
     ("torch", "Tensor"): BatchType(_tensor_rows, _nested_split, _nested_concat),
-    ("tensordict.base", "TensorDictBase"): BatchType(_tensordict_rows, _slice, _tensor_concat),
-    ("tensordict.tensorclass", "TensorClass"): BatchType(_tensordict_rows, _slice, _tensor_concat),
+    ("tensordict.base", "TensorDictBase"): _TENSORDICT,
 }
 KNOWN = "arrays and tensors with a row dim, list, TensorDict, a dict of equally long batches, registered types"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -106,19 +106,25 @@ def _reduce(how: Reduce, ranks: Sequence[int], values: Sequence[Any], method: st
 
 
 def _reduce_tree(op: str, values: Sequence[Any]) -> Any:
-    if isinstance(values[0], Mapping):
+    if isinstance(values[0], dict):
         keys = values[0].keys()
         if any(value.keys() != keys for value in values):
             raise TypeError(f"dicts with different keys: {[list(value) for value in values]}")
         return {key: _reduce_tree(op, [value[key] for value in values]) for key in keys}
-    if op == "mean":
-        return reduce(operator.add, values) / len(values)
-    return reduce(_pairwise(op, values[0]), values)
+    if isinstance(values[0], Sequence):
+        raise TypeError(f"{type(values[0]).__name__} is neither a number nor an array, tensor or dict of them")
+    if op in ("min", "max"):
+        return reduce(_pairwise(op, values[0]), values)
+    total = reduce(operator.add, map(_countable, values))
+    return total / len(values) if op == "mean" else total
+
+
+def _countable(value: Any) -> Any:
+    """Booleans as integers: true + true is 2 in Python, but true in numpy and torch."""
+    return value + 0 if "bool" in str(getattr(value, "dtype", "")) else value
 
 
 def _pairwise(op: str, like: Any) -> Callable[[Any, Any], Any]:
-    if op == "sum":
-        return operator.add
     if hasattr(like, "minimum") and hasattr(like, "maximum"):  # torch's tensors have both as methods
         return lambda a, b: getattr(a, f"{op}imum")(b)
     if isinstance(like, np.ndarray):

@@ -51,11 +51,18 @@ class Failure:
         summary = "".join(traceback.format_exception_only(error)).strip()
         return cls(kind, summary, text, error, socket.gethostname(), os.getpid())
 
+    @classmethod
+    def unreadable(cls, error: BaseException) -> Failure:
+        """Describe why the controller cannot unpickle what a method returned."""
+        seen = cls.of(error)
+        summary = f"the returned value cannot be unpickled in the controller: {seen.summary}"
+        return cls(FailureKind.RESULT, summary, seen.traceback, error)
+
     def __reduce__(self) -> tuple[object, ...]:
         return _revive, (self.kind, self.summary, self.traceback, _dump(self.exception), self.host, self.pid)
 
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 
 def _user_frames(frames: TracebackType | None) -> TracebackType | None:

@@ -83,8 +83,7 @@ class WorkerGroup:
         seats, vacate = pool._occupy(self, self._name)
         try:
             names = tuple(f"{self._name}_{seat.node_rank}:{seat.local_rank}" for seat in seats)
-            launch = Launch(cls, constructor, self._mesh, seats, names, pool.use_gpu, pool.cpus_per_worker,
-                            1 / pool.max_colocate_count, options)  # fmt: skip
+            launch = Launch(cls, constructor, self._mesh, seats, names, pool.use_gpu, pool.cpus_per_worker, options)
             self._crew = get_backend(pool.backend).start(launch)
         except BaseException:
             vacate()

@@ -87,7 +87,8 @@ class Mesh:
             gen_tp: Tensor-parallel ranks of a generation replica, a divisor of ``tp``; all of ``tp`` by default.
 
         Raises:
-            MeshError: The mesh has no ``pp`` or ``tp`` to cut, was refined before, or a size does not divide.
+            MeshError: The mesh has no ``pp`` or ``tp`` to cut, was refined before, has an axis with the name of one
+                to be made, or a size does not divide.
 
         Example:
             >>> mesh = Mesh(pp=1, dp=2, tp=4).refine(gen_pp=1, gen_tp=2)
@@ -104,6 +105,9 @@ class Mesh:
         for axis, size in wanted.items():
             if axis not in self._axes and size not in (None, 1):
                 raise MeshError(f"gen_{axis}={size} cuts axis {axis!r}, which {self!r} does not have")
+        for axis in ("gen_pp", "gen_tp", "micro_pp", "micro_tp", "micro_dp"):
+            if axis in self._axes:
+                raise MeshError(f"{self!r} has an axis {axis!r} already, which refining would make; rename it")
         factors: list[tuple[str, int]] = []
         axes = dict(self._axes)
         for axis, size in self._factors.items():
@@ -129,7 +133,7 @@ class Mesh:
         Raises:
             MeshError: ``rank`` is not in 0 … size-1.
         """
-        if not 0 <= rank < self.size:
+        if rank not in range(self.size):
             raise MeshError(f"rank {rank} is not on {self!r}, whose ranks are 0 to {self.size - 1}")
         return dict(self._table[rank])
 
@@ -149,7 +153,11 @@ class Mesh:
 
         Ranks with equal coordinates on ``axes`` share a number; the numbers run from 0 to the product of
         the sizes minus 1. With no axes every rank has number 0.
+
+        Raises:
+            MeshError: An axis that the mesh does not have, or axes that overlap, such as ``tp`` and ``gen_tp``.
         """
+        self._factors_of(axes)
         sizes = [(axis, self.axis_size(axis)) for axis in axes]
         numbers = []
         for where in self._table:
@@ -163,9 +171,9 @@ class Mesh:
         """The process groups along ``axes``: ranks that differ in nothing else, groups by their first rank.
 
         Raises:
-            MeshError: An axis that the mesh does not have.
+            MeshError: An axis that the mesh does not have, or axes that overlap, such as ``tp`` and ``gen_tp``.
         """
-        along = {name for axis in axes for name in self._parts(axis)}
+        along = self._factors_of(axes)
         position = dict(enumerate(self.positions(*axes)))
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank, where in enumerate(self._table):
@@ -177,13 +185,13 @@ class Mesh:
         """One rank for each coordinate of ``axes``, in their order; other axes are fixed by ``at``, else at 0.
 
         Raises:
-            MeshError: An axis that the mesh does not have, or a coordinate outside it.
+            MeshError: An axis that the mesh does not have, a coordinate outside it, or axes that overlap.
 
         Example:
             >>> Mesh(pp=2, dp=2, tp=2).select("dp", pp=-1)
             (4, 6)
         """
-        said = {name for axis in (*axes, *at) for name in self._parts(axis)}
+        said = self._factors_of((*axes, *at))
         silent = {name: 0 for name in self._factors if name not in said}
         return tuple(sorted(self.ranks(**at, **silent), key=self.positions(*axes).__getitem__))
 
@@ -204,14 +212,26 @@ class Mesh:
     def _parts(self, axis: str) -> tuple[str, ...]:
         if axis not in self._axes:
             hint = ""
-            if axis.startswith(("gen_", "micro_")) and not self._suffix:
-                hint = f"; {self!r}.refine(gen_tp=...) makes it"
+            if axis in ("pp", "dp", "tp"):
+                hint = f"; an axis that is not used has size 1: make the mesh with {axis}=1"
+            elif axis.startswith(("gen_", "micro_")):
+                hint = "; Mesh(pp=..., dp=..., tp=...).refine(gen_pp=..., gen_tp=...) makes it"
             raise MeshError(f"{self!r} has no axis {axis!r}, only {', '.join(map(repr, self._axes))}{hint}")
         return self._axes[axis]
 
+    def _factors_of(self, axes: Iterable[str]) -> set[str]:
+        """The factors of ``axes``, which must have none in common."""
+        owner: dict[str, str] = {}
+        for axis in axes:
+            for name in self._parts(axis):
+                if name in owner:
+                    raise MeshError(f"axes {owner[name]!r} and {axis!r} of {self!r} overlap; name one of them")
+                owner[name] = axis
+        return set(owner)
+
     def _coordinate(self, axis: str, index: int) -> int:
         size = self.axis_size(axis)
-        if not -size <= index < size:
+        if index not in range(-size, size):
             raise MeshError(f"{axis}={index} is outside axis {axis!r} of size {size} in {self!r}")
         return index % size
 
@@ -224,6 +244,9 @@ class Mesh:
     @cached_property
     def _hash(self) -> int:
         return hash(self._key())
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name not in ("_table", "_hash")}
 
     def _key(self) -> tuple[object, ...]:
         return tuple(self._factors.items()), tuple(self._axes.items())

@@ -118,28 +118,37 @@ def could_ever_fit(request: Request, nodes: Sequence[Node]) -> bool:
     return assign_nodes(request, nodes, free=False) is not None
 
 
-def cannot_place(request: Request, nodes: Sequence[Node], waited_s: float | None = None) -> PlacementError:
-    """The error for a request that does not fit: what was asked, what each node has free, what would fit."""
-    rooms = [(node, node.capacity(request)) for node in nodes]
-    there = "; ".join(_describe(node, fits, request) for node, fits in rooms) or "there are no nodes"
+def cannot_place(
+    request: Request, nodes: Sequence[Node], *, free: bool = True, waited_s: float | None = None
+) -> PlacementError:
+    """The error for a request that does not fit: what was asked, what each node has, what would fit.
+
+    Args:
+        request: What was asked for.
+        nodes: What there is.
+        free: Whether it is too much for what is free, or for everything there is.
+        waited_s: How long was waited, if it was.
+    """
+    rooms = [(node, node.capacity(request, free=free)) for node in nodes]
+    there = "; ".join(_describe(node, fits, request, free) for node, fits in rooms) or "there are no nodes"
     fitting = sorted((fits for _, fits in rooms if fits), reverse=True)
     advice = f"ask for {fitting}" if fitting else "nothing of that kind is free"
-    if any(node.holders for node in nodes):
-        advice += ", or close what holds the rest"
-    elif request.gpus_per_worker and not any(node.gpus_total for node in nodes):
+    if request.gpus_per_worker and not any(node.gpus_total for node in nodes):
         advice = "there is no GPU: make the pool with use_gpu=False"
-    waited = f" within {waited_s:g} s" if waited_s else ""
+    elif free and any(node.holders for node in nodes):
+        advice += ", or close what holds the rest"
+    waited = f" within {waited_s:g} s" if waited_s is not None else ""
     return PlacementError(f"pool {request.name!r} cannot place {request.words}{waited}: {there}; {advice}")
 
 
-def _describe(node: Node, fits: int | None, request: Request) -> str:
-    parts = []
-    if request.gpus_per_worker:
-        parts.append(f"{node.gpus_free:g} of {node.gpus_total:g} GPUs")
+def _describe(node: Node, fits: int | None, request: Request, free: bool) -> str:
+    amounts = [(node.gpus_free, node.gpus_total, "GPUs")] if request.gpus_per_worker else []
     if node.cpus_free is not None and node.cpus_total is not None:
-        parts.append(f"{node.cpus_free:g} of {node.cpus_total:g} CPUs")
-    held = f", held by {', '.join(node.holders)}" if node.holders else ""
-    return f"node {node.name} has {' and '.join(parts) or 'room'} free, room for {fits}{held}"
+        amounts.append((node.cpus_free, node.cpus_total, "CPUs"))
+    parts = [f"{left:g} of {total:g} {what}" if free else f"{total:g} {what}" for left, total, what in amounts]
+    held = f", held by {', '.join(node.holders)}" if free and node.holders else ""
+    has = f"{' and '.join(parts) or 'room'}{' free' if free else ''}"
+    return f"node {node.name} has {has}, room for {fits}{held}"
 
 
 def _address(node: Node) -> tuple[int, int, str, str]:

@@ -20,10 +20,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from bandmaster.batch import concat_rows, count_rows, slice_rows
+from bandmaster.batch import concat_rows, count_rows, pad_rows, slice_rows
 from bandmaster.errors import ArgumentError, BatchError, ProtocolError
 from bandmaster.mesh import Mesh
-from bandmaster.render import html_table, text_table
+from bandmaster.render import Box, svg_bands, text_table
 from bandmaster.transfer import (
     Broadcast,
     Concat,
@@ -176,10 +176,11 @@ def scatter(slots: Sequence[Slot], world_size: int, method: str) -> Iterable[Par
                 f"argument {slot.name!r} of {method} has {len(slot.value)} values for {world_size} ranks; "
                 "give one value per rank"
             )
+    columns = [list(slot.value) for slot in slots]  # kept: a range, say, makes its items anew each time it is asked
     same: dict[tuple[int, ...], list[int]] = {}
     for rank in range(world_size):
-        same.setdefault(tuple(id(slot.value[rank]) for slot in slots), []).append(rank)
-    return [Parcel.of(slots, [slot.value[ranks[0]] for slot in slots], ranks) for ranks in same.values()]
+        same.setdefault(tuple(id(column[rank]) for column in columns), []).append(rank)
+    return [Parcel.of(slots, [column[ranks[0]] for column in columns], ranks) for ranks in same.values()]
 
 
 def _rule_of(slot: Slot, outgoing: Outgoing, rules: Mapping[str, Outgoing], method: str) -> Outgoing:
@@ -227,12 +228,7 @@ def _split(slots: Sequence[Slot], mesh: Mesh, rule: Split, ranges: Sequence[tupl
 
 def _part(value: Any, start: int, stop: int, padding: int) -> Any:
     part = slice_rows(value, start, stop)
-    if not padding:
-        return part
-    rows = count_rows(value)
-    assert rows, "padding exists only where there are rows"
-    copies = [value] * (padding // rows) + [slice_rows(value, 0, padding % rows)]
-    return concat_rows([part, *copies])
+    return concat_rows([part, slice_rows(pad_rows(value, padding), 0, padding)]) if padding else part
 
 
 def _real_rows(mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -262,23 +258,65 @@ class TransferPlan:
     received: tuple[tuple[int, int] | None, ...]
     collected: tuple[int, ...]
 
-    def _table(self) -> tuple[str, list[str], list[list[object]]]:
-        out = self.protocol.outgoing
-        unsplit = "its own value" if isinstance(out, PerRank) else "everything"
-        joined = isinstance(self.protocol.incoming, Concat)
-        table: list[list[object]] = []
-        for rank, received in enumerate(self.received):
-            gets = unsplit if received is None else f"rows {received[0]}:{received[1]}"
-            back = f"{'part' if joined else 'item'} {self.collected.index(rank)}" if rank in self.collected else "-"
-            table.append([rank, *self.mesh.coordinates(rank).values(), gets, back])
-        title = f"{self.protocol} on {self.mesh}, {self.rows} rows"
-        return title, ["rank", *self.mesh.axis_names, "gets", "back"], table
-
     def __str__(self) -> str:
-        return text_table(*self._table())
+        rows = [
+            [rank, *self.mesh.coordinates(rank).values(), self._gets(rank), self._gives(rank) or "-"]
+            for rank in range(self.mesh.size)
+        ]
+        title = f"{self.protocol} on {self.mesh}, {self.rows} rows"
+        return text_table(title, ["rank", *self.mesh.axis_names, "gets", "back"], rows)
 
-    def _repr_html_(self) -> str:
-        return html_table(*self._table())
+    def _repr_svg_(self) -> str:
+        back = [
+            Box((self._gives(rank), f"from rank {rank}"), self._part(rank), is_framed=True) for rank in self.collected
+        ]
+        outgoing, incoming = self.protocol.outgoing, self.protocol.incoming
+        bands = [
+            (type(outgoing).__name__, self._sent_boxes()),
+            *self._rank_bands(),
+            (type(incoming).__name__, back),
+        ]
+        return svg_bands(f"{outgoing} → {incoming}", f"{self.mesh}, {self.rows} rows", bands)
+
+    def _gets(self, rank: int) -> str:
+        received, first, outgoing = self.received[rank], self.received[0], self.protocol.outgoing
+        if received is None or first is None:
+            return "its own value" if isinstance(outgoing, PerRank) else "everything"
+        (start, stop), largest = received, first[1] - first[0]
+        padding = largest - (stop - start) if isinstance(outgoing, Split) and outgoing.pad else 0
+        return f"rows {start}:{stop}" + (f" + {padding} padding" if padding else "")
+
+    def _gives(self, rank: int) -> str:
+        kind = "part" if isinstance(self.protocol.incoming, Concat) else "item"
+        return f"{kind} {self.collected.index(rank)}" if rank in self.collected else ""
+
+    def _part(self, rank: int) -> int:
+        """The number of what the rank gets: ranks with the same number get the same."""
+        if isinstance(self.protocol.outgoing, Split):
+            return self.mesh.positions(*self.protocol.outgoing.axes)[rank]
+        return rank if isinstance(self.protocol.outgoing, PerRank) else 0
+
+    def _sent_boxes(self) -> list[Box]:
+        if isinstance(self.protocol.outgoing, PerRank):
+            return [Box((f"value {rank}",), rank) for rank in range(self.mesh.size)]
+        any_rank = {self._part(rank): rank for rank in range(self.mesh.size)}
+        return [Box((self._gets(rank),), part) for part, rank in sorted(any_rank.items())]
+
+    def _rank_bands(self) -> list[tuple[str, list[Box]]]:
+        """The ranks, in a band for each coordinate of the slowest axis if there are others."""
+        slowest, *others = self.mesh.shape
+        outgoing, incoming = self.protocol.outgoing, self.protocol.incoming
+        named = (*getattr(outgoing, "axes", ()), *incoming.axes, *dict(incoming.at))
+        refined = [axis for axis in dict.fromkeys(named) if axis not in self.mesh.shape]
+        refined = [axis for axis in refined if self.mesh.axis_size(axis) > 1]
+        boxes: dict[str, list[Box]] = {}
+        for rank in range(self.mesh.size):
+            where = self.mesh.coordinates(rank)
+            lines = [", ".join(f"{axis} {where[axis]}" for axis in axes) for axes in (others or [slowest], refined)]
+            text = (f"rank {rank}", *filter(None, lines), self._gets(rank))
+            band = boxes.setdefault(f"{slowest} {where[slowest]}" if others else "ranks", [])
+            band.append(Box(text, self._part(rank), is_framed=rank in self.collected))
+        return list(boxes.items())
 
 
 def plan(protocol: object, mesh: Mesh, rows: int) -> TransferPlan:

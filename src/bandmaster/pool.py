@@ -187,7 +187,8 @@ class ResourcePool:
     def _seats(self) -> Iterator[Seat]:
         for node_rank, part in enumerate(self._parts):
             for local_rank, index in enumerate(part.indices):
-                yield Seat(part.lease.reservation, part.node, index, node_rank, local_rank, len(part.indices))
+                share = 1 / part.lease.max_colocate_count
+                yield Seat(part.lease.reservation, part.node, index, node_rank, local_rank, len(part.indices), share)
 
     def __repr__(self) -> str:
         prefix = f", name_prefix={self.name_prefix!r}" if self.name_prefix else ""

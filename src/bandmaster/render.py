@@ -1,11 +1,15 @@
-"""Tables for `repr` and `_repr_html_`: the one place that knows what they look like."""
+"""Tables and drawings for `repr`, `_repr_html_` and `_repr_svg_`: the one place that knows what they look like."""
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
-__all__ = ["html_table", "text_table"]
+__all__ = ["Box", "html_table", "svg_bands", "text_table"]
+
+WIDTH, LABEL_WIDTH, LINE_HEIGHT, MARGIN, BOXES_PER_LINE = 760, 76, 15, 6, 8  # of drawings, in pixels but the last
 
 
 def text_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -21,3 +25,60 @@ def html_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><caption><code>{escape(title)}</code></caption><tr>{head}</tr>{body}</table>"
+
+
+@dataclass(frozen=True)
+class Box:
+    """One box of a drawing.
+
+    Attributes:
+        lines: Its text.
+        colour: A number; equal numbers are one colour.
+        is_framed: Whether its frame is a strong one.
+    """
+
+    lines: tuple[str, ...]
+    colour: int
+    is_framed: bool = False
+
+
+def svg_bands(title: str, subtitle: str, bands: Sequence[tuple[str, Sequence[Box]]]) -> str:
+    """Bands of boxes below each other, every one over the whole width, for a notebook.
+
+    An SVG keeps its colours where the style of HTML is taken away, as on GitHub.
+
+    Args:
+        title: What stands above them, in bold.
+        subtitle: What stands below that.
+        bands: ``(label, boxes)`` of each; many boxes take several lines.
+    """
+    n_colours = 1 + max(box.colour for _, boxes in bands for box in boxes)
+    parts = [_text(0, LINE_HEIGHT, title, "font-weight='bold'"), _text(0, 2 * LINE_HEIGHT, subtitle)]
+    y = 2 * LINE_HEIGHT + 2 * MARGIN
+    for label, boxes in bands:
+        height = LINE_HEIGHT * max(len(box.lines) for box in boxes) + MARGIN
+        width = (WIDTH - LABEL_WIDTH) / min(len(boxes), BOXES_PER_LINE)
+        parts.append(_text(0, y + LINE_HEIGHT, label))
+        for start in range(0, len(boxes), BOXES_PER_LINE):
+            for column, box in enumerate(boxes[start : start + BOXES_PER_LINE]):
+                parts += _drawn(box, LABEL_WIDTH + column * width, y, width - MARGIN, height, n_colours)
+            y += height + MARGIN
+        y += MARGIN
+    page = f"<rect width='{WIDTH}' height='{y}' fill='white'/>"
+    size = f"width='{WIDTH}' height='{y}' viewBox='0 0 {WIDTH} {y}' font-family='sans-serif' font-size='11'"
+    return "\n".join([f"<svg xmlns='http://www.w3.org/2000/svg' {size}>", page, *parts, "</svg>"])
+
+
+def _drawn(box: Box, x: float, y: float, width: float, height: float, n_colours: int) -> list[str]:
+    red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(0.58 + box.colour / n_colours, 0.85, 0.75))
+    frame = "stroke='#222' stroke-width='2.5'" if box.is_framed else "stroke='#999'"
+    place = f"x='{x:.0f}' y='{y}' width='{width:.0f}' height='{height}' rx='3'"
+    texts = [
+        _text(x + width / 2, y + LINE_HEIGHT * (line + 1) - 1, text, "text-anchor='middle'")
+        for line, text in enumerate(box.lines)
+    ]
+    return [f"<rect {place} fill='#{red:02x}{green:02x}{blue:02x}' {frame}/>", *texts]
+
+
+def _text(x: float, y: float, text: str, options: str = "") -> str:
+    return f"<text x='{x:.0f}' y='{y:.0f}' fill='#222'{options and ' ' + options}>{escape(text)}</text>"

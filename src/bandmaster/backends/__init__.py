@@ -37,6 +37,7 @@ class Seat:
         node_rank: Number of the node in the pool.
         local_rank: Number of the worker on that node of the pool.
         local_world_size: Workers of the pool on that node.
+        share: The part of the place that one group may take, 0 < share <= 1.
     """
 
     reservation: Any
@@ -45,6 +46,7 @@ class Seat:
     node_rank: int
     local_rank: int
     local_world_size: int
+    share: float
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,6 @@ class Launch:
         worker_names: One per rank, as users see them.
         uses_gpu: Whether every seat has a GPU.
         cpus_per_worker: CPUs that the seat has.
-        share: The part of its seat that one group may take, 0 < share <= 1.
         options: The backend's own options, from the class as the user wrapped it.
     """
 
@@ -70,7 +71,6 @@ class Launch:
     worker_names: tuple[str, ...]
     uses_gpu: bool
     cpus_per_worker: float
-    share: float
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def context(self, rank: int, device: str) -> WorkerContext:

@@ -5,6 +5,7 @@ Values travel through the same codec as on every other backend, so they are isol
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class InProcessBackend:
             if failure is not None:
                 InProcessCrew(hosts).stop()
                 where = {rank: launch.mesh.coordinates(rank)}
-                raise ConstructorError(f"{launch.cls.__qualname__}.__init__", {rank: failure}, where)
+                raise ConstructorError(f"{launch.cls.__name__}.__init__", {rank: _delivered(failure)}, where)
         return InProcessCrew(hosts)
 
 
@@ -99,8 +100,12 @@ class InProcessCrew:
 
     def fetch(self, ticket: Ticket) -> Any | Failure:
         """The outcome, its exception having been through a pickle as everywhere."""
-        outcome = ticket.outcome
-        return decode(outcome) if isinstance(outcome, Payload) else outcome
+        if not isinstance(ticket.outcome, Payload):
+            return ticket.outcome and _delivered(ticket.outcome)
+        try:
+            return decode(ticket.outcome)
+        except Exception as error:
+            return Failure.unreadable(error)
 
     def stop(self) -> None:
         """Let the workers go."""
@@ -113,3 +118,9 @@ class Ticket:
 
     def __init__(self, outcome: Payload | Failure | None) -> None:
         self.outcome = outcome
+
+
+def _delivered(failure: Failure) -> Failure:
+    """The failure as the controller of another process would get it."""
+    revived: Failure = pickle.loads(pickle.dumps(failure))
+    return revived

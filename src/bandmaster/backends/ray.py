@@ -17,6 +17,7 @@ import inspect
 import logging
 import math
 import os
+import socket
 import sys
 import time
 import uuid
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -53,6 +54,7 @@ PUT_NBYTES = 100 * 1024  # smaller payloads travel inside the call, as Ray's own
 START_TIMEOUT_S = 300.0  # for actor processes, not for constructors
 POLL_S = 0.1  # Ray has no event for "a resource became free" or "one of these failed"
 _UNIQUE = " #"  # Ray wants names of placement groups to be unique; what follows is not shown
+UNPLACEABLE = {"resources", "accelerator_type", "memory", "object_store_memory"}  # no bundle of ours has them
 PLACED_BY_POOL = {"name", "num_cpus", "num_gpus", "resources", "scheduling_strategy", "lifetime", "get_if_exists"}
 
 
@@ -60,7 +62,8 @@ class RayBackend:
     """Reservations are placement groups, one per node of a pool; workers are actors in their bundles."""
 
     def __init__(self) -> None:
-        self._is_embedded = False  # whether the running Ray was started here
+        self._is_connected_here = False  # whether Ray is to be left with the last reservation
+        self._is_embedded = False  # whether it is a Ray of our own
         self._reservations: list[Reservation] = []
 
     def inventory(self) -> tuple[Node, ...]:
@@ -89,7 +92,7 @@ class RayBackend:
             while True:
                 nodes = self.inventory()
                 if not could_ever_fit(request, nodes):
-                    raise cannot_place(request, nodes)
+                    raise cannot_place(request, nodes, free=False)
                 assigned = assign_nodes(request, nodes)
                 if assigned is not None:
                     reservation = self._try_to_reserve(request, [nodes[index].key for index in assigned], deadline)
@@ -97,7 +100,7 @@ class RayBackend:
                         self._reservations.append(reservation)
                         return reservation
                 if time.monotonic() >= deadline:
-                    raise cannot_place(request, nodes, timeout_s)
+                    raise cannot_place(request, nodes, waited_s=timeout_s)
                 time.sleep(POLL_S)
         except BaseException:
             self._disconnect_if_idle()
@@ -113,6 +116,12 @@ class RayBackend:
 
     def start(self, launch: Launch) -> RayCrew:
         """Start an actor on every seat, then construct all workers concurrently."""
+        unplaceable = {key: launch.options[key] for key in UNPLACEABLE & launch.options.keys() if launch.options[key]}
+        if unplaceable:
+            raise UsageError(
+                f"{launch.cls.__name__} asks Ray for {unplaceable}, but the places of a pool have only CPUs and GPUs, "
+                "so it could never start; leave this out of @ray.remote(...)"
+            )
         crew = RayCrew(launch.cls.__name__)
         try:
             for rank in range(len(launch.seats)):
@@ -125,7 +134,7 @@ class RayBackend:
 
     def _start_actor(self, launch: Launch, rank: int) -> Any:
         seat = launch.seats[rank]
-        share = math.floor(launch.share * 1e4) / 1e4  # Ray counts in ten-thousandths
+        share = math.floor(seat.share * 1e4) / 1e4  # Ray counts in ten-thousandths
         bundle = _bundle(launch.cpus_per_worker, int(launch.uses_gpu), self._is_embedded)
         taken = {name: amount * share for name, amount in bundle.items()}
         options = {key: value for key, value in launch.options.items() if key not in PLACED_BY_POOL}
@@ -170,20 +179,22 @@ class RayBackend:
             raise
 
     def _connect(self) -> None:
+        """Use the Ray of this process, else a cluster that runs on this machine or is named by RAY_ADDRESS, else
+        one of our own."""
         if ray.is_initialized():
-            if not self._reservations:
-                self._is_embedded = False
             return
-        if "RAY_ADDRESS" in os.environ:
-            ray.init(logging_level=logging.WARNING)
+        self._is_connected_here, self._is_embedded = True, False
+        cluster = _running_cluster()
+        if cluster is not None:
+            ray.init(cluster, logging_level=logging.WARNING)
         else:
-            ray.init(include_dashboard=False, logging_level=logging.WARNING, resources={PLACE: 1e6})
+            ray.init("local", include_dashboard=False, logging_level=logging.WARNING, resources={PLACE: 1e6})
             self._is_embedded = True
 
     def _disconnect_if_idle(self) -> None:
-        if self._is_embedded and not self._reservations and ray.is_initialized():
+        if self._is_connected_here and not self._reservations:
             ray.shutdown()
-            self._is_embedded = False
+            self._is_connected_here = self._is_embedded = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,6 +237,8 @@ class RayCrew:
             return ray.get(ticket)
         except RayActorError as error:
             return Failure(FailureKind.DIED, f"{type(error).__name__}: {error}".strip())
+        except RaySystemError as error:  # what Ray makes of an exception while it unpickles
+            return Failure.unreadable(getattr(error, "client_exc", error))
         except RayTaskError as error:
             return Failure(FailureKind.RAISED, str(error.cause), str(error), error.cause)
         except RayError as error:
@@ -349,6 +362,21 @@ def _construct(crew: RayCrew, launch: Launch) -> None:
         Future(crew, tickets, dict, label, launch.mesh).result()
     except RemoteError as error:
         raise ConstructorError(error.method, error.failures, error.coordinates) from error.__cause__
+
+
+def _running_cluster() -> str | None:
+    """Address of the cluster that `ray.init` would join; None if there is none, or only the trace of a dead one."""
+    if "RAY_ADDRESS" in os.environ:
+        return os.environ["RAY_ADDRESS"]
+    address = ray._private.services.find_bootstrap_address(None)
+    if not address:
+        return None
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=2.0).close()
+    except OSError:
+        return None
+    return str(address)
 
 
 def _bundle(cpus: float, gpus: int, is_embedded: bool) -> dict[str, float]:

@@ -29,8 +29,10 @@ def reduce_array(array: Any) -> Any:
 
 
 def _buffer_of(array: Any) -> pickle.PickleBuffer:
+    if not array.size:
+        return pickle.PickleBuffer(bytearray())
     raw = array.reshape(-1).view(np.uint8)
-    if raw.flags.writeable or not raw.nbytes:
+    if raw.flags.writeable:
         return pickle.PickleBuffer(raw)
     # Pickle marks buffers of read-only arrays, and they would be read-only on arrival. Same memory, without the mark.
     alias = (ctypes.c_ubyte * raw.nbytes).from_address(raw.ctypes.data)

@@ -52,8 +52,9 @@ class Payload:
         """The same payload in fresh memory of its own, which its reader may keep and write."""
         return Payload(self.head, tuple(bytearray(buffer) for buffer in self.buffers))
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return Payload, (self.head, tuple(pickle.PickleBuffer(buffer) for buffer in self.buffers))
+    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
+        wrap: Callable[[Any], Any] = pickle.PickleBuffer if protocol >= 5 else bytearray
+        return Payload, (self.head, tuple(map(wrap, self.buffers)))
 
 
 def encode(value: Any) -> Payload:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 from bandmaster.failure import Failure, FailureKind
@@ -84,8 +85,14 @@ class _EventLoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="bandmaster-async-methods", daemon=True)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._serve, name="bandmaster-async-methods", daemon=True)
         self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            with suppress(SystemExit, KeyboardInterrupt):  # from a coroutine, whose caller gets it: the loop goes on
+                self._loop.run_forever()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -95,6 +102,7 @@ class _EventLoopThread:
         return future.result()
 
     def close(self) -> None:
+        self._is_closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         for task in asyncio.all_tasks(self._loop):

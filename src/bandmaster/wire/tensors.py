@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["add_reducers"]
@@ -25,21 +26,29 @@ def add_reducers(reducers: dict[type, Any]) -> None:
 def reduce_tensor(tensor: Any) -> Any:
     """For `pickle.Pickler.reducer_override`; NotImplemented leaves the tensor to torch."""
     torch = sys.modules["torch"]
-    is_plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and not vars(tensor)
+    is_plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
     if not is_plain or tensor.is_nested or tensor.is_quantized:
         return NotImplemented
     data = tensor.detach().cpu().resolve_conj().resolve_neg()
     if not _is_dense(data):
         data = data.contiguous()
     dtype = str(data.dtype).removeprefix("torch.")
-    return _rebuild, (_buffer_of(data), dtype, tuple(data.shape), data.stride(), tensor.requires_grad)
+    arguments = (_buffer_of(data), dtype, tuple(data.shape), data.stride(), tensor.requires_grad)
+    return _with_attributes(tensor, _rebuild, arguments)
 
 
 def reduce_parameter(parameter: Any) -> Any:
     """The same for a parameter, which arrives as one."""
-    if vars(parameter):
-        return NotImplemented
-    return _rebuild_parameter, (parameter.data, parameter.requires_grad)
+    return _with_attributes(parameter, _rebuild_parameter, (parameter.data, parameter.requires_grad))
+
+
+def _with_attributes(tensor: Any, rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    attributes = vars(tensor)  # what a user set on it, such as a mark for sharding
+    return (rebuild, arguments, attributes, None, None, _set_attributes) if attributes else (rebuild, arguments)
+
+
+def _set_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
 
 
 def _is_dense(data: Any) -> bool:

@@ -1,0 +1,36 @@
+"""Without a running Ray, pools start one that is large enough for them, and the last one stops it."""
+
+import os
+
+import ray
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+os.environ.pop("RAY_ADDRESS", None)
+
+
+class Where(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+
+first = bm.ResourcePool([8], backend="ray")  # more places than this machine may have CPUs
+assert not ray.is_initialized(), "nothing is started before it is needed"
+with first:
+    assert ray.is_initialized()
+    pids = bm.WorkerGroup(first, Where).pid()
+    assert len(set(pids)) == 8
+    with bm.ResourcePool([2], backend="ray", cpus_per_worker=64) as second:  # CPUs are not counted here
+        assert len(bm.WorkerGroup(second, Where).pid()) == 2
+    assert ray.is_initialized(), "the first pool still needs it"
+assert not ray.is_initialized(), "the last pool stopped it"
+
+try:
+    bm.ResourcePool([1], backend="ray", use_gpu=True).reserve()
+except bm.PlacementError as error:
+    assert "has 0 GPUs" in str(error), error
+else:
+    raise AssertionError("a GPU pool was placed on a machine without GPUs")
+assert not ray.is_initialized()

@@ -1,0 +1,306 @@
+"""What a user relies on in groups, their methods and futures, on every backend."""
+
+import asyncio
+import inspect
+import pydoc
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, Execute, Mesh, Only, Reduce, Split, TransferProtocol, register
+
+
+class Adder(bm.Worker):
+    """Adds to its rank."""
+
+    def __init__(self, start=0, *more, mesh_name="none"):
+        self.value = self.rank + start + sum(more)
+        self.mesh_name = mesh_name
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, x: int, *rest: int, times: int = 1, **named: int) -> int:
+        """Add x, times over."""
+        self.value += (x + sum(rest) + sum(named.values())) * times
+        return self.value
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def add_later(self, x):
+        return self.add(x)
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def add_async(self, x):
+        await asyncio.sleep(0)
+        return self.add(x)
+
+    @register(Dispatch.DP_PROTO, execute_mode=Execute.RANK_ZERO)
+    def whole(self, rows):
+        return len(rows), self.rank
+
+    def unregistered(self, x):
+        return self.value + x
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_for(self, event_file):
+        import os
+        import time
+
+        while not os.path.exists(event_file):
+            time.sleep(0.005)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail(self):
+        raise ValueError(f"rank {self.rank}")
+
+
+@pytest.fixture
+def group(make_group):
+    return make_group(2, Adder)
+
+
+def test_methods_carry_name_signature_and_docstring(group):
+    assert group.add.__name__ == "add"
+    assert group.add.__doc__ == "Add x, times over."
+    assert str(inspect.signature(group.add)) == "(x: int, *rest: int, times: int = 1, **named: int) -> int"
+    assert str(inspect.signature(group.add.submit)) == "(*args: 'Any', **kwargs: 'Any') -> 'Future[Any]'"
+    assert "Add x, times over." in pydoc.render_doc(group.add)
+    assert {"add", "add_later", "whole", "world_size", "close"} <= set(dir(group))
+    assert "unregistered" not in dir(group)
+
+
+def test_arguments_of_every_kind_arrive(group):
+    assert group.add(1) == [1, 2]
+    assert group.add(1, 2, 3, times=2) == [13, 14]
+    assert group.add(x=1, other=10) == [24, 25]
+
+
+def test_constructor_arguments_of_every_kind_arrive(make_group):
+    group = make_group(2, Adder, 10, 20, 30, mesh_name="m")
+    assert group.add(0) == [60, 61]
+
+
+def test_arguments_called_like_the_groups_own_go_through_class_with_init_args(make_group):
+    class Takes(bm.Worker):
+        def __init__(self, mesh, name_prefix):
+            self.taken = (mesh, name_prefix)
+
+        def what(self):
+            return self.taken
+
+    group = make_group(2, bm.ClassWithInitArgs(Takes, mesh="mine", name_prefix="too"), name_prefix="group")
+    assert group.execute_all_sync("what") == [("mine", "too")] * 2
+    assert group.worker_names == ["groupTakes_0:0", "groupTakes_0:1"]
+
+
+def test_async_methods_are_awaited_on_the_worker(group):
+    assert group.add_async(5) == [5, 6]
+    assert group.execute_all_sync("add_async", 1) == [6, 7]
+
+
+def test_tasks_of_an_async_method_go_on_between_calls(make_group):
+    class Background(bm.Worker):
+        def __init__(self):
+            self.done = threading.Event()
+
+        @register(Dispatch.ONE_TO_ALL)
+        async def begin(self):
+            async def work():
+                await asyncio.sleep(0)
+                self.done.set()
+
+            self.task = asyncio.ensure_future(work())
+
+        @register(Dispatch.ONE_TO_ALL)
+        def is_done(self):
+            return self.done.wait(timeout=10)
+
+    group = make_group(2, Background)
+    group.begin()
+    assert group.is_done() == [True, True]
+
+
+def test_rank_zero_gets_the_arguments_as_they_are_and_gives_a_plain_value(group):
+    assert group.whole(list(range(7))) == (7, 0)
+
+
+def test_execute_by_name_scatters_lists_of_world_size_and_broadcasts_the_rest(group):
+    assert group.execute_all_sync("unregistered", [10, 20]) == [10, 21]
+    assert group.execute_all_sync("unregistered", x=5) == [5, 6]
+    with pytest.raises(bm.RemoteError, match="TypeError"):
+        group.execute_all_sync("unregistered", [10, 20, 30])  # three values for two ranks go to all
+    assert group.execute_rank_zero_sync("unregistered", 7) == 7
+
+
+def test_futures_speak_the_words_of_concurrent_futures(group, tmp_path):
+    (tmp_path / "go").touch()
+    future = group.wait_for.submit(str(tmp_path / "go"))
+    assert future.result(timeout=30) == [0, 1]
+    assert future.result() == [0, 1], "it can be asked again"
+    assert future.exception() is None
+    assert (future.done(), future.running(), future.cancel(), future.cancelled()) == (True, False, False, False)
+
+
+@pytest.mark.own_processes
+def test_a_future_says_which_ranks_have_not_answered_and_can_be_waited_for_again(group, tmp_path):
+    future = group.wait_for.submit(str(tmp_path / "go"))
+    assert not future.done()
+    assert future.running()
+    with pytest.raises(bm.CallTimeout, match=r"rank 0, 1 after 0.05 s"):
+        future.result(timeout=0.05)
+    with pytest.raises(TimeoutError):
+        future.exception(timeout=0)
+    (tmp_path / "go").touch()
+    assert future.result(timeout=30) == [0, 1]
+
+
+def test_a_failed_future_has_the_exception(group):
+    future = group.fail.submit()
+    error = future.exception(timeout=30)
+    assert isinstance(error, bm.RemoteError)
+    assert isinstance(error.__cause__, ValueError)
+    assert sorted(error.failures) == [0, 1]
+    with pytest.raises(bm.RemoteError, match="rank 0"):
+        future.result()
+
+
+def test_a_method_registered_as_not_blocking_returns_its_future(group):
+    assert group.add_later(4).result(timeout=30) == [4, 5]
+
+
+def test_callbacks_run_once_the_future_is_done(group):
+    seen, called = [], threading.Event()
+
+    def note(future):
+        seen.append(future.result())
+        called.set()
+
+    future = group.add.submit(1)
+    future.add_done_callback(note)
+    assert called.wait(timeout=30)
+    future.add_done_callback(note)
+    assert seen == [[1, 2], [1, 2]]
+
+
+def test_futures_can_be_awaited_together(group):
+    async def main():
+        return await asyncio.gather(*(group.add.submit(1) for _ in range(3)))
+
+    assert asyncio.run(main()) == [[1, 2], [2, 3], [3, 4]]
+
+
+def test_a_future_can_be_asked_from_many_threads(group):
+    future = group.add.submit(1)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(future.result(timeout=30))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[1, 2]] * 5
+
+
+def test_execute_all_async_gives_one_reference_per_rank(group):
+    references = group.execute_all_async("unregistered", [1, 2])
+    assert len(references) == 2
+    if isinstance(references[0], bm.Future):
+        assert [reference.result() for reference in references] == [1, 3]
+        assert group.execute_rank_zero_async("unregistered", 1).result() == 1
+
+
+def test_a_group_lives_as_long_as_somebody_uses_it(make_pool):
+    pool = make_pool([2])
+    assert bm.WorkerGroup(pool, Adder).add(1) == [1, 2]
+    future = bm.WorkerGroup(pool, Adder).add.submit(1)
+    assert future.result(timeout=30) == [1, 2]
+
+
+def test_reduce_and_only(make_group):
+    class Metrics(bm.Worker):
+        @register(TransferProtocol(Split("dp"), Reduce("sum", "dp")))
+        def total(self, rows):
+            return {"sum": rows.sum(), "n": len(rows)}
+
+        @register(TransferProtocol(Split("dp"), Only(dp=-1)))
+        def last(self, rows):
+            return rows
+
+    group = make_group(Mesh(dp=2), Metrics)
+    assert group.total(np.arange(5)) == {"sum": 10, "n": 5}
+    assert group.last(np.arange(5)).tolist() == [3, 4]
+
+
+def test_padding_makes_equal_parts_and_never_comes_back(make_group):
+    class Padded(bm.Worker):
+        @register(TransferProtocol(Split("dp", pad=True), bm.Concat("dp")))
+        def sizes(self, rows):
+            return [(len(rows), row) for row in rows]
+
+    group = make_group(Mesh(dp=2), Padded)
+    rows = [10, 11, 12, 13, 14]
+    assert group.sizes(rows) == [(3, row) for row in rows]
+    assert group.sizes(rows) == [(3, row) for row in rows], "the caller's batch was not changed"
+    assert group.sizes([]) == []
+    assert group.sizes([7]) == [(1, 7)]
+
+
+def test_registered_batch_types_are_split_and_joined(make_group):
+    class Prompts:
+        def __init__(self, texts):
+            self.texts = texts
+
+    bm.register_batch_type(
+        Prompts,
+        rows=lambda prompts: len(prompts.texts),
+        split=lambda prompts, start, stop: Prompts(prompts.texts[start:stop]),
+        concat=lambda parts: Prompts([text for part in parts for text in part.texts]),
+    )
+
+    class Upper(bm.Worker):
+        @register(Dispatch.DP_PROTO)
+        def upper(self, prompts):
+            prompts.texts = [f"{text.upper()}{self.rank}" for text in prompts.texts]
+            return prompts
+
+    group = make_group(2, Upper)
+    assert group.upper(Prompts(["a", "b", "c"])).texts == ["A0", "B0", "C1"]
+
+
+def test_groups_meshes_and_pools_can_be_read(make_group, backend):
+    group = make_group(Mesh(pp=1, dp=2), Adder, name_prefix="my")
+    assert repr(group) == f"<WorkerGroup myAdder of 2 on ResourcePool([2], backend={backend!r}), Mesh(pp=1, dp=2)>"
+    assert "<table>" in group._repr_html_()
+    assert "myAdder_0:1" in group._repr_html_()
+    group.close()
+    assert repr(group).endswith(", closed>")
+
+
+def test_group_and_pool_close_in_any_order_and_twice(make_pool):
+    pool = make_pool([2])
+    with pool, bm.WorkerGroup(pool, Adder) as group:
+        assert group.add(1) == [1, 2]
+    group.close()
+    pool.close()
+    pool.close()
+    with pytest.raises(bm.ClosedError, match="was closed; make a new"):
+        group.add(1)
+    with pytest.raises(bm.ClosedError, match="was closed; make a new pool"):
+        bm.WorkerGroup(pool, Adder)
+
+
+def test_closing_a_pool_closes_groups_on_pools_made_of_it(make_pool):
+    first, second = make_pool([1]), make_pool([1])
+    group = bm.WorkerGroup(bm.merge_resource_pool(first, second), Adder)
+    assert group.add(1) == [1, 2]
+    first.close()
+    with pytest.raises(bm.ClosedError):
+        group.add(1)
+
+
+def test_importing_bandmaster_loads_nothing_slow():
+    program = "import sys, bandmaster; print([m for m in ('ray', 'torch', 'multiprocessing') if m in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"

@@ -1,0 +1,148 @@
+"""What is true of Ray alone. Programs that start a Ray of their own run in a process of their own."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, Mesh, register
+
+PROGRAMS = sorted((Path(__file__).parent / "ray_programs").glob("*.py"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_program(program):
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with tempfile.TemporaryDirectory(prefix="ray") as directory:  # where Ray notes the cluster that runs: one's own
+        environment["RAY_TMPDIR"] = directory
+        run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=110, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+class Big(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def first(self, array, small):
+        return array[0] + small
+
+    @register(Dispatch.DP_PROTO)
+    def rows(self, array):
+        return array
+
+    @register(Dispatch.THREE_D_PROTO)
+    def from_last(self, rows):
+        return rows
+
+    @register(Dispatch.ONE_TO_ALL)
+    def device(self):
+        return os.environ.get("CUDA_VISIBLE_DEVICES"), self.device
+
+
+@pytest.fixture
+def puts(ray_cluster, monkeypatch):
+    """How many bytes each `ray.put` was given, the real one."""
+    sizes, real = [], ray_cluster.put
+    monkeypatch.setattr(
+        ray_cluster, "put", lambda value, **kw: sizes.append(getattr(value, "nbytes", 0)) or real(value, **kw)
+    )
+    return sizes
+
+
+def test_one_put_for_each_large_payload_and_none_for_small_ones(puts):
+    with bm.ResourcePool([4], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, Big, mesh=Mesh(dp=2, tp=2))
+        puts.clear()
+        array = np.arange(200_000.0)
+        assert group.first(array, 1) == [1.0] * 4
+        assert len(puts) == 1
+        assert (group.rows(array) == array).all()
+        assert len(puts) == 3, "one for each dp part, not for each of the four ranks"
+        assert group.first([5], 1) == [6] * 4
+        assert len(puts) == 3
+
+
+def test_results_are_fetched_from_collected_ranks_only(ray_cluster):
+    with bm.ResourcePool([2], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, Big, mesh=Mesh(pp=2, dp=1, tp=1))
+        future = group.from_last.submit(np.zeros(300_000))
+        tickets = list(future._pending.values())
+        first, last = ray_cluster.get(tickets)
+        assert first is None, "the rank that is not collected sent nothing"
+        assert last.shape == (300_000,)
+        assert future.result().shape == (300_000,)
+
+
+def test_groups_on_one_pool_share_its_devices_in_order(ray_cluster):
+    with bm.ResourcePool([3], backend="ray", use_gpu=True, max_colocate_count=2) as pool:
+        one, two = bm.WorkerGroup(pool, Big), bm.WorkerGroup(pool, Big)
+        devices = [int(device) for device, _ in one.device()]
+        assert devices == sorted(set(devices))
+        assert two.device() == one.device()
+        assert {name for _, name in one.device()} == {"cpu"}, "Ray only pretends to have GPUs here"
+
+
+def test_raw_calls_keep_their_place_among_the_groups(ray_cluster):
+    class Log(bm.Worker):
+        def __init__(self):
+            self.entries = []
+
+        @register(Dispatch.ONE_TO_ALL)
+        def note(self, entry):
+            self.entries.append(entry)
+            return list(self.entries)
+
+    with bm.ResourcePool([1], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, Log)
+        group.note.submit(0)
+        raw = group.workers[0].note.remote(1)
+        last = group.note.submit(2)
+        assert ray_cluster.get(raw) == [0, 1]
+        assert last.result() == [[0, 1, 2]]
+
+
+def test_a_reference_that_fails_raises_the_original_exception(ray_cluster):
+    class Fails(bm.Worker):
+        def fail(self):
+            raise FileNotFoundError("weights.bin")
+
+    with bm.ResourcePool([1], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, Fails)
+        with pytest.raises(FileNotFoundError, match=r"weights\.bin"):
+            ray_cluster.get(group.execute_all_async("fail"))
+        with pytest.raises(FileNotFoundError, match=r"weights\.bin"):
+            ray_cluster.get(group.workers[0].fail.remote())
+
+
+def test_options_of_a_class_wrapped_by_ray_remote_reach_its_actors(ray_cluster):
+    @ray_cluster.remote(num_cpus=3, runtime_env={"env_vars": {"MINE": "yes"}})
+    class Wrapped(bm.Worker):
+        def mine(self):
+            return os.environ.get("MINE")
+
+    with bm.ResourcePool([1], backend="ray") as pool:
+        assert bm.WorkerGroup(pool, Wrapped).execute_all_sync("mine") == ["yes"]
+
+
+def test_a_dead_worker_is_named(ray_cluster):
+    class Dies(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def die(self):
+            if self.rank == 1:
+                os._exit(3)
+
+    with bm.ResourcePool([2], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, Dies)
+        with pytest.raises(bm.WorkerDied, match=r"Dies\.die lost its process on rank 1 \(dp=1\)"):
+            group.die()
+
+
+def test_worker_names_can_be_taken_once(ray_cluster):
+    with bm.ResourcePool([1], backend="ray") as pool:
+        kept = bm.WorkerGroup(pool, Big, name_prefix="same")
+        with pytest.raises(bm.UsageError, match="name_prefix of its own"):
+            bm.WorkerGroup(pool, Big, name_prefix="same")
+        assert len(kept.device()) == 1

@@ -1,0 +1,109 @@
+"""What a worker knows of itself, and what torch needs to find its peers."""
+
+import os
+
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, Mesh, register
+
+ATTRIBUTES = ("rank", "world_size", "local_rank", "local_world_size", "node_rank")
+
+
+class WithSuper(bm.Worker):
+    def __init__(self):
+        super().__init__()
+        self.seen = {name: getattr(self, name) for name in (*ATTRIBUTES, "device", "coordinates")}
+
+    def look(self):
+        return self.seen, self.mesh
+
+
+class WithoutSuper(bm.Worker):
+    def __init__(self):
+        self.seen = {name: getattr(self, name) for name in (*ATTRIBUTES, "device", "coordinates")}
+
+    def look(self):
+        return self.seen, self.mesh
+
+
+class WithNew(WithoutSuper):
+    def __new__(cls, *args):
+        return super().__new__(cls)
+
+
+class WithoutInit(bm.Worker):
+    def look(self):
+        return {name: getattr(self, name) for name in (*ATTRIBUTES, "device", "coordinates")}, self.mesh
+
+
+@pytest.mark.parametrize("cls", [WithSuper, WithoutSuper, WithNew, WithoutInit])
+def test_attributes_are_set_before_the_constructor_runs(make_pool, cls):
+    mesh = Mesh(pp=3, dp=1)
+    group = bm.WorkerGroup(make_pool([2, 1]), cls, mesh=mesh)
+    seen, meshes = zip(*group.execute_all_sync("look"), strict=True)
+    expected = [(0, 3, 0, 2, 0), (1, 3, 1, 2, 0), (2, 3, 0, 1, 1)]
+    assert [tuple(worker[name] for name in ATTRIBUTES) for worker in seen] == expected
+    assert [worker["coordinates"] for worker in seen] == [{"pp": rank, "dp": 0} for rank in range(3)]
+    assert {worker["device"] for worker in seen} == {"cpu"}
+    assert set(meshes) == {mesh}
+
+
+class Environment(bm.Worker):
+    def __init__(self):
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        self.environment = {name: os.environ.get(name) for name in names}
+
+    def look(self):
+        return os.getpid(), self.environment
+
+
+def test_the_usual_variables_are_set_wherever_a_worker_has_a_process_of_its_own(make_pool):
+    group = bm.WorkerGroup(make_pool([2, 1]), Environment)
+    pids, environments = zip(*group.execute_all_sync("look"), strict=True)
+    if os.getpid() in pids:
+        assert set(pids) == {os.getpid()}, "then none of them is set: it is the controller's environment"
+        assert environments[0]["RANK"] == os.environ.get("RANK")
+        return
+    assert len(set(pids)) == 3
+    assert [env["RANK"] for env in environments] == ["0", "1", "2"]
+    assert [env["WORLD_SIZE"] for env in environments] == ["3"] * 3
+    assert [env["LOCAL_RANK"] for env in environments] == ["0", "1", "0"]
+    assert [env["LOCAL_WORLD_SIZE"] for env in environments] == ["2", "2", "1"]
+    assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments}) == 1
+
+
+class Collective(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def rendezvous(self):
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    @register(Dispatch.ONE_TO_ALL)
+    def all_reduce(self):
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        total = torch.ones(1) * (self.rank + 1)
+        dist.all_reduce(total)
+        dist.barrier()
+        return total.item()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def leave(self):
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+@pytest.mark.own_processes
+def test_init_process_group_needs_no_arguments_and_its_port_cannot_be_taken(make_group):
+    import socket
+
+    group = make_group(2, Collective)
+    address = group.rendezvous()[0]
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(address)
+    assert group.all_reduce() == [3.0, 3.0]
+    group.leave()
+    assert group.all_reduce() == [3.0, 3.0], "again, in a new process group"
