@@ -2,8 +2,10 @@
 
 import gc
 import os
+import sys
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import psutil
@@ -21,6 +23,17 @@ N_FAKE_GPUS = 8  # what Ray is told it has, so that GPU placement can be tried a
 
 
 @pytest.fixture(scope="session")
+def zygote():
+    """The process that local workers are forked from: it stays from the first group to the end of the session."""
+
+    class Nothing(bm.Worker):
+        pass
+
+    with bm.ResourcePool([1], backend="local") as pool:
+        bm.WorkerGroup(pool, Nothing)
+
+
+@pytest.fixture(scope="session")
 def ray_cluster():
     """A real Ray for the session, with devices that stand in for GPUs."""
     import ray
@@ -30,7 +43,7 @@ def ray_cluster():
     ray.shutdown()
 
 
-BACKENDS = ["inprocess", "ray"]
+BACKENDS = ["inprocess", "local", "ray"]
 
 
 def pytest_generate_tests(metafunc):
@@ -41,11 +54,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("backend", names, indirect=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def backend(request):
-    """Name of a backend; the test runs on every one."""
-    if request.param == "ray":
-        request.getfixturevalue("ray_cluster")
+    """Name of a backend; the test runs on every one. Of module scope, so that tests of a module can share a group."""
+    if request.param != "inprocess":
+        request.getfixturevalue({"ray": "ray_cluster", "local": "zygote"}[request.param])
     return request.param
 
 
@@ -90,10 +103,10 @@ def make_group(make_pool):
 def nothing_is_left(request):
     """After the test there are no more threads, processes, descriptors or Ray placements than before."""
     uses_ray = "ray_cluster" in request.fixturenames or "ray" in request.node.nodeid
-    before = _standing()
+    before, taken = _standing(), _taken_on_ray()
     yield
     if uses_ray:
-        _wait_until(_ray_is_free, "Ray still holds placement groups or resources of the test")
+        _wait_until(lambda: not _taken_on_ray() - taken, lambda: f"left on Ray: {_taken_on_ray() - taken}")
         return
     _wait_until(lambda: not _grown(before), lambda: f"left behind: {_grown(before)}")
 
@@ -116,15 +129,16 @@ def _grown(before):
     return grown
 
 
-def _ray_is_free():
-    import ray
-    from ray.util.placement_group import placement_group_table
-
-    if not ray.is_initialized():
-        return True
+def _taken_on_ray():
+    """Placement groups that stand, and the number of GPUs that are taken."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return Counter()
     gc.collect()
-    held = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    return not held and ray.available_resources().get("GPU") == ray.cluster_resources().get("GPU")
+    table = ray.util.placement_group_table().values()
+    taken = Counter(group["name"] + group["placement_group_id"] for group in table if group["state"] != "REMOVED")
+    n_gpus = ray.cluster_resources().get("GPU", 0) - ray.available_resources().get("GPU", 0)
+    return taken + Counter({"GPUs": round(n_gpus, 4)})
 
 
 def _wait_until(condition, complaint, timeout_s=10.0):

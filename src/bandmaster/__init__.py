@@ -16,6 +16,7 @@ from bandmaster.errors import (
     PlacementError,
     ProtocolError,
     RemoteError,
+    ResourceError,
     UsageError,
     WorkerDied,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "ProtocolError",
     "Reduce",
     "RemoteError",
+    "ResourceError",
     "ResourcePool",
     "Split",
     "TransferPlan",

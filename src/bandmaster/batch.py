@@ -186,15 +186,13 @@ def _dict_rows(value: dict[Any, Any]) -> int | None:
         batch, other = next(iter(counts)), next(key for key, n in rows.items() if n is None)
         raise BatchError(
             f"a dict mixes batches with other values: {batch!r} has {counts[batch]} rows, {other!r} is "
-            f"{_name(value[other])} without rows; pass {other!r} as an argument of its own, or declare the whole "
-            "dict with register(..., arguments={'<argument>': Broadcast()})"
+            f"{_name(value[other])} without rows"
         )
     first = next(iter(counts))
     for key, n in counts.items():
         if n != counts[first]:
             raise BatchError(
-                f"a dict has batches of unequal row counts: {first!r} has {counts[first]}, {key!r} has {n}; make them "
-                "equal, or declare the dict with register(..., arguments={'<argument>': Broadcast()})"
+                f"a dict has batches of unequal row counts: {first!r} has {counts[first]}, {key!r} has {n}"
             )
     return counts[first]
 
@@ -213,7 +211,7 @@ def _dict_concat(values: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
 
 def _array_concat(values: Sequence[Any]) -> Any:
     if any(isinstance(value, np.ma.MaskedArray) for value in values):
-        return np.ma.concatenate(values)
+        return np.ma.concatenate(values)  # type: ignore[no-untyped-call]  # np.concatenate forgets the masks
     joined = np.concatenate(values)
     return joined if type(joined) is type(values[0]) else joined.view(type(values[0]))
 

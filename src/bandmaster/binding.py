@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bandmaster.errors import ArgumentError
@@ -13,9 +13,11 @@ from bandmaster.transfer import Custom
 __all__ = ["bind", "bind_per_rank", "signature_without_self"]
 
 
-def signature_without_self(method: Callable[..., Any]) -> inspect.Signature:
-    """The signature that callers of a bound method see."""
-    signature = inspect.signature(method)
+def signature_without_self(cls: type, name: str) -> inspect.Signature:
+    """The signature that callers of a method see on an instance of ``cls``."""
+    signature = inspect.signature(getattr(cls, name))
+    if isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod):
+        return signature
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 

@@ -16,6 +16,8 @@ from bandmaster.transfer import Concat, Gather, Incoming, Only, Reduce
 
 __all__ = ["collect"]
 
+ADVICE = "return a batch (array, tensor, list, TensorDict or dict of them), or collect with Gather() or Reduce('mean')"
+
 
 def collect(
     incoming: Incoming,
@@ -55,14 +57,9 @@ def _rows_of(rank: int, value: Any, method: str) -> Any:
     try:
         rows = count_rows(value)
     except BatchError as error:
-        raise _error(rank, method, f"returned what Concat cannot join: {error}") from None
+        raise _error(rank, method, f"returned what Concat cannot join: {error}; {ADVICE}") from None
     if rows is None:
-        raise _error(
-            rank,
-            method,
-            f"returned {type(value).__name__}, which has no rows for Concat to join; return an array, tensor, list, "
-            "TensorDict or dict of them, or collect with Gather() or Reduce('mean')",
-        )
+        raise _error(rank, method, f"returned {type(value).__name__}, which has no rows for Concat to join; {ADVICE}")
     return value
 
 

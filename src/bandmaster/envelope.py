@@ -35,7 +35,7 @@ def encode_constructor(cls: type[Worker], args: Sequence[Any], kwargs: Mapping[s
         ArgumentError: They do not fit the constructor, or one of them cannot be pickled.
     """
     name = f"{cls.__name__}.__init__"
-    slots = bind(name, signature_without_self(cls.__init__), args, kwargs)
+    slots = bind(name, signature_without_self(cls, "__init__"), args, kwargs)
     try:
         return encode((cls, tuple(args), dict(kwargs)))
     except Exception as error:

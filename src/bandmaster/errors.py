@@ -13,6 +13,7 @@
     │   ├── ConstructorError          … in ``__init__``
     │   └── CollectError              … or returned what cannot be sent or joined  (TypeError)
     ├── PlacementError              the world: not enough room            (RuntimeError)
+    ├── ResourceError               the world: no memory or descriptors   (OSError)
     ├── WorkerDied                  the world: a process is gone          (RuntimeError)
     └── CallTimeout                 the world: no answer in time          (TimeoutError)
 
@@ -37,6 +38,7 @@ __all__ = [
     "PlacementError",
     "ProtocolError",
     "RemoteError",
+    "ResourceError",
     "UsageError",
     "WorkerDied",
 ]
@@ -123,6 +125,10 @@ class CollectError(RemoteError, TypeError):
 
 class PlacementError(BandmasterError, RuntimeError):
     """A pool that does not fit, or a place that has no room for one more group."""
+
+
+class ResourceError(BandmasterError, OSError):
+    """No memory, or no descriptor, is left for what a call has to send; nothing was sent."""
 
 
 class WorkerDied(_RankError):

@@ -22,7 +22,7 @@ from bandmaster.backends import Call, Crew, Launch, Reply, get_backend
 from bandmaster.binding import bind, signature_without_self
 from bandmaster.collect import collect
 from bandmaster.envelope import encode_constructor, encode_parcel
-from bandmaster.errors import ArgumentError, ClosedError, MeshError, UsageError
+from bandmaster.errors import ArgumentError, ClosedError, CollectError, MeshError, UsageError
 from bandmaster.future import Future
 from bandmaster.mesh import Mesh
 from bandmaster.method import GroupMethod, MethodSpec
@@ -69,6 +69,8 @@ class WorkerGroup:
         name_prefix: str | None = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(pool, ResourcePool):
+            raise ArgumentError(f"{type(self).__name__} takes a ResourcePool, then a worker class; {pool!r} is no pool")
         cls, args, kwargs, options = _unwrap(worker_class, args, kwargs)
         registered = registrations(cls)
         _check_names(cls, registered)
@@ -79,7 +81,7 @@ class WorkerGroup:
         self._finalizer: weakref.finalize[Any, WorkerGroup] | None = None
         constructor = encode_constructor(cls, args, kwargs)
         prefix = pool.name_prefix + _random_letters() if name_prefix is None else name_prefix
-        self._name = prefix + cls.__name__
+        self._name = f"{prefix}{cls.__name__}"
         seats, vacate = pool._occupy(self, self._name)
         try:
             names = tuple(f"{self._name}_{seat.node_rank}:{seat.local_rank}" for seat in seats)
@@ -197,12 +199,11 @@ class WorkerGroup:
         return Packed((everywhere(slots, self.world_size),))
 
     def _bind(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Slot]:
-        function = getattr(self._cls, method, None)
-        if not callable(function):
-            near = difflib.get_close_matches(method, dir(self._cls), 1)
+        if not (isinstance(method, str) and callable(getattr(self._cls, method, None))):
+            near = difflib.get_close_matches(str(method), dir(self._cls), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ArgumentError(f"{self._cls.__name__} has no method {method!r}{hint}")
-        return bind(self._label(method), signature_without_self(function), args, kwargs)
+        return bind(self._label(method), signature_without_self(self._cls, method), args, kwargs)
 
     def _label(self, method: str) -> str:
         return f"{self._cls.__name__}.{method}"
@@ -221,7 +222,11 @@ class WorkerGroup:
 
         def conclude(values: Mapping[int, Any]) -> Any:
             in_order = [values[rank] for rank in collected]
-            result = collect(incoming, collected, in_order, self._label(method), packed.real_rows)
+            try:
+                result = collect(incoming, collected, in_order, self._label(method), packed.real_rows)
+            except CollectError as error:
+                where = {rank: self._mesh.coordinates(rank) for rank in error.failures}
+                raise CollectError(error.method, error.failures, where) from error.__cause__
             return result if finish is None else finish(result)
 
         tickets = self._send(method, packed, ranks or range(self.world_size), dict.fromkeys(collected, Reply.VALUE))

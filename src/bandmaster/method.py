@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bandmaster.binding import bind, bind_per_rank, signature_without_self
+from bandmaster.errors import MeshError
 from bandmaster.planning import Packed, everywhere, pack, scatter
 from bandmaster.transfer import Custom, Execute, Gather, Only
 from bandmaster.worker import Registration
@@ -43,7 +44,7 @@ class MethodSpec:
         """Look at a registered method of a class."""
         function = getattr(worker_class, name)
         label = f"{worker_class.__name__}.{name}"
-        return cls(function, name, label, signature_without_self(function), registration)
+        return cls(function, name, label, signature_without_self(worker_class, name), registration)
 
 
 class GroupMethod:
@@ -75,8 +76,13 @@ class GroupMethod:
         slots = bind(spec.label, spec.signature, args, kwargs)
         if spec.registration.execute is Execute.RANK_ZERO:
             return group._submit(spec.name, Packed((everywhere(slots, 1),)), Only(), ranks=(0,))
-        packed = pack(slots, protocol.outgoing, spec.registration.arguments, group.mesh, spec.label)
-        return group._submit(spec.name, packed, protocol.incoming)
+        try:
+            packed = pack(slots, protocol.outgoing, spec.registration.arguments, group.mesh, spec.label)
+            return group._submit(spec.name, packed, protocol.incoming)
+        except MeshError as error:
+            raise MeshError(
+                f"{spec.label} goes by {protocol!r}, but {error}; give the group a mesh= with that"
+            ) from None
 
     def _submit_custom(self, custom: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         group, spec = self._group, self._spec

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from bandmaster.errors import PlacementError
 
 __all__ = ["Node", "Request", "assign_nodes", "cannot_place", "could_ever_fit"]
+
+MAX_DEAD_ENDS = 10_000  # of the search for nodes; never reached by requests of a few sizes
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,9 @@ def assign_nodes(request: Request, nodes: Sequence[Node], *, free: bool = True) 
     Each entry goes whole onto one node. Entries go to nodes of their own where there are enough, the tightest
     fit first, and share nodes otherwise. Entries of equal size follow the order of the nodes' addresses.
 
+    The answer is exact unless many entries of many sizes leave next to nothing free: finding out is bin packing,
+    which can take forever, so that the search stops after 10,000 dead ends (about a second) with None.
+
     Args:
         request: What is asked for.
         nodes: What there is.
@@ -85,7 +90,7 @@ def assign_nodes(request: Request, nodes: Sequence[Node], *, free: bool = True) 
     wanted = sorted(request.workers, reverse=True)
     room = [nodes[index].capacity(request, free=free) for index in order]
     unbounded = sum(wanted)
-    found = _search(tuple(wanted), tuple(unbounded if fits is None else fits for fits in room), (False,) * len(room))
+    found = _search(tuple(wanted), tuple(unbounded if fits is None else fits for fits in room))
     if found is None:
         return None
     by_size: dict[int, list[int]] = {}
@@ -95,22 +100,50 @@ def assign_nodes(request: Request, nodes: Sequence[Node], *, free: bool = True) 
     return tuple(order[next(queues[size])] for size in request.workers)
 
 
-@lru_cache(maxsize=4096)
-def _search(wanted: tuple[int, ...], room: tuple[int, ...], used: tuple[bool, ...]) -> tuple[int, ...] | None:
+@lru_cache(maxsize=256)
+def _search(wanted: tuple[int, ...], room: tuple[int, ...]) -> tuple[int, ...] | None:
+    """A node for each entry of ``wanted``, which descends.
+
+    Depth first, without recursion. A choice is taken back as soon as what remains cannot fit, or did not before.
+    """
+    left, used = list(room), [0] * len(room)
+    chosen: list[int] = []
+    hopeless: set[tuple[int, ...]] = set()
+    untried = [_candidates(wanted, left, used)]
+    while len(chosen) < len(wanted) and len(hopeless) < MAX_DEAD_ENDS:
+        index = next(untried[-1], None)
+        if index is not None:
+            chosen.append(index)
+            left[index] -= wanted[len(chosen) - 1]
+            used[index] += 1
+            rest = wanted[len(chosen) :]
+            is_dead = tuple(sorted(left)) in hopeless or not _may_fit(rest, left)
+            untried.append(iter(()) if is_dead else _candidates(rest, left, used))
+            continue
+        hopeless.add(tuple(sorted(left)))  # sorted: it does not matter which node has how much
+        untried.pop()
+        if not chosen:
+            return None
+        index = chosen.pop()
+        left[index] += wanted[len(chosen)]
+        used[index] -= 1
+    return tuple(chosen) if len(chosen) == len(wanted) else None
+
+
+def _candidates(wanted: Sequence[int], left: Sequence[int], used: Sequence[int]) -> Iterator[int]:
+    """Nodes for the first of ``wanted``: empty ones before shared ones, the tightest first, one of those alike."""
     if not wanted:
-        return ()
-    size, rest = wanted[0], wanted[1:]
-    fitting = [index for index, fits in enumerate(room) if fits >= size]
-    tried = set()
-    for index in sorted(fitting, key=lambda i: (used[i], room[i], i)):
-        if (used[index], room[index]) in tried:
-            continue  # a node just like one that led nowhere
-        tried.add((used[index], room[index]))
-        left = (*room[:index], room[index] - size, *room[index + 1 :])
-        found = _search(rest, left, (*used[:index], True, *used[index + 1 :]))
-        if found is not None:
-            return (index, *found)
-    return None
+        return iter(())
+    alike: dict[tuple[bool, int], int] = {}
+    for index, fits in enumerate(left):
+        if fits >= wanted[0]:
+            alike.setdefault((used[index] > 0, fits), index)
+    return iter([alike[key] for key in sorted(alike)])
+
+
+def _may_fit(wanted: Sequence[int], left: Sequence[int]) -> bool:
+    """False when they cannot fit: counted in units of any size, the nodes hold less than the entries take."""
+    return all(sum(fits // unit for fits in left) >= sum(size // unit for size in wanted) for unit in {1, *wanted})
 
 
 def could_ever_fit(request: Request, nodes: Sequence[Node]) -> bool:

@@ -198,7 +198,10 @@ def _rows(slot: Slot, method: str) -> int | None:
     try:
         return count_rows(slot.value)
     except BatchError as error:
-        raise BatchError(f"argument {slot.name!r} of {method}: {error}") from None
+        raise BatchError(
+            f"argument {slot.name!r} of {method}: {error}; keep only batches of equal length in it, or declare the "
+            f"whole with register(..., arguments={{{slot.name!r}: Broadcast()}})"
+        ) from None
 
 
 def _common_rows(slots: Sequence[Slot], method: str) -> int:

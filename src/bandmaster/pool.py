@@ -65,8 +65,11 @@ class ResourcePool:
         nodes = _checked_nodes(process_on_nodes)
         if not isinstance(max_colocate_count, int) or max_colocate_count < 1:
             raise UsageError(f"max_colocate_count is the number of groups on a place, not {max_colocate_count!r}")
-        if cpus_per_worker < 0:
-            raise UsageError(f"cpus_per_worker is 0 or more, not {cpus_per_worker!r}")
+        for what, amount in (("cpus_per_worker", cpus_per_worker), ("placement_timeout_s", placement_timeout_s)):
+            if not isinstance(amount, int | float) or amount < 0:
+                raise UsageError(f"{what} is a number of 0 or more, not {amount!r}")
+        if not isinstance(use_gpu, bool):
+            raise UsageError(f"use_gpu is True or False, one GPU for every place or none, not {use_gpu!r}")
         get_backend(backend)
         request = Request(name_prefix or "pool", nodes, cpus_per_worker, int(use_gpu))
         lease = _Lease(request, backend, max_colocate_count, placement_timeout_s)
@@ -217,7 +220,7 @@ def merge_resource_pool(*pools: ResourcePool) -> ResourcePool:
     if len(pools) < 2:
         raise UsageError(f"merge_resource_pool takes two pools or more, not {len(pools)}")
     for pool in pools:
-        pool._check_open()
+        _check_pool(pool, "merge_resource_pool")
         for what in ("backend", "use_gpu", "cpus_per_worker"):
             ours, theirs = getattr(pools[0], what), getattr(pool, what)
             if ours != theirs:
@@ -255,7 +258,7 @@ def split_resource_pool(pool: ResourcePool, split_size: int | Sequence[int]) -> 
         >>> [part.process_on_nodes for part in split_resource_pool(ResourcePool([2, 4]), 3)]
         [(2, 1), (3,)]
     """
-    pool._check_open()
+    _check_pool(pool, "split_resource_pool")
     size = pool.world_size
     if isinstance(split_size, int):
         if split_size < 1 or size % split_size:
@@ -323,6 +326,12 @@ class _Part:
 def _vacate(places: Sequence[tuple[_Lease, int, int]], name: str) -> None:
     for lease, node, index in places:
         lease.holders[node, index].remove(name)
+
+
+def _check_pool(pool: object, function: str) -> None:
+    if not isinstance(pool, ResourcePool):
+        raise UsageError(f"{function} takes pools, not {pool!r}")
+    pool._check_open()
 
 
 def _checked_nodes(sizes: object) -> tuple[int, ...]:

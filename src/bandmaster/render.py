@@ -24,7 +24,7 @@ def html_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object
     """The same table for a notebook."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><caption><code>{escape(title)}</code></caption><tr>{head}</tr>{body}</table>"
+    return f"<p><code>{escape(title)}</code></p><table><tr>{head}</tr>{body}</table>"
 
 
 @dataclass(frozen=True)

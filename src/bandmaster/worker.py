@@ -154,9 +154,13 @@ def register(
     if isinstance(protocol, Custom) and (execute_mode is Execute.RANK_ZERO or arguments):
         raise ProtocolError("a custom dispatch_fn decides about all arguments and ranks itself; drop "
                             "execute_mode=Execute.RANK_ZERO and arguments=, or use a TransferProtocol")  # fmt: skip
+    if not isinstance(arguments, Mapping | None):
+        raise ProtocolError(f"arguments= is a dict of transfers by parameter name, not {arguments!r}")
     registration = Registration(protocol, execute_mode, blocking, dict(arguments or {}))
 
     def mark(method: Function) -> Function:
+        if not callable(method):
+            raise ProtocolError(f"@register marks a function, not {method!r}; write it right above the def")
         _check_arguments(method, registration)
         setattr(method, _MARK, registration)
         return method

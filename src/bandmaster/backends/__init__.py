@@ -176,10 +176,14 @@ def get_backend(name: str) -> Backend:
         from bandmaster.backends.inprocess import InProcessBackend
 
         return InProcessBackend()
+    if name == "local":
+        from bandmaster.backends.local import LocalBackend
+
+        return LocalBackend()
     if name == "ray":
         try:
             from bandmaster.backends.ray import RayBackend
         except ImportError as error:
             raise UsageError(f"backend 'ray' needs Ray ({error}): pip install 'bandmaster[ray]'") from error
         return RayBackend()
-    raise UsageError(f"no backend is called {name!r}; there are 'inprocess' and 'ray'")
+    raise UsageError(f"no backend is called {name!r}; there are 'local', 'inprocess' and 'ray'")

@@ -10,42 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from bandmaster.backends import Call, Launch, Reply
+from bandmaster.backends.machine import MachineBackend
 from bandmaster.errors import ConstructorError
 from bandmaster.failure import Failure
-from bandmaster.hardware import count_gpus
-from bandmaster.placement import Node, Request, assign_nodes, cannot_place
 from bandmaster.wire.codec import Payload, decode
 from bandmaster.wire.host import WorkerHost
 
 __all__ = ["InProcessBackend"]
 
 
-class InProcessBackend:
-    """All ranks in this process. CPUs are not counted; GPUs are, and each place has one of its own."""
-
-    def __init__(self) -> None:
-        self._gpus: dict[int, Reservation] = {}
-
-    def inventory(self) -> tuple[Node, ...]:
-        """This process as the one node."""
-        n_gpus = count_gpus()
-        holders = tuple(sorted({f"pool {holder.name!r}" for holder in self._gpus.values()}))
-        return (Node("this process", None, None, n_gpus, n_gpus - len(self._gpus), holders),)
-
-    def reserve(self, request: Request, timeout_s: float) -> Reservation:
-        """Take GPUs, if any are asked for; nothing becomes free by waiting, so nothing waits."""
-        nodes = self.inventory()
-        if assign_nodes(request, nodes) is None:
-            raise cannot_place(request, nodes)
-        free = (gpu for gpu in range(count_gpus()) if gpu not in self._gpus)
-        gpus = [[next(free) for _ in range(n * request.gpus_per_worker)] for n in request.workers]
-        reservation = Reservation(request.name, gpus)
-        self._gpus.update({gpu: reservation for on_node in gpus for gpu in on_node})
-        return reservation
-
-    def release(self, reservation: Reservation) -> None:
-        """Give the GPUs back."""
-        self._gpus = {gpu: holder for gpu, holder in self._gpus.items() if holder is not reservation}
+class InProcessBackend(MachineBackend):
+    """All ranks in this process."""
 
     def start(self, launch: Launch) -> InProcessCrew:
         """Construct the workers in rank order."""
@@ -58,14 +33,6 @@ class InProcessBackend:
                 where = {rank: launch.mesh.coordinates(rank)}
                 raise ConstructorError(f"{launch.cls.__name__}.__init__", {rank: _delivered(failure)}, where)
         return InProcessCrew(hosts)
-
-
-class Reservation:
-    """GPUs by node of a request."""
-
-    def __init__(self, name: str, gpus: list[list[int]]) -> None:
-        self.name = name
-        self.gpus = gpus
 
 
 class InProcessCrew:

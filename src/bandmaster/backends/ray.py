@@ -37,7 +37,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bandmaster.backends import Call, Launch, Reply
-from bandmaster.errors import ConstructorError, PlacementError, RemoteError, UsageError
+from bandmaster.construction import await_construction
+from bandmaster.errors import PlacementError, UsageError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.future import Future
 from bandmaster.hardware import count_gpus
@@ -358,10 +359,7 @@ def _construct(crew: RayCrew, launch: Launch) -> None:
         context = launch.context(rank, stands[rank].device)
         environment = {**context.environment(), **rendezvous}
         tickets[rank] = actor.bandmaster_construct.remote(context, environment, sys.path, constructor)
-    try:
-        Future(crew, tickets, dict, label, launch.mesh).result()
-    except RemoteError as error:
-        raise ConstructorError(error.method, error.failures, error.coordinates) from error.__cause__
+    await_construction(crew, tickets, launch)
 
 
 def _running_cluster() -> str | None:

@@ -1,0 +1,154 @@
+"""Workers as processes on this machine: forked from a zygote, reached by lanes. No port, no name, nothing to leak.
+
+::
+
+    LocalBackend.start ──► Zygote.spawn, once per rank ──► worker processes
+         └── LaneCrew ◄──── a lane each ────────────────────┘    (wire/lane.py, wire/segments.py, wire/loop.py)
+         └── WorkerOutput ◄─ their standard output and error
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bandmaster.backends import Launch
+from bandmaster.backends.machine import MachineBackend
+from bandmaster.backends.output import WorkerOutput
+from bandmaster.backends.zygote import THREAD_VARIABLES, Spawn, Zygote
+from bandmaster.construction import await_construction
+from bandmaster.errors import UsageError
+from bandmaster.future import Future
+from bandmaster.hardware import visible_devices
+from bandmaster.wire.crew import LaneCrew
+from bandmaster.wire.lane import lane_pair
+from bandmaster.wire.rendezvous import rendezvous_environment
+
+__all__ = ["LocalBackend", "LocalWorker"]
+
+LOOPBACK = "127.0.0.1"
+END_GRACE_S = 0.5  # for workers to end by themselves before they are killed
+
+
+@dataclass(frozen=True)
+class LocalWorker:
+    """A worker process, as a person sees it."""
+
+    name: str
+    rank: int
+    pid: int
+
+
+class LocalBackend(MachineBackend):
+    """Processes on this machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._zygote: Zygote | None = None
+
+    def start(self, launch: Launch) -> LocalCrew:
+        """Fork a worker for every seat, then construct all of them concurrently."""
+        crew = LocalCrew(launch, self._living_zygote())
+        try:
+            _construct(crew, launch)
+        except BaseException:
+            crew.stop()
+            raise
+        return crew
+
+    def _living_zygote(self) -> Zygote:
+        if self._zygote is not None and self._zygote.owner_pid != os.getpid():
+            raise UsageError("this process was forked from the one that has the workers; make pools in that one")
+        if self._zygote is None or not self._zygote.is_alive:
+            self._zygote = Zygote(_modules_to_preload())
+            atexit.register(self._zygote.close)
+        return self._zygote
+
+
+class LocalCrew(LaneCrew):
+    """The processes of one group."""
+
+    def __init__(self, launch: Launch, zygote: Zygote) -> None:
+        self._zygote = zygote
+        self._output = WorkerOutput(launch.cls.__name__)
+        self._pids: list[int] = []
+        self._is_stopped = False
+        ours = []
+        try:
+            for rank in range(len(launch.seats)):
+                mine, theirs = lane_pair()
+                ours.append(mine)
+                out, err = self._output.add(rank)
+                try:
+                    self._pids.append(zygote.spawn(_spawn_of(launch, rank), [theirs.fileno(), out, err]))
+                finally:
+                    theirs.close()
+                    os.close(out)
+                    os.close(err)
+        except BaseException:
+            for sock in ours:
+                sock.close()
+            zygote.end(self._pids, 0.0)
+            self._output.finish(0.0)
+            raise
+        self._output.start()
+        super().__init__(ours, self._how_it_died)
+        names = zip(launch.worker_names, self._pids, strict=True)
+        self._handles = [LocalWorker(name, rank, pid) for rank, (name, pid) in enumerate(names)]
+
+    @property
+    def handles(self) -> Sequence[LocalWorker]:
+        """Names and pids."""
+        return self._handles
+
+    def stop(self) -> None:
+        """Hang up, so that the workers end; kill those that do not."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self.close_lanes()
+        self._zygote.end(self._pids, END_GRACE_S)
+        self._output.finish(timeout_s=2.0)
+
+    def _how_it_died(self, rank: int) -> str:
+        ended = self._zygote.how_it_ended(self._pids[rank])
+        last = self._output.last_errors(rank)
+        return f"{ended}; the last it wrote to standard error:\n{last}" if last else ended
+
+
+def _construct(crew: LocalCrew, launch: Launch) -> None:
+    label = f"{launch.cls.__name__}.__init__"
+    listening = crew.send(0, pickle.dumps(("listen", LOOPBACK)))
+    port = Future(crew, {0: listening}, lambda values: int(values[0]), label, launch.mesh).result()
+    part = crew.put(launch.constructor)
+    tickets = {}
+    for rank in range(len(launch.seats)):
+        context = launch.context(rank, "cuda:0" if launch.uses_gpu else "cpu")
+        environment = {**context.environment(), **rendezvous_environment(LOOPBACK, port)}
+        tickets[rank] = crew.send_parts(rank, "construct", (context, environment), (part,))
+    await_construction(crew, tickets, launch)
+
+
+def _spawn_of(launch: Launch, rank: int) -> Spawn:
+    seat = launch.seats[rank]
+    environment = dict(os.environ)
+    if launch.uses_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices()[seat.reservation.gpus[seat.node][seat.index]]
+    n_threads = None
+    if "OMP_NUM_THREADS" not in os.environ:
+        n_threads = max(1, len(os.sched_getaffinity(0)) // len(launch.seats))
+        environment.update({name: str(n_threads) for name in THREAD_VARIABLES if name not in os.environ})
+    return Spawn(environment, os.getcwd(), tuple(sys.path), tuple(sys.argv), n_threads)
+
+
+def _modules_to_preload() -> list[str]:
+    """``BANDMASTER_PRELOAD`` (names with commas between), or numpy, and torch where it is installed."""
+    named = os.environ.get("BANDMASTER_PRELOAD")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return ["numpy.random", *(["torch"] if importlib.util.find_spec("torch") else [])]

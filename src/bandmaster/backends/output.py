@@ -1,0 +1,85 @@
+"""What workers print: read from their pipes by a thread, and written line by line with a prefix."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from collections import deque
+
+__all__ = ["WorkerOutput"]
+
+N_LAST_LINES = 20  # of standard error that are kept for when a worker dies
+
+
+class WorkerOutput:
+    """The standard output and error of the workers of one group. Its thread ends with the last of them.
+
+    Args:
+        label: Name of the group in ``[label rank]``.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._sources: dict[int, tuple[int, str]] = {}  # rank and stream of each descriptor
+        self._partial: dict[int, bytes] = {}
+        self._last: dict[int, deque[str]] = {}
+        self._thread: threading.Thread | None = None
+
+    def add(self, rank: int) -> tuple[int, int]:
+        """Descriptors for a worker to write its standard output and error to; close them once it has them."""
+        self._last[rank] = deque(maxlen=N_LAST_LINES)
+        ends = []
+        for stream in ("stdout", "stderr"):
+            reader, writer = os.pipe2(os.O_CLOEXEC)
+            self._sources[reader] = (rank, stream)
+            ends.append(writer)
+        return ends[0], ends[1]
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread = threading.Thread(target=self._read, name=f"bandmaster-output-{self._label}", daemon=True)
+        self._thread.start()
+
+    def last_errors(self, rank: int) -> str:
+        """The last lines of a worker's standard error."""
+        return "\n".join(self._last[rank])
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until everything that ended workers have printed is written."""
+        if self._thread is None:
+            for fd in self._sources:
+                os.close(fd)
+            self._sources.clear()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _read(self) -> None:
+        poll = select.poll()
+        for fd in self._sources:
+            poll.register(fd, select.POLLIN)
+        while self._sources:
+            for fd, _ in poll.poll():
+                data = os.read(fd, 65536)
+                self._write(fd, data)
+                if not data:
+                    poll.unregister(fd)
+                    os.close(fd)
+                    del self._sources[fd]
+
+    def _write(self, fd: int, data: bytes) -> None:
+        """Write whole lines; the rest of a line waits for its end, or for the end of the worker."""
+        rank, stream = self._sources[fd]
+        *lines, rest = (self._partial.pop(fd, b"") + data).split(b"\n")
+        if rest and not data:
+            lines.append(rest)
+        elif rest:
+            self._partial[fd] = rest
+        text = [line.decode(errors="replace") for line in lines]
+        if stream == "stderr":
+            self._last[rank].extend(text)
+        target = getattr(sys, stream)
+        if text and target is not None:
+            target.write("".join(f"[{self._label} {rank}] {line}\n" for line in text))
+            target.flush()

@@ -1,0 +1,317 @@
+"""The process that workers are forked from: it has imported what is slow, so that they need not.
+
+::
+
+    controller                       zygote                                worker
+    Zygote(...) ── starts ─────────► imports numpy, torch...
+    spawn(...) ── descriptors ─────► fork ───────────────────────────────► serve(lane)
+               ◄─ pid ──────────────┘
+    how_it_ended(pid) ─────────────► waits for it ◄── exit ────────────────┘
+    end(pids) ─────────────────────► kills those that do not end by themselves
+
+Nothing outlives the controller: when it is gone, the zygote kills the workers, each with the processes it started,
+and ends. When the zygote is gone, the kernel kills the workers.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bandmaster.errors import PlacementError
+from bandmaster.wire.host import WorkerHost
+from bandmaster.wire.lane import Lane
+from bandmaster.wire.loop import serve
+from bandmaster.wire.segments import SegmentWriter
+
+__all__ = ["Spawn", "Zygote"]
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_MESSAGE_NBYTES = 150 * 1024
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """What a new worker is given: what a fork of the controller itself would have had.
+
+    Attributes:
+        environment: Its environment, whole.
+        directory: Its working directory.
+        path: What it adds to ``sys.path``.
+        argv: Its ``sys.argv``.
+        n_threads: For numerical libraries.
+    """
+
+    environment: Mapping[str, str]
+    directory: str
+    path: Sequence[str]
+    argv: Sequence[str]
+    n_threads: int | None
+
+
+class Zygote:
+    """The controller's end.
+
+    Args:
+        preload: Modules to import; those that are not installed are passed over.
+    """
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        self.owner_pid = os.getpid()
+        source = str(Path(__file__).parents[2])
+        program = f"import sys; sys.path.insert(0, {source!r}); from bandmaster.backends.zygote import main; main()"
+        single = {name: "1" for name in THREAD_VARIABLES if name not in os.environ}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program, str(theirs.fileno()), *preload],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **single},
+                start_new_session=True,  # Ctrl-C in a terminal is the controller's to handle
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can still be asked for workers."""
+        return self._process.poll() is None
+
+    def spawn(self, spawn: Spawn, descriptors: Sequence[int]) -> int:
+        """Fork a worker whose lane, standard output and standard error are these descriptors; its pid.
+
+        Raises:
+            PlacementError: The machine cannot start one more process, or the zygote is gone.
+        """
+        answer = self._ask(("spawn", spawn), descriptors)
+        if isinstance(answer, str):
+            raise PlacementError(f"cannot start a worker process: {answer}")
+        return int(answer)
+
+    def how_it_ended(self, pid: int) -> str:
+        """How a worker ended that has just hung up, as a person would say it."""
+        try:
+            status = self._ask(("status", pid))
+        except PlacementError:
+            return "killed, as the process that workers are forked from is gone"
+        return "still running, but it closed its lane" if status is None else _words(status)
+
+    def end(self, pids: Sequence[int], grace_s: float) -> None:
+        """Wait for workers to end, and kill those that do not in time, with all processes they started."""
+        if self.is_alive:
+            with contextlib.suppress(PlacementError):
+                self._ask(("end", list(pids), grace_s))
+
+    def close(self) -> None:
+        """End it, and whatever it has forked."""
+        self._control.close()
+        if os.getpid() == self.owner_pid:
+            self._process.wait()
+
+    def _ask(self, request: Any, descriptors: Sequence[int] = ()) -> Any:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        with self._lock:
+            try:
+                self._control.sendmsg([pickle.dumps(request)], ancillary, socket.MSG_NOSIGNAL)
+                data = self._control.recv(_MESSAGE_NBYTES)
+            except OSError as error:
+                raise PlacementError(f"the process that workers are forked from is gone ({error})") from error
+        if not data:
+            raise PlacementError("the process that workers are forked from is gone; close the pool and make a new one")
+        return pickle.loads(data)
+
+
+def _words(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+
+# --- in the zygote ----------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """What the zygote runs: ``argv`` is the descriptor of its socket, and the modules to import."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    controller = os.pidfd_open(os.getppid())  # sockets may live on in what the controller forks; this does not
+    for name in sys.argv[2:]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is imported stays shared with the workers
+    _Nursery(control, controller).run()
+
+
+class _Nursery:
+    """Forks workers, and knows how each of them ended."""
+
+    def __init__(self, control: socket.socket, controller: int) -> None:
+        self._control = control
+        self._controller = controller
+        self._living: set[int] = set()
+        self._ended: dict[int, int] = {}
+        self._wake, self._waker = socket.socketpair()  # the kernel's word that a worker ended
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+
+    def run(self) -> None:
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        poll = select.poll()
+        for source in (self._control, self._wake, self._controller):
+            poll.register(source, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll()}
+            if self._wake.fileno() in ready:
+                self._reap()
+            if self._controller in ready or (self._control.fileno() in ready and not self._answer()):
+                self._end(list(self._living), 0.0)
+                return
+
+    def _answer(self) -> bool:
+        """Do what the controller asks; False when it is gone."""
+        try:
+            data, ancillary, _, _ = self._control.recvmsg(
+                _MESSAGE_NBYTES, socket.CMSG_SPACE(3 * 4), socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        operation, *arguments = pickle.loads(data)
+        answer: int | str | None
+        if operation == "spawn":
+            fds = array.array("i", b"".join(chunk for _, _, chunk in ancillary))
+            answer = self._fork(arguments[0], list(fds))
+        elif operation == "status":
+            answer = self._status(*arguments)
+        else:
+            answer = None
+            self._end(*arguments)
+        try:
+            self._control.send(pickle.dumps(answer), socket.MSG_NOSIGNAL)
+        except ConnectionError:
+            return False
+        return True
+
+    def _fork(self, spawn: Spawn, fds: list[int]) -> int | str:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _close_all(fds)
+            return str(error)
+        if pid == 0:
+            for ours in (self._control, self._wake, self._waker):
+                ours.close()
+            os.close(self._controller)
+            _run_worker(spawn, *fds)
+        _close_all(fds)
+        self._living.add(pid)
+        return pid
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(4096)
+        for pid in list(self._living):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._living.discard(pid)
+                self._ended[pid] = status
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)  # what it started itself
+
+    def _status(self, pid: int) -> int | None:
+        self._wait_for([pid], 1.0)
+        return self._ended.get(pid)
+
+    def _end(self, pids: list[int], grace_s: float) -> None:
+        self._wait_for(pids, grace_s)
+        for pid in self._living.intersection(pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        self._wait_for(pids, 5.0)
+        for pid in pids:
+            self._ended.pop(pid, None)
+
+    def _wait_for(self, pids: list[int], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._reap()
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._living.intersection(pids):
+                return
+            select.select([self._wake], [], [], left)
+
+
+# --- in a worker ------------------------------------------------------------------------------------------------
+
+
+def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int) -> None:
+    """Become a worker; never returns."""
+    try:
+        os.setsid()  # its processes can be ended with it, and Ctrl-C in the terminal does not reach it
+        _die_with_parent()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.dup2(stdout_fd, 1)
+        os.dup2(stderr_fd, 2)
+        _close_all([stdout_fd, stderr_fd])
+        sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        _take_on(spawn)
+        host = WorkerHost()
+        serve(Lane(socket.socket(fileno=lane_fd), SegmentWriter()), host)
+        host.close()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _take_on(spawn: Spawn) -> None:
+    """What the controller is like now, not what it was when the zygote started."""
+    os.environ.clear()
+    os.environ.update(spawn.environment)
+    with contextlib.suppress(OSError):
+        os.chdir(spawn.directory)
+    sys.path.extend(path for path in spawn.path if path not in sys.path)
+    sys.argv[:] = spawn.argv
+    random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # forks would all draw the same numbers
+    if spawn.n_threads is not None and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(spawn.n_threads)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it was gone before the kernel knew

@@ -1,0 +1,206 @@
+"""Large payloads in shared memory that has no name: memfd segments, written once, handed over as descriptors.
+
+::
+
+    writer                                                   readers, each in a process of its own
+    SegmentWriter.write(chunks)                              SegmentReader.chunks(id)
+      a free segment, or a new one                             maps it privately: a reader may write, and pays for
+      one copy into it, however many will read                 a copy of the pages that it writes only
+      is lent to every reader ──── id (descriptor once) ────►  arrays lie in the mapping
+      free again when all have ◄── ids ─────────────────────   the last array over it is gone
+      given it back
+
+A segment is reused only when no reader has anything left that lies in it. Segments that nobody asks for any more are
+closed, and readers are told to forget them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+__all__ = ["OWNER", "Segment", "SegmentReader", "SegmentWriter"]
+
+ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
+MAX_FREE_NBYTES = 1 << 30  # of segments that are kept for reuse
+MAX_FREE_AGE = 256  # a free segment that was passed over by so many writes is closed
+
+OWNER = -1  # the writer itself, as a reader of its segments
+
+_LENGTH = 8  # of each number in a segment's header
+
+
+@dataclass(eq=False)
+class Segment:
+    """One memfd, as its writer sees it.
+
+    Attributes:
+        id: Its number, never used again.
+        fd: Its descriptor.
+        memory: The writer's own mapping.
+        readers: Who may still have arrays in it.
+        last_used: Count of writes when it was last taken.
+    """
+
+    id: int
+    fd: int
+    memory: mmap.mmap
+    readers: set[int] = field(default_factory=set)
+    last_used: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Its capacity."""
+        return len(self.memory)
+
+
+class SegmentWriter:
+    """The segments of one writing side. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, Segment] = {}
+        self._free: dict[int, Segment] = {}
+        self._n_writes = 0
+        self._next_id = 0
+
+    def write(self, chunks: Sequence[Any]) -> Segment:
+        """Copy chunks into a segment, which is lent to `OWNER` until `give_back` says otherwise.
+
+        Raises:
+            OSError: There is no memory or no descriptor for it.
+        """
+        views = [memoryview(chunk).cast("B") for chunk in chunks]
+        offsets, nbytes = _layout([view.nbytes for view in views])
+        segment = self._take(nbytes)
+        with memoryview(segment.memory) as memory:
+            header = struct.pack(f"<{1 + len(views)}Q", len(views), *(view.nbytes for view in views))
+            memory[: len(header)] = header
+            for view, offset in zip(views, offsets, strict=True):
+                memory[offset : offset + view.nbytes] = view
+        segment.readers.add(OWNER)
+        return segment
+
+    def lend(self, segment: Segment, reader: int) -> None:
+        """Note that a reader is about to be told of the segment."""
+        segment.readers.add(reader)
+
+    def give_back(self, ids: Iterable[int], reader: int) -> None:
+        """A reader has nothing left in these segments."""
+        for number in ids:
+            segment = self._segments.get(number)
+            if segment is not None:
+                segment.readers.discard(reader)
+                if not segment.readers:
+                    self._free[number] = segment
+
+    def forget_reader(self, reader: int) -> None:
+        """A reader is gone: it has nothing left anywhere."""
+        self.give_back([number for number, segment in self._segments.items() if reader in segment.readers], reader)
+
+    def trim(self) -> list[int]:
+        """Close free segments that are too many or too old; their ids, for readers to forget."""
+        stale = [s for s in self._free.values() if self._n_writes - s.last_used > MAX_FREE_AGE]
+        free = sorted((s for s in self._free.values() if s not in stale), key=lambda s: s.last_used)
+        excess = sum(s.nbytes for s in free) - MAX_FREE_NBYTES
+        while excess > 0:
+            excess -= free[0].nbytes
+            stale.append(free.pop(0))
+        for segment in stale:
+            self._close(segment)
+        return [segment.id for segment in stale]
+
+    def close(self) -> None:
+        """Close all segments; readers keep what they have mapped."""
+        for segment in list(self._segments.values()):
+            self._close(segment)
+
+    def _take(self, nbytes: int) -> Segment:
+        self._n_writes += 1
+        fitting = [s for s in self._free.values() if nbytes <= s.nbytes <= 4 * nbytes]
+        if fitting:
+            segment = min(fitting, key=lambda s: s.nbytes)
+            del self._free[segment.id]
+        else:
+            segment = self._create(nbytes)
+        segment.last_used = self._n_writes
+        return segment
+
+    def _create(self, nbytes: int) -> Segment:
+        capacity = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = os.memfd_create("bandmaster", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, capacity)
+            memory = mmap.mmap(fd, capacity)
+        except BaseException:
+            os.close(fd)
+            raise
+        segment = Segment(self._next_id, fd, memory)
+        self._segments[segment.id] = segment
+        self._next_id += 1
+        return segment
+
+    def _close(self, segment: Segment) -> None:
+        del self._segments[segment.id]
+        self._free.pop(segment.id, None)
+        os.close(segment.fd)
+        segment.memory.close()
+
+
+class SegmentReader:
+    """The mappings of one reading side, of the segments of one writer."""
+
+    def __init__(self) -> None:
+        self._maps: dict[int, mmap.mmap] = {}
+        self._were_read: set[int] = set()
+        self._returned: list[int] = []
+
+    def attach(self, number: int, fd: int, nbytes: int) -> None:
+        """Map a segment that is new here; ``fd`` is closed."""
+        try:
+            self._maps[number] = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(fd)
+
+    def chunks(self, number: int) -> list[memoryview]:
+        """What was written, in memory that may be written to; given back when the last view of it is gone."""
+        memory = self._maps[number]
+        if number in self._were_read:
+            memory.madvise(mmap.MADV_DONTNEED)  # what this reader wrote into it the last time must not show
+        self._were_read.add(number)
+        (n_chunks,) = struct.unpack_from("<Q", memory)
+        sizes = struct.unpack_from(f"<{n_chunks}Q", memory, _LENGTH)
+        offsets, nbytes = _layout(sizes)
+        whole = np.frombuffer(memory, np.uint8, nbytes)  # lives as long as any view of it
+        weakref.finalize(whole, self._returned.append, number).atexit = False
+        view = memoryview(whole.data)
+        return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+
+    def returned(self) -> list[int]:
+        """Ids of the segments in which nothing lies any more, since this was asked last."""
+        n = len(self._returned)
+        ids, self._returned[:n] = self._returned[:n], []
+        return ids
+
+    def forget(self, ids: Iterable[int]) -> None:
+        """Unmap segments that their writer has closed."""
+        for number in ids:
+            self._maps.pop(number, None)
+            self._were_read.discard(number)
+
+
+def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where chunks of these sizes lie, after a header of their count and sizes; and the end of the last."""
+    end = _LENGTH * (1 + len(sizes))
+    offsets = []
+    for size in sizes:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        offsets.append(start)
+        end = start + size
+    return offsets, end

@@ -1,0 +1,784 @@
+"""What bad input gets: an error of the library's tree that says what was asked and what to do; nothing is lost."""
+
+import inspect
+import threading
+
+import numpy as np
+import pytest
+
+import bandmaster as bm
+from bandmaster import (
+    Broadcast,
+    Concat,
+    Dispatch,
+    Execute,
+    Gather,
+    Mesh,
+    Reduce,
+    Split,
+    TransferProtocol,
+    collect_all_to_all,
+    register,
+)
+
+PADDED = Split("dp", pad=True)
+
+
+class OutOfLuck(Exception):
+    """A user's own exception."""
+
+
+class HoldsLock(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class TakesTwo(Exception):
+    """Cannot be unpickled: that would call it with one argument."""
+
+    def __init__(self, what, where):
+        super().__init__(f"{what} at {where}")
+
+
+class Mute(Exception):
+    """Cannot even be printed."""
+
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Stop(BaseException):
+    """Not an Exception."""
+
+
+def load():
+    raise ValueError("made by a newer version")
+
+
+class NeverArrives:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self):
+        return load, ()
+
+
+class NeverLeaves:
+    """Cannot be pickled, for a reason of its own."""
+
+    def __reduce__(self):
+        raise ValueError("is open")
+
+
+FAILURES = {
+    "builtin": lambda: KeyError("loss"),
+    "the user's own": lambda: OutOfLuck(7, "cards"),
+    "SystemExit": lambda: SystemExit(3),
+    "GeneratorExit": lambda: GeneratorExit("gone"),
+    "BaseException": lambda: Stop("at once"),
+    "cannot be pickled": lambda: HoldsLock("held"),
+    "cannot be unpickled": lambda: TakesTwo("stuck", "layer 3"),
+    "cannot be printed": lambda: Mute(),
+}
+RESULTS = {
+    "float": lambda rank: 0.5,
+    "float on rank 1": lambda rank: [rank] if rank == 0 else 0.5,
+    "other type on rank 1": lambda rank: [rank] if rank == 0 else np.zeros(1),
+    "shapes": lambda rank: np.zeros((2, 3 + rank)),
+    "keys": lambda rank: {f"loss{rank}": [rank]},
+    "mixed dict": lambda rank: {"ids": [rank], "loss": 0.5},
+    "unequal dict": lambda rank: {"ids": [rank], "labels": [rank, rank]},
+    "lock": lambda rank: threading.Lock(),
+    "lock on rank 1": lambda rank: [rank] if rank == 0 else threading.Lock(),
+    "never leaves": lambda rank: NeverLeaves(),
+    "never arrives": lambda rank: NeverArrives(),
+}
+
+
+class Ledger(bm.Worker):
+    """Counts its calls."""
+
+    def __init__(self):
+        self.n_calls = 0
+
+    def calls(self):
+        return self.n_calls
+
+    def unregistered(self, x):
+        self.n_calls += 1
+        return x
+
+    @register(Dispatch.ONE_TO_ALL)
+    def tell(self, x, y=0):
+        self.n_calls += 1
+        return x, y
+
+    @register(Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def lead(self, x):
+        self.n_calls += 1
+
+    @register(Dispatch.ALL_TO_ALL)
+    def each(self, x):
+        self.n_calls += 1
+        return x
+
+    @register(Dispatch.DP_PROTO)
+    def rows(self, batch, labels=None):
+        self.n_calls += 1
+        return batch
+
+    @register(Dispatch.DP_PROTO, arguments={"rate": Split("dp")})
+    def step(self, batch, rate):
+        self.n_calls += 1
+
+    @register(TransferProtocol(Split("tp"), Concat("tp")))
+    def over_tp(self, batch):
+        self.n_calls += 1
+
+    @register(Dispatch.DP_PROTO, arguments={"table": Split("tp")})
+    def table_over_tp(self, batch, table):
+        self.n_calls += 1
+
+    @register(TransferProtocol(Broadcast(), Gather(pp=-1)))
+    def from_last_stage(self):
+        self.n_calls += 1
+
+    @register(TransferProtocol(Broadcast(), Gather(dp=5)))
+    def from_fifth(self):
+        self.n_calls += 1
+
+    @register({"dispatch_fn": lambda group, x: (([x] * 3,), {}), "collect_fn": collect_all_to_all})
+    def three_for_two(self, x):
+        self.n_calls += 1
+
+    @register({"dispatch_fn": lambda group, x: [x], "collect_fn": collect_all_to_all})
+    def no_pair(self, x):
+        self.n_calls += 1
+
+    @register(TransferProtocol(Broadcast(), Concat("dp")))
+    def give(self, what):
+        return RESULTS[what](self.rank)
+
+    @register(TransferProtocol(Broadcast(), Reduce("sum")))
+    def add_up(self):
+        return [2, "two"][self.rank]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail(self, how, on=(0, 1)):
+        if self.rank in on:
+            raise FAILURES[how]()
+        return self.rank
+
+
+@pytest.fixture(scope="module")
+def pool(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def ledger(pool):
+    return bm.WorkerGroup(pool, Ledger)
+
+
+# --- calls that are refused before anything is sent -------------------------------------------------------------
+
+CALLS = {
+    "an argument is missing": (
+        lambda group: group.tell(),
+        bm.ArgumentError,
+        ["Ledger.tell(x, y=0)", "missing a required argument: 'x'"],
+    ),
+    "one too many": (lambda group: group.tell(1, 2, 3), bm.ArgumentError, ["Ledger.tell(x, y=0)", "too many"]),
+    "unexpected keyword": (lambda group: group.tell(1, z=2), bm.ArgumentError, ["Ledger.tell(x, y=0)", "'z'"]),
+    "the same argument twice": (lambda group: group.tell(1, x=2), bm.ArgumentError, ["multiple values", "'x'"]),
+    "when submitted": (lambda group: group.tell.submit(), bm.ArgumentError, ["Ledger.tell(x, y=0)"]),
+    "on rank zero": (lambda group: group.lead(), bm.ArgumentError, ["Ledger.lead(x)"]),
+    "by name": (lambda group: group.execute_all_sync("unregistered"), bm.ArgumentError, ["Ledger.unregistered(x)"]),
+    "by name, not waiting": (lambda group: group.execute_all_async("tell"), bm.ArgumentError, ["Ledger.tell(x, y=0)"]),
+    "by name, on rank zero": (
+        lambda group: group.execute_rank_zero_sync("tell", 1, 2, 3),
+        bm.ArgumentError,
+        ["Ledger.tell(x, y=0)"],
+    ),
+    "a name that nothing has": (
+        lambda group: group.execute_all_sync("tel", 1),
+        bm.ArgumentError,
+        ["Ledger has no method 'tel'; did you mean 'tell'?"],
+    ),
+    "a method instead of its name": (
+        lambda group: group.execute_all_sync(group.tell, 1),
+        bm.ArgumentError,
+        ["Ledger has no method <group method Ledger.tell(x, y=0)"],
+    ),
+    "too few values for the ranks": (
+        lambda group: group.each([1]),
+        bm.ArgumentError,
+        ["argument 'x' of Ledger.each has 1 values for 2 ranks", "one value per rank"],
+    ),
+    "too many values for the ranks": (lambda group: group.each([1, 2, 3]), bm.ArgumentError, ["3 values for 2 ranks"]),
+    "a number for the ranks": (lambda group: group.each(7), bm.ArgumentError, ["not int", "give a list of 2 values"]),
+    "a string for the ranks": (lambda group: group.each("ab"), bm.ArgumentError, ["not str", "a list of 2 values"]),
+    "a set for the ranks": (lambda group: group.each({1, 2}), bm.ArgumentError, ["not set", "a list of 2 values"]),
+    "a generator for the ranks": (
+        lambda group: group.each(value for value in (1, 2)),
+        bm.ArgumentError,
+        ["not generator", "a list of 2 values"],
+    ),
+    "a dispatch function with too many values": (
+        lambda group: group.three_for_two(1),
+        bm.ArgumentError,
+        ["argument 'x' of Ledger.three_for_two has 3 values for 2 ranks"],
+    ),
+    "a dispatch function that returns no pair": (
+        lambda group: group.no_pair(1),
+        bm.ArgumentError,
+        ["the dispatch_fn of Ledger.no_pair returned list; return (args, kwargs)"],
+    ),
+    "an axis that the mesh does not have": (
+        lambda group: group.over_tp([1, 2]),
+        bm.MeshError,
+        ["Ledger.over_tp", "Split('tp')", "Mesh(dp=2) has no axis 'tp', only 'dp'", "mesh="],
+    ),
+    "such an axis for one argument": (
+        lambda group: group.table_over_tp([1, 2], [3, 4]),
+        bm.MeshError,
+        ["Ledger.table_over_tp", "no axis 'tp', only 'dp'"],
+    ),
+    "such an axis on the way back": (
+        lambda group: group.from_last_stage(),
+        bm.MeshError,
+        ["Ledger.from_last_stage", "no axis 'pp', only 'dp'"],
+    ),
+    "a coordinate outside its axis": (
+        lambda group: group.from_fifth(),
+        bm.MeshError,
+        ["Ledger.from_fifth", "dp=5 is outside axis 'dp' of size 2"],
+    ),
+    "batches of unequal length": (
+        lambda group: group.rows([1, 2], np.zeros(3)),
+        bm.BatchError,
+        ["Ledger.rows", "'batch' has 2", "'labels' has 3", "arguments={'labels': Broadcast()}"],
+    ),
+    "a dict of batches and other things": (
+        lambda group: group.rows({"ids": [1, 2], "rate": 0.5}),
+        bm.BatchError,
+        ["argument 'batch' of Ledger.rows", "'ids' has 2 rows", "'rate' is float", "arguments={'batch': Broadcast()}"],
+    ),
+    "a dict of unequal batches": (
+        lambda group: group.rows({"ids": [1, 2], "labels": [1, 2, 3]}),
+        bm.BatchError,
+        ["argument 'batch' of Ledger.rows", "'ids' has 2", "'labels' has 3", "arguments={'batch': Broadcast()}"],
+    ),
+    "a number that was declared to be split": (
+        lambda group: group.step([1, 2], 0.5),
+        bm.BatchError,
+        ["argument 'rate' of Ledger.step is to be split, but float has no rows", "arguments={'rate': Broadcast()}"],
+    ),
+    "an argument that cannot be pickled": (
+        lambda group: group.tell(1, threading.Lock()),
+        bm.ArgumentError,
+        ["argument 'y' of Ledger.tell (lock) cannot be pickled"],
+    ),
+    "a row that cannot be pickled": (
+        lambda group: group.rows([1, threading.Lock()], labels=[1, 2]),
+        bm.ArgumentError,
+        ["argument 'batch' of Ledger.rows (list) cannot be pickled"],
+    ),
+    "a value for rank 1 that cannot be pickled": (
+        lambda group: group.each([1, NeverLeaves()]),
+        bm.ArgumentError,
+        ["argument 'x' of Ledger.each (NeverLeaves) cannot be pickled: is open"],
+    ),
+    "by name, what cannot be pickled": (
+        lambda group: group.execute_all_sync("unregistered", x=NeverLeaves()),
+        bm.ArgumentError,
+        ["argument 'x' of Ledger.unregistered (NeverLeaves) cannot be pickled: is open"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "words"), CALLS.values(), ids=CALLS)
+def test_a_bad_call_is_refused_before_anything_is_sent(ledger, call, error, words):
+    before = ledger.execute_all_sync("calls")
+    with pytest.raises(error) as refused:
+        call(ledger)
+    assert [word for word in words if word not in str(refused.value)] == []
+    assert ledger.execute_all_sync("calls") == before
+    assert ledger.tell(1) == [(1, 0), (1, 0)], "the group is as good as before"
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (bm.ArgumentError, TypeError),
+        (bm.BatchError, ValueError),
+        (bm.MeshError, ValueError),
+        (bm.ProtocolError, ValueError),
+        (bm.ClosedError, RuntimeError),
+        (bm.RemoteError, RuntimeError),
+        (bm.ConstructorError, bm.RemoteError),
+        (bm.CollectError, TypeError),
+        (bm.PlacementError, RuntimeError),
+        (bm.WorkerDied, RuntimeError),
+        (bm.CallTimeout, TimeoutError),
+    ],
+)
+def test_every_error_is_of_the_tree_and_an_honest_builtin(error, builtin):
+    assert issubclass(error, bm.BandmasterError)
+    assert issubclass(error, builtin)
+
+
+def test_calling_what_is_not_registered_says_what_to_do(ledger):
+    with pytest.raises(AttributeError) as refused:
+        ledger.unregistered(1)
+    assert str(refused.value) == (
+        "Ledger.unregistered is not registered: put @register(...) above it, "
+        "or call execute_all_sync('unregistered', ...)"
+    )
+    assert ledger.execute_all_sync("unregistered", 1) == [1, 1]
+    with pytest.raises(AttributeError, match="WorkerGroup has no attribute 'tel'"):
+        ledger.tel(1)
+
+
+def test_static_and_class_methods_are_bound_by_their_own_signature(make_group):
+    class Tools(bm.Worker):
+        @staticmethod
+        def double(x):
+            return x * 2
+
+        @classmethod
+        def named(cls, x):
+            return cls.__name__, x
+
+    group = make_group(1, Tools)
+    assert group.execute_all_sync("double", 4) == [8]
+    assert group.execute_all_sync("named", x=4) == [("Tools", 4)]
+    with pytest.raises(bm.ArgumentError, match=r"Tools\.double\(x\) cannot be called so"):
+        group.execute_all_sync("double", 4, 5)
+
+
+# --- what goes wrong on the workers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "words"),
+    [
+        ("float", 0, ["float, which has no rows for Concat to join", "Gather() or Reduce('mean')"]),
+        ("float on rank 1", 1, ["float, which has no rows for Concat to join", "Gather() or Reduce('mean')"]),
+        ("other type on rank 1", 1, ["returned ndarray where rank 0 returned list"]),
+        ("shapes", 0, ["rank 0: ndarray of shape (2, 3), rank 1: ndarray of shape (2, 4)"]),
+        ("keys", 0, ["['loss0'] (part 0) and ['loss1'] (part 1)"]),
+        ("mixed dict", 0, ["'ids' has 1 rows, 'loss' is float without rows", "Gather() or Reduce('mean')"]),
+        ("unequal dict", 0, ["'ids' has 1, 'labels' has 2", "Gather() or Reduce('mean')"]),
+        ("lock", 0, ["and on rank 1", "the returned lock cannot be pickled"]),
+        ("lock on rank 1", 1, ["the returned lock cannot be pickled"]),
+        ("never leaves", 0, ["and on rank 1", "the returned NeverLeaves cannot be pickled: is open"]),
+        ("never arrives", 0, ["and on rank 1", "cannot be unpickled in the controller", "made by a newer version"]),
+    ],
+)
+def test_a_result_that_cannot_be_sent_or_joined_names_rank_and_type(ledger, what, rank, words):
+    with pytest.raises(bm.CollectError) as caught:
+        ledger.give(what)
+    error = caught.value
+    assert (error.method, error.rank, error.coordinates[rank]) == ("Ledger.give", rank, {"dp": rank})
+    assert str(error).startswith(f"Ledger.give failed on rank {rank} (dp={rank}")
+    assert [word for word in words if word not in str(error)] == []
+    assert ledger.tell(1) == [(1, 0), (1, 0)]
+
+
+def test_a_result_that_cannot_be_reduced_names_every_type(ledger):
+    with pytest.raises(bm.CollectError, match=r"Reduce\('sum'\) cannot reduce \(rank 0: int, rank 1: str\)") as caught:
+        ledger.add_up()
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert ledger.tell(1) == [(1, 0), (1, 0)]
+
+
+def test_a_method_that_raises_on_one_rank_is_named_with_its_place_and_cause(ledger):
+    with pytest.raises(bm.RemoteError) as caught:
+        ledger.fail("the user's own", on=[1])
+    error = caught.value
+    assert (error.method, error.rank, list(error.failures)) == ("Ledger.fail", 1, [1])
+    assert error.coordinates == {1: {"dp": 1}}
+    assert type(error.__cause__) is OutOfLuck
+    assert error.__cause__.args == (7, "cards")
+    failure = error.failures[1]
+    first_line = f"Ledger.fail failed on rank 1 (dp=1, host {failure.host}, pid {failure.pid}): {failure.summary}"
+    assert str(error).splitlines()[0] == first_line
+    assert failure.summary.endswith("OutOfLuck: (7, 'cards')")
+    assert "raise FAILURES[how]()" in str(error), "the remote traceback"
+    assert ledger.fail("builtin", on=[]) == [0, 1]
+
+
+def test_all_ranks_that_raise_are_in_failures(ledger):
+    with pytest.raises(
+        bm.RemoteError, match=r"Ledger\.fail failed on rank 0 .*, and on rank 1: KeyError: 'loss'"
+    ) as caught:
+        ledger.fail("builtin")
+    assert list(caught.value.failures) == [0, 1]
+    assert [type(failure.exception) for failure in caught.value.failures.values()] == [KeyError, KeyError]
+    assert caught.value.coordinates == {0: {"dp": 0}, 1: {"dp": 1}}
+    assert ledger.tell(1) == [(1, 0), (1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "words"),
+    [
+        ("SystemExit", SystemExit, "SystemExit: 3"),
+        ("GeneratorExit", GeneratorExit, "GeneratorExit: gone"),
+        ("BaseException", Stop, "Stop: at once"),
+        ("cannot be pickled", type(None), "HoldsLock: held"),
+        ("cannot be unpickled", type(None), "TakesTwo: stuck at layer 3"),
+        ("cannot be printed", Mute, "Mute: <"),
+    ],
+)
+def test_whatever_a_method_raises_becomes_a_remote_error(ledger, how, cause, words):
+    with pytest.raises(bm.RemoteError) as caught:
+        ledger.fail(how)
+    assert words in str(caught.value)
+    assert type(caught.value.__cause__) is cause
+    assert ledger.tell(1) == [(1, 0), (1, 0)]
+
+
+@pytest.mark.timeout(30)
+def test_async_methods_may_raise_anything_too(make_group):
+    class Async(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        async def fail(self, how):
+            raise FAILURES[how]()
+
+        @register(Dispatch.ONE_TO_ALL)
+        async def tell(self, x):
+            return x
+
+    group = make_group(1, Async)
+    for how in FAILURES:
+        with pytest.raises(bm.RemoteError):
+            group.fail(how)
+        assert group.tell(1) == [1]
+
+
+def test_an_argument_that_cannot_be_unpickled_fails_on_its_rank_alone(ledger):
+    before = ledger.execute_all_sync("calls")
+    with pytest.raises(bm.RemoteError, match=r"Ledger\.each failed on rank 1 .*made by a newer version") as caught:
+        ledger.each([0, NeverArrives()])
+    assert list(caught.value.failures) == [1]
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert ledger.execute_all_sync("calls") == [before[0] + 1, before[1]]
+    assert ledger.tell(1) == [(1, 0), (1, 0)]
+
+
+# --- groups -----------------------------------------------------------------------------------------------------
+
+
+class Fragile(bm.Worker):
+    def __init__(self, weights=None, *, breaks_on=()):
+        if self.rank in breaks_on:
+            raise OutOfLuck(7, "no weights")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self):
+        return self.rank
+
+
+class HidesTwo(bm.Worker):
+    @register()
+    def close(self): ...
+
+    @register()
+    def workers(self): ...
+
+    @register()
+    def fine(self): ...
+
+
+class HidesInside(bm.Worker):
+    @register()
+    def _pool(self): ...
+
+
+class HoldsGlobalLock(bm.Worker):
+    lock = threading.Lock()
+
+
+GROUPS = {
+    "no worker class": (lambda pool: bm.WorkerGroup(pool, dict), bm.UsageError, ["bandmaster.Worker", "dict"]),
+    "an instance": (lambda pool: bm.WorkerGroup(pool, Fragile.__new__(Fragile)), bm.UsageError, ["bandmaster.Worker"]),
+    "no pool": (lambda pool: bm.WorkerGroup([2], Fragile), bm.UsageError, ["takes a ResourcePool, then a worker"]),
+    "pool and class the wrong way round": (
+        lambda pool: bm.WorkerGroup(Fragile, pool),
+        bm.UsageError,
+        ["takes a ResourcePool, then a worker"],
+    ),
+    "constructor arguments that do not fit": (
+        lambda pool: bm.WorkerGroup(pool, Fragile, 1, 2, speed=3),
+        bm.ArgumentError,
+        ["Fragile.__init__(weights=None, *, breaks_on=())"],
+    ),
+    "arguments for a constructor without any": (
+        lambda pool: bm.WorkerGroup(pool, HoldsGlobalLock, 1),
+        bm.ArgumentError,
+        ["HoldsGlobalLock.__init__()"],
+    ),
+    "arguments in two places": (
+        lambda pool: bm.WorkerGroup(pool, bm.ClassWithInitArgs(Fragile, 1), 2),
+        bm.ArgumentError,
+        ["ClassWithInitArgs"],
+    ),
+    "a constructor argument that cannot be pickled": (
+        lambda pool: bm.WorkerGroup(pool, Fragile, weights=threading.Lock()),
+        bm.ArgumentError,
+        ["argument 'weights' of Fragile.__init__ (lock) cannot be pickled"],
+    ),
+    "a mesh of another size": (
+        lambda pool: bm.WorkerGroup(pool, Fragile, mesh=Mesh(dp=2, tp=2)),
+        bm.MeshError,
+        ["Mesh(dp=2, tp=2) has 4 ranks", "has 2 places", "Mesh(dp=2)"],
+    ),
+    "no mesh": (lambda pool: bm.WorkerGroup(pool, Fragile, mesh={"dp": 2}), bm.MeshError, ["Mesh(dp=2)", "{'dp': 2}"]),
+    "methods that hide the group's own": (
+        lambda pool: bm.WorkerGroup(pool, HidesTwo),
+        bm.UsageError,
+        ["HidesTwo registers 'close', 'workers'", "rename"],
+    ),
+    "a method that hides what the group keeps": (
+        lambda pool: bm.WorkerGroup(pool, HidesInside),
+        bm.UsageError,
+        ["HidesInside registers '_pool'", "rename"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "words"), GROUPS.values(), ids=GROUPS)
+def test_a_bad_group_is_refused_before_anything_is_started(pool, ledger, make, error, words):
+    with pytest.raises(error) as refused:
+        make(pool)
+    assert [word for word in words if word not in str(refused.value)] == []
+    assert ledger.tell(1) == [(1, 0), (1, 0)], "the pool is as good as before"
+
+
+def test_a_class_that_cannot_be_pickled_is_named(pool):
+    class Local(bm.Worker):
+        lock = threading.Lock()
+
+    with pytest.raises(bm.ArgumentError, match=r"class Local \(type\) cannot be pickled"):
+        bm.WorkerGroup(pool, Local)
+
+
+def test_a_constructor_that_raises_fails_the_group_and_gives_its_places_back(make_pool):
+    pool = make_pool([2], max_colocate_count=1)
+    with pytest.raises(bm.ConstructorError) as caught:
+        bm.WorkerGroup(pool, Fragile, breaks_on=[1])
+    error = caught.value
+    assert (error.method, error.rank, list(error.failures)) == ("Fragile.__init__", 1, [1])
+    assert error.coordinates == {1: {"dp": 1}}
+    assert type(error.__cause__) is OutOfLuck
+    failure = error.failures[1]
+    first_line = f"Fragile.__init__ failed on rank 1 (dp=1, host {failure.host}, pid {failure.pid}): {failure.summary}"
+    assert str(error).splitlines()[0] == first_line
+    assert 'raise OutOfLuck(7, "no weights")' in str(error), "the remote traceback"
+    assert bm.WorkerGroup(pool, Fragile).where() == [0, 1]
+
+
+def test_a_constructor_argument_that_cannot_be_unpickled_fails_the_group(make_pool):
+    pool = make_pool([1], max_colocate_count=1)
+    with pytest.raises(bm.ConstructorError, match=r"Fragile\.__init__ failed on rank 0 .*newer version") as caught:
+        bm.WorkerGroup(pool, Fragile, NeverArrives())
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert bm.WorkerGroup(pool, Fragile).where() == [0]
+
+
+def test_more_groups_than_a_place_may_hold_are_refused_by_the_names_of_the_holders(make_pool):
+    pool = make_pool([1], max_colocate_count=1)
+    actor = bm.WorkerGroup(pool, Fragile, name_prefix="actor")
+    with pytest.raises(bm.PlacementError) as refused:
+        bm.WorkerGroup(pool, Fragile, name_prefix="critic")
+    for words in ("no room for group 'criticFragile'", "1 groups of at most 1 (actorFragile)", "max_colocate_count"):
+        assert words in str(refused.value)
+    assert actor.where() == [0]
+    actor.close()
+    assert bm.WorkerGroup(pool, Fragile, name_prefix="critic").where() == [0]
+
+
+def test_a_closed_group_says_so_however_it_is_called(make_pool):
+    pool = make_pool([1])
+    group = bm.WorkerGroup(pool, Fragile, name_prefix="actor")
+    group.close()
+    for call in (
+        group.where,
+        group.where.submit,
+        lambda: group.execute_all_sync("where"),
+        lambda: group.execute_all_async("where"),
+        lambda: group.execute_rank_zero_sync("where"),
+        lambda: group.workers,
+    ):
+        with pytest.raises(bm.ClosedError, match="group 'actorFragile' was closed; make a new WorkerGroup"):
+            call()
+    assert bm.WorkerGroup(pool, Fragile).where() == [0], "the pool is still open"
+
+
+def test_a_closed_pool_says_so_whatever_is_asked_of_it(make_pool):
+    pool = make_pool([2])
+    pool.close()
+    for use in (
+        lambda: bm.WorkerGroup(pool, Fragile),
+        pool.reserve,
+        pool.__enter__,
+        lambda: bm.split_resource_pool(pool, 1),
+        lambda: bm.merge_resource_pool(make_pool([1]), pool),
+    ):
+        with pytest.raises(bm.ClosedError, match=r"ResourcePool\(\[2\].* was closed; make a new pool"):
+            use()
+
+
+# --- pools ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [[], [0], [2, 0], [-1], "4", [2.5], ["2"], [True], 4, None], ids=repr)
+def test_a_pool_of_no_sensible_size_is_refused(make_pool, nodes):
+    with pytest.raises(bm.UsageError, match=r"places are given as a list|every node has at least one place"):
+        make_pool(nodes)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_colocate_count": 0},
+        {"max_colocate_count": 1.5},
+        {"cpus_per_worker": -1},
+        {"cpus_per_worker": "two"},
+        {"placement_timeout_s": -1},
+        {"placement_timeout_s": None},
+        {"use_gpu": "yes"},
+        {"use_gpu": 2},
+    ],
+    ids=repr,
+)
+def test_an_option_of_a_pool_that_makes_no_sense_is_refused(make_pool, options):
+    ((name, value),) = options.items()
+    with pytest.raises(bm.UsageError) as refused:
+        make_pool([2], **options)
+    assert name in str(refused.value)
+    assert repr(value) in str(refused.value)
+
+
+def test_an_unknown_backend_is_answered_with_the_known_ones():
+    with pytest.raises(bm.UsageError, match=r"no backend is called 'mpi'; there are .*'inprocess'.*'ray'"):
+        bm.ResourcePool([2], backend="mpi")
+
+
+def test_pools_that_cannot_be_split_or_merged_so_are_refused(make_pool):
+    pool = make_pool([2, 1])
+    for size in (2, 0, [1, 1], [3, 0], "3", 1.5):
+        with pytest.raises(bm.UsageError):
+            bm.split_resource_pool(pool, size)
+    with pytest.raises(bm.UsageError, match="cannot split 3 places into parts of 2"):
+        bm.split_resource_pool(pool, 2)
+    with pytest.raises(bm.UsageError, match=r"cannot split 3 places into \[1, 1\], which are 2"):
+        bm.split_resource_pool(pool, [1, 1])
+    with pytest.raises(bm.UsageError, match="two pools or more, not 1"):
+        bm.merge_resource_pool(pool)
+    with pytest.raises(bm.UsageError, match="share places"):
+        bm.merge_resource_pool(pool, bm.split_resource_pool(pool, 1)[0])
+    with pytest.raises(bm.UsageError, match="cpus_per_worker is 1 here and 2 there"):
+        bm.merge_resource_pool(pool, make_pool([1], cpus_per_worker=2))
+    with pytest.raises(bm.UsageError, match="takes pools, not 3"):
+        bm.merge_resource_pool(pool, 3)
+    with pytest.raises(bm.UsageError, match="takes pools, not 3"):
+        bm.split_resource_pool(3, 1)
+
+
+@pytest.mark.timeout(30)
+def test_more_gpus_than_there_are_is_an_error_at_once(make_pool):
+    pool = make_pool([1000], use_gpu=True, name_prefix="big")
+    with pytest.raises(bm.PlacementError, match=r"pool 'big' cannot place 1000 GPU workers as \[1000\]"):
+        bm.WorkerGroup(pool, Fragile)
+    with pytest.raises(bm.PlacementError), pool:
+        pass
+
+
+def test_a_machine_without_gpus_says_how_to_do_without(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(bm.PlacementError, match=r"0 GPUs.*there is no GPU: make the pool with use_gpu=False"):
+        bm.WorkerGroup(bm.ResourcePool([1], backend="inprocess", use_gpu=True), Fragile)
+
+
+@pytest.mark.timeout(30)
+def test_more_gpus_than_ray_has_says_what_every_node_has(ray_cluster):
+    with pytest.raises(bm.PlacementError) as refused:
+        bm.ResourcePool([9], backend="ray", use_gpu=True).reserve()
+    address = ray_cluster.util.get_node_ip_address()
+    assert f"node {address} has 8 GPUs and 16 CPUs, room for 8; ask for [8]" in str(refused.value)
+
+
+# --- register ---------------------------------------------------------------------------------------------------
+
+
+def mark(*args, **kwargs):
+    @register(*args, **kwargs)
+    def step(self, batch): ...
+
+
+def without_parentheses():
+    @register
+    def step(self): ...
+
+
+def above_a_property():
+    @register()
+    @property
+    def step(self): ...
+
+
+CUSTOM = {"dispatch_fn": len, "collect_fn": len}
+REGISTRATIONS = {
+    "an unknown name": (
+        lambda: mark("4D_PROTO"),
+        ["'4D_PROTO'", "ONE_TO_ALL, 3D_PROTO, 3D_ALL_MICRO_DP, 3D_PP_ONLY, DP_PROTO, ALL_TO_ALL"],
+    ),
+    "no parentheses": (without_parentheses, ["@register needs parentheses", "above step"]),
+    "no function": (above_a_property, ["@register marks a function", "property"]),
+    "no protocol": (lambda: mark(3), ["3 is no transfer protocol", "Dispatch"]),
+    "no execute mode": (lambda: mark(execute_mode="all"), ["Execute.ALL or Execute.RANK_ZERO", "'all'"]),
+    "half a custom protocol": (lambda: mark({"dispatch_fn": len}), ["'dispatch_fn' and 'collect_fn'"]),
+    "a custom protocol of no functions": (lambda: mark({**CUSTOM, "collect_fn": 7}), ["collect_fn", "not callable: 7"]),
+    "a custom protocol on rank zero": (lambda: mark(CUSTOM, Execute.RANK_ZERO), ["drop execute_mode"]),
+    "a custom protocol and arguments": (lambda: mark(CUSTOM, arguments={"batch": Broadcast()}), ["arguments="]),
+    "an argument that the method has not": (
+        lambda: mark(arguments={"table": Broadcast()}),
+        ["step has no parameter 'table' to transfer, only ['batch']"],
+    ),
+    "a transfer that is none": (lambda: mark(arguments={"batch": "dp"}), ["'dp'", "use Split, Broadcast or PerRank"]),
+    "arguments that are no dict": (lambda: mark(arguments=["batch"]), ["arguments= is a dict", "['batch']"]),
+    "padding that would come back": (
+        lambda: mark(TransferProtocol(PADDED, Gather())),
+        ["Split('dp', pad=True) pads, but Gather() cannot take the padding out again", "collect with Concat"],
+    ),
+    "padding of one argument that would come back": (
+        lambda: mark(Dispatch.ONE_TO_ALL, arguments={"batch": PADDED}),
+        ["Split('dp', pad=True) pads, but Gather() cannot take the padding out again", "collect with Concat"],
+    ),
+    "a split of nothing": (lambda: Split(), ["Split needs an axis"]),
+    "a split of a number": (lambda: Split(2), ["names of axes, not 2"]),
+    "an axis twice": (lambda: Split("dp", "dp"), ["names axis 'dp' twice"]),
+    "an axis joined and fixed": (lambda: Concat("dp", dp=0), ["joins over axis 'dp'", "drop one of them"]),
+    "a coordinate that is no number": (lambda: Gather(dp="last"), ["dp='last'", "an integer"]),
+    "an unknown reduction": (lambda: Reduce("median"), ["'median'", "'sum', 'mean', 'min', 'max' or a function"]),
+    "half a protocol": (lambda: TransferProtocol(Split("dp"), "list"), ["'list'", "Concat, Gather, Reduce or Only"]),
+}
+
+
+@pytest.mark.parametrize(("use", "words"), REGISTRATIONS.values(), ids=REGISTRATIONS)
+def test_a_protocol_that_makes_no_sense_is_refused_where_it_is_written(use, words):
+    with pytest.raises(bm.ProtocolError) as refused:
+        use()
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+def test_register_returns_the_method_unchanged():
+    def step(self, batch): ...
+
+    assert register("DP_PROTO")(step) is step
+    assert str(inspect.signature(step)) == "(self, batch)"

@@ -1,0 +1,266 @@
+"""What has rows, by type and never by length: counting, cutting and joining rows of every kind of batch."""
+
+import copy
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorClass, TensorDict, lazy_stack, tensorclass
+
+from bandmaster import BatchError, UsageError, register_batch_type
+from bandmaster.batch import concat_rows, count_rows, pad_rows, slice_rows
+
+
+@tensorclass
+class Decorated:
+    ids: torch.Tensor
+    name: str
+
+
+class Derived(TensorClass):
+    ids: torch.Tensor
+
+
+class Prompts:
+    def __init__(self, texts):
+        self.texts = texts
+
+
+class LongPrompts(Prompts):
+    pass
+
+
+register_batch_type(
+    Prompts,
+    rows=lambda value: len(value.texts),
+    split=lambda value, start, stop: type(value)(value.texts[start:stop]),
+    concat=lambda values: type(values[0])([text for value in values for text in value.texts]),
+)
+
+
+def jagged(*lengths):
+    return torch.nested.nested_tensor([torch.full((n,), n) for n in lengths], layout=torch.jagged)
+
+
+def batches():
+    """One batch of five rows of every kind."""
+    numbers = torch.arange(10.0).reshape(5, 2)
+    return {
+        "array": np.arange(10).reshape(5, 2),
+        "strings": np.array(["a", "b", "c", "dd", "e"]),
+        "masked array": np.ma.MaskedArray(np.arange(5), [0, 1, 0, 1, 1]),
+        "recarray": np.rec.array([(n, 2.0 * n) for n in range(5)], dtype=[("n", int), ("x", float)]),
+        "tensor": numbers,
+        "bf16": numbers.to(torch.bfloat16),
+        "jagged": jagged(3, 1, 2, 1, 4),
+        "list": ["a", None, 3, [], {}],
+        "dict": {"ids": numbers, "meta": {"names": list("abcde"), "mask": np.ones((5, 1), bool)}},
+        "OrderedDict": OrderedDict(ids=np.arange(5)),
+        "TensorDict": TensorDict({"ids": numbers, "inner": {"x": torch.arange(5)}}, batch_size=[5]),
+        "TensorDict with jagged": TensorDict({"ids": jagged(3, 1, 2, 1, 4)}, batch_size=[5]),
+        "lazy stack": lazy_stack([TensorDict({"ids": torch.zeros(n)}) for n in range(5)]),
+        "tensorclass": Decorated(ids=numbers, name="x", batch_size=[5]),
+        "TensorClass": Derived(ids=numbers, batch_size=[5]),
+        "registered": Prompts(list("abcde")),
+        "subclass of a registered one": LongPrompts(list("abcde")),
+    }
+
+
+def plain(value):
+    """The rows of a batch as lists, dicts and numbers, so that they can be compared."""
+    if isinstance(value, np.ma.MaskedArray):
+        return list(zip(value.data.tolist(), value.mask.tolist(), strict=True))
+    if isinstance(value, torch.Tensor):
+        return [row.tolist() for row in value.unbind()]
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, TensorDict | Decorated | Derived) or hasattr(value, "tensordicts"):
+        return [plain(row.to_dict()) if row.batch_dims else str(row.to_dict()) for row in value.unbind(0)]
+    return value.texts if isinstance(value, Prompts) else value
+
+
+every_kind = pytest.mark.parametrize("kind", batches())
+
+
+@every_kind
+def test_count(kind):
+    assert count_rows(batches()[kind]) == 5
+
+
+@every_kind
+def test_what_is_cut_can_be_joined_again(kind):
+    batch = batches()[kind]
+    parts = [slice_rows(batch, 0, 2), slice_rows(batch, 2, 3), slice_rows(batch, 3, 5)]
+
+    assert [count_rows(part) for part in parts] == [2, 1, 2]
+    joined = concat_rows(parts)
+    assert count_rows(joined) == 5
+    assert plain(joined) == plain(batch)
+    assert isinstance(joined, dict) or type(joined) is type(batch)
+
+
+@every_kind
+def test_no_rows_are_a_batch_too(kind):
+    batch = batches()[kind]
+    nothing = slice_rows(batch, 5, 5)
+
+    assert count_rows(nothing) == 0
+    assert count_rows(concat_rows([nothing, nothing])) == 0
+    assert plain(concat_rows([batch, nothing])) == plain(batch)
+
+
+@every_kind
+def test_joining_leaves_its_inputs_alone(kind):
+    batch, before = batches()[kind], plain(copy.deepcopy(batches()[kind]))
+    joined = concat_rows([batch, slice_rows(batch, 0, 2)])
+
+    assert count_rows(joined) == 7
+    assert plain(batch) == before
+
+
+def test_dtypes_are_kept():
+    for kind in ("strings", "tensor", "bf16", "jagged", "recarray"):
+        batch = batches()[kind]
+        assert slice_rows(batch, 1, 1).dtype == batch.dtype
+        assert concat_rows([slice_rows(batch, 0, 2), batch]).dtype == batch.dtype
+
+
+def test_slices_are_views_and_joins_are_not():
+    array, tensor = np.zeros((4, 2)), torch.zeros(4, 2)
+    slice_rows(array, 1, 3)[:] = 1
+    slice_rows({"x": tensor}, 1, 3)["x"][:] = 1
+    assert array.tolist() == tensor.tolist() == [[0, 0], [1, 1], [1, 1], [0, 0]]
+
+    concat_rows([array, array])[:] = 7
+    concat_rows([tensor, tensor])[:] = 7
+    assert array.max() == tensor.max() == 1
+
+
+def test_nested_tensors_in_the_strided_layout():
+    with pytest.warns(UserWarning, match="prototype"):
+        nested = torch.nested.nested_tensor([torch.arange(3), torch.arange(1)])
+
+    assert count_rows(nested) == 2
+    assert plain(concat_rows([slice_rows(nested, 1, 2), slice_rows(nested, 0, 1)])) == [[0], [0, 1, 2]]
+    assert slice_rows(nested, 1, 1).dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    "value",
+    [(1, 2), "ab", b"ab", 2, None, range(2), {1, 2}, np.array(2), torch.tensor(2), np.float32(2), {}, {"a": 1}, object,
+     TensorDict({"a": torch.zeros(2)}, batch_size=[]), {"a": {}}, {"a": (1, 2), "b": "cd"}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_batch(value):
+    assert count_rows(value) is None
+    with pytest.raises(BatchError, match="has no rows; batches are arrays and tensors with a row dim, list"):
+        slice_rows(value, 0, 1)
+
+
+@given(st.lists(st.integers()), st.lists(st.integers(0, 9), max_size=4))
+def test_any_cuts_join_to_the_same_rows(rows, cuts):
+    bounds = [0, *sorted(cuts), len(rows)]
+    batch = {"list": rows, "array": np.array(rows, dtype=object)}
+
+    parts = [slice_rows(batch, start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+
+    assert plain(concat_rows(parts)) == {"list": rows, "array": rows} if max(bounds) <= len(rows) else True
+
+
+# --- padding ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "n_rows", "padded"),
+    [
+        ([1, 2, 3], 5, [1, 2, 3, 1, 2]),
+        ([1, 2], 7, [1, 2, 1, 2, 1, 2, 1]),
+        ([1, 2], 4, [1, 2, 1, 2]),
+        ([1, 2, 3], 3, [1, 2, 3]),
+        ([1, 2, 3], 1, [1, 2, 3]),
+        ([], 3, []),
+    ],
+)
+def test_pad_repeats_from_the_start(rows, n_rows, padded):
+    assert pad_rows(rows, n_rows) == padded
+    assert pad_rows(np.array(rows), n_rows).tolist() == padded
+    assert pad_rows({"x": torch.tensor(rows)}, n_rows)["x"].tolist() == padded
+
+
+def test_padding_leaves_the_batch_alone():
+    rows = [1, 2]
+    pad_rows(rows, 5)
+
+    assert rows == [1, 2]
+
+
+# --- registered types -------------------------------------------------------------------------------------------
+
+
+def test_a_registration_holds_for_subclasses_and_comes_before_what_they_derive_from():
+    class Rows(list):
+        pass
+
+    register_batch_type(Rows, rows=lambda value: 1, split=lambda value, start, stop: value, concat=lambda values: "joined")
+
+    class More(Rows):
+        pass
+
+    assert count_rows(More([1, 2, 3])) == 1
+    assert concat_rows([More([1]), Rows([2])]) == "joined"
+    assert count_rows([1, 2, 3]) == 3
+
+
+@pytest.mark.parametrize(
+    ("cls", "functions", "message"),
+    [
+        (Prompts([]), {}, "register_batch_type takes a class, not <"),
+        (Prompts, {"split": None}, "split= of register_batch_type is not callable: None"),
+    ],
+)
+def test_mistakes_in_a_registration(cls, functions, message):
+    with pytest.raises(UsageError, match=message):
+        register_batch_type(cls, **({"rows": len, "split": print, "concat": print} | functions))
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_mixed_dict_says_how_to_declare_it():
+    with pytest.raises(BatchError) as caught:
+        count_rows({"ids": np.zeros(3), "meta": {"lr": 0.1}})
+    assert str(caught.value) == (
+        "a dict mixes batches with other values: 'ids' has 3 rows, 'meta' is dict without rows; pass 'meta' as an "
+        "argument of its own, or declare the whole dict with register(..., arguments={'<argument>': Broadcast()})"
+    )
+
+
+def test_an_unequal_dict_says_how_to_declare_it():
+    with pytest.raises(BatchError) as caught:
+        count_rows({"ids": [1, 2, 3], "mask": torch.zeros(2)})
+    assert str(caught.value) == (
+        "a dict has batches of unequal row counts: 'ids' has 3, 'mask' has 2; make them equal, or declare the dict "
+        "with register(..., arguments={'<argument>': Broadcast()})"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[1], np.array([1])], r"cannot join list \(part 0\) and numpy.ndarray \(part 1\)"),
+        ([[1], [2], 3], r"cannot join list \(part 0\) and int \(part 2\)"),
+        ([{"a": [1]}, {"a": np.array([1])}], r"cannot join list \(part 0\) and numpy.ndarray \(part 1\)"),
+        ([{"a": [1]}, {"b": [1]}], r"cannot join dicts with keys \['a'\] \(part 0\) and \['b'\] \(part 1\)"),
+        ([np.zeros((1, 2)), np.zeros((1, 3))], "cannot join 2 values of type numpy.ndarray: all the input array dim"),
+        ([torch.zeros(1, 2), torch.zeros(1, 3)], "cannot join 2 values of type torch.Tensor: Sizes of tensors must"),
+        ([3, 4], "int has no rows; batches are arrays and tensors with a row dim, list, TensorDict"),
+    ],
+)
+def test_what_cannot_be_joined(values, message):
+    with pytest.raises(BatchError, match=message):
+        concat_rows(values)

@@ -1,0 +1,409 @@
+"""Planning, without a process: which rows go to which rank, what shares a parcel, whose values come back."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from bandmaster import (
+    ArgumentError,
+    BatchError,
+    Broadcast,
+    Concat,
+    Dispatch,
+    Gather,
+    Mesh,
+    MeshError,
+    PerRank,
+    ProtocolError,
+    Split,
+    TransferProtocol,
+    plan,
+)
+from bandmaster.collect import collect
+from bandmaster.planning import Slot, pack, row_ranges, sources
+
+THREE_D = Mesh(pp=2, dp=2, tp=2)
+MICRO_TP = THREE_D.refine(gen_pp=2, gen_tp=1)
+MICRO_BOTH = THREE_D.refine(gen_pp=1, gen_tp=1)
+PAPER = Mesh(pp=1, dp=2, tp=4).refine(gen_pp=1, gen_tp=2)
+
+SPLIT = Split("dp")
+EVERYTHING = [None] * 8
+ALL = [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+# --- the table, by hand -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("protocol", "mesh", "rows", "received", "collected"),
+    [
+        ("ONE_TO_ALL", THREE_D, 10, EVERYTHING, ALL),
+        ("ALL_TO_ALL", THREE_D, 10, EVERYTHING, ALL),
+        ("3D_PP_ONLY", THREE_D, 10, EVERYTHING, [0, 4]),
+        ("3D_PROTO", THREE_D, 10,
+         [(0, 5), (0, 5), (5, 10), (5, 10), (0, 5), (0, 5), (5, 10), (5, 10)], [4, 6]),
+        ("3D_PROTO", THREE_D, 8,
+         [(0, 4), (0, 4), (4, 8), (4, 8), (0, 4), (0, 4), (4, 8), (4, 8)], [4, 6]),
+        ("3D_PROTO", THREE_D, 9,
+         [(0, 5), (0, 5), (5, 9), (5, 9), (0, 5), (0, 5), (5, 9), (5, 9)], [4, 6]),
+        ("DP_PROTO", THREE_D, 10,
+         [(0, 5), (0, 5), (5, 10), (5, 10), (0, 5), (0, 5), (5, 10), (5, 10)], [0, 2]),
+        ("DP_PROTO", THREE_D, 8,
+         [(0, 4), (0, 4), (4, 8), (4, 8), (0, 4), (0, 4), (4, 8), (4, 8)], [0, 2]),
+        ("3D_ALL_MICRO_DP", MICRO_TP, 10,
+         [(0, 3), (3, 6), (6, 8), (8, 10), (0, 3), (3, 6), (6, 8), (8, 10)], [0, 1, 2, 3]),
+        ("3D_ALL_MICRO_DP", MICRO_TP, 8,
+         [(0, 2), (2, 4), (4, 6), (6, 8), (0, 2), (2, 4), (4, 6), (6, 8)], [0, 1, 2, 3]),
+        ("3D_ALL_MICRO_DP", MICRO_BOTH, 10,
+         [(0, 2), (2, 4), (6, 7), (7, 8), (4, 5), (5, 6), (8, 9), (9, 10)], [0, 1, 4, 5, 2, 3, 6, 7]),
+        ("3D_ALL_MICRO_DP", MICRO_BOTH, 8,
+         [(0, 1), (1, 2), (4, 5), (5, 6), (2, 3), (3, 4), (6, 7), (7, 8)], [0, 1, 4, 5, 2, 3, 6, 7]),
+        ("ONE_TO_ALL", PAPER, 10, EVERYTHING, ALL),
+        ("ALL_TO_ALL", PAPER, 8, EVERYTHING, ALL),
+        ("3D_PP_ONLY", PAPER, 8, EVERYTHING, [0]),
+        ("3D_PROTO", PAPER, 10,
+         [(0, 5), (0, 5), (0, 5), (0, 5), (5, 10), (5, 10), (5, 10), (5, 10)], [0, 4]),
+        ("3D_PROTO", PAPER, 8,
+         [(0, 4), (0, 4), (0, 4), (0, 4), (4, 8), (4, 8), (4, 8), (4, 8)], [0, 4]),
+        ("DP_PROTO", PAPER, 10,
+         [(0, 5), (0, 5), (0, 5), (0, 5), (5, 10), (5, 10), (5, 10), (5, 10)], [0, 4]),
+        ("3D_ALL_MICRO_DP", PAPER, 10,
+         [(0, 3), (3, 6), (0, 3), (3, 6), (6, 8), (8, 10), (6, 8), (8, 10)], [0, 1, 4, 5]),
+        ("3D_ALL_MICRO_DP", PAPER, 8,
+         [(0, 2), (2, 4), (0, 2), (2, 4), (4, 6), (6, 8), (4, 6), (6, 8)], [0, 1, 4, 5]),
+    ],
+)  # fmt: skip
+def test_the_table(protocol, mesh, rows, received, collected):
+    planned = plan(protocol, mesh, rows)
+
+    assert list(planned.received) == received
+    assert list(planned.collected) == collected
+    assert plan(Dispatch.named(protocol), mesh, rows) == planned
+
+    sent = pack([Slot(0, "x", list(range(rows)))], planned.protocol.outgoing, {}, mesh, "C.m") if received[0] else None
+    for rank, expected in enumerate(received):
+        assert expected is None or arguments(sent, rank) == {0: list(range(*expected))}
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "pad", "ranges"),
+    [
+        (10, 4, False, [(0, 3), (3, 6), (6, 8), (8, 10)]),
+        (8, 4, False, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        (2, 4, False, [(0, 1), (1, 2), (2, 2), (2, 2)]),
+        (0, 3, False, [(0, 0), (0, 0), (0, 0)]),
+        (5, 1, False, [(0, 5)]),
+        (10, 4, True, [(0, 3), (3, 6), (6, 9), (9, 10)]),
+        (8, 4, True, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        (2, 4, True, [(0, 1), (1, 2), (2, 2), (2, 2)]),
+        (0, 3, True, [(0, 0), (0, 0), (0, 0)]),
+    ],
+)
+def test_row_ranges(rows, parts, pad, ranges):
+    assert list(row_ranges(rows, parts, pad)) == ranges
+
+
+@given(st.integers(0, 200), st.integers(1, 20), st.booleans())
+def test_row_ranges_cover_every_row_once_and_in_order(rows, parts, pad):
+    ranges = row_ranges(rows, parts, pad)
+    sizes = [stop - start for start, stop in ranges]
+
+    assert [row for start, stop in ranges for row in range(start, stop)] == list(range(rows))
+    assert len(ranges) == parts
+    assert sizes == sorted(sizes, reverse=True)
+    assert pad or max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("incoming", "ranks"),
+    [
+        (Gather(), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (Gather(tp=1), [1, 3, 5, 7]),
+        (Gather("pp"), [0, 4]),
+        (Gather("tp", "pp", dp=1), [2, 6, 3, 7]),
+        (Concat("pp", "dp", tp=-1), [1, 3, 5, 7]),
+    ],
+    ids=repr,
+)
+def test_the_ranks_that_are_collected(incoming, ranks):
+    assert list(sources(THREE_D, incoming)) == ranks
+
+
+# --- what goes out ----------------------------------------------------------------------------------------------
+
+
+def arguments(packed, rank):
+    """What the rank gets, by position or keyword."""
+    return {key: value for parcel in packed.parcels if rank in parcel.ranks for key, value in parcel.items}
+
+
+def pack_one(value, mesh, outgoing=SPLIT):
+    return pack([Slot(0, "x", value)], outgoing, {}, mesh, "C.m")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [(1, 2), "ab", b"ab", 2, 2.0, None, True, {1, 2}, range(2), np.float32(2), np.array(2), torch.tensor(2),
+     TensorDict({"a": torch.zeros(2)}, batch_size=[]), {}, {"lr": 2, "name": "ab"}, {"a": np.array(2)}, {"a": (1, 2)}],
+    ids=lambda value: f"{type(value).__name__} {value!s:.15}",
+)  # fmt: skip
+def test_what_has_no_rows_is_broadcast_whatever_its_length(value):
+    (parcel,) = pack_one(value, Mesh(dp=2)).parcels
+
+    assert parcel.ranks == (0, 1)
+    assert parcel.items[0][1] is value
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        ([1, 2, 3], [[1, 2], [3]]),
+        ([], [[], []]),
+        ({"a": [1, 2, 3], "b": {"c": ["x", "y", "z"]}}, [{"a": [1, 2], "b": {"c": ["x", "y"]}},
+                                                        {"a": [3], "b": {"c": ["z"]}}]),
+    ],
+)  # fmt: skip
+def test_batches_are_split(value, parts):
+    packed = pack_one(value, Mesh(dp=2))
+
+    assert [arguments(packed, rank)[0] for rank in (0, 1)] == parts
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [np.arange(6).reshape(3, 2), torch.arange(6).reshape(3, 2), np.zeros((0, 2)), torch.zeros(1)],
+    ids=lambda batch: f"{type(batch).__name__} {batch.shape}",
+)
+def test_slices_of_arrays_and_tensors_are_views(batch):
+    packed = pack_one(batch, Mesh(dp=2))
+    half = (len(batch) + 1) // 2
+
+    for rank, expected in enumerate([batch[:half], batch[half:]]):
+        part = arguments(packed, rank)[0]
+        assert part.tolist() == expected.tolist()
+        assert (part.base if isinstance(part, np.ndarray) else part._base) is not None
+
+
+def test_a_tensordict_is_split_by_its_batch_size():
+    batch = TensorDict({"a": torch.arange(3), "b": {"c": torch.zeros(3, 2)}}, batch_size=[3])
+    packed = pack_one(batch, Mesh(dp=2))
+
+    assert [arguments(packed, rank)[0].batch_size for rank in (0, 1)] == [(2,), (1,)]
+    assert arguments(packed, 1)[0]["b", "c"].tolist() == [[0, 0]]
+    assert arguments(packed, 0)[0]["a"].data_ptr() == batch["a"].data_ptr()
+
+
+def test_rules_of_single_arguments_come_first():
+    slots = [
+        Slot(0, "rows", [1, 2, 3, 4]),
+        Slot(1, "table", ["a", "b"]),
+        Slot("seeds", "seeds", [7, 8, 9, 10]),
+        Slot("by_tp", "by_tp", [5, 6]),
+    ]
+    rules = {"table": Broadcast(), "seeds": PerRank(), "by_tp": Split("tp")}
+    packed = pack(slots, Split("dp"), rules, Mesh(dp=2, tp=2), "C.m")
+
+    assert [arguments(packed, rank) for rank in range(4)] == [
+        {0: [1, 2], 1: ["a", "b"], "seeds": 7, "by_tp": [5]},
+        {0: [1, 2], 1: ["a", "b"], "seeds": 8, "by_tp": [6]},
+        {0: [3, 4], 1: ["a", "b"], "seeds": 9, "by_tp": [5]},
+        {0: [3, 4], 1: ["a", "b"], "seeds": 10, "by_tp": [6]},
+    ]
+
+
+def test_a_rule_for_var_args_or_var_kwargs_holds_for_all_of_them_and_one_for_a_keyword_for_that_one():
+    slots = [Slot(0, "args", [1, 2]), Slot("a", "options", [3, 4]), Slot("b", "options", [5, 6])]
+    packed = pack(slots, Split("dp"), {"args": Broadcast(), "b": PerRank()}, Mesh(dp=2), "C.m")
+
+    assert [arguments(packed, rank) for rank in (0, 1)] == [
+        {0: [1, 2], "a": [3], "b": 5},
+        {0: [1, 2], "a": [4], "b": 6},
+    ]
+
+
+def test_other_protocols_ask_no_argument_whether_it_has_rows():
+    mixed = {"a": [1, 2], "b": 3}
+
+    assert arguments(pack_one(mixed, Mesh(dp=2), Broadcast()), 1) == {0: mixed}
+    assert arguments(pack_one([mixed, None], Mesh(dp=2), PerRank()), 1) == {0: None}
+
+
+# --- parcels: what is encoded once ------------------------------------------------------------------------------
+
+
+def test_replicas_share_a_parcel():
+    packed = pack_one(list(range(8)), PAPER, Split("dp", "micro_dp"))
+
+    assert [parcel.ranks for parcel in packed.parcels] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+
+
+def test_arguments_of_one_rule_share_a_parcel():
+    slots = [Slot(0, "x", [1, 2]), Slot(1, "lr", 0.1), Slot("y", "y", [3, 4]), Slot("tag", "tag", "t")]
+    packed = pack(slots, Split("dp"), {}, Mesh(dp=2), "C.m")
+
+    assert sorted((parcel.names, parcel.ranks) for parcel in packed.parcels) == [
+        (("lr", "tag"), (0, 1)), (("x", "y"), (0,)), (("x", "y"), (1,)),
+    ]  # fmt: skip
+
+
+def test_ranks_that_are_given_the_same_object_share_a_parcel():
+    big, other = object(), object()
+    packed = pack_one([big, other, big, big], Mesh(dp=4), PerRank())
+
+    assert [(parcel.ranks, parcel.items) for parcel in packed.parcels] == [
+        ((0, 2, 3), ((0, big),)),
+        ((1,), ((0, other),)),
+    ]
+
+
+def test_values_that_are_made_on_the_way_are_not_mixed_up():
+    packed = pack_one(range(1000, 1064), Mesh(dp=64), PerRank())
+
+    assert [arguments(packed, rank)[0] for rank in range(64)] == list(range(1000, 1064))
+
+
+def test_a_call_without_arguments():
+    for outgoing in (Split("dp"), Broadcast(), PerRank()):
+        assert not pack([], outgoing, {}, Mesh(dp=2), "C.m").parcels
+
+
+# --- padding ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "real_rows"),
+    [
+        ([1, 2, 3, 4, 5], [[1, 2], [3, 4], [5, 1], [1, 2]], ((2, 2), (2, 2), (2, 1), (2, 0))),
+        ([1], [[1], [1], [1], [1]], ((1, 1), (1, 0), (1, 0), (1, 0))),
+        ([1, 2, 3, 4], [[1], [2], [3], [4]], ((1, 1), (1, 1), (1, 1), (1, 1))),
+        ([], [[], [], [], []], ((0, 0), (0, 0), (0, 0), (0, 0))),
+    ],
+)
+def test_padding_repeats_rows_from_the_start(rows, parts, real_rows):
+    before = list(rows)
+    packed = pack_one(rows, Mesh(dp=4), Split("dp", pad=True))
+
+    assert [arguments(packed, rank)[0] for rank in range(4)] == parts
+    assert packed.real_rows == real_rows
+    assert rows == before
+
+
+def test_without_padding_nothing_is_said_about_real_rows():
+    assert pack_one([1, 2, 3], Mesh(dp=2)).real_rows is None
+
+
+def test_replicas_are_padded_alike():
+    packed = pack_one(np.arange(3), Mesh(dp=2, tp=2), Split("dp", pad=True))
+
+    assert [arguments(packed, rank)[0].tolist() for rank in range(4)] == [[0, 1], [0, 1], [2, 0], [2, 0]]
+    assert packed.real_rows == ((2, 2), (2, 2), (2, 1), (2, 1))
+
+
+@given(st.integers(0, 30), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([list, np.array]))
+def test_what_goes_out_comes_back(n_rows, dp, tp, pad, make):
+    mesh = Mesh(dp=dp, pp=2, tp=tp)
+    batch = make([10 * row for row in range(n_rows)])
+    packed = pack_one(batch, mesh, Split("dp", "tp", pad=pad))
+    incoming = Concat("dp", "tp", pp=-1)
+    ranks = sources(mesh, incoming)
+
+    back = collect(incoming, ranks, [arguments(packed, rank)[0] for rank in ranks], "C.m", packed.real_rows)
+
+    assert type(back) is type(batch)
+    assert list(back) == list(batch)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slots", "outgoing", "rules", "error", "message"),
+    [
+        ({"x": [1, 2, 3]}, PerRank(), {}, ArgumentError,
+         "argument 'x' of C.m has 3 values for 2 ranks; give one value per rank"),
+        ({"x": 5}, PerRank(), {}, ArgumentError,
+         "argument 'x' of C.m takes a sequence with one value per rank, not int; for 2 ranks give a list of 2 values"),
+        ({"x": "ab"}, PerRank(), {}, ArgumentError, "not str; for 2 ranks give a list of 2 values"),
+        ({"x": np.arange(2)}, PerRank(), {}, ArgumentError, "not ndarray; for 2 ranks give a list of 2 values"),
+        ({"x": [1, 2], "y": [1, 2, 3]}, Split("dp"), {}, BatchError,
+         "C.m got batches of unequal row counts: 'x' has 2, 'y' has 3; make them equal, or declare "
+         "arguments={'y': Broadcast()}"),
+        ({"x": (1, 2)}, Broadcast(), {"x": Split("dp")}, BatchError,
+         "argument 'x' of C.m is to be split, but tuple has no rows; give a batch, or declare "
+         "arguments={'x': Broadcast()}"),
+        ({"x": {"a": [1], "b": 2}}, Split("dp"), {}, BatchError,
+         "argument 'x' of C.m: a dict mixes batches with other values: 'a' has 1 rows, 'b' is int without rows"),
+        ({"x": {"a": [1], "b": [1, 2]}}, Split("dp"), {}, BatchError,
+         "argument 'x' of C.m: a dict has batches of unequal row counts: 'a' has 1, 'b' has 2"),
+        ({"x": [1]}, Split("tp"), {}, MeshError, "Mesh(dp=2) has no axis 'tp', only 'dp'"),
+    ],
+)  # fmt: skip
+def test_mistakes_name_the_argument_and_both_numbers(slots, outgoing, rules, error, message):
+    slots = [Slot(index, name, value) for index, (name, value) in enumerate(slots.items())]
+
+    with pytest.raises(error) as caught:
+        pack(slots, outgoing, rules, Mesh(dp=2), "C.m")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "message"),
+    [
+        (lambda: plan("DP_PROTO", Mesh(dp=2), -1), BatchError, "a batch has 0 rows or more, not -1"),
+        (lambda: plan("DP", Mesh(dp=2), 1), ProtocolError, "no transfer protocol is called 'DP'"),
+        (lambda: plan("3D_PROTO", Mesh(dp=2), 1), MeshError, "Mesh(dp=2) has no axis 'pp', only 'dp'; an axis that"),
+        (lambda: plan("3D_ALL_MICRO_DP", THREE_D, 1), MeshError, "refine(gen_pp=..., gen_tp=...) makes it"),
+        (lambda: plan(TransferProtocol(Split("tp", "gen_tp"), Gather()), PAPER, 1), MeshError, "overlap"),
+        (
+            lambda: plan({"dispatch_fn": print, "collect_fn": print}, Mesh(dp=2), 1),
+            ProtocolError,
+            "only a TransferProtocol can be planned",
+        ),
+    ],
+)
+def test_mistakes_in_a_plan(mistake, error, message):
+    with pytest.raises(error) as caught:
+        mistake()
+    assert message in str(caught.value)
+
+
+# --- the same, for a person -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("protocol", "mesh", "rows", "lines"),
+    [
+        (TransferProtocol(Split("dp"), Concat("dp", pp=-1)), Mesh(pp=2, dp=2), 3, [
+            "TransferProtocol(outgoing=Split('dp'), incoming=Concat('dp', pp=-1)) on Mesh(pp=2, dp=2), 3 rows",
+            "rank  pp  dp  gets      back",
+            "0     0   0   rows 0:2  -",
+            "1     0   1   rows 2:3  -",
+            "2     1   0   rows 0:2  part 0",
+            "3     1   1   rows 2:3  part 1",
+        ]),
+        ("ALL_TO_ALL", Mesh(dp=2), 2, [
+            "TransferProtocol(outgoing=PerRank(), incoming=Gather()) on Mesh(dp=2), 2 rows",
+            "rank  dp  gets           back",
+            "0     0   its own value  item 0",
+            "1     1   its own value  item 1",
+        ]),
+        ("ONE_TO_ALL", Mesh(dp=1), 2, [
+            "TransferProtocol(outgoing=Broadcast(), incoming=Gather()) on Mesh(dp=1), 2 rows",
+            "rank  dp  gets        back",
+            "0     0   everything  item 0",
+        ]),
+        (TransferProtocol(Split("dp", pad=True), Concat("dp")), Mesh(dp=3), 4, [
+            "TransferProtocol(outgoing=Split('dp', pad=True), incoming=Concat('dp')) on Mesh(dp=3), 4 rows",
+            "rank  dp  gets                  back",
+            "0     0   rows 0:2              part 0",
+            "1     1   rows 2:4              part 1",
+            "2     2   rows 4:4 + 2 padding  part 2",
+        ]),
+    ],
+)  # fmt: skip
+def test_the_printed_plan(protocol, mesh, rows, lines):
+    assert str(plan(protocol, mesh, rows)).splitlines() == lines

@@ -1,0 +1,203 @@
+"""Transfer protocols are data: frozen, comparable, printed as they are written, refused when they contradict."""
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bandmaster import (
+    Broadcast,
+    Concat,
+    Dispatch,
+    Gather,
+    Only,
+    PerRank,
+    ProtocolError,
+    Reduce,
+    Split,
+    TransferProtocol,
+    collect_all_to_all,
+    register,
+)
+from bandmaster.transfer import Custom, as_protocol
+
+AXES = ["pp", "dp", "tp", "micro_dp"]
+fixed = st.dictionaries(st.sampled_from(AXES), st.integers(-2, 2), max_size=2)
+
+
+@st.composite
+def selections(draw, kinds=(Concat, Gather, Only, Reduce)):
+    kind, at = draw(st.sampled_from(kinds)), draw(fixed)
+    axes = draw(st.permutations([axis for axis in AXES if axis not in at]))[: draw(st.integers(1, 2))]
+    if kind is Only:
+        return Only(**at)
+    if kind is Reduce:
+        return Reduce(draw(st.sampled_from(["sum", "mean", "min", "max"])), *axes, **at)
+    return kind(*axes, **at)
+
+
+outgoings = st.one_of(
+    st.just(Broadcast()),
+    st.just(PerRank()),
+    st.lists(st.sampled_from(AXES), min_size=1, unique=True).map(lambda axes: Split(*axes)),
+)
+padded = st.lists(st.sampled_from(AXES), min_size=1, unique=True).map(lambda axes: Split(*axes, pad=True))
+protocols = st.builds(TransferProtocol, outgoings, selections()) | st.builds(
+    TransferProtocol, padded, selections(kinds=[Concat])
+)
+
+
+@given(outgoings | padded | selections() | protocols)
+def test_what_is_printed_can_be_pasted(value):
+    pasted = eval(repr(value))
+
+    assert pasted == value
+    assert hash(pasted) == hash(value)
+
+
+@given(protocols)
+def test_copies_are_equal(protocol):
+    assert pickle.loads(pickle.dumps(protocol)) == protocol
+    assert copy.deepcopy(protocol) == protocol
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Split("dp"), "Split('dp')"),
+        (Split("dp", "micro_dp", pad=True), "Split('dp', 'micro_dp', pad=True)"),
+        (Broadcast(), "Broadcast()"),
+        (PerRank(), "PerRank()"),
+        (Concat("dp", pp=-1, tp=0), "Concat('dp', pp=-1, tp=0)"),
+        (Gather(), "Gather()"),
+        (Gather("pp", tp=0, dp=0), "Gather('pp', dp=0, tp=0)"),
+        (Only(pp=-1), "Only(pp=-1)"),
+        (Reduce("mean", "dp", tp=0), "Reduce('mean', 'dp', tp=0)"),
+        (
+            TransferProtocol(Split("dp"), Concat("dp")),
+            "TransferProtocol(outgoing=Split('dp'), incoming=Concat('dp'))",
+        ),
+    ],
+)
+def test_repr(value, text):
+    assert repr(value) == text
+
+
+def test_equal_means_the_same_kind_axes_and_coordinates():
+    assert Concat("dp", pp=-1, tp=0) == Concat("dp", tp=0, pp=-1)
+    assert Split("dp", "tp") != Split("tp", "dp")
+    assert Split("dp") != Split("dp", pad=True)
+    assert Concat("dp") != Gather("dp")
+    assert Only() != Gather()
+    assert Reduce("sum") != Reduce("mean")
+    assert len({Split("dp"), Split("dp"), Broadcast(), Broadcast(), PerRank()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        (Split("dp"), "axes"),
+        (Split("dp"), "pad"),
+        (Concat("dp"), "axes"),
+        (Only(), "at"),
+        (Reduce("sum"), "op"),
+        (Dispatch.DP_PROTO.value, "outgoing"),
+    ],
+)
+def test_nothing_can_be_changed(value, field):
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, field, ())
+
+
+# --- the six ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("member", "paper_name"),
+    [
+        (Dispatch.ONE_TO_ALL, "ONE_TO_ALL"),
+        (Dispatch.THREE_D_PROTO, "3D_PROTO"),
+        (Dispatch.THREE_D_ALL_MICRO_DP, "3D_ALL_MICRO_DP"),
+        (Dispatch.THREE_D_PP_ONLY, "3D_PP_ONLY"),
+        (Dispatch.DP_PROTO, "DP_PROTO"),
+        (Dispatch.ALL_TO_ALL, "ALL_TO_ALL"),
+    ],
+)
+def test_both_spellings_of_the_six(member, paper_name):
+    assert member.paper_name == paper_name
+    assert Dispatch.named(paper_name) is member
+    assert Dispatch.named(member.name) is member
+    assert as_protocol(paper_name) == as_protocol(member) == member.value
+
+
+def test_there_are_six():
+    assert len(Dispatch) == 6
+
+
+@pytest.mark.parametrize("name", ["3D", "dp_proto", ""])
+def test_an_unknown_name_lists_the_known_ones(name):
+    with pytest.raises(ProtocolError) as caught:
+        Dispatch.named(name)
+    assert str(caught.value) == (
+        f"no transfer protocol is called {name!r}; there are ONE_TO_ALL, 3D_PROTO, 3D_ALL_MICRO_DP, 3D_PP_ONLY, "
+        "DP_PROTO, ALL_TO_ALL, or give a TransferProtocol"
+    )
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda: Split(), 'Split needs an axis to cut over, for example Split("dp")'),
+        (lambda: Split("dp", "tp", "dp"), "Split names axis 'dp' twice"),
+        (lambda: Split(("dp", "tp")), "Split takes names of axes, not ('dp', 'tp')"),
+        (lambda: Concat(), 'Concat needs an axis to join over, for example Concat("dp")'),
+        (lambda: Concat("dp", dp=0), "Concat both joins over axis 'dp' and fixes dp=0; drop one of them"),
+        (lambda: Reduce("sum", "tp", tp=1), "Reduce both joins over axis 'tp' and fixes tp=1; drop one of them"),
+        (lambda: Gather(0), "Gather takes names of axes, not 0"),
+        (lambda: Only(tp="0"), "Only(tp='0'): a coordinate is an integer, for example tp=0"),
+        (lambda: Only(tp=False), "Only(tp=False): a coordinate is an integer, for example tp=0"),
+        (lambda: Reduce("prod"), "Reduce does not know 'prod'; use 'sum', 'mean', 'min', 'max' or a function"),
+        (
+            lambda: TransferProtocol(Concat("dp"), Concat("dp")),
+            "Concat('dp') does not say how arguments go out; use Split, Broadcast or PerRank",
+        ),
+        (
+            lambda: TransferProtocol(Broadcast(), Broadcast()),
+            "Broadcast() does not say what comes back; use Concat, Gather, Reduce or Only",
+        ),
+        (lambda: as_protocol(7), "7 is no transfer protocol; give a Dispatch member, its name, a TransferProtocol"),
+        (
+            lambda: as_protocol({"dispatch_fn": print}),
+            "a custom protocol has the keys 'dispatch_fn' and 'collect_fn', not ['dispatch_fn']",
+        ),
+        (
+            lambda: as_protocol({"dispatch_fn": print, "collect_fn": "print"}),
+            "collect_fn of a custom protocol is not callable: 'print'",
+        ),
+    ],
+)
+def test_contradictions_are_refused(mistake, message):
+    with pytest.raises(ProtocolError) as caught:
+        mistake()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("incoming", [Gather(), Only(), Reduce("mean")], ids=repr)
+def test_padding_needs_concat(incoming):
+    with pytest.raises(ProtocolError, match="collect with Concat, or leave pad out: uneven parts are fine"):
+        TransferProtocol(Split("dp", pad=True), incoming)
+    with pytest.raises(ProtocolError, match="cannot take the padding out again"):
+        register(TransferProtocol(Broadcast(), incoming), arguments={"x": Split("dp", pad=True)})(lambda self, x: x)
+
+
+def test_a_pair_of_functions_is_a_protocol():
+    custom = as_protocol({"dispatch_fn": print, "collect_fn": collect_all_to_all})
+
+    assert custom == Custom(print, collect_all_to_all)
+    assert custom.collect(None, [1, 2]) == [1, 2]
