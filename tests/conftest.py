@@ -5,7 +5,6 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import psutil
@@ -103,12 +102,25 @@ def make_group(make_pool):
 def nothing_is_left(request):
     """After the test there are no more threads, processes, descriptors or Ray placements than before."""
     uses_ray = "ray_cluster" in request.fixturenames or "ray" in request.node.nodeid
-    before, taken = _standing(), _taken_on_ray()
+    before, groups_before = _standing(), _placement_groups()
     yield
     if uses_ray:
-        _wait_until(lambda: not _taken_on_ray() - taken, lambda: f"left on Ray: {_taken_on_ray() - taken}")
+        _wait_until(
+            lambda: _placement_groups().keys() <= groups_before.keys() and not _taken_on_ray(),
+            lambda: f"left on Ray: {_placement_groups().keys() - groups_before.keys()}, {_taken_on_ray()}",
+        )
         return
-    _wait_until(lambda: not _grown(before), lambda: f"left behind: {_grown(before)}")
+    if _grown(before):
+        gc.collect()
+        _wait_until(lambda: not _grown(before), lambda: f"left behind: {_grown(before)}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_segment_is_left():
+    """After the tests of a module, and the groups that they shared, no shared memory is left."""
+    before = _segments()
+    yield
+    _wait_until(lambda: _segments() <= before, "memory segments of closed groups are left")
 
 
 def _standing():
@@ -116,12 +128,17 @@ def _standing():
     return {
         "threads": {thread.name for thread in threading.enumerate()},
         "children": {child.pid for child in process.children(recursive=True)},
-        "descriptors": process.num_fds(),
+        "descriptors": process.num_fds() - _segments(),  # a group that others share may keep some for its next calls
     }
 
 
+def _segments():
+    """Descriptors of memory that is shared with workers."""
+    paths = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+    return sum(os.path.islink(path) and "memfd:bandmaster" in os.readlink(path) for path in paths)
+
+
 def _grown(before):
-    gc.collect()
     now = _standing()
     grown = {key: now[key] - before[key] for key in ("threads", "children") if now[key] - before[key]}
     if now["descriptors"] > before["descriptors"]:
@@ -129,21 +146,32 @@ def _grown(before):
     return grown
 
 
-def _taken_on_ray():
-    """Placement groups that stand, and the number of GPUs that are taken."""
+def _placement_groups():
+    """Those that stand, and the bundles of each."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
-        return Counter()
-    gc.collect()
+        return {}
     table = ray.util.placement_group_table().values()
-    taken = Counter(group["name"] + group["placement_group_id"] for group in table if group["state"] != "REMOVED")
-    n_gpus = ray.cluster_resources().get("GPU", 0) - ray.available_resources().get("GPU", 0)
-    return taken + Counter({"GPUs": round(n_gpus, 4)})
+    standing = [group for group in table if group["state"] != "REMOVED"]
+    return {f"{group['name']} {group['placement_group_id']}": group["bundles"].values() for group in standing}
+
+
+def _taken_on_ray():
+    """CPUs and GPUs that are taken without belonging to a placement group that stands."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return {}
+    total, free = ray.cluster_resources(), ray.available_resources()
+    bundles = [bundle for bundles in _placement_groups().values() for bundle in bundles]
+    reserved = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
+    taken = {name: round(total.get(name, 0) - free.get(name, 0) - reserved[name], 3) for name in reserved}
+    return {name: amount for name, amount in taken.items() if amount}
 
 
 def _wait_until(condition, complaint, timeout_s=10.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
+        gc.collect()  # not every time: where torch is loaded, it takes a fifth of a second
         if time.monotonic() > deadline:
             pytest.fail(complaint() if callable(complaint) else complaint)
         time.sleep(0.02)  # polling for the operating system and Ray to notice, not for our code

@@ -360,6 +360,21 @@ def test_static_and_class_methods_are_bound_by_their_own_signature(make_group):
         group.execute_all_sync("double", 4, 5)
 
 
+def test_a_class_wrapped_by_ray_keeps_the_signatures_that_its_author_wrote(ray_cluster):
+    class Wrapped(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def tell(self, x): ...
+
+    ray_cluster.remote(Wrapped)
+    with bm.ResourcePool([1], backend="inprocess") as pool:
+        group = bm.WorkerGroup(pool, Wrapped)
+        assert str(inspect.signature(group.tell)) == "(x)"
+        with pytest.raises(bm.ArgumentError, match=r"Wrapped\.tell\(x\) cannot be called so: .*'_ray_trace_ctx'"):
+            group.tell(1, _ray_trace_ctx=None)
+        with pytest.raises(bm.ArgumentError, match=r"Wrapped\.__init__\(\) -> 'None' cannot be called so"):
+            bm.WorkerGroup(pool, Wrapped, 1)
+
+
 # --- what goes wrong on the workers -----------------------------------------------------------------------------
 
 

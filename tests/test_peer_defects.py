@@ -173,12 +173,12 @@ def test_the_length_of_a_list_never_decides_where_it_goes(group, n_values):
 def test_groups_whose_names_run_together_stay_apart(make_pool):
     """verl glues role and method into one name: role "a" with method "b_c" is role "a_b" with method "c"."""
 
-    class a(bm.Worker):  # noqa: N801
+    class a(bm.Worker):
         @register(Dispatch.ONE_TO_ALL)
         def b_c(self):
             return "a's b_c"
 
-    class a_b(bm.Worker):  # noqa: N801
+    class a_b(bm.Worker):
         @register(Dispatch.ONE_TO_ALL)
         def c(self):
             return "a_b's c"
@@ -262,7 +262,7 @@ class Placed(bm.Worker):
             [(0, 6, 0, 4, 0), (1, 6, 1, 4, 0), (2, 6, 2, 4, 0), (3, 6, 3, 4, 0), (4, 6, 0, 2, 1), (5, 6, 1, 2, 1)],
         ),
     ],
-    ids=str,
+    ids=["2 and 4", "4 and 2"],
 )
 def test_unequal_nodes_have_all_their_workers_and_each_knows_its_node(make_pool, nodes, expected):
     """verl takes every node to be as large as the first: too few workers, which wait for the rest, or an assertion."""
@@ -287,20 +287,25 @@ def test_workers_of_a_split_pool_count_themselves_and_not_the_whole_node(make_po
 @pytest.mark.timeout(30)
 def test_a_pool_that_waits_for_cpus_gives_up_in_time_and_says_who_holds_them(ray_cluster):
     """verl waits for its placement groups without a deadline and without a word."""
-    with (
-        bm.ResourcePool([12], backend="ray", name_prefix="actor"),
-        pytest.raises(bm.PlacementError) as refused,
-    ):
-        bm.ResourcePool([8], backend="ray", name_prefix="critic", placement_timeout_s=0.5).reserve()
-    for words in ("pool 'critic' cannot place 8 workers", "within 0.5 s", "4 of 16 CPUs", "pool 'actor' (12 places)"):
-        assert words in str(refused.value)
+    free = int(ray_cluster.available_resources()["CPU"]) - 10
+    critic = bm.ResourcePool([free + 1], backend="ray", name_prefix="critic", placement_timeout_s=0.5)
+    with bm.ResourcePool([10], backend="ray", name_prefix="actor"), pytest.raises(bm.PlacementError) as refused:
+        critic.reserve()
+    message = str(refused.value)
+    assert message.startswith(
+        f"pool 'critic' cannot place {free + 1} workers as [{free + 1}] (1 CPU each) within 0.5 s"
+    )
+    assert f"{free} of 16 CPUs free, room for {free}, held by pool 'actor' (10 places)" in message
+    assert f"ask for [{free}], or close what holds the rest" in message
 
 
 def test_a_place_takes_one_cpu_however_many_groups_may_share_it(ray_cluster):
     """verl asks for a CPU for every group that might come, ten for each GPU."""
-    with bm.ResourcePool([8], backend="ray", use_gpu=True):
-        assert ray_cluster.available_resources()["CPU"] == 8
-        assert "GPU" not in ray_cluster.available_resources()
+    before = ray_cluster.available_resources()
+    with bm.ResourcePool([2], backend="ray", use_gpu=True):
+        during = ray_cluster.available_resources()
+        assert before["CPU"] - during["CPU"] == 2
+        assert before["GPU"] - during["GPU"] == 2
 
 
 def test_nodes_are_taken_in_the_numeric_order_of_their_addresses():
@@ -317,7 +322,6 @@ def test_devices_follow_the_ranks_whatever_part_of_a_pool_is_used_first(ray_clus
         of_first = bm.WorkerGroup(first, Placed).gpu()
         devices = [int(device) for device in (*of_first, *of_second)]
         assert devices == sorted(set(devices))
-        assert bm.WorkerGroup(pool, Placed).gpu() == [*of_first, *of_second], "ranks of all groups share devices"
 
 
 def test_parts_of_a_split_pool_can_be_merged_in_any_order(make_pool):

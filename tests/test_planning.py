@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from bandmaster import (
     ArgumentError,
@@ -317,6 +317,15 @@ def test_what_goes_out_comes_back(n_rows, dp, tp, pad, make):
     assert list(back) == list(batch)
 
 
+def test_a_lazy_stack_of_fewer_rows_than_ranks_comes_back():
+    batch = lazy_stack([TensorDict({"ids": torch.arange(n)}) for n in (3, 1)])
+    packed = pack_one(batch, Mesh(dp=4))
+
+    back = collect(Concat("dp"), range(4), [arguments(packed, rank)[0] for rank in range(4)], "C.m")
+
+    assert [row["ids"].tolist() for row in back.unbind(0)] == [[0, 1, 2], [0]]
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------
 
 
@@ -336,9 +345,11 @@ def test_what_goes_out_comes_back(n_rows, dp, tp, pad, make):
          "argument 'x' of C.m is to be split, but tuple has no rows; give a batch, or declare "
          "arguments={'x': Broadcast()}"),
         ({"x": {"a": [1], "b": 2}}, Split("dp"), {}, BatchError,
-         "argument 'x' of C.m: a dict mixes batches with other values: 'a' has 1 rows, 'b' is int without rows"),
+         "argument 'x' of C.m: a dict mixes batches with other values: 'a' has 1 rows, 'b' is int without rows; keep "
+         "only batches of equal length in it, or declare the whole with register(..., arguments={'x': Broadcast()})"),
         ({"x": {"a": [1], "b": [1, 2]}}, Split("dp"), {}, BatchError,
-         "argument 'x' of C.m: a dict has batches of unequal row counts: 'a' has 1, 'b' has 2"),
+         "argument 'x' of C.m: a dict has batches of unequal row counts: 'a' has 1, 'b' has 2; keep only batches of "
+         "equal length in it, or declare the whole with register(..., arguments={'x': Broadcast()})"),
         ({"x": [1]}, Split("tp"), {}, MeshError, "Mesh(dp=2) has no axis 'tp', only 'dp'"),
     ],
 )  # fmt: skip

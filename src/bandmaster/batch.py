@@ -17,7 +17,7 @@ import numpy as np
 
 from bandmaster.errors import BatchError, UsageError
 
-__all__ = ["concat_rows", "count_rows", "pad_rows", "register_batch_type", "slice_rows"]
+__all__ = ["concat_rows", "count_rows", "is_same_kind", "pad_rows", "register_batch_type", "slice_rows"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def concat_rows(values: Sequence[Any]) -> Any:
     """
     kind = _require(values[0])
     for index, value in enumerate(values):
-        if _batch_type(value) is not kind:
+        if not is_same_kind(values[0], value):
             raise BatchError(f"cannot join {_name(values[0])} (part 0) and {_name(value)} (part {index})")
     if len(values) == 1:
         return values[0]
@@ -103,6 +103,11 @@ def concat_rows(values: Sequence[Any]) -> Any:
         raise
     except Exception as error:
         raise BatchError(f"cannot join {len(values)} values of type {_name(values[0])}: {error}") from error
+
+
+def is_same_kind(first: object, second: object) -> bool:
+    """Whether two batches are of types that are handled alike, and so can be joined."""
+    return _batch_type(first) is _batch_type(second)
 
 
 def pad_rows(value: Any, rows: int) -> Any:

@@ -12,13 +12,15 @@ from bandmaster.transfer import Custom
 
 __all__ = ["bind", "bind_per_rank", "signature_without_self"]
 
+ADDED_BY_RAY = "_ray_trace_ctx"  # what @ray.remote writes into the signature of every method, inherited ones included
+
 
 def signature_without_self(cls: type, name: str) -> inspect.Signature:
-    """The signature that callers of a method see on an instance of ``cls``."""
+    """The signature that callers of a method see on an instance of ``cls``, as its author wrote it."""
     signature = inspect.signature(getattr(cls, name))
-    if isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod):
-        return signature
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+    has_self = not isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
+    parameters = [p for p in signature.parameters.values() if p.name != ADDED_BY_RAY]
+    return signature.replace(parameters=parameters[has_self:])
 
 
 def bind(method: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Slot]:

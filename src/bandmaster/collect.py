@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bandmaster.batch import concat_rows, count_rows, slice_rows
+from bandmaster.batch import concat_rows, count_rows, is_same_kind, slice_rows
 from bandmaster.errors import BatchError, CollectError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.transfer import Concat, Gather, Incoming, Only, Reduce
@@ -76,14 +76,16 @@ def _without_padding(rank: int, value: Any, sent: int, real: int, method: str) -
 
 
 def _join(ranks: Sequence[int], parts: Sequence[Any], method: str) -> Any:
-    first = type(parts[0])
+    full = [(rank, part) for rank, part in zip(ranks, parts, strict=True) if count_rows(part)]
+    if full:  # what ranks without rows make of nothing, such as np.array([]), must not decide about the others
+        ranks, parts = zip(*full, strict=True)
     for rank, part in zip(ranks, parts, strict=True):
-        if type(part) is not first:
+        if not is_same_kind(parts[0], part):
             raise _error(
                 rank,
                 method,
-                f"returned {type(part).__name__} where rank {ranks[0]} returned {first.__name__}; Concat joins one "
-                "type, so return the same on every rank",
+                f"returned {type(part).__name__} where rank {ranks[0]} returned {type(parts[0]).__name__}; Concat "
+                "joins one type, so return the same on every rank",
             )
     try:
         return concat_rows(parts)

@@ -247,13 +247,16 @@ class WorkerGroup:
         crew = self._open_crew()
         parcels = [parcel for parcel in packed.parcels if parcel.items]
         payloads = [encode_parcel(parcel, self._label(method)) for parcel in parcels]
-        parts: dict[int, list[Any]] = {rank: [] for rank in ranks}
+        parts: dict[int, tuple[Any, ...]] = dict.fromkeys(ranks, ())
         for parcel, payload in zip(parcels, payloads, strict=True):
-            reference = crew.put(payload)
+            reference = (crew.put(payload),)
             for rank in parcel.ranks:
-                parts[rank].append(reference)
-        calls = [Call(rank, method, tuple(refs), replies.get(rank, Reply.NOTHING)) for rank, refs in parts.items()]
-        return dict(zip(parts, crew.call(calls), strict=True))
+                parts[rank] += reference
+        alike: dict[Any, list[int]] = {}  # ranks that are asked for the very same
+        for rank, references in parts.items():
+            alike.setdefault((replies.get(rank, Reply.NOTHING), *map(id, references)), []).append(rank)
+        calls = [Call(same, method, parts[same[0]], reply) for (reply, *_), same in alike.items()]
+        return crew.call(calls)
 
     def _open_crew(self) -> Crew:
         if self._finalizer is None or not self._finalizer.alive:

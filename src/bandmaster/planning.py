@@ -176,7 +176,7 @@ def scatter(slots: Sequence[Slot], world_size: int, method: str) -> Iterable[Par
                 f"argument {slot.name!r} of {method} has {len(slot.value)} values for {world_size} ranks; "
                 "give one value per rank"
             )
-    columns = [list(slot.value) for slot in slots]  # kept: a range, say, makes its items anew each time it is asked
+    columns = [[slot.value[rank] for rank in range(world_size)] for slot in slots]  # kept: a range makes them anew
     same: dict[tuple[int, ...], list[int]] = {}
     for rank in range(world_size):
         same.setdefault(tuple(id(column[rank]) for column in columns), []).append(rank)

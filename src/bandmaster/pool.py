@@ -35,7 +35,7 @@ class ResourcePool:
 
     Args:
         process_on_nodes: Places on each node, at least one each; nodes may differ.
-        backend: ``"inprocess"`` or ``"ray"``.
+        backend: ``"local"`` (processes on this machine), ``"inprocess"`` or ``"ray"``.
         use_gpu: Whether every place has a GPU of its own.
         name_prefix: Name of the pool in messages, and the beginning of its workers' names.
         max_colocate_count: How many groups may share a place; each is given that part of its GPU and CPUs.
@@ -55,7 +55,7 @@ class ResourcePool:
         self,
         process_on_nodes: Sequence[int],
         *,
-        backend: str = "inprocess",
+        backend: str = "local",
         use_gpu: bool = False,
         name_prefix: str | None = None,
         max_colocate_count: int = 10,
@@ -208,7 +208,8 @@ class ResourcePool:
 def merge_resource_pool(*pools: ResourcePool) -> ResourcePool:
     """One pool over the places of several, in their order; the places are shared, not moved.
 
-    Pools that were themselves merged or split will do. Neighbouring parts of one node become one node again.
+    Pools that were themselves merged or split will do. Parts of one node that follow each other in the order of its
+    devices become one node again.
 
     Args:
         *pools: Two pools or more, of one backend, all with GPUs or all without.
@@ -236,11 +237,8 @@ def merge_resource_pool(*pools: ResourcePool) -> ResourcePool:
                 f"cannot merge pools that share places: {', '.join(map(repr, pools))}; merge disjoint ones"
             )
         taken |= places
-        if parts and parts[-1].continues_in(part):
-            parts[-1] = _Part(part.lease, part.node, parts[-1].indices + part.indices)
-        else:
-            parts.append(part)
-    return ResourcePool._of(parts, "".join(pool.name_prefix for pool in pools))
+        parts.append(part)
+    return ResourcePool._of(_joined(parts), "".join(pool.name_prefix for pool in pools))
 
 
 def split_resource_pool(pool: ResourcePool, split_size: int | Sequence[int]) -> list[ResourcePool]:
@@ -272,13 +270,8 @@ def split_resource_pool(pool: ResourcePool, split_size: int | Sequence[int]) -> 
     places = iter([(part.lease, part.node, index) for part in pool._parts for index in part.indices])
     pools = []
     for n in sizes:
-        parts: list[_Part] = []
-        for lease, node, index in (next(places) for _ in range(n)):
-            if parts and parts[-1].lease is lease and parts[-1].node == node:
-                parts[-1] = _Part(lease, node, (*parts[-1].indices, index))
-            else:
-                parts.append(_Part(lease, node, (index,)))
-        pools.append(ResourcePool._of(parts, pool.name_prefix))
+        parts = [_Part(lease, node, (index,)) for lease, node, index in (next(places) for _ in range(n))]
+        pools.append(ResourcePool._of(_joined(parts), pool.name_prefix))
     return pools
 
 
@@ -320,7 +313,17 @@ class _Part:
 
     def continues_in(self, other: _Part) -> bool:
         is_same_node = self.lease is other.lease and self.node == other.node
-        return is_same_node and self.indices[-1] + 1 == other.indices[0]
+        return is_same_node and self.indices[-1] < other.indices[0]
+
+
+def _joined(parts: Sequence[_Part]) -> list[_Part]:
+    """The parts, those of one node in the order of its devices made one."""
+    joined: list[_Part] = []
+    for part in parts:
+        if joined and joined[-1].continues_in(part):
+            part = _Part(part.lease, part.node, joined.pop().indices + part.indices)
+        joined.append(part)
+    return joined
 
 
 def _vacate(places: Sequence[tuple[_Lease, int, int]], name: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from bandmaster.errors import UsageError
 from bandmaster.failure import Failure
@@ -95,18 +95,17 @@ class Reply(Enum):
     NATIVE = "native"  # the user reads it from the ticket, by the backend's own means
 
 
-@dataclass(frozen=True)
-class Call:
-    """What one rank is asked to do.
+class Call(NamedTuple):
+    """What some ranks are asked to do, all of them the same.
 
     Attributes:
-        rank: The rank.
+        ranks: The ranks.
         method: Name of the method.
         parts: Payloads as `Crew.put` returned them; each decodes to ``((position or keyword, value), ...)``.
         reply: What becomes of its value.
     """
 
-    rank: int
+    ranks: Sequence[int]
     method: str
     parts: tuple[Any, ...]
     reply: Reply
@@ -126,8 +125,11 @@ class Crew(Protocol):
     def put(self, payload: Payload) -> Any:
         """Write a payload once, for however many ranks will read it. Its memory may change afterwards."""
 
-    def call(self, calls: Sequence[Call]) -> list[Any]:
-        """Send calls, without waiting; a ticket for each. Calls on one rank run in the order they were sent."""
+    def call(self, calls: Sequence[Call]) -> dict[int, Any]:
+        """Send calls, no two for one rank, without waiting; a ticket by rank.
+
+        Calls on one rank run in the order they were sent.
+        """
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """The tickets that are done: at least one, or none when the time is over."""

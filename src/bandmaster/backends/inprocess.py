@@ -52,14 +52,15 @@ class InProcessCrew:
         """Nothing to write: every rank copies what it reads."""
         return payload
 
-    def call(self, calls: Sequence[Call]) -> list[Any]:
-        """Run the calls, one after the other."""
-        tickets = []
-        for call in calls:
-            parts = [part.private() for part in call.parts]
-            outcome = self._hosts[call.rank].call(call.method, parts, call.reply is not Reply.NOTHING)
-            tickets.append(Ticket(outcome.private() if isinstance(outcome, Payload) else outcome))
-        return tickets
+    def call(self, calls: Sequence[Call]) -> dict[int, Any]:
+        """Run the calls, one rank after the other."""
+        by_rank = {rank: call for call in calls for rank in call.ranks}
+        return {rank: self._run(rank, by_rank[rank]) for rank in sorted(by_rank)}
+
+    def _run(self, rank: int, call: Call) -> Ticket:
+        parts = [part.private() for part in call.parts]
+        outcome = self._hosts[rank].call(call.method, parts, call.reply is not Reply.NOTHING)
+        return Ticket(outcome.private() if isinstance(outcome, Payload) else outcome)
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """All of them."""

@@ -10,9 +10,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import os
-import pickle
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from bandmaster.backends.machine import MachineBackend
 from bandmaster.backends.output import WorkerOutput
 from bandmaster.backends.zygote import THREAD_VARIABLES, Spawn, Zygote
 from bandmaster.construction import await_construction
-from bandmaster.errors import UsageError
+from bandmaster.errors import ResourceError, UsageError
 from bandmaster.future import Future
 from bandmaster.hardware import visible_devices
 from bandmaster.wire.crew import LaneCrew
@@ -78,23 +79,20 @@ class LocalCrew(LaneCrew):
         self._output = WorkerOutput(launch.cls.__name__)
         self._pids: list[int] = []
         self._is_stopped = False
-        ours = []
+        ours: list[socket.socket] = []
         try:
             for rank in range(len(launch.seats)):
-                mine, theirs = lane_pair()
-                ours.append(mine)
-                out, err = self._output.add(rank)
-                try:
-                    self._pids.append(zygote.spawn(_spawn_of(launch, rank), [theirs.fileno(), out, err]))
-                finally:
-                    theirs.close()
-                    os.close(out)
-                    os.close(err)
-        except BaseException:
+                ours.append(self._start_process(_spawn_of(launch, rank), rank))
+        except BaseException as error:
             for sock in ours:
                 sock.close()
             zygote.end(self._pids, 0.0)
             self._output.finish(0.0)
+            if isinstance(error, OSError):
+                raise ResourceError(
+                    f"cannot start {len(launch.seats)} workers, only {len(ours)}: {error}; a worker takes three "
+                    "descriptors of the controller, so raise the limit on open files (ulimit -n), or ask for fewer"
+                ) from error
             raise
         self._output.start()
         super().__init__(ours, self._how_it_died)
@@ -115,6 +113,17 @@ class LocalCrew(LaneCrew):
         self._zygote.end(self._pids, END_GRACE_S)
         self._output.finish(timeout_s=2.0)
 
+    def _start_process(self, spawn: Spawn, rank: int) -> socket.socket:
+        """Fork a worker; the controller's end of its lane."""
+        mine, theirs = lane_pair()
+        with contextlib.ExitStack() as close_here:
+            close_here.enter_context(theirs)
+            writers = self._output.add(rank)
+            for fd in writers:
+                close_here.callback(os.close, fd)
+            self._pids.append(self._zygote.spawn(spawn, [theirs.fileno(), *writers]))
+        return mine
+
     def _how_it_died(self, rank: int) -> str:
         ended = self._zygote.how_it_ended(self._pids[rank])
         last = self._output.last_errors(rank)
@@ -123,14 +132,14 @@ class LocalCrew(LaneCrew):
 
 def _construct(crew: LocalCrew, launch: Launch) -> None:
     label = f"{launch.cls.__name__}.__init__"
-    listening = crew.send(0, pickle.dumps(("listen", LOOPBACK)))
+    listening = crew.send(0, "listen", (LOOPBACK,))
     port = Future(crew, {0: listening}, lambda values: int(values[0]), label, launch.mesh).result()
     part = crew.put(launch.constructor)
     tickets = {}
     for rank in range(len(launch.seats)):
         context = launch.context(rank, "cuda:0" if launch.uses_gpu else "cpu")
         environment = {**context.environment(), **rendezvous_environment(LOOPBACK, port)}
-        tickets[rank] = crew.send_parts(rank, "construct", (context, environment), (part,))
+        tickets[rank] = crew.send(rank, "construct", (context, environment), (part,))
     await_construction(crew, tickets, launch)
 
 

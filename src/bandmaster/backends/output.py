@@ -30,12 +30,15 @@ class WorkerOutput:
     def add(self, rank: int) -> tuple[int, int]:
         """Descriptors for a worker to write its standard output and error to; close them once it has them."""
         self._last[rank] = deque(maxlen=N_LAST_LINES)
-        ends = []
-        for stream in ("stdout", "stderr"):
-            reader, writer = os.pipe2(os.O_CLOEXEC)
-            self._sources[reader] = (rank, stream)
-            ends.append(writer)
-        return ends[0], ends[1]
+        out_reader, out_writer = os.pipe2(os.O_CLOEXEC)
+        self._sources[out_reader] = (rank, "stdout")
+        try:
+            err_reader, err_writer = os.pipe2(os.O_CLOEXEC)
+        except OSError:
+            os.close(out_writer)
+            raise
+        self._sources[err_reader] = (rank, "stderr")
+        return out_writer, err_writer
 
     def start(self) -> None:
         """Begin to read."""

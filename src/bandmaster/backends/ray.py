@@ -219,9 +219,13 @@ class RayCrew:
         """One object in the store, or the bytes themselves where they are few."""
         return ray.put(payload) if payload.nbytes >= PUT_NBYTES else payload.private()
 
-    def call(self, calls: Sequence[Call]) -> list[Any]:
+    def call(self, calls: Sequence[Call]) -> dict[int, Any]:
         """One actor task each; Ray keeps the order of tasks that one process sends to one actor."""
-        return [self.handles[call.rank].bandmaster_call.remote(call.method, call.reply, *call.parts) for call in calls]
+        return {
+            rank: self.handles[rank].bandmaster_call.remote(call.method, call.reply, *call.parts)
+            for call in calls
+            for rank in call.ranks
+        }
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """Wait for all, but look at what is done every now and then."""

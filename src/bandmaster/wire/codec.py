@@ -11,10 +11,11 @@ Whoever carries a payload copies its buffers once, into memory that is the recei
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
@@ -31,7 +32,6 @@ Reducer = Callable[[Any], Any]
 _reducers: dict[type, Reducer] = {np.ndarray: reduce_array}
 
 
-@dataclass(frozen=True)
 class Payload:
     """One encoded value.
 
@@ -40,13 +40,19 @@ class Payload:
         buffers: The large buffers that it refers to, in order.
     """
 
-    head: bytes
-    buffers: tuple[Any, ...] = ()
+    __slots__ = ("buffers", "head")
+
+    def __init__(self, head: Any, buffers: tuple[Any, ...] = ()) -> None:
+        self.head = head
+        self.buffers = buffers
 
     @property
     def nbytes(self) -> int:
         """Bytes in all."""
-        return len(self.head) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+        n_bytes = len(self.head)
+        for buffer in self.buffers:
+            n_bytes += memoryview(buffer).nbytes
+        return n_bytes
 
     def private(self) -> Payload:
         """The same payload in fresh memory of its own, which its reader may keep and write."""
@@ -63,6 +69,8 @@ def encode(value: Any) -> Payload:
     Raises:
         Exception: Whatever the value's own pickling raises; `pickle.PicklingError` and `TypeError` mostly.
     """
+    if _is_plain(value):
+        return Payload(pickle.dumps(value, protocol=5))
     if "torch" in sys.modules:
         tensors.add_reducers(_reducers)
     buffers: list[Any] = []
@@ -75,6 +83,8 @@ def encode(value: Any) -> Payload:
         return False
 
     with io.BytesIO() as stream:
+        with suppress(RecursionError):  # a list that holds itself, say: its bytes can go in the stream
+            value = _with_bytes_out_of_band(value, {})
         _Encoder(stream, protocol=5, buffer_callback=keep).dump(value)
         return Payload(stream.getvalue(), tuple(buffers))
 
@@ -86,6 +96,45 @@ def decode(payload: Payload) -> Any:
         Exception: Whatever the value's own unpickling raises.
     """
     return pickle.loads(payload.head, buffers=payload.buffers)
+
+
+_PLAIN = {int, float, bool, str, type(None)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is so simple that it needs no pickler of ours: numbers, text, and small tuples of them."""
+    if type(value) is tuple and len(value) <= 8:
+        return all(type(item) in _PLAIN or _is_plain(item) for item in value)
+    return type(value) in _PLAIN
+
+
+def _with_bytes_out_of_band(value: Any, done: dict[int, Any]) -> Any:
+    """The value with large bytes in it wrapped; pickle asks nobody about bytes, so they are looked for here.
+
+    They are found as values, and inside of tuples, lists and dict values of up to a thousand items. What was looked
+    at is kept in ``done`` by its id, so that what is shared stays shared.
+    """
+    kind = type(value)
+    if kind in (bytes, bytearray) and len(value) >= OUT_OF_BAND_NBYTES:
+        return done.setdefault(id(value), _LargeBytes(value))
+    if kind not in (tuple, list, dict) or len(value) > 1000:
+        return value
+    if id(value) not in done:
+        items = list(value.values()) if kind is dict else value
+        wrapped = [_with_bytes_out_of_band(item, done) for item in items]
+        if all(map(operator.is_, wrapped, items)):
+            done[id(value)] = value
+        else:
+            done[id(value)] = dict(zip(value, wrapped, strict=True)) if kind is dict else kind(wrapped)
+    return done[id(value)]
+
+
+class _LargeBytes:
+    def __init__(self, value: bytes | bytearray) -> None:
+        self._value = value
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
+        return type(self._value), (pickle.PickleBuffer(self._value),)
 
 
 class _Encoder(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types

@@ -21,7 +21,8 @@ from bandmaster.backends import Call, Reply
 from bandmaster.errors import ResourceError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire.codec import Payload, decode
-from bandmaster.wire.lane import INLINE_NBYTES, Closed, Lane, SegmentPart, inline
+from bandmaster.wire.lane import INLINE_NBYTES, MAX_MESSAGE_NBYTES, NO_CONTROL, Closed, Lane, SegmentPart, inline
+from bandmaster.wire.loop import read_answer
 from bandmaster.wire.segments import OWNER, Segment, SegmentWriter
 
 __all__ = ["LaneCrew", "Ticket", "Written"]
@@ -61,7 +62,8 @@ class LaneCrew:
 
     def __init__(self, sockets: Sequence[Any], how_it_died: Callable[[int], str]) -> None:
         self._writer = SegmentWriter()
-        self._lanes = [Lane(sock, self._writer, rank, self._receive_all) for rank, sock in enumerate(sockets)]
+        buffer = bytearray(MAX_MESSAGE_NBYTES)
+        self._lanes = [Lane(sock, self._writer, rank, self._receive_all, buffer) for rank, sock in enumerate(sockets)]
         self._by_fd = {lane.fileno(): rank for rank, lane in enumerate(self._lanes)}
         self._pending: list[deque[Ticket]] = [deque() for _ in self._lanes]
         self._dead: dict[int, Failure] = {}
@@ -78,10 +80,6 @@ class LaneCrew:
         if payload.nbytes <= INLINE_NBYTES:
             return inline(payload)
         with self._lock:
-            closed = self._writer.trim()
-            if closed:
-                for lane in self._lanes:
-                    lane.closed_segments(closed)
             try:
                 return Written(self, self._writer.write([payload.head, *payload.buffers]))
             except OSError as error:
@@ -90,38 +88,38 @@ class LaneCrew:
                     "limit on open files (ulimit -n)"
                 ) from error
 
-    def call(self, calls: Sequence[Call]) -> list[Ticket]:
-        """Send the calls; equal ones are encoded once."""
-        bodies: dict[tuple[Any, ...], bytes] = {}
-        tickets = []
+    def call(self, calls: Sequence[Call]) -> dict[int, Ticket]:
+        """Send the calls, each encoded once."""
+        tickets: dict[int, Ticket] = {}
         for call in calls:
-            key = (call.reply, *map(id, call.parts))
-            if key not in bodies:
-                bodies[key] = _body("call", (call.method, call.reply is not Reply.NOTHING), call.parts)
-            tickets.append(self.send(call.rank, bodies[key], _segments(call.parts)))
+            arguments = (call.method, call.reply is not Reply.NOTHING)
+            self._send(tickets, call.ranks, _message("call", arguments, call.parts), _segments(call.parts))
         return tickets
 
-    def send_parts(self, rank: int, operation: str, arguments: tuple[Any, ...], parts: Sequence[Any]) -> Ticket:
-        """Send one operation with payloads that were put."""
-        return self.send(rank, _body(operation, arguments, parts), _segments(parts))
+    def send(self, rank: int, operation: str, arguments: tuple[Any, ...] = (), parts: Sequence[Any] = ()) -> Ticket:
+        """Send one operation to one rank, with payloads that were put."""
+        tickets: dict[int, Ticket] = {}
+        self._send(tickets, (rank,), _message(operation, arguments, parts), _segments(parts))
+        return tickets[rank]
 
-    def send(self, rank: int, body: bytes, segments: Sequence[Segment] = ()) -> Ticket:
-        """Send a body to one rank; if its worker is gone, the ticket says so."""
-        lane = self._lanes[rank]
-        ticket = Ticket()
+    def _send(
+        self, tickets: dict[int, Ticket], ranks: Sequence[int], message: bytes, segments: Sequence[Segment]
+    ) -> None:
+        """Send a message to some ranks; where the worker is gone, the ticket says so."""
         with self._lock:
-            if rank not in self._dead:
+            for rank in ranks:
+                tickets[rank] = ticket = Ticket()
+                if rank in self._dead:
+                    self._finish(ticket, self._dead[rank], is_failure=True)
+                    continue
                 self._pending[rank].append(ticket)
                 try:
-                    lane.send(body, segments)
+                    self._lanes[rank].send_message(message, segments)
                 except Closed:
                     self._note_death(rank)
                 except OSError as error:
                     self._pending[rank].remove(ticket)
                     self._finish(ticket, Failure.of(error), is_failure=True)
-            if rank in self._dead:
-                self._finish(ticket, self._dead[rank], is_failure=True)
-        return ticket
 
     def give_back(self, segment: Segment) -> None:
         """The controller itself needs a segment no longer."""
@@ -153,7 +151,7 @@ class LaneCrew:
         try:
             return decode(outcome)
         except Exception as error:  # the user's objects may not like to be unpickled here
-            return Failure.of(error, FailureKind.RESULT)
+            return Failure.unreadable(error)
 
     def close_lanes(self) -> None:
         """Hang up on every worker; whoever waits is told that it is gone."""
@@ -174,30 +172,31 @@ class LaneCrew:
             return
         self._has_reader = True
         self._lock.release()
+        ready = None
         try:
-            self._poll.poll(timeout_s)
+            ready = self._poll.poll(timeout_s)
         finally:
             self._lock.acquire()
             self._has_reader = False
-        self._receive_all()
+        self._receive(ready)
         self._arrived.notify_all()
 
     def _receive_all(self) -> None:
-        """Take every answer that is there; the lock is held."""
-        if self._poll.closed:
-            return
-        for fd, _ in self._poll.poll(0):
+        """Take an answer of every lane that has one; the lock is held."""
+        if not self._poll.closed:
+            self._receive(self._poll.poll(0))
+
+    def _receive(self, ready: Sequence[tuple[int, int]]) -> None:
+        for fd, _ in ready:
             rank = self._by_fd[fd]
+            lane = self._lanes[rank]
             try:
-                answer = self._lanes[rank].receive(block=False)
+                body = lane.receive(block=False)
+                if body is not None:
+                    outcome, is_failure = read_answer(lane, body)
+                    self._finish(self._pending[rank].popleft(), outcome, is_failure)
             except (Closed, OSError):
                 self._note_death(rank)
-                continue
-            if answer is not None:
-                part, is_failure = answer
-                payload = None if part is None else self._lanes[rank].unpack(part)
-                outcome = decode(payload) if payload is not None and is_failure else payload
-                self._finish(self._pending[rank].popleft(), outcome, is_failure)
 
     def _finish(self, ticket: Ticket, outcome: Payload | Failure | None, is_failure: bool) -> None:
         ticket.outcome, ticket.is_failure, ticket.is_done = outcome, is_failure, True
@@ -214,9 +213,9 @@ class LaneCrew:
             self._finish(self._pending[rank].popleft(), self._dead[rank], is_failure=True)
 
 
-def _body(operation: str, arguments: tuple[Any, ...], parts: Sequence[Any]) -> bytes:
+def _message(operation: str, arguments: tuple[Any, ...], parts: Sequence[Any]) -> bytes:
     named = tuple(SegmentPart(part.segment.id) if isinstance(part, Written) else part for part in parts)
-    return pickle.dumps((operation, *arguments, named), protocol=5)
+    return NO_CONTROL + pickle.dumps((operation, *arguments, named), protocol=5)
 
 
 def _segments(parts: Sequence[Any]) -> list[Segment]:

@@ -41,8 +41,12 @@ class WorkerHost:
         """Run a method; ``parts`` must lie in memory of their own. The encoded value, or None if not collected."""
         try:
             arguments = [item for part in parts for item in decode(part)]
-            args = [value for _, value in sorted((key, value) for key, value in arguments if isinstance(key, int))]
-            value = self.run(method, args, {key: value for key, value in arguments if isinstance(key, str)})
+            if len(parts) > 1:
+                arguments.sort(key=_position)
+            args = [value for key, value in arguments if type(key) is int]
+            kwargs = {key: value for key, value in arguments if type(key) is str} if len(args) < len(arguments) else {}
+            del arguments
+            value = self.run(method, args, kwargs)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # as above
@@ -75,6 +79,10 @@ class WorkerHost:
     def _hand_over(self) -> None:
         if self.rendezvous is not None and self.rendezvous.hand_over():
             self.rendezvous = None
+
+
+def _position(argument: tuple[int | str, Any]) -> int:
+    return argument[0] if isinstance(argument[0], int) else -1
 
 
 class _EventLoopThread:

@@ -1,11 +1,11 @@
 """A lane: the direct channel between the controller and one worker on the same host.
 
-One Unix socket of sequenced packets; nothing is named and no port is opened. A message is a fixed part that may be
-the same for many workers, encoded once, and a small part for this worker alone::
+One Unix socket of sequenced packets; nothing is named and no port is opened. A message is a body, which may be the
+same for many workers and is then encoded once, behind a small part for this worker alone::
 
     message   = length of control (4 bytes) │ control │ body        + descriptors
     control   = (segments new to the reader, ids closed by the writer, ids the sender has nothing left in)
-    body      = a pickled tuple of the protocol above it (see `crew` and `loop`)
+    body      = whatever the two ends agree on (see `crew` and `loop`)
 
 Small payloads travel inside the body; larger ones lie in segments, which the body names by number.
 """
@@ -24,13 +24,18 @@ from typing import Any
 from bandmaster.wire.codec import Payload
 from bandmaster.wire.segments import Segment, SegmentReader, SegmentWriter
 
-__all__ = ["INLINE_NBYTES", "Closed", "Lane", "SegmentPart", "lane_pair"]
+__all__ = ["INLINE_NBYTES", "MAX_MESSAGE_NBYTES", "NO_CONTROL", "Closed", "Lane", "SegmentPart", "lane_pair"]
 
 INLINE_NBYTES = 16 * 1024  # larger payloads go into a segment
 MAX_MESSAGE_NBYTES = 160 * 1024  # fits the kernel's default socket buffer; far more than any message has
 MAX_DESCRIPTORS = 64  # in one message
 
-_NO_CONTROL = (0).to_bytes(4, "little")
+NO_CONTROL = bytes(4)  # what a body is preceded by when there is nothing else to say
+
+_SEND_FLAGS = int(socket.MSG_NOSIGNAL)
+_DONT_WAIT = int(socket.MSG_DONTWAIT)
+_RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
+_ANCILLARY_NBYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 
 
 class Closed(Exception):
@@ -58,6 +63,7 @@ class Lane:
         reader_id: How the other end is known to ``writer``.
         while_full: Called while a message cannot be sent because the other end does not read: it should receive,
             and returns at once. Without it, sending blocks.
+        buffer: Where messages are received, of `MAX_MESSAGE_NBYTES`; lanes that one thread reads can share it.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Lane:
         writer: SegmentWriter,
         reader_id: int = 0,
         while_full: Callable[[], None] | None = None,
+        buffer: bytearray | None = None,
     ) -> None:
         self.socket = sock
         self.reader = SegmentReader()
@@ -73,9 +80,11 @@ class Lane:
         self._reader_id = reader_id
         self._while_full = while_full
         self._attached: set[int] = set()
+        writer.on_close.append(self._segment_closed)
         self._closed_ids: list[int] = []
-        self._buffer = bytearray(MAX_MESSAGE_NBYTES)
-        self._view = memoryview(self._buffer)
+        self._send_flags = _SEND_FLAGS | (_DONT_WAIT if while_full else 0)
+        self._buffers = [bytearray(MAX_MESSAGE_NBYTES) if buffer is None else buffer]
+        self._view = memoryview(self._buffers[0])
 
     def fileno(self) -> int:
         """For select and its kin."""
@@ -88,45 +97,49 @@ class Lane:
             Closed: The other end is gone.
             OSError: The message could not be sent; the lane is as it was.
         """
+        self.send_message(NO_CONTROL + body, segments)
+
+    def send_message(self, message: bytes, segments: Sequence[Segment] = ()) -> None:
+        """The same for a body that has `NO_CONTROL` before it already."""
+        if not (segments or self.reader.has_returned or self._closed_ids):
+            self._send([message], [])
+            return
+        returned = self.reader.returned()
         for segment in segments:
             self.writer.lend(segment, self._reader_id)
         new = [segment for segment in segments if segment.id not in self._attached]
-        returned = self.reader.returned()
-        if not (new or returned or self._closed_ids):
-            self._send([_NO_CONTROL, body], [])
-        else:
-            control = pickle.dumps(([(s.id, s.nbytes) for s in new], self._closed_ids, returned), protocol=5)
-            self._send([len(control).to_bytes(4, "little"), control, body], [segment.fd for segment in new])
-            self._closed_ids = []
-            self._attached.update(segment.id for segment in new)
+        control = pickle.dumps(([(s.id, s.nbytes) for s in new], self._closed_ids, returned), protocol=5)
+        header = len(control).to_bytes(4, "little")
+        self._send([header, control, memoryview(message)[len(NO_CONTROL) :]], [segment.fd for segment in new])
+        self._closed_ids = []
+        self._attached.update(segment.id for segment in new)
 
-    def closed_segments(self, ids: Sequence[int]) -> None:
-        """The writer has closed these; the other end is told with the next message."""
-        known = [number for number in ids if number in self._attached]
-        self._attached.difference_update(known)
-        self._closed_ids = self._closed_ids + known
+    def _segment_closed(self, number: int) -> None:
+        """The other end is told with the next message, if it knows the segment."""
+        if number in self._attached:
+            self._attached.remove(number)
+            self._closed_ids.append(number)
 
-    def receive(self, block: bool = True) -> Any:
-        """The next body, unpickled; None when there is none and ``block`` is False.
+    def receive(self, block: bool = True) -> memoryview | None:
+        """The next body, valid until the next one is received; None when there is none and ``block`` is False.
 
         Raises:
             Closed: The other end is gone.
         """
-        flags = 0 if block else socket.MSG_DONTWAIT
+        flags = _RECEIVE_FLAGS if block else _RECEIVE_FLAGS | _DONT_WAIT
         try:
-            n, ancillary, message_flags, _ = self.socket.recvmsg_into(
-                [self._buffer], socket.CMSG_SPACE(4 * MAX_DESCRIPTORS), flags | socket.MSG_CMSG_CLOEXEC
-            )
+            n, ancillary, message_flags, _ = self.socket.recvmsg_into(self._buffers, _ANCILLARY_NBYTES, flags)
         except BlockingIOError:
             return None
         except ConnectionError:
             raise Closed from None
         if not n:
             raise Closed
-        start = 4 + int.from_bytes(self._view[:4], "little")
+        view = self._view
+        start = 4 + int.from_bytes(view[:4], "little")
         if start > 4:
-            self._take_control(pickle.loads(self._view[4:start]), _descriptors(ancillary), message_flags)
-        return pickle.loads(self._view[start:n])
+            self._take_control(pickle.loads(view[4:start]), _descriptors(ancillary), message_flags)
+        return view[start:n]
 
     def pack(self, payload: Payload) -> tuple[Any, list[Segment]]:
         """What a body says of a payload: the payload itself, or the segment that it was written to.
@@ -143,7 +156,7 @@ class Lane:
         """The payload that a part of a body stands for, in memory of this end's own."""
         if isinstance(part, SegmentPart):
             head, *buffers = self.reader.chunks(part.number)
-            return Payload(head, tuple(buffers))  # type: ignore[arg-type]  # pickle reads from any buffer
+            return Payload(head, tuple(buffers))
         return Payload(*part)
 
     def close(self) -> None:
@@ -151,12 +164,11 @@ class Lane:
         self.socket.close()
         self.writer.forget_reader(self._reader_id)
 
-    def _send(self, buffers: list[bytes], descriptors: list[int]) -> None:
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        flags = socket.MSG_NOSIGNAL | (socket.MSG_DONTWAIT if self._while_full else 0)
+    def _send(self, buffers: Sequence[Any], descriptors: Sequence[int]) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         while True:
             try:
-                self.socket.sendmsg(buffers, ancillary, flags)
+                self.socket.sendmsg(buffers, rights, self._send_flags)
                 return
             except BlockingIOError:
                 assert self._while_full is not None, "a lane without it blocks"
@@ -166,10 +178,6 @@ class Lane:
                 self._while_full()
             except ConnectionError:
                 raise Closed from None
-            except OSError as error:
-                if error.errno == errno.ETOOMANYREFS:
-                    raise OSError(error.errno, "too many descriptors are on their way to workers") from error
-                raise
 
     def _take_control(self, control: Any, descriptors: list[int], message_flags: int) -> None:
         new, closed, returned = control
@@ -183,7 +191,7 @@ class Lane:
 
 def inline(payload: Payload) -> tuple[bytes, tuple[bytearray, ...]]:
     """A payload as part of a body. Its buffers arrive as memory of the receiver's own, which may be written to."""
-    return payload.head, tuple(bytearray(buffer) for buffer in payload.buffers)
+    return payload.head, tuple(map(bytearray, payload.buffers)) if payload.buffers else ()
 
 
 def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:

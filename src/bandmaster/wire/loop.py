@@ -1,6 +1,7 @@
 """The loop in a worker's process: read a message, do what it says, answer. It blocks in the kernel, never spins.
 
-Messages are ``(operation, *arguments)``; an answer is ``(part or None, is_failure)``.
+The body of a message is a pickled ``(operation, *arguments, parts)``. That of an answer begins with one byte, see
+`Answer`.
 """
 
 from __future__ import annotations
@@ -11,27 +12,57 @@ from collections.abc import Callable
 from typing import Any
 
 from bandmaster.failure import Failure
-from bandmaster.wire.codec import Payload, encode
+from bandmaster.wire.codec import Payload, decode, encode
 from bandmaster.wire.host import WorkerHost
-from bandmaster.wire.lane import Closed, Lane
+from bandmaster.wire.lane import INLINE_NBYTES, Closed, Lane
 from bandmaster.wire.rendezvous import Rendezvous
 from bandmaster.wire.segments import OWNER, Segment
 
-__all__ = ["serve"]
+__all__ = ["read_answer", "serve"]
+
+
+class Answer:
+    """The first byte of an answer, and what follows it."""
+
+    NOTHING = 0  # nothing: the value is not wanted
+    VALUE = 1  # the value's pickle stream
+    PART = 2  # pickled: the part that the value's payload is
+    FAILURE = 3  # pickled: the part that the payload of a `Failure` is
 
 
 def serve(lane: Lane, host: WorkerHost) -> None:
     """Answer messages until the controller is gone or says ``pause``."""
     while True:
         try:
-            operation, *arguments = lane.receive()
+            message = lane.receive()
+            assert message is not None, "this end blocks"
+            operation, *arguments = pickle.loads(message)
             if operation == "pause":
                 return
-            body, segments = _encode(lane, _OPERATIONS[operation](lane, host, *arguments))
-            lane.send(body, segments)
-            lane.writer.give_back([segment.id for segment in segments], OWNER)
+            outcome = _OPERATIONS[operation](lane, host, *arguments)
         except Closed:
             return
+        except OSError as error:  # no descriptor or no memory for a segment that came with the message
+            outcome = Failure.of(error)
+        try:
+            body, segments = _encode(lane, outcome)
+            del outcome
+            lane.send(body, segments)
+            for segment in segments:
+                lane.writer.give_back([segment.id], OWNER)
+        except Closed:
+            return
+
+
+def read_answer(lane: Lane, body: memoryview) -> tuple[Payload | Failure | None, bool]:
+    """The controller's end of it: the outcome, and whether it is a failure."""
+    kind = body[0]
+    if kind == Answer.VALUE:
+        return Payload(bytes(body[1:])), False
+    if kind == Answer.NOTHING:
+        return None, False
+    payload = lane.unpack(pickle.loads(body[1:]))
+    return (decode(payload), True) if kind == Answer.FAILURE else (payload, False)
 
 
 def _call(lane: Lane, host: WorkerHost, method: str, is_collected: bool, parts: Any) -> Payload | Failure | None:
@@ -43,7 +74,7 @@ def _construct(lane: Lane, host: WorkerHost, context: Any, environment: dict[str
     return host.construct(context, lane.unpack(parts[0]))
 
 
-def _listen(_: Lane, host: WorkerHost, address: str) -> Payload:
+def _listen(_: Lane, host: WorkerHost, address: str, parts: Any) -> Payload:
     host.rendezvous = Rendezvous(address)
     return encode(host.rendezvous.port)
 
@@ -60,12 +91,16 @@ def _encode(lane: Lane, outcome: Payload | Failure | None) -> tuple[bytes, list[
     segments in which they lay are given back with it."""
     if outcome is None:
         return _NOTHING, []
-    try:
-        part, segments = lane.pack(encode(outcome) if isinstance(outcome, Failure) else outcome)
-    except OSError as error:
-        outcome = Failure.of(error)
-        part, segments = lane.pack(encode(outcome))
-    return pickle.dumps((part, isinstance(outcome, Failure)), protocol=5), segments
+    if isinstance(outcome, Payload):
+        if not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
+            return _VALUE + outcome.head, []
+        try:
+            part, segments = lane.pack(outcome)
+            return _PART + pickle.dumps(part, protocol=5), segments
+        except OSError as error:
+            outcome = Failure.of(error)
+    part, segments = lane.pack(encode(outcome))
+    return _FAILURE + pickle.dumps(part, protocol=5), segments
 
 
-_NOTHING = pickle.dumps((None, False), protocol=5)
+_NOTHING, _VALUE, _PART, _FAILURE = (bytes([n]) for n in (Answer.NOTHING, Answer.VALUE, Answer.PART, Answer.FAILURE))

@@ -20,7 +20,7 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ import numpy as np
 __all__ = ["OWNER", "Segment", "SegmentReader", "SegmentWriter"]
 
 ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
-MAX_FREE_NBYTES = 1 << 30  # of segments that are kept for reuse
+MAX_FREE_NBYTES = 512 << 20  # of segments that are kept for reuse
 MAX_FREE_AGE = 256  # a free segment that was passed over by so many writes is closed
 
 OWNER = -1  # the writer itself, as a reader of its segments
@@ -62,9 +62,14 @@ class Segment:
 
 
 class SegmentWriter:
-    """The segments of one writing side. Not thread-safe: its owner holds a lock."""
+    """The segments of one writing side. Not thread-safe: its owner holds a lock.
+
+    Attributes:
+        on_close: Called with the number of every segment that is closed; readers have to forget it.
+    """
 
     def __init__(self) -> None:
+        self.on_close: list[Callable[[int], None]] = []
         self._segments: dict[int, Segment] = {}
         self._free: dict[int, Segment] = {}
         self._n_writes = 0
@@ -104,18 +109,6 @@ class SegmentWriter:
         """A reader is gone: it has nothing left anywhere."""
         self.give_back([number for number, segment in self._segments.items() if reader in segment.readers], reader)
 
-    def trim(self) -> list[int]:
-        """Close free segments that are too many or too old; their ids, for readers to forget."""
-        stale = [s for s in self._free.values() if self._n_writes - s.last_used > MAX_FREE_AGE]
-        free = sorted((s for s in self._free.values() if s not in stale), key=lambda s: s.last_used)
-        excess = sum(s.nbytes for s in free) - MAX_FREE_NBYTES
-        while excess > 0:
-            excess -= free[0].nbytes
-            stale.append(free.pop(0))
-        for segment in stale:
-            self._close(segment)
-        return [segment.id for segment in stale]
-
     def close(self) -> None:
         """Close all segments; readers keep what they have mapped."""
         for segment in list(self._segments.values()):
@@ -130,7 +123,18 @@ class SegmentWriter:
         else:
             segment = self._create(nbytes)
         segment.last_used = self._n_writes
+        self._trim()
         return segment
+
+    def _trim(self) -> None:
+        """Close free segments that are too many or too old."""
+        free = sorted(self._free.values(), key=lambda s: s.last_used)
+        excess = sum(s.nbytes for s in free) - MAX_FREE_NBYTES
+        for segment in free:
+            if excess <= 0 and self._n_writes - segment.last_used <= MAX_FREE_AGE:
+                break
+            excess -= segment.nbytes
+            self._close(segment)
 
     def _create(self, nbytes: int) -> Segment:
         capacity = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -151,6 +155,8 @@ class SegmentWriter:
         self._free.pop(segment.id, None)
         os.close(segment.fd)
         segment.memory.close()
+        for tell in self.on_close:
+            tell(segment.id)
 
 
 class SegmentReader:
@@ -181,6 +187,11 @@ class SegmentReader:
         weakref.finalize(whole, self._returned.append, number).atexit = False
         view = memoryview(whole.data)
         return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether `returned` would give any."""
+        return bool(self._returned)
 
     def returned(self) -> list[int]:
         """Ids of the segments in which nothing lies any more, since this was asked last."""

@@ -1,0 +1,159 @@
+"""From the ranks' values to what the caller gets: joined, listed, reduced, or one of them."""
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from bandmaster import CollectError, Concat, Gather, Only, Reduce
+from bandmaster.collect import collect
+
+
+def concat(values, ranks=None, real_rows=None):
+    ranks = range(len(values)) if ranks is None else ranks
+    return collect(Concat("dp"), ranks, values, "Actor.step", real_rows)
+
+
+def reduced(op, values):
+    return collect(Reduce(op), range(len(values)), values, "Actor.step")
+
+
+def test_concat_joins_in_the_order_given():
+    assert concat([[1, 2], [3], []], ranks=[4, 0, 2]) == [1, 2, 3]
+    assert concat([np.array([1]), np.array([2, 3])]).tolist() == [1, 2, 3]
+    assert concat([{"a": torch.tensor([1])}, {"a": torch.tensor([2])}])["a"].tolist() == [1, 2]
+
+
+def test_concat_of_nones_is_none():
+    assert concat([None, None]) is None
+    assert concat([None, None], real_rows=[(2, 2), (2, 0)]) is None
+
+
+def test_gather_lists_and_only_takes_one():
+    values = [None, 3, "x"]
+
+    assert collect(Gather(), [0, 1, 2], values, "C.m") == [None, 3, "x"]
+    assert collect(Only(tp=1), [1], [values], "C.m") is values
+
+
+# --- padding ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [list, np.array, torch.tensor, lambda rows: {"x": np.array(rows)},
+     lambda rows: TensorDict({"x": torch.tensor(rows)}, batch_size=[len(rows)])],
+    ids=["list", "array", "tensor", "dict", "TensorDict"],
+)  # fmt: skip
+def test_padding_is_removed_exactly(make):
+    joined = concat([make([1, 2]), make([3, 1]), make([1, 2])], real_rows=[(2, 2), (2, 1), (2, 0)])
+
+    rows = joined["x"] if hasattr(joined, "keys") else joined
+    assert (rows if isinstance(rows, list) else rows.tolist()) == [1, 2, 3]
+
+
+def test_real_rows_are_those_of_the_collected_ranks():
+    assert concat([[1, 2], [3, 1]], ranks=[1, 3], real_rows=[(9, 9), (2, 2), (9, 9), (2, 1)]) == [1, 2, 3]
+
+
+def test_padding_that_cannot_be_told_from_rows_is_refused():
+    with pytest.raises(CollectError) as caught:
+        concat([[1, 2], [3]], ranks=[0, 2], real_rows=[(2, 2), (2, 2), (2, 1)])
+    assert str(caught.value) == (
+        "Actor.step failed on rank 2: returned 1 rows for 2, 1 of them padding, so the padding cannot be told from "
+        "the rest; return one row for each row, or split without pad=True"
+    )
+
+
+# --- reduce -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "result"), [("sum", [6, 9]), ("mean", [2, 3]), ("min", [1, 2]), ("max", [3, 4])], ids=str
+)
+def test_reduce_is_elementwise(op, result):
+    values = [[1, 4], [2, 3], [3, 2]]
+
+    assert [reduced(op, [value[i] for value in values]) for i in (0, 1)] == result
+    assert [reduced(op, [np.float32(value[i]) for value in values]) for i in (0, 1)] == result
+    assert reduced(op, [np.array(value) for value in values]).tolist() == result
+    assert reduced(op, [torch.tensor(value) for value in values]).tolist() == result
+    assert reduced(op, [TensorDict({"x": torch.tensor(value)}, []) for value in values])["x"].tolist() == result
+    assert reduced(op, [{"a": value[0], "b": {"c": torch.tensor(value)}} for value in values]) == {
+        "a": result[0],
+        "b": {"c": pytest.approx(torch.tensor(result))},
+    }
+
+
+@pytest.mark.parametrize("make", [bool, np.bool_, torch.tensor, lambda flag: np.array([flag])])
+def test_reduce_counts_booleans(make):
+    flags = [make(True), make(True), make(False), make(True)]
+
+    assert reduced("sum", flags) == 3
+    assert reduced("mean", flags) == 0.75
+
+
+def test_reduce_keeps_the_dtype_and_its_inputs():
+    values = [torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)]
+
+    assert reduced("mean", values).dtype == torch.bfloat16
+    assert reduced("sum", [np.ones(2, np.int16), np.ones(2, np.int16)]).dtype == np.int16
+    assert reduced("sum", values).tolist() == [2, 2]
+    assert [value.tolist() for value in values] == [[1, 1], [1, 1]]
+
+
+def test_reduce_by_a_function_gets_all_values():
+    assert reduced(sorted, [3, 1, 2]) == [1, 2, 3]
+    assert reduced("_".join, ["a", "b"]) == "a_b"
+
+
+def test_a_reducing_function_raises_as_it_is():
+    with pytest.raises(ZeroDivisionError):
+        reduced(lambda values: values[0] / 0, [1, 2])
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "rank", "message"),
+    [
+        ([3, 4], 1, "Actor.step failed on rank 1: returned int, which has no rows for Concat to join; return a batch"),
+        ([[1], None], 5, "Actor.step failed on rank 5: returned NoneType, which has no rows for Concat to join"),
+        ([[1], np.array([1])], 5, "rank 5: returned ndarray where rank 1 returned list; Concat joins one type"),
+        ([[1], {"a": [1], "b": 2}], 5, "rank 5: returned what Concat cannot join: a dict mixes batches with other"),
+        ([np.ones((1, 2)), np.ones((1, 3))], 1, "(rank 1: ndarray of shape (1, 2), rank 5: ndarray of shape (1, 3))"),
+        ([{"a": [1]}, {"b": [1]}], 1, "cannot join dicts with keys ['a'] (part 0) and ['b'] (part 1)"),
+    ],
+)
+def test_what_cannot_be_joined_names_the_rank_and_the_type(values, rank, message):
+    with pytest.raises(CollectError) as caught:
+        concat(values, ranks=[1, 5])
+    assert message in str(caught.value)
+    assert (caught.value.rank, caught.value.method) == (rank, "Actor.step")
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+@pytest.mark.parametrize(
+    ("values", "types"),
+    [
+        ([None, 1], "(rank 0: NoneType, rank 1: int)"),
+        ([[1], [2]], "(rank 0: list, rank 1: list): list is neither a number nor an array, tensor or dict of them"),
+        (["a", "b"], "(rank 0: str, rank 1: str): str is neither a number nor an array, tensor or dict of them"),
+        ([{"a": 1}, {"b": 1}], "(rank 0: dict, rank 1: dict): dicts with different keys: [['a'], ['b']]"),
+        ([{"a": 1}, 1], "(rank 0: dict, rank 1: int)"),
+        ([torch.ones(2), torch.ones(3)], "(rank 0: Tensor, rank 1: Tensor)"),
+    ],
+)
+def test_what_cannot_be_reduced_names_ranks_and_types(op, values, types):
+    with pytest.raises(CollectError) as caught:
+        reduced(op, values)
+    assert f"Actor.step failed on rank 0: returned what Reduce({op!r}) cannot reduce {types}" in str(caught.value)
+
+
+def test_ranks_without_rows_do_not_decide_about_the_type():
+    parts = [np.arange(3), np.array([])]
+    joined = collect(Concat("dp"), (0, 1), parts, "W.m")
+    assert joined.dtype == parts[0].dtype
+    assert joined.tolist() == [0, 1, 2]
+    assert collect(Concat("dp"), (0, 1), [np.ones((1, 2)), []], "W.m").shape == (1, 2)

@@ -1,0 +1,202 @@
+"""The tree of errors: drawn as it is, honest builtins at its leaves, and able to travel between processes."""
+
+import builtins
+import pickle
+import re
+import sys
+
+import pytest
+
+from bandmaster import errors
+from bandmaster.errors import (
+    ArgumentError,
+    BandmasterError,
+    CallTimeout,
+    CollectError,
+    ConstructorError,
+    RemoteError,
+    UsageError,
+    WorkerDied,
+)
+from bandmaster.failure import Failure, FailureKind
+
+
+def drawn_tree():
+    """``(name, parent, builtin)`` of every line of the drawing in the docstring."""
+    path, tree = [], []
+    for line in errors.__doc__.splitlines():
+        match = re.match(r"    ([│├└─ ]*)([A-Z]\w+)(.*)", line)
+        if match is None:
+            continue
+        branches, name, rest = match.groups()
+        del path[len(branches) // 4 :]
+        builtin = re.search(r"\((\w+Error)\)", rest)
+        tree.append((name, path[-1] if path else "Exception", builtin.group(1) if builtin else None))
+        path.append(name)
+    return tree
+
+
+def test_the_drawing_shows_exactly_the_public_classes():
+    assert sorted(name for name, _, _ in drawn_tree()) == sorted(errors.__all__)
+
+
+@pytest.mark.parametrize(("name", "parent", "builtin"), drawn_tree(), ids=str)
+def test_every_error_stands_where_it_is_drawn(name, parent, builtin):
+    cls = getattr(errors, name)
+    leaves = {name for name, _, _ in drawn_tree()} - {parent for _, parent, _ in drawn_tree()}
+
+    assert issubclass(cls, getattr(errors, parent, Exception))
+    assert builtin is None or issubclass(cls, getattr(builtins, builtin))
+    assert name not in leaves or issubclass(cls, (TypeError, ValueError, RuntimeError, OSError))
+
+
+RANK_ERRORS = [RemoteError, ConstructorError, CollectError, WorkerDied]
+PLAIN_ERRORS = {getattr(errors, name) for name in errors.__all__} - {*RANK_ERRORS, CallTimeout}
+
+
+@pytest.mark.parametrize("cls", sorted(PLAIN_ERRORS, key=str))
+def test_errors_survive_a_pickle(cls):
+    error = pickle.loads(pickle.dumps(cls("what was asked; the next step")))
+
+    assert type(error) is cls
+    assert str(error) == "what was asked; the next step"
+
+
+def raised(error):
+    """The error with a traceback, as if a method had raised it."""
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+@pytest.mark.parametrize("cls", RANK_ERRORS)
+def test_errors_of_ranks_survive_a_pickle_with_all_they_know(cls):
+    failures = {3: Failure.of(raised(KeyError("b"))), 1: Failure.of(raised(ValueError("a")))}
+    before = cls("Actor.step", failures, {1: {"dp": 0, "tp": 1}, 3: {"dp": 1, "tp": 1}})
+
+    error = pickle.loads(pickle.dumps(before))
+
+    assert type(error) is cls
+    assert str(error) == str(before)
+    assert (error.method, error.rank, list(error.failures)) == ("Actor.step", 1, [1, 3])
+    assert error.coordinates == {1: {"dp": 0, "tp": 1}, 3: {"dp": 1, "tp": 1}}
+    assert [repr(failure.exception) for failure in error.failures.values()] == ["ValueError('a')", "KeyError('b')"]
+    assert repr(error.__cause__) == "ValueError('a')"
+
+
+def test_a_timeout_survives_a_pickle():
+    error = pickle.loads(pickle.dumps(CallTimeout("Actor.step", (0, 2), 1.5)))
+
+    assert (error.method, error.missing) == ("Actor.step", (0, 2))
+    assert str(error) == (
+        "Actor.step has no answer from rank 0, 2 after 1.5 s; the call still runs: wait for it with result() again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cls", "verb"),
+    [
+        (RemoteError, "failed"),
+        (ConstructorError, "failed"),
+        (CollectError, "failed"),
+        (WorkerDied, "lost its process"),
+    ],
+)
+def test_the_message_says_what_where_and_why(cls, verb):
+    died = Failure(FailureKind.DIED, "killed by SIGKILL", host="node-a", pid=42)
+
+    assert str(cls("Actor.step", {2: died, 5: died}, {2: {"dp": 1, "tp": 0}})) == (
+        f"Actor.step {verb} on rank 2 (dp=1, tp=0, host node-a, pid 42), and on rank 5: killed by SIGKILL"
+    )
+    assert str(cls("Actor.step", {0: Failure(FailureKind.DIED, "gone")})) == f"Actor.step {verb} on rank 0: gone"
+
+
+def test_the_message_ends_with_the_remote_traceback():
+    failure = Failure.of(raised(ValueError("too long")))
+    text = str(RemoteError("Actor.step", {0: failure}))
+
+    assert "on rank 0 (host " in text
+    assert "): ValueError: too long\n--- on rank 0 ---\nTraceback (most recent call last):\n" in text
+    assert text.endswith("raise error\nValueError: too long")
+
+
+def test_who_is_to_blame_can_be_told_by_the_family():
+    assert issubclass(ArgumentError, UsageError)
+    assert not issubclass(RemoteError, UsageError)
+    assert not issubclass(WorkerDied, RemoteError)
+    assert issubclass(ConstructorError, BandmasterError)
+
+
+# --- failures: what a worker says of an exception ---------------------------------------------------------------
+
+
+class Demanding(Exception):
+    """Pickles, and cannot be unpickled: the usual way of writing an exception with two arguments."""
+
+    def __init__(self, code, reason):
+        super().__init__(f"{code}: {reason}")
+
+
+class Sealed(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self):
+        super().__init__("sealed")
+        self.frame = sys._getframe()
+
+
+class NotAnError(Exception):
+    """Unpickles as something else."""
+
+    def __reduce__(self):
+        return str, ("no error",)
+
+
+@pytest.mark.parametrize(
+    ("error", "summary"),
+    [
+        (Demanding(7, "no"), "Demanding: 7: no"),
+        (Sealed(), "Sealed: sealed"),
+        (NotAnError("x"), "NotAnError: x"),
+    ],
+)
+def test_a_failure_survives_where_its_exception_cannot(error, summary):
+    failure = pickle.loads(pickle.dumps(Failure.of(raised(error))))
+
+    assert failure.exception is None
+    assert failure.summary.endswith(summary)
+    assert "raise error" in failure.traceback
+    assert str(pickle.loads(pickle.dumps(RemoteError("Actor.step", {0: failure})))).startswith("Actor.step failed on")
+
+
+def test_an_exception_of_a_local_class_travels_with_its_attributes():
+    class Local(Exception):
+        pass
+
+    error = Local("x")
+    error.rows = [1, 2]
+    failure = pickle.loads(pickle.dumps(Failure.of(raised(error), FailureKind.RESULT)))
+
+    assert failure.exception.rows == [1, 2]
+    assert failure.kind is FailureKind.RESULT
+
+
+def test_a_failure_shows_what_the_error_was_caused_by():
+    try:
+        try:
+            raise KeyError("inner")
+        except KeyError as inner:
+            raise ValueError("outer") from inner
+    except ValueError as error:
+        failure = Failure.of(error)
+
+    assert "KeyError: 'inner'\n\nThe above exception was the direct cause" in failure.traceback
+    assert failure.summary == "ValueError: outer"
+
+
+def test_leaving_the_program_is_a_failure_too():
+    failure = pickle.loads(pickle.dumps(Failure.of(raised(SystemExit(3)))))
+
+    assert failure.exception.code == 3
+    assert failure.summary == "SystemExit: 3"

@@ -1,0 +1,184 @@
+"""Which node takes which part of a pool, decided from an inventory alone."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bandmaster.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
+
+
+def cpu_nodes(*free, total=None):
+    return [Node(f"10.0.0.{n}", total or amount, amount, 0, 0) for n, amount in enumerate(free)]
+
+
+def gpu_nodes(*free, total=8, holders=()):
+    return [Node(f"10.0.0.{n}", 64, 64, total, amount, holders) for n, amount in enumerate(free)]
+
+
+def cpus(*workers, each=1):
+    return Request("pool", workers, each, 0)
+
+
+def gpus(*workers, each=0):
+    return Request("pool", workers, each, 1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "free", "assigned"),
+    [
+        ([4], [4], (0,)),
+        ([4, 2], [2, 4], (1, 0)),
+        ([2, 4], [4, 2], (1, 0)),
+        ([4, 4], [8, 8], (0, 1)),  # nodes of their own where there are enough
+        ([2], [8, 2, 4], (1,)),  # the tightest fit
+        ([2, 2, 2], [8, 8, 8, 8], (0, 1, 2)),  # equal sizes in the order of the addresses
+        ([4, 4], [8], (0, 0)),  # shared otherwise
+        ([3, 3, 2], [8, 2], (0, 0, 1)),
+        ([4, 3, 3, 2], [6, 6], (0, 1, 1, 0)),  # only in this way
+        ([4], [3, 3], None),  # no part is spread over nodes
+        ([3, 3], [5], None),
+        ([1], [], None),
+    ],
+)
+def test_assignment(workers, free, assigned):
+    assert assign_nodes(gpus(*workers), gpu_nodes(*free)) == assigned
+    assert assign_nodes(cpus(*workers), cpu_nodes(*free)) == assigned
+
+
+def test_whatever_is_scarcer_counts():
+    assert assign_nodes(gpus(3, each=8), [Node("a", 16, 16, 8, 8), Node("b", 64, 64, 4, 4)]) == (1,)
+    assert assign_nodes(gpus(3, each=8), [Node("a", 16, 16, 8, 8)]) is None
+
+
+def test_what_is_not_counted_has_no_end():
+    node = Node("this process", None, None, 2, 1)
+
+    assert assign_nodes(cpus(500, 500), [node]) == (0, 0)
+    assert assign_nodes(cpus(5, each=0), cpu_nodes(1)) == (0,)
+    assert assign_nodes(gpus(1), [node]) == (0,)
+    assert assign_nodes(gpus(2), [node]) is None
+
+
+def test_parts_of_cpus_add_up():
+    assert assign_nodes(cpus(10, each=0.1), cpu_nodes(1)) == (0,)
+    assert assign_nodes(cpus(11, each=0.1), cpu_nodes(1)) is None
+
+
+def test_addresses_are_ordered_as_numbers():
+    names = ["10.0.0.10", "node-b", "10.0.0.9", "fe80::1", "node-a"]
+    nodes = [Node(name, 1, 1, 0, 0) for name in names]
+
+    assigned = assign_nodes(cpus(1, 1, 1, 1, 1), nodes)
+    assert [names[index] for index in assigned] == ["10.0.0.9", "10.0.0.10", "fe80::1", "node-a", "node-b"]
+
+
+def test_what_is_held_may_become_free():
+    nodes = gpu_nodes(1, total=8)
+
+    assert assign_nodes(gpus(8), nodes) is None
+    assert assign_nodes(gpus(8), nodes, free=False) == (0,)
+    assert could_ever_fit(gpus(8), nodes)
+    assert not could_ever_fit(gpus(9), nodes)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.lists(st.integers(0, 8), max_size=4))
+def test_an_assignment_is_found_whenever_there_is_one(workers, free):
+    def fits(choice):
+        return all(sum(n for n, node in zip(workers, choice, strict=True) if node == i) <= free[i] for i in set(choice))
+
+    is_possible = any(fits(choice) for choice in itertools.product(range(len(free)), repeat=len(workers)))
+    assigned = assign_nodes(gpus(*workers), gpu_nodes(*free))
+
+    assert (assigned is not None) == is_possible
+    assert assigned is None or fits(assigned)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.lists(st.integers(0, 4), min_size=1, max_size=5))
+def test_parts_have_nodes_of_their_own_whenever_they_can(workers, free):
+    can = any(
+        all(n <= free[node] for n, node in zip(workers, choice, strict=True))
+        for choice in itertools.permutations(range(len(free)), len(workers))
+    )
+    assigned = assign_nodes(gpus(*workers), gpu_nodes(*free))
+
+    assert can == (assigned is not None and len(set(assigned)) == len(workers))
+
+
+@pytest.mark.parametrize(
+    ("workers", "free", "fits"),
+    [
+        ([8] * 64, [8] * 64, True),
+        ([8] * 65, [8] * 64, False),
+        ([4] * 129, [8] * 64, False),
+        ([1] * 2048, [32] * 64, True),
+        ([5, 3] * 64, [8] * 64, True),
+        ([5] * 65, [8] * 64, False),
+        ([3] * 97, [n % 9 for n in range(64)], False),
+        ([6, 5, 3, 2] * 16, [8] * 31, False),
+        ([n % 7 + 1 for n in range(80)], [n % 9 for n in range(64)], False),
+    ],
+)
+@pytest.mark.timeout(10)
+def test_large_clusters_are_decided_at_once(workers, free, fits):
+    assert (assign_nodes(gpus(*workers), gpu_nodes(*free)) is not None) == fits
+
+
+@pytest.mark.timeout(10)
+def test_a_puzzle_is_given_up():
+    workers = [42, 18, 28, 18, 58, 16, 49, 61, 26, 44, 55, 61, 48, 19, 29, 16, 56, 14, 64, 53, 31, 40, 45, 16, 32, 37]
+    workers += [30, 49, 50, 23, 45, 40, 38, 43]
+    free = [128, 69, 117, 73, 25, 53, 85, 82, 71, 120, 126, 58, 81, 65, 94, 47]  # exactly as many
+
+    assert assign_nodes(cpus(*workers), cpu_nodes(*free)) is None
+
+
+# --- what is said when it does not fit --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "nodes", "options", "message"),
+    [
+        (
+            gpus(8),
+            [Node("node-a", 64, 60, 8, 4), Node("node-b", 64, 64, 8, 0, ("group 'critic'",))],
+            {},
+            "pool 'pool' cannot place 8 GPU workers as [8] (1 GPU each): "
+            "node node-a has 4 of 8 GPUs and 60 of 64 CPUs free, room for 4; "
+            "node node-b has 0 of 8 GPUs and 64 of 64 CPUs free, room for 0, held by group 'critic'; "
+            "ask for [4], or close what holds the rest",
+        ),
+        (
+            cpus(3, 3, each=0.5),
+            cpu_nodes(1),
+            {"waited_s": 2.5},
+            "pool 'pool' cannot place 6 workers as [3, 3] (0.5 CPU each) within 2.5 s: "
+            "node 10.0.0.0 has 1 of 1 CPUs free, room for 2; ask for [2]",
+        ),
+        (
+            gpus(1),
+            cpu_nodes(4),
+            {},
+            "pool 'pool' cannot place 1 GPU workers as [1] (1 GPU each): "
+            "node 10.0.0.0 has 0 of 0 GPUs and 4 of 4 CPUs free, room for 0; "
+            "there is no GPU: make the pool with use_gpu=False",
+        ),
+        (
+            gpus(16),
+            gpu_nodes(2, 0, holders=("pool 'other'",)),
+            {"free": False},
+            "pool 'pool' cannot place 16 GPU workers as [16] (1 GPU each): "
+            "node 10.0.0.0 has 8 GPUs and 64 CPUs, room for 8; node 10.0.0.1 has 8 GPUs and 64 CPUs, room for 8; "
+            "ask for [8, 8]",
+        ),
+        (
+            cpus(1),
+            [],
+            {},
+            "pool 'pool' cannot place 1 workers as [1] (1 CPU each): there are no nodes; nothing of that kind is free",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told_node_by_node(request_, nodes, options, message):
+    assert str(cannot_place(request_, nodes, **options)) == message
