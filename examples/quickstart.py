@@ -1,4 +1,4 @@
-"""Four workers, called as if they were one object. Run it with ``python examples/quickstart.py``."""
+"""Four worker processes, called as if they were one object. Run it with ``python examples/quickstart.py``."""
 
 import numpy as np
 
@@ -21,16 +21,13 @@ class Accumulator(bm.Worker):
         return rows * 2
 
 
-def main():
-    with bm.ResourcePool([4]) as pool:
-        group = bm.WorkerGroup(pool, Accumulator, start=0.0)
-        print(group)
-        print("add(10), one value per rank: ", group.add(10))
-        print("double(0..9), rows in order: ", group.double(np.arange(10)))
-        print("the same call, not waiting:  ", group.double.submit(np.arange(10)).result(timeout=5))
-        print()
-        print(bm.plan(Dispatch.DP_PROTO, group.mesh, rows=10))
-
-
-if __name__ == "__main__":
-    main()
+with bm.ResourcePool([4]) as pool:
+    group = bm.WorkerGroup(pool, Accumulator, start=0.0)
+    print(group)
+    for worker in group.workers:
+        print("  ", worker)
+    print("add(10), one value per rank: ", group.add(10))
+    print("double(0..9), rows in order: ", group.double(np.arange(10)))
+    print("the same call, not waiting:  ", group.double.submit(np.arange(10)).result(timeout=5))
+    print()
+    print(bm.plan(Dispatch.DP_PROTO, group.mesh, rows=10))

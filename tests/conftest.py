@@ -110,9 +110,7 @@ def nothing_is_left(request):
             lambda: f"left on Ray: {_placement_groups().keys() - groups_before.keys()}, {_taken_on_ray()}",
         )
         return
-    if _grown(before):
-        gc.collect()
-        _wait_until(lambda: not _grown(before), lambda: f"left behind: {_grown(before)}")
+    _wait_until(lambda: not _grown(before), lambda: f"left behind: {_grown(before)}")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas
 import psutil
+import pyarrow
 import pytest
 import torch
 from hypothesis import given, settings
@@ -117,7 +119,6 @@ def test_bytes(group):
 
 
 def test_frames_and_tables(group):
-    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
     frame = pandas.DataFrame({"x": np.arange(LARGE), "y": [f"row {i}" for i in range(LARGE)]})
     table = pyarrow.table({"x": np.arange(LARGE), "y": np.random.default_rng(0).random(LARGE)})
     for back, back_table in group.echo((frame, table)):

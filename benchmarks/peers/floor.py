@@ -159,7 +159,9 @@ def _serve(sock: socket.socket, desk: Desk) -> None:
                     del maps[size]
                 maps[nbytes] = mmap.mmap(fds[0], nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
                 os.close(fds[0])
-            value = getattr(desk, method)(np.frombuffer(maps[nbytes], np.float32)[start // 4 : stop // 4].reshape(shape))
+            value = getattr(desk, method)(
+                np.frombuffer(maps[nbytes], np.float32)[start // 4 : stop // 4].reshape(shape)
+            )
         if not isinstance(value, np.ndarray) or value.nbytes <= INLINE_NBYTES:
             sock.send(pickle.dumps(value, 5))
             continue
