@@ -42,6 +42,8 @@ def ray_cluster():
     ray.shutdown()
 
 
+collect_ignore_glob = ["*_programs/*"]  # run in processes of their own, and must not be imported for their doctests
+
 BACKENDS = ["inprocess", "local", "ray"]
 
 

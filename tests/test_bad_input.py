@@ -797,3 +797,13 @@ def test_register_returns_the_method_unchanged():
 
     assert register("DP_PROTO")(step) is step
     assert str(inspect.signature(step)) == "(self, batch)"
+
+
+def test_a_registered_method_that_an_attribute_of_every_worker_would_hide(make_pool):
+    class Hidden(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def device(self):
+            return "never"
+
+    with pytest.raises(bm.UsageError, match=r"Hidden registers 'device'.*rename the method"):
+        bm.WorkerGroup(make_pool([1]), Hidden)

@@ -300,6 +300,18 @@ def test_closing_a_pool_closes_groups_on_pools_made_of_it(make_pool):
         group.add(1)
 
 
+def test_a_module_that_makes_workers_when_it_is_imported_is_told_so_by_its_first_worker(tmp_path):
+    (tmp_path / "unguarded.py").write_text(
+        "import bandmaster as bm\n"
+        "class Mine(bm.Worker): pass\n"
+        "pool = bm.ResourcePool([1])\n"
+        "bm.WorkerGroup(pool, Mine)\n"
+    )
+    command = [sys.executable, "-c", "import unguarded"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "put what makes them into a function" in run.stderr
+
+
 def test_importing_bandmaster_loads_nothing_slow():
     program = "import sys, bandmaster; print([m for m in ('ray', 'torch', 'multiprocessing') if m in sys.modules])"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout

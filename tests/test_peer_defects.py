@@ -301,7 +301,7 @@ def test_a_place_takes_one_cpu_however_many_groups_may_share_it(ray_cluster):
     """verl asks for a CPU for every group that might come, ten for each GPU."""
     with bm.ResourcePool([2], backend="ray", use_gpu=True, name_prefix="frugal"):
         table = ray_cluster.util.placement_group_table().values()
-        (bundles,) = [group["bundles"] for group in table if group["name"] == "pool 'frugal'"]
+        (bundles,) = [group["bundles"] for group in table if group["name"].startswith("pool 'frugal'")]
         assert list(bundles.values()) == [{"CPU": 1.0, "GPU": 1.0}] * 2
 
 

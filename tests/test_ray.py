@@ -38,7 +38,7 @@ class Big(bm.Worker):
         return rows
 
     @register(Dispatch.ONE_TO_ALL)
-    def device(self):
+    def look(self):
         return os.environ.get("CUDA_VISIBLE_DEVICES"), self.device
 
 
@@ -55,6 +55,7 @@ def puts(ray_cluster, monkeypatch):
 def test_one_put_for_each_large_payload_and_none_for_small_ones(puts):
     with bm.ResourcePool([4], backend="ray") as pool:
         group = bm.WorkerGroup(pool, Big, mesh=Mesh(dp=2, tp=2))
+        assert len(group.workers) == 4  # from here on, calls are Ray's own
         puts.clear()
         array = np.arange(200_000.0)
         assert group.first(array, 1) == [1.0] * 4
@@ -68,6 +69,7 @@ def test_one_put_for_each_large_payload_and_none_for_small_ones(puts):
 def test_results_are_fetched_from_collected_ranks_only(ray_cluster):
     with bm.ResourcePool([2], backend="ray") as pool:
         group = bm.WorkerGroup(pool, Big, mesh=Mesh(pp=2, dp=1, tp=1))
+        assert len(group.workers) == 2  # from here on, calls are Ray's own
         future = group.from_last.submit(np.zeros(300_000))
         tickets = list(future._pending.values())
         first, last = ray_cluster.get(tickets)
@@ -79,29 +81,41 @@ def test_results_are_fetched_from_collected_ranks_only(ray_cluster):
 def test_groups_on_one_pool_share_its_devices_in_order(ray_cluster):
     with bm.ResourcePool([3], backend="ray", use_gpu=True, max_colocate_count=2) as pool:
         one, two = bm.WorkerGroup(pool, Big), bm.WorkerGroup(pool, Big)
-        devices = [int(device) for device, _ in one.device()]
+        devices = [int(device) for device, _ in one.look()]
         assert devices == sorted(set(devices))
-        assert two.device() == one.device()
-        assert {name for _, name in one.device()} == {"cpu"}, "Ray only pretends to have GPUs here"
+        assert two.look() == one.look()
+        assert {name for _, name in one.look()} == {"cpu"}, "Ray only pretends to have GPUs here"
 
 
-def test_raw_calls_keep_their_place_among_the_groups(ray_cluster):
-    class Log(bm.Worker):
-        def __init__(self):
-            self.entries = []
+class Log(bm.Worker):
+    def __init__(self):
+        self.entries = []
 
-        @register(Dispatch.ONE_TO_ALL)
-        def note(self, entry):
-            self.entries.append(entry)
-            return list(self.entries)
+    @register(Dispatch.ONE_TO_ALL)
+    def note(self, entry):
+        self.entries.append(entry)
+        return list(self.entries)
 
-    with bm.ResourcePool([1], backend="ray") as pool:
+
+def test_calls_by_lane_by_ray_and_past_us_run_in_the_order_of_submission(ray_cluster):
+    with bm.ResourcePool([2], backend="ray") as pool:
         group = bm.WorkerGroup(pool, Log)
-        group.note.submit(0)
-        raw = group.workers[0].note.remote(1)
-        last = group.note.submit(2)
-        assert ray_cluster.get(raw) == [0, 1]
-        assert last.result() == [[0, 1, 2]]
+        assert group.describe().count("yes") == 2, "both workers have a lane"
+        futures, references = [], []
+        for entry in range(12):
+            if entry % 3 == 2:
+                references += group.execute_all_async("note", entry)
+            else:
+                futures.append(group.note.submit(entry))
+        assert ray_cluster.get(references[-1]) == list(range(12))
+        raw = group.workers[0].note.remote(12)
+        assert group.describe().count("yes") == 0, "the lanes were left to the raw handles"
+        last = group.note.submit(13)
+        assert ray_cluster.get(raw) == list(range(13))
+        assert last.result() == [list(range(14)), [*range(12), 13]]
+        assert [future.result()[0] for future in futures] == [
+            list(range(n + 1)) for n in range(12) if n % 3 != 2
+        ]  # fmt: skip
 
 
 def test_a_reference_that_fails_raises_the_original_exception(ray_cluster):
@@ -145,4 +159,4 @@ def test_worker_names_can_be_taken_once(ray_cluster):
         kept = bm.WorkerGroup(pool, Big, name_prefix="same")
         with pytest.raises(bm.UsageError, match="name_prefix of its own"):
             bm.WorkerGroup(pool, Big, name_prefix="same")
-        assert len(kept.device()) == 1
+        assert len(kept.look()) == 1

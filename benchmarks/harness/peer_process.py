@@ -36,7 +36,7 @@ class PeerProcess:
 
     def __init__(self, found: Found, environment: dict[str, str] | None = None) -> None:
         self.kind = found.kind
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile()
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -83,7 +83,7 @@ class PeerProcess:
             raise PeerFailed(f"gone at {do!r}: {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise PeerFailed(answer["error"])
+            raise PeerFailed(" ".join(answer["error"].split())[:160])
         return answer
 
     def close(self) -> None:
@@ -105,10 +105,8 @@ class PeerProcess:
 
     def log(self) -> str:
         """What it wrote to its standard output and error."""
-        self._log.seek(0)
-        return self._log.read()
+        return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def _last_words(self) -> str:
         lines = [line for line in self.log().splitlines() if line.strip()]
         return lines[-1][:200] if lines else f"exit code {self._process.poll()}"
-

@@ -89,6 +89,9 @@ class BroadcastReadAll(Broadcast):
     def call(self) -> Any:
         return self.peer.broadcast_read_all(self.array)
 
+    def check(self, result: Any) -> None:
+        self.expect(len(result) == self.n_workers and np.allclose(result, self.sum, rtol=1e-4), result)
+
 
 class SplitIncConcat(Broadcast):
     """Rows over the ranks, each adds 1, joined in order. The first result is compared whole, then in places."""

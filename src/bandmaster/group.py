@@ -28,7 +28,7 @@ from bandmaster.mesh import Mesh
 from bandmaster.method import GroupMethod, MethodSpec
 from bandmaster.planning import Packed, Slot, everywhere, scatter, sources
 from bandmaster.pool import ResourcePool
-from bandmaster.render import html_table
+from bandmaster.render import html_table, text_table
 from bandmaster.transfer import Gather, Incoming, Only
 from bandmaster.worker import ClassWithInitArgs, Registration, Worker, registrations
 
@@ -158,6 +158,10 @@ class WorkerGroup:
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async
 
+    def describe(self) -> str:
+        """A table of the ranks: where each is on the mesh, on which host and device, and whether it has a lane."""
+        return text_table(repr(self), *self._table())
+
     def close(self) -> None:
         """End the workers and give their places back. Closing twice is fine."""
         if self._finalizer is not None:
@@ -189,8 +193,17 @@ class WorkerGroup:
         return f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{closed}>"
 
     def _repr_html_(self) -> str:
-        rows = [[rank, name, *self._mesh.coordinates(rank).values()] for rank, name in enumerate(self._worker_names)]
-        return html_table(repr(self), ["rank", "worker", *self._mesh.axis_names], rows)
+        return html_table(repr(self), *self._table())
+
+    def _table(self) -> tuple[list[str], list[list[Any]]]:
+        is_open = self._finalizer is not None and self._finalizer.alive
+        facts = self._crew.describe() if is_open else [{}] * self.world_size
+        known = [name for name in ("host", "pid", "device", "lane") if name in facts[0]]
+        rows = [
+            [rank, name, *self._mesh.coordinates(rank).values(), *(fact[key] for key in known)]
+            for rank, (name, fact) in enumerate(zip(self._worker_names, facts, strict=True))
+        ]
+        return ["rank", "worker", *self._mesh.axis_names, *known], rows
 
     def _pack_all(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Packed:
         slots = self._bind(method, args, kwargs)
@@ -289,6 +302,12 @@ def _check_names(cls: type[Worker], methods: Mapping[str, Registration]) -> None
         raise UsageError(
             f"{cls.__name__} registers {', '.join(map(repr, hidden))}, which would hide what WorkerGroup itself has "
             "under that name or keep there; rename the method"
+        )
+    unreachable = [name for name in methods if name in Worker.__annotations__]
+    if unreachable:
+        raise UsageError(
+            f"{cls.__name__} registers {', '.join(map(repr, unreachable))}, which every Worker has as an attribute "
+            "of that name, so that the method cannot be reached; rename the method"
         )
 
 

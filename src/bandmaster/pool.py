@@ -20,6 +20,7 @@ from bandmaster.backends import Seat, get_backend
 from bandmaster.errors import ClosedError, PlacementError, UsageError
 from bandmaster.placement import Request
 from bandmaster.render import html_table
+from bandmaster.worker import ClassLoading
 
 if TYPE_CHECKING:
     from bandmaster.group import WorkerGroup
@@ -290,6 +291,7 @@ class _Lease:
         self._release: weakref.finalize[Any, _Lease] | None = None
 
     def open(self) -> None:
+        ClassLoading.check()
         if self._release is None:
             backend = get_backend(self.backend)
             self.reservation = backend.reserve(self.request, self._timeout_s)

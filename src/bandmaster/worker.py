@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from bandmaster.errors import ProtocolError
+from bandmaster.errors import ProtocolError, UsageError
 from bandmaster.mesh import Mesh
 from bandmaster.transfer import (
     Custom,
@@ -20,7 +20,16 @@ from bandmaster.transfer import (
     check_padding,
 )
 
-__all__ = ["ClassWithInitArgs", "Registration", "Worker", "WorkerContext", "make_worker", "register", "registrations"]
+__all__ = [
+    "ClassLoading",
+    "ClassWithInitArgs",
+    "Registration",
+    "Worker",
+    "WorkerContext",
+    "make_worker",
+    "register",
+    "registrations",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _MARK = "__bandmaster_registration__"
@@ -56,6 +65,34 @@ class Worker:
 
     def __init__(self) -> None:
         """Nothing to do: the attributes are there already."""
+
+
+class ClassLoading:
+    """Whether this process is loading a worker's class, and with it importing the modules that it comes from.
+
+    A module that makes a pool when it is imported would then make workers that import it, and so on for ever.
+    """
+
+    is_under_way = False
+
+    @classmethod
+    def check(cls) -> None:
+        """Refuse to make workers while a worker's class is loaded.
+
+        Raises:
+            UsageError: It is.
+        """
+        if cls.is_under_way:
+            raise UsageError(
+                "a worker imports the module of its class, and that module makes workers when it is imported; put "
+                "what makes them into a function, or under if __name__ == '__main__':"
+            )
+
+    def __enter__(self) -> None:
+        ClassLoading.is_under_way = True
+
+    def __exit__(self, *_: object) -> None:
+        ClassLoading.is_under_way = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a backend is: four methods, and five for the workers of a group.
+"""What a backend is: four methods, and six for the workers of a group.
 
 The group plans and never sees a socket; a backend carries bytes and never sees an axis::
 
@@ -121,6 +121,9 @@ class Crew(Protocol):
     @property
     def has_native_tickets(self) -> bool:
         """Whether tickets are what the backend's own users know, such as ObjectRefs."""
+
+    def describe(self) -> Sequence[Mapping[str, Any]]:
+        """For each rank: ``host``, ``pid``, ``device``, and ``lane``: whether calls take the direct way."""
 
     def put(self, payload: Payload) -> Any:
         """Write a payload once, for however many ranks will read it. Its memory may change afterwards."""

@@ -5,7 +5,9 @@ Values travel through the same codec as on every other backend, so they are isol
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +49,11 @@ class InProcessCrew:
     def handles(self) -> list[Any]:
         """The worker objects themselves."""
         return [host.worker for host in self._hosts]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """All in this process."""
+        here = {"host": socket.gethostname(), "pid": os.getpid(), "lane": "in process"}
+        return [{**here, "device": host.worker.device if host.worker else "-"} for host in self._hosts]
 
     def put(self, payload: Payload) -> Payload:
         """Nothing to write: every rank copies what it reads."""

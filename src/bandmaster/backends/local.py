@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bandmaster.backends import Launch
 from bandmaster.backends.machine import MachineBackend
@@ -79,6 +80,7 @@ class LocalCrew(LaneCrew):
         self._output = WorkerOutput(launch.cls.__name__)
         self._pids: list[int] = []
         self._is_stopped = False
+        self._devices = [_device_of(launch)] * len(launch.seats)
         ours: list[socket.socket] = []
         try:
             for rank in range(len(launch.seats)):
@@ -95,7 +97,7 @@ class LocalCrew(LaneCrew):
                 ) from error
             raise
         self._output.start()
-        super().__init__(ours, self._how_it_died)
+        super().__init__(dict(enumerate(ours)), self._how_it_died)
         names = zip(launch.worker_names, self._pids, strict=True)
         self._handles = [LocalWorker(name, rank, pid) for rank, (name, pid) in enumerate(names)]
 
@@ -103,6 +105,14 @@ class LocalCrew(LaneCrew):
     def handles(self) -> Sequence[LocalWorker]:
         """Names and pids."""
         return self._handles
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Pids and devices; all have a lane."""
+        host = socket.gethostname()
+        return [
+            {"host": host, "pid": pid, "device": device, "lane": "yes"}
+            for pid, device in zip(self._pids, self._devices, strict=True)
+        ]
 
     def stop(self) -> None:
         """Hang up, so that the workers end; kill those that do not."""
@@ -137,10 +147,14 @@ def _construct(crew: LocalCrew, launch: Launch) -> None:
     part = crew.put(launch.constructor)
     tickets = {}
     for rank in range(len(launch.seats)):
-        context = launch.context(rank, "cuda:0" if launch.uses_gpu else "cpu")
+        context = launch.context(rank, _device_of(launch))
         environment = {**context.environment(), **rendezvous_environment(LOOPBACK, port)}
         tickets[rank] = crew.send(rank, "construct", (context, environment), (part,))
     await_construction(crew, tickets, launch)
+
+
+def _device_of(launch: Launch) -> str:
+    return "cuda:0" if launch.uses_gpu else "cpu"  # a worker sees no other GPU than its own
 
 
 def _spawn_of(launch: Launch, rank: int) -> Spawn:

@@ -7,13 +7,13 @@
     call ─────────── actor task ─────────────────────►                             │
     fetch ◄───────── its object ◄──────────────────────────────────── encode ◄────┘ only if collected
 
-The one module that imports ray. A Ray that is running is used as it is; otherwise the first pool starts one for
+The modules called ``ray`` are the only ones that import it: this one places and starts actors, `ray_crew` calls them,
+`ray_actor` is what runs in them. A Ray that is running is used as it is; otherwise the first pool starts one for
 itself, where places are counted without regard to CPUs, and the last pool stops it.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import os
@@ -22,12 +22,12 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemError, RayTaskError
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -36,24 +36,19 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from bandmaster.backends import Call, Launch, Reply
+from bandmaster.backends import Launch
+from bandmaster.backends.ray_actor import actor_class
+from bandmaster.backends.ray_crew import POLL_S, RayCrew
 from bandmaster.construction import await_construction
 from bandmaster.errors import PlacementError, UsageError
-from bandmaster.failure import Failure, FailureKind
 from bandmaster.future import Future
-from bandmaster.hardware import count_gpus
 from bandmaster.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
-from bandmaster.wire.codec import Payload, decode
-from bandmaster.wire.host import WorkerHost
-from bandmaster.wire.rendezvous import Rendezvous, rendezvous_environment
-from bandmaster.worker import WorkerContext
+from bandmaster.wire.rendezvous import rendezvous_environment
 
 __all__ = ["RayBackend"]
 
 PLACE = "bandmaster_place"  # what a place costs in a Ray of our own
-PUT_NBYTES = 100 * 1024  # smaller payloads travel inside the call, as Ray's own small arguments do
 START_TIMEOUT_S = 300.0  # for actor processes, not for constructors
-POLL_S = 0.1  # Ray has no event for "a resource became free" or "one of these failed"
 _UNIQUE = " #"  # Ray wants names of placement groups to be unique; what follows is not shown
 UNPLACEABLE = {"resources", "accelerator_type", "memory", "object_store_memory"}  # no bundle of ours has them
 PLACED_BY_POOL = {"name", "num_cpus", "num_gpus", "resources", "scheduling_strategy", "lifetime", "get_if_exists"}
@@ -123,10 +118,10 @@ class RayBackend:
                 f"{launch.cls.__name__} asks Ray for {unplaceable}, but the places of a pool have only CPUs and GPUs, "
                 "so it could never start; leave this out of @ray.remote(...)"
             )
-        crew = RayCrew(launch.cls.__name__)
+        crew = RayCrew()
         try:
             for rank in range(len(launch.seats)):
-                crew.handles.append(self._start_actor(launch, rank))
+                crew.actors.append(self._start_actor(launch, rank))
             _construct(crew, launch)
         except BaseException:
             crew.stop()
@@ -144,7 +139,7 @@ class RayBackend:
             placement_group_bundle_index=seat.reservation.bundles[seat.node][seat.index],
         )
         try:
-            return _actor_class(launch.cls).options(
+            return actor_class(launch.cls).options(
                 **options,
                 name=launch.worker_names[rank],
                 num_cpus=taken.pop("CPU", 0),
@@ -206,151 +201,8 @@ class Reservation:
     bundles: tuple[tuple[int, ...], ...]
 
 
-class RayCrew:
-    """The actors of one group. A ticket is an ObjectRef."""
-
-    has_native_tickets = True
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.handles: list[Any] = []
-
-    def put(self, payload: Payload) -> Any:
-        """One object in the store, or the bytes themselves where they are few."""
-        return ray.put(payload) if payload.nbytes >= PUT_NBYTES else payload.private()
-
-    def call(self, calls: Sequence[Call]) -> dict[int, Any]:
-        """One actor task each; Ray keeps the order of tasks that one process sends to one actor."""
-        return {
-            rank: self.handles[rank].bandmaster_call.remote(call.method, call.reply, *call.parts)
-            for call in calls
-            for rank in call.ranks
-        }
-
-    def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
-        """Wait for all, but look at what is done every now and then."""
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left = max(0.0, min(POLL_S, deadline - time.monotonic()))
-            done, _ = ray.wait(list(tickets), num_returns=len(tickets), timeout=left)
-            if done or time.monotonic() >= deadline:
-                return list(done)
-
-    def fetch(self, ticket: Any) -> Any | Failure:
-        """The decoded value; exceptions of Ray's own become failures."""
-        try:
-            return ray.get(ticket)
-        except RayActorError as error:
-            return Failure(FailureKind.DIED, f"{type(error).__name__}: {error}".strip())
-        except RaySystemError as error:  # what Ray makes of an exception while it unpickles
-            return Failure.unreadable(getattr(error, "client_exc", error))
-        except RayTaskError as error:
-            return Failure(FailureKind.RAISED, str(error.cause), str(error), error.cause)
-        except RayError as error:
-            return Failure.of(error)
-
-    def stop(self) -> None:
-        """Kill the actors."""
-        handles, self.handles = self.handles, []
-        if ray.is_initialized():
-            for handle in handles:
-                ray.kill(handle)
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What an actor says of itself once its process runs.
-
-    Attributes:
-        address: Of its node.
-        device: As torch names it; ``"cpu"`` also where Ray only pretends to have GPUs.
-        rendezvous_port: The group's, on rank 0.
-    """
-
-    address: str
-    device: str
-    rendezvous_port: int
-
-
-class WorkerActor:
-    """Base of the actor classes: holds the worker, and is what the group calls.
-
-    The class that is made of it for a worker class has the worker's public methods too, for raw Ray calls.
-    """
-
-    def __init__(self) -> None:
-        self._host = WorkerHost()
-
-    def bandmaster_stand(self, uses_gpu: bool, holds_rendezvous: bool) -> Standing:
-        """Say where this is; on rank 0, open the rendezvous."""
-        address = ray.util.get_node_ip_address()
-        device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
-        if not holds_rendezvous:
-            return Standing(address, device, 0)
-        self._host.rendezvous = Rendezvous(address)
-        return Standing(address, device, self._host.rendezvous.port)
-
-    def bandmaster_construct(
-        self, context: WorkerContext, environment: Mapping[str, str], paths: Sequence[str], constructor: Payload
-    ) -> Failure | None:
-        """Make the worker, importing what the controller can import; what went wrong, if anything."""
-        os.environ.update(environment)
-        sys.path.extend(path for path in paths if path not in sys.path and os.path.isdir(path))
-        return self._host.construct(context, constructor.private())
-
-    def bandmaster_call(self, method: str, reply: Reply, *parts: Payload) -> Any:
-        """Run a method. Failures are values for the controller, and exceptions for users of the ObjectRef."""
-        outcome = self._host.call(method, [part.private() for part in parts], reply is not Reply.NOTHING)
-        if isinstance(outcome, Failure) and reply is Reply.NATIVE:
-            raise outcome.exception or RuntimeError(outcome.summary)
-        return _Encoded(outcome) if isinstance(outcome, Payload) else outcome
-
-
-class _Encoded:
-    """A value that `ray.get` decodes by itself."""
-
-    def __init__(self, payload: Payload) -> None:
-        self._payload = payload
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _open, (self._payload,)
-
-
-def _open(payload: Payload) -> Any:
-    return decode(payload.private())
-
-
-def _actor_class(cls: type) -> Any:
-    """An actor class with the name and the public methods of a worker class."""
-    names = [name for name in dir(cls) if not name.startswith("_") and inspect.isfunction(getattr(cls, name))]
-    forwards = {name: _forward(name, getattr(cls, name)) for name in names}
-    return ray.remote(type(cls.__name__, (WorkerActor,), {**forwards, "__doc__": cls.__doc__}))
-
-
-def _forward(name: str, function: Any) -> Any:
-    def forward(self: WorkerActor, *args: Any, **kwargs: Any) -> Any:
-        return self._host.run(name, args, kwargs)
-
-    forward.__name__ = forward.__qualname__ = name
-    forward.__doc__ = function.__doc__
-    forward.__signature__ = _bare_signature(function)  # type: ignore[attr-defined]  # Ray checks calls against it
-    return forward
-
-
-def _bare_signature(function: Any) -> inspect.Signature:
-    """Names and kinds alone: annotations and defaults may need modules that the actor cannot import yet."""
-    signature = inspect.signature(function)
-    bare = [
-        parameter.replace(
-            annotation=parameter.empty, default=parameter.empty if parameter.default is parameter.empty else None
-        )
-        for parameter in signature.parameters.values()
-    ]
-    return inspect.Signature(bare)
-
-
 def _construct(crew: RayCrew, launch: Launch) -> None:
-    standing = [actor.bandmaster_stand.remote(launch.uses_gpu, rank == 0) for rank, actor in enumerate(crew.handles)]
+    standing = [actor.bandmaster_stand.remote(launch.uses_gpu, rank == 0) for rank, actor in enumerate(crew.actors)]
     _, missing = ray.wait(standing, num_returns=len(standing), timeout=START_TIMEOUT_S)
     if missing:
         raise PlacementError(f"{len(missing)} of {len(standing)} actors did not start in {START_TIMEOUT_S:g} s")
@@ -359,11 +211,12 @@ def _construct(crew: RayCrew, launch: Launch) -> None:
     rendezvous = rendezvous_environment(stands[0].address, stands[0].rendezvous_port)
     constructor = ray.put(launch.constructor)
     tickets = {}
-    for rank, actor in enumerate(crew.handles):
+    for rank, actor in enumerate(crew.actors):
         context = launch.context(rank, stands[rank].device)
         environment = {**context.environment(), **rendezvous}
         tickets[rank] = actor.bandmaster_construct.remote(context, environment, sys.path, constructor)
     await_construction(crew, tickets, launch)
+    crew.connect(stands)
 
 
 def _running_cluster() -> str | None:

@@ -8,13 +8,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 import select
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bandmaster.backends import Call, Reply
@@ -54,22 +56,24 @@ class LaneCrew:
     """Sends messages to the ranks of a group and hands out their answers. Any thread may call it.
 
     Args:
-        sockets: The controller's end of every rank's lane; owned from here on.
+        sockets: The controller's end of the lane of each rank that has one; owned from here on.
         how_it_died: What is known of a rank whose lane broke.
     """
 
     has_native_tickets = False
 
-    def __init__(self, sockets: Sequence[Any], how_it_died: Callable[[int], str]) -> None:
+    def __init__(self, sockets: Mapping[int, socket.socket], how_it_died: Callable[[int], str]) -> None:
         self._writer = SegmentWriter()
         buffer = bytearray(MAX_MESSAGE_NBYTES)
-        self._lanes = [Lane(sock, self._writer, rank, self._receive_all, buffer) for rank, sock in enumerate(sockets)]
-        self._by_fd = {lane.fileno(): rank for rank, lane in enumerate(self._lanes)}
-        self._pending: list[deque[Ticket]] = [deque() for _ in self._lanes]
+        self._lanes = {
+            rank: Lane(sock, self._writer, rank, self._receive_all, buffer) for rank, sock in sockets.items()
+        }
+        self._by_fd = {lane.fileno(): rank for rank, lane in self._lanes.items()}
+        self._pending: dict[int, deque[Ticket]] = {rank: deque() for rank in self._lanes}
         self._dead: dict[int, Failure] = {}
         self._how_it_died = how_it_died
         self._poll = select.epoll()
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             self._poll.register(lane.fileno(), select.EPOLLIN)
         self._lock = threading.RLock()  # the lanes, the writer and what is pending
         self._arrived = threading.Condition(self._lock)
@@ -101,6 +105,11 @@ class LaneCrew:
         tickets: dict[int, Ticket] = {}
         self._send(tickets, (rank,), _message(operation, arguments, parts), _segments(parts))
         return tickets[rank]
+
+    def tell(self, rank: int, operation: str) -> None:
+        """Send an operation that is not answered."""
+        with self._lock, contextlib.suppress(Closed):  # who waits for an answer will hear of it
+            self._lanes[rank].send_message(_message(operation, (), ()))
 
     def _send(
         self, tickets: dict[int, Ticket], ranks: Sequence[int], message: bytes, segments: Sequence[Segment]
@@ -156,7 +165,7 @@ class LaneCrew:
     def close_lanes(self) -> None:
         """Hang up on every worker; whoever waits is told that it is gone."""
         with self._lock:
-            for rank, lane in enumerate(self._lanes):
+            for rank, lane in self._lanes.items():
                 if rank not in self._dead:
                     self._dead[rank] = Failure(FailureKind.DIED, "the group was closed")
                     self._end(rank)

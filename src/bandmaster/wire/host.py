@@ -12,7 +12,7 @@ from typing import Any
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire.codec import Payload, decode, encode
 from bandmaster.wire.rendezvous import Rendezvous
-from bandmaster.worker import Worker, WorkerContext, make_worker
+from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
 
 __all__ = ["WorkerHost"]
 
@@ -28,7 +28,8 @@ class WorkerHost:
     def construct(self, context: WorkerContext, constructor: Payload) -> Failure | None:
         """Make the worker from the encoded ``(cls, args, kwargs)``, which must lie in memory of its own."""
         try:
-            cls, args, kwargs = decode(constructor)
+            with ClassLoading():
+                cls, args, kwargs = decode(constructor)
             self.worker = make_worker(cls, context, args, kwargs)
         except KeyboardInterrupt:
             raise

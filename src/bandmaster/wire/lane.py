@@ -14,9 +14,13 @@ from __future__ import annotations
 
 import array
 import errno
+import os
 import pickle
+import secrets
 import select
 import socket
+import struct
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +28,17 @@ from typing import Any
 from bandmaster.wire.codec import Payload
 from bandmaster.wire.segments import Segment, SegmentReader, SegmentWriter
 
-__all__ = ["INLINE_NBYTES", "MAX_MESSAGE_NBYTES", "NO_CONTROL", "Closed", "Lane", "SegmentPart", "lane_pair"]
+__all__ = [
+    "INLINE_NBYTES",
+    "MAX_MESSAGE_NBYTES",
+    "NO_CONTROL",
+    "Closed",
+    "Lane",
+    "LaneListener",
+    "SegmentPart",
+    "connect",
+    "lane_pair",
+]
 
 INLINE_NBYTES = 16 * 1024  # larger payloads go into a segment
 MAX_MESSAGE_NBYTES = 160 * 1024  # fits the kernel's default socket buffer; far more than any message has
@@ -52,6 +66,58 @@ class SegmentPart:
 def lane_pair() -> tuple[socket.socket, socket.socket]:
     """The two ends of a lane."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class LaneListener:
+    """Where workers that the controller did not fork connect: an abstract Unix socket, which exists as long as this.
+
+    Only processes of the same user that were given an introduction are let in.
+    """
+
+    def __init__(self) -> None:
+        self.name = f"bandmaster-{uuid.uuid4().hex}"
+        self._secret = secrets.token_bytes(16)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(f"\0{self.name}")
+        self._socket.listen(1024)
+
+    def introduction(self, rank: int) -> bytes:
+        """What a worker says first."""
+        return self._secret + rank.to_bytes(4, "little")
+
+    def accept(self, ranks: Sequence[int], timeout_s: float) -> dict[int, socket.socket]:
+        """The controller's ends of the lanes of workers that have connected, by rank."""
+        lanes: dict[int, socket.socket] = {}
+        self._socket.settimeout(timeout_s)
+        while len(lanes) < len(ranks):
+            sock, _ = self._socket.accept()
+            _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            sock.settimeout(timeout_s)
+            said = sock.recv(64)
+            if uid != os.getuid() or said[:16] != self._secret:
+                sock.close()
+                continue
+            sock.settimeout(None)
+            lanes[int.from_bytes(said[16:], "little")] = sock
+        return lanes
+
+    def __enter__(self) -> LaneListener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+def connect(name: str, introduction: bytes) -> socket.socket | None:
+    """A worker's end of a lane to the listener of that name; None if it cannot be reached from here."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(f"\0{name}")
+        sock.send(introduction)
+    except OSError:
+        sock.close()
+        return None
+    return sock
 
 
 class Lane:

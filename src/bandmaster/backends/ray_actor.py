@@ -1,0 +1,145 @@
+"""What runs in a Ray actor: the worker, reached by Ray's calls and, from the controller's host, by a lane.
+
+Ray runs one task of an actor at a time. While the lane is served, that task is `WorkerActor.bandmaster_serve`, and
+calls come in by the lane; the controller says ``pause`` before it uses a call of Ray's, which then finds the actor
+free. So all calls run in the order of their submission, whichever way they come, and in the actor's main thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from bandmaster.backends import Reply
+from bandmaster.failure import Failure
+from bandmaster.hardware import count_gpus
+from bandmaster.wire.codec import Payload, decode
+from bandmaster.wire.host import WorkerHost
+from bandmaster.wire.lane import Lane, connect
+from bandmaster.wire.loop import serve
+from bandmaster.wire.rendezvous import Rendezvous
+from bandmaster.wire.segments import SegmentWriter
+from bandmaster.worker import WorkerContext
+
+__all__ = ["Standing", "actor_class", "host_identity"]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What an actor says of itself once its process runs.
+
+    Attributes:
+        address: Of its node.
+        host: Which machine that is, see `host_identity`.
+        pid: Of its process.
+        device: As torch names it; ``"cpu"`` also where Ray only pretends to have GPUs.
+        rendezvous_port: The group's, on rank 0.
+    """
+
+    address: str
+    host: str
+    pid: int
+    device: str
+    rendezvous_port: int
+
+
+class WorkerActor:
+    """Base of the actor classes: holds the worker, and is what the group calls.
+
+    The class that is made of it for a worker class has the worker's public methods too, for raw Ray calls.
+    """
+
+    def __init__(self) -> None:
+        self._host = WorkerHost()
+        self._lane: Lane | None = None
+
+    def bandmaster_stand(self, uses_gpu: bool, holds_rendezvous: bool) -> Standing:
+        """Say where this is; on rank 0, open the rendezvous."""
+        address = ray.util.get_node_ip_address()
+        device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
+        if holds_rendezvous:
+            self._host.rendezvous = Rendezvous(address)
+        port = self._host.rendezvous.port if self._host.rendezvous else 0
+        return Standing(address, host_identity(), os.getpid(), device, port)
+
+    def bandmaster_construct(
+        self, context: WorkerContext, environment: Mapping[str, str], paths: Sequence[str], constructor: Payload
+    ) -> Failure | None:
+        """Make the worker, importing what the controller can import; what went wrong, if anything."""
+        os.environ.update(environment)
+        sys.path.extend(path for path in paths if path not in sys.path and os.path.isdir(path))
+        return self._host.construct(context, constructor.private())
+
+    def bandmaster_call(self, method: str, reply: Reply, *parts: Payload) -> Any:
+        """Run a method. Failures are values for the controller, and exceptions for users of the ObjectRef."""
+        outcome = self._host.call(method, [part.private() for part in parts], reply is not Reply.NOTHING)
+        if isinstance(outcome, Failure) and reply is Reply.NATIVE:
+            raise outcome.exception or RuntimeError(outcome.summary)
+        return _Encoded(outcome) if isinstance(outcome, Payload) else outcome
+
+    def bandmaster_connect(self, name: str, introduction: bytes) -> bool:
+        """Connect to the controller's lane; whether that works from here."""
+        sock = connect(name, introduction)
+        self._lane = None if sock is None else Lane(sock, SegmentWriter())
+        return sock is not None
+
+    def bandmaster_serve(self) -> None:
+        """Answer calls from the lane until it is paused or closed."""
+        assert self._lane is not None, "it was connected"
+        serve(self._lane, self._host)
+
+
+class _Encoded:
+    """A value that `ray.get` decodes by itself."""
+
+    def __init__(self, payload: Payload) -> None:
+        self._payload = payload
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _open, (self._payload,)
+
+
+def _open(payload: Payload) -> Any:
+    return decode(payload.private())
+
+
+def actor_class(cls: type) -> Any:
+    """An actor class with the name and the public methods of a worker class."""
+    names = [name for name in dir(cls) if not name.startswith("_") and inspect.isfunction(getattr(cls, name))]
+    forwards = {name: _forward(name, getattr(cls, name)) for name in names}
+    return ray.remote(type(cls.__name__, (WorkerActor,), {**forwards, "__doc__": cls.__doc__}))
+
+
+def _forward(name: str, function: Any) -> Any:
+    def forward(self: WorkerActor, *args: Any, **kwargs: Any) -> Any:
+        return self._host.run(name, args, kwargs)
+
+    forward.__name__ = forward.__qualname__ = name
+    forward.__doc__ = function.__doc__
+    forward.__signature__ = _bare_signature(function)  # type: ignore[attr-defined]  # Ray checks calls against it
+    return forward
+
+
+def _bare_signature(function: Any) -> inspect.Signature:
+    """Names and kinds alone: annotations and defaults may need modules that the actor cannot import yet."""
+    signature = inspect.signature(function)
+    bare = [
+        parameter.replace(
+            annotation=parameter.empty, default=parameter.empty if parameter.default is parameter.empty else None
+        )
+        for parameter in signature.parameters.values()
+    ]
+    return inspect.Signature(bare)
+
+
+def host_identity() -> str:
+    """Equal on processes of one machine. Containers of one machine share it, but cannot reach each other's lanes."""
+    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
