@@ -514,6 +514,14 @@ class HidesInside(bm.Worker):
     def _pool(self): ...
 
 
+class IsHidden(bm.Worker):
+    @register()
+    def device(self): ...
+
+    @register()
+    def rank(self): ...
+
+
 class HoldsGlobalLock(bm.Worker):
     lock = threading.Lock()
 
@@ -562,6 +570,11 @@ GROUPS = {
         lambda pool: bm.WorkerGroup(pool, HidesInside),
         bm.UsageError,
         ["HidesInside registers '_pool'", "rename"],
+    ),
+    "methods that the worker's attributes hide": (
+        lambda pool: bm.WorkerGroup(pool, IsHidden),
+        bm.UsageError,
+        ["IsHidden registers 'device', 'rank'", "rename"],
     ),
 }
 

@@ -138,8 +138,10 @@ class Future(Generic[T]):
         while self._pending:
             if self._failures and give_up is None:
                 give_up = time.monotonic() + FAILURE_GRACE_S
-            until = min((moment for moment in (deadline, give_up) if moment is not None), default=None)
-            left = None if until is None else max(0.0, until - time.monotonic())
+            left = None
+            if deadline is not None or give_up is not None:
+                until = min(moment for moment in (deadline, give_up) if moment is not None)
+                left = max(0.0, until - time.monotonic())
             done = self._crew.wait(list(self._pending.values()), left)
             if not done:
                 if give_up is not None and time.monotonic() >= give_up:
@@ -150,13 +152,18 @@ class Future(Generic[T]):
         return True
 
     def _take(self, done: list[Any]) -> None:
-        finished = {id(ticket) for ticket in done}
-        for rank in [rank for rank, ticket in self._pending.items() if id(ticket) in finished]:
-            outcome = self._crew.fetch(self._pending.pop(rank))
+        finished = None if len(done) == len(self._pending) else set(map(id, done))
+        still = {}
+        for rank, ticket in self._pending.items():
+            if finished is not None and id(ticket) not in finished:
+                still[rank] = ticket
+                continue
+            outcome = self._crew.fetch(ticket)
             if isinstance(outcome, Failure):
                 self._failures[rank] = outcome
             else:
                 self._values[rank] = outcome
+        self._pending = still
 
     def _conclude(self) -> None:
         try:

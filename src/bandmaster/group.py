@@ -26,7 +26,7 @@ from bandmaster.errors import ArgumentError, ClosedError, CollectError, MeshErro
 from bandmaster.future import Future
 from bandmaster.mesh import Mesh
 from bandmaster.method import GroupMethod, MethodSpec
-from bandmaster.planning import Packed, Slot, everywhere, scatter, sources
+from bandmaster.planning import Packed, Slot, alike, everywhere, scatter, sources
 from bandmaster.pool import ResourcePool
 from bandmaster.render import html_table, text_table
 from bandmaster.transfer import Gather, Incoming, Only
@@ -78,6 +78,7 @@ class WorkerGroup:
         self._cls = cls
         self._pool = pool
         self._mesh = _checked_mesh(mesh, pool)
+        self._ranks = tuple(range(self._mesh.size))
         self._finalizer: weakref.finalize[Any, WorkerGroup] | None = None
         constructor = encode_constructor(cls, args, kwargs)
         prefix = pool.name_prefix + _random_letters() if name_prefix is None else name_prefix
@@ -138,7 +139,7 @@ class WorkerGroup:
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The same without waiting: for every rank an ObjectRef on Ray, a `Future` elsewhere."""
         packed = self._pack_all(method_name, args, kwargs)
-        return self._references(method_name, packed, range(self.world_size))
+        return self._references(method_name, packed, self._ranks)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method, registered or not, on rank 0 with the arguments as they are; its plain value.
@@ -153,7 +154,7 @@ class WorkerGroup:
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """The same without waiting: an ObjectRef on Ray, a `Future` elsewhere."""
         packed = Packed((everywhere(self._bind(method_name, args, kwargs), 1),))
-        return self._references(method_name, packed, range(1))[0]
+        return self._references(method_name, packed, (0,))[0]
 
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async
@@ -227,7 +228,7 @@ class WorkerGroup:
         packed: Packed,
         incoming: Incoming,
         *,
-        ranks: Sequence[int] | None = None,
+        ranks: tuple[int, ...] | None = None,
         finish: Callable[[list[Any]], Any] | None = None,
     ) -> Future[Any]:
         """Send a call to ``ranks`` (all by default); its future collects by ``incoming``, then calls ``finish``."""
@@ -242,12 +243,12 @@ class WorkerGroup:
                 raise CollectError(error.method, error.failures, where) from error.__cause__
             return result if finish is None else finish(result)
 
-        tickets = self._send(method, packed, ranks or range(self.world_size), dict.fromkeys(collected, Reply.VALUE))
+        tickets = self._send(method, packed, ranks or self._ranks, collected, Reply.VALUE)
         return Future(self._crew, tickets, conclude, self._label(method), self._mesh)
 
-    def _references(self, method: str, packed: Packed, ranks: Sequence[int]) -> list[Any]:
+    def _references(self, method: str, packed: Packed, ranks: tuple[int, ...]) -> list[Any]:
         """Send a call; what the backend's own users know for each rank's value, or a future of its own."""
-        tickets = self._send(method, packed, ranks, dict.fromkeys(ranks, Reply.NATIVE))
+        tickets = self._send(method, packed, ranks, ranks, Reply.NATIVE)
         if self._crew.has_native_tickets:
             return list(tickets.values())
         return [
@@ -255,21 +256,19 @@ class WorkerGroup:
             for rank, ticket in tickets.items()
         ]
 
-    def _send(self, method: str, packed: Packed, ranks: Sequence[int], replies: Mapping[int, Reply]) -> dict[int, Any]:
+    def _send(
+        self, method: str, packed: Packed, ranks: tuple[int, ...], collected: tuple[int, ...], reply: Reply
+    ) -> dict[int, Any]:
         """Encode everything, then write and send it: what cannot be encoded is known before anything is sent."""
         crew = self._open_crew()
         parcels = [parcel for parcel in packed.parcels if parcel.items]
         payloads = [encode_parcel(parcel, self._label(method)) for parcel in parcels]
-        parts: dict[int, tuple[Any, ...]] = dict.fromkeys(ranks, ())
-        for parcel, payload in zip(parcels, payloads, strict=True):
-            reference = (crew.put(payload),)
-            for rank in parcel.ranks:
-                parts[rank] += reference
-        alike: dict[Any, list[int]] = {}  # ranks that are asked for the very same
-        for rank, references in parts.items():
-            alike.setdefault((replies.get(rank, Reply.NOTHING), *map(id, references)), []).append(rank)
-        calls = [Call(same, method, parts[same[0]], reply) for (reply, *_), same in alike.items()]
-        return crew.call(calls)
+        references = [crew.put(payload) for payload in payloads]
+        same = alike(ranks, tuple([parcel.ranks for parcel in parcels]), collected)
+        return crew.call([
+            Call(members, method, tuple([references[n] for n in numbers]), reply if is_collected else Reply.NOTHING)
+            for members, numbers, is_collected in same
+        ])  # fmt: skip
 
     def _open_crew(self) -> Crew:
         if self._finalizer is None or not self._finalizer.alive:

@@ -38,7 +38,19 @@ from bandmaster.transfer import (
     as_protocol,
 )
 
-__all__ = ["Packed", "Parcel", "Slot", "TransferPlan", "everywhere", "pack", "plan", "row_ranges", "scatter", "sources"]
+__all__ = [
+    "Packed",
+    "Parcel",
+    "Slot",
+    "TransferPlan",
+    "alike",
+    "everywhere",
+    "pack",
+    "plan",
+    "row_ranges",
+    "scatter",
+    "sources",
+]
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,28 @@ class Packed:
 
     parcels: tuple[Parcel, ...]
     real_rows: tuple[tuple[int, int], ...] | None = None
+
+
+@lru_cache(maxsize=1024)
+def alike(
+    ranks: tuple[int, ...], receivers: tuple[tuple[int, ...], ...], collected: tuple[int, ...]
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...], bool], ...]:
+    """Ranks that are asked for the very same: ``(ranks, numbers of their parcels, whether they are collected)``.
+
+    Args:
+        ranks: Those that are called.
+        receivers: The ranks that get parcel 0, parcel 1, …
+        collected: Those whose values come back.
+    """
+    parcels: dict[int, tuple[int, ...]] = dict.fromkeys(ranks, ())
+    for number, members in enumerate(receivers):
+        for rank in members:
+            parcels[rank] += (number,)
+    groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+    wanted = set(collected)
+    for rank, numbers in parcels.items():
+        groups.setdefault((numbers, rank in wanted), []).append(rank)
+    return tuple((tuple(members), numbers, is_collected) for (numbers, is_collected), members in groups.items())
 
 
 def row_ranges(rows: int, parts: int, pad: bool = False) -> tuple[tuple[int, int], ...]:

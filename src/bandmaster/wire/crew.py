@@ -72,6 +72,7 @@ class LaneCrew:
         self._pending: dict[int, deque[Ticket]] = {rank: deque() for rank in self._lanes}
         self._dead: dict[int, Failure] = {}
         self._how_it_died = how_it_died
+        self._n_failed = 0
         self._poll = select.epoll()
         for lane in self._lanes.values():
             self._poll.register(lane.fileno(), select.EPOLLIN)
@@ -139,12 +140,16 @@ class LaneCrew:
         """Wait until all are done, one of them failed, or the time is over; those that are done."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
-            n_done = 0
+            n_done, n_failed = 0, -1
             while True:
                 while n_done < len(tickets) and tickets[n_done].is_done:
                     n_done += 1
-                if n_done == len(tickets) or any(ticket.is_failure for ticket in tickets):
-                    break
+                if n_done == len(tickets):
+                    return list(tickets)
+                if n_failed != self._n_failed:  # of any call; so there is something to look for
+                    n_failed = self._n_failed
+                    if any(ticket.is_failure for ticket in tickets):
+                        break
                 left = None if deadline == math.inf else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     self._receive_all()
@@ -209,6 +214,7 @@ class LaneCrew:
 
     def _finish(self, ticket: Ticket, outcome: Payload | Failure | None, is_failure: bool) -> None:
         ticket.outcome, ticket.is_failure, ticket.is_done = outcome, is_failure, True
+        self._n_failed += is_failure
 
     def _note_death(self, rank: int) -> None:
         if rank not in self._dead:

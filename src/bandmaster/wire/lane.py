@@ -168,7 +168,10 @@ class Lane:
     def send_message(self, message: bytes, segments: Sequence[Segment] = ()) -> None:
         """The same for a body that has `NO_CONTROL` before it already."""
         if not (segments or self.reader.has_returned or self._closed_ids):
-            self._send([message], [])
+            try:
+                self.socket.send(message, self._send_flags)
+            except (BlockingIOError, ConnectionError):
+                self._send([message], [])
             return
         returned = self.reader.returned()
         for segment in segments:

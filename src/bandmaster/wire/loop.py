@@ -42,6 +42,8 @@ def serve(lane: Lane, host: WorkerHost) -> None:
             outcome = _OPERATIONS[operation](lane, host, *arguments)
         except Closed:
             return
+        except KeyboardInterrupt as error:  # raised by the method: nobody presses keys here
+            outcome = Failure.of(error)
         except OSError as error:  # no descriptor or no memory for a segment that came with the message
             outcome = Failure.of(error)
         try:
