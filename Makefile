@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -16,6 +16,30 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every peer in an environment of its own, torch first in each; one that cannot be installed is reported as absent.
+BENCH := .bench
+BENCH_ENVIRONMENTS := $(addprefix $(BENCH)/.,bandmaster monarch verl)
+
+bench: $(BENCH_ENVIRONMENTS)  ## measure everything side by side; the dated page goes to benchmarks/results/
+	$(BENCH)/bandmaster/bin/python benchmarks/run_all.py $(BENCH_OPTIONS)
+
+$(BENCH)/.bandmaster: pyproject.toml constraints.txt benchmarks/requirements-torch.txt benchmarks/requirements-bandmaster.txt
+	$(call bench_install,bandmaster,--requirement benchmarks/requirements-torch.txt)
+	$(call bench_install,bandmaster,--editable '.[ray]' --requirement benchmarks/requirements-bandmaster.txt)
+	touch $@
+
+$(BENCH)/.monarch: constraints.txt benchmarks/requirements-torch.txt benchmarks/requirements-monarch.txt
+	-$(call bench_install,monarch,--requirement benchmarks/requirements-torch.txt) && \
+	$(call bench_install,monarch,--requirement benchmarks/requirements-monarch.txt) && touch $@
+
+$(BENCH)/.verl: constraints.txt benchmarks/requirements-torch.txt $(wildcard benchmarks/requirements-verl*.txt)
+	-$(call bench_install,verl,--requirement benchmarks/requirements-torch.txt) && \
+	$(call bench_install,verl,--requirement benchmarks/requirements-verl.txt) && \
+	$(call bench_install,verl,--no-deps --requirement benchmarks/requirements-verl-itself.txt) && touch $@
+
+bench_install = $(PYTHON) -m venv $(BENCH)/$(1) && $(BENCH)/$(1)/bin/python -m pip install --quiet \
+	--disable-pip-version-check --constraint constraints.txt $(2)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -160,8 +160,12 @@ class WorkerGroup:
     execute_rank_zero = execute_rank_zero_async
 
     def describe(self) -> str:
-        """A table of the ranks: where each is on the mesh, on which host and device, and whether it has a lane."""
-        return text_table(repr(self), *self._table())
+        """A table of the ranks: where each is on the mesh, on which host and device, and whether it has a lane.
+
+        Raises:
+            ClosedError: The group was closed.
+        """
+        return text_table(repr(self), *self._table(self._open_crew().describe()))
 
     def close(self) -> None:
         """End the workers and give their places back. Closing twice is fine."""
@@ -194,12 +198,11 @@ class WorkerGroup:
         return f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{closed}>"
 
     def _repr_html_(self) -> str:
-        return html_table(repr(self), *self._table())
+        return html_table(repr(self), *self._table([{}] * self.world_size))
 
-    def _table(self) -> tuple[list[str], list[list[Any]]]:
-        is_open = self._finalizer is not None and self._finalizer.alive
-        facts = self._crew.describe() if is_open else [{}] * self.world_size
-        known = [name for name in ("host", "pid", "device", "lane") if name in facts[0]]
+    def _table(self, facts: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+        """Header and rows: every rank on the mesh, and what is known of it beyond that."""
+        known = list(facts[0])
         rows = [
             [rank, name, *self._mesh.coordinates(rank).values(), *(fact[key] for key in known)]
             for rank, (name, fact) in enumerate(zip(self._worker_names, facts, strict=True))

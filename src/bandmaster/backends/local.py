@@ -67,9 +67,16 @@ class LocalBackend(MachineBackend):
         if self._zygote is not None and self._zygote.owner_pid != os.getpid():
             raise UsageError("this process was forked from the one that has the workers; make pools in that one")
         if self._zygote is None or not self._zygote.is_alive:
+            self._end_zygote()
             self._zygote = Zygote(_modules_to_preload())
-            atexit.register(self._zygote.close)
+            atexit.register(self._end_zygote)
         return self._zygote
+
+    def _end_zygote(self) -> None:
+        atexit.unregister(self._end_zygote)
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
 
 
 class LocalCrew(LaneCrew):

@@ -1,0 +1,33 @@
+"""Workers end with the process that they were forked from, and new groups get a new one."""
+
+import os
+import time
+
+import psutil
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+
+class Mine(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+
+with bm.ResourcePool([2]) as pool:
+    group = bm.WorkerGroup(pool, Mine)
+    pids = group.pid()
+    psutil.Process(pids[0]).parent().kill()
+    try:
+        for _ in range(1000):
+            group.pid()
+    except bm.WorkerDied as error:
+        assert "the process that workers are forked from is gone" in str(error), error
+    else:
+        raise AssertionError("nobody noticed")
+    deadline = time.monotonic() + 2
+    while any(map(psutil.pid_exists, pids)):
+        assert time.monotonic() < deadline
+    group.close()
+    assert len(bm.WorkerGroup(pool, Mine).pid()) == 2
