@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from types import CoroutineType
 from typing import Any
 
 from bandmaster.failure import Failure, FailureKind
@@ -35,7 +35,8 @@ class WorkerHost:
             raise
         except BaseException as error:  # the user's code may raise anything, SystemExit included
             return Failure.of(error)
-        self._hand_over()
+        if self.rendezvous is not None:
+            self._hand_over()
         return None
 
     def call(self, method: str, parts: Sequence[Payload], is_collected: bool) -> Payload | Failure | None:
@@ -63,10 +64,11 @@ class WorkerHost:
     def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a method on plain values; an async one is awaited."""
         value = getattr(self.worker, method)(*args, **kwargs)
-        if inspect.iscoroutine(value):
+        if type(value) is CoroutineType:
             self._loop = self._loop or _EventLoopThread()
             value = self._loop.run(value)
-        self._hand_over()
+        if self.rendezvous is not None:
+            self._hand_over()
         return value
 
     def close(self) -> None:
@@ -78,7 +80,8 @@ class WorkerHost:
         self.worker = self._loop = self.rendezvous = None
 
     def _hand_over(self) -> None:
-        if self.rendezvous is not None and self.rendezvous.hand_over():
+        assert self.rendezvous is not None, "who calls this has looked"
+        if self.rendezvous.hand_over():
             self.rendezvous = None
 
 
