@@ -89,13 +89,20 @@ def encode(value: Any) -> Payload:
         return Payload(stream.getvalue(), tuple(buffers))
 
 
-def decode(payload: Payload) -> Any:
+def decode(payload: Payload, device: str = "cpu") -> Any:
     """The value; its arrays and tensors lie in the payload's buffers, which must be the reader's own.
+
+    Args:
+        payload: What `encode` made.
+        device: Where tensors go that were on a GPU.
 
     Raises:
         Exception: Whatever the value's own unpickling raises.
     """
-    return pickle.loads(payload.head, buffers=payload.buffers)
+    if device == "cpu":
+        return pickle.loads(payload.head, buffers=payload.buffers)
+    with tensors.arriving_on(device):
+        return pickle.loads(payload.head, buffers=payload.buffers)
 
 
 _PLAIN = {int, float, bool, str, type(None)}

@@ -24,12 +24,14 @@ class WorkerHost:
         self.worker: Worker | None = None
         self.rendezvous: Rendezvous | None = None  # on rank 0 of workers with a process of their own
         self._loop: _EventLoopThread | None = None
+        self._device = "cpu"
 
     def construct(self, context: WorkerContext, constructor: Payload) -> Failure | None:
         """Make the worker from the encoded ``(cls, args, kwargs)``, which must lie in memory of its own."""
         try:
             with ClassLoading():
-                cls, args, kwargs = decode(constructor)
+                cls, args, kwargs = decode(constructor, context.device)
+            self._device = context.device
             self.worker = make_worker(cls, context, args, kwargs)
         except KeyboardInterrupt:
             raise
@@ -42,7 +44,7 @@ class WorkerHost:
     def call(self, method: str, parts: Sequence[Payload], is_collected: bool) -> Payload | Failure | None:
         """Run a method; ``parts`` must lie in memory of their own. The encoded value, or None if not collected."""
         try:
-            arguments = [item for part in parts for item in decode(part)]
+            arguments = [item for part in parts for item in decode(part, self._device)]
             if len(parts) > 1:
                 arguments.sort(key=_position)
             args = [value for key, value in arguments if type(key) is int]

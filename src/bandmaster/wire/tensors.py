@@ -2,16 +2,31 @@
 
 Torch is never imported to send anything: `add_reducers` is called once it is loaded.
 Sparse, nested and quantized tensors are left to torch's own pickling, whose inner tensors come back here.
+A CUDA tensor travels through host memory, and arrives on the receiver's own device, see `arriving_on`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["add_reducers"]
+__all__ = ["add_reducers", "arriving_on"]
+
+_arrival = threading.local()
+
+
+@contextlib.contextmanager
+def arriving_on(device: str) -> Iterator[None]:
+    """While it lasts, tensors that this thread unpickles and that were on a GPU are put on ``device``, not the CPU."""
+    before, _arrival.device = getattr(_arrival, "device", "cpu"), device
+    try:
+        yield
+    finally:
+        _arrival.device = before
 
 
 def add_reducers(reducers: dict[type, Any]) -> None:
@@ -33,7 +48,8 @@ def reduce_tensor(tensor: Any) -> Any:
     if not _is_dense(data):
         data = data.contiguous()
     dtype = str(data.dtype).removeprefix("torch.")
-    arguments = (_buffer_of(data), dtype, tuple(data.shape), data.stride(), tensor.requires_grad)
+    was_on_gpu = tensor.device.type == "cuda"
+    arguments = (_buffer_of(data), dtype, tuple(data.shape), data.stride(), tensor.requires_grad, was_on_gpu)
     return _with_attributes(tensor, _rebuild, arguments)
 
 
@@ -67,12 +83,16 @@ def _buffer_of(data: Any) -> pickle.PickleBuffer:
     return pickle.PickleBuffer(flat.view(torch.uint8).numpy())
 
 
-def _rebuild(buffer: Any, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> Any:
+def _rebuild(
+    buffer: Any, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool, was_on_gpu: bool
+) -> Any:
     import torch
 
     element = getattr(torch, dtype)
     size = memoryview(buffer).nbytes
     flat = torch.frombuffer(buffer, dtype=torch.uint8).view(element) if size else torch.empty(0, dtype=element)
+    if was_on_gpu:
+        flat = flat.to(getattr(_arrival, "device", "cpu"))
     return torch.as_strided(flat, shape, stride).requires_grad_(requires_grad)
 
 
