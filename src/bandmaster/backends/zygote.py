@@ -87,7 +87,6 @@ class Zygote:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **single},
-                start_new_session=True,  # Ctrl-C in a terminal is the controller's to handle
             )
 
     @property
@@ -150,6 +149,9 @@ def _words(status: int) -> str:
 def main() -> None:
     """What the zygote runs: ``argv`` is the descriptor of its socket, and the modules to import."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    # A process group of its own: Ctrl-C in a terminal is the controller's to handle. But the same session, as Linux
+    # schedules sessions against each other (autogroup), and calls would take longer.
+    os.setpgid(0, 0)
     controller = os.pidfd_open(os.getppid())  # sockets may live on in what the controller forks; this does not
     for name in sys.argv[2:]:
         with contextlib.suppress(ImportError):
@@ -267,7 +269,7 @@ class _Nursery:
 def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int) -> None:
     """Become a worker; never returns."""
     try:
-        os.setsid()  # its processes can be ended with it, and Ctrl-C in the terminal does not reach it
+        os.setpgid(0, 0)  # so that the processes it starts can be ended with it
         _die_with_parent()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

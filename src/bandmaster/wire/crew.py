@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 import select
 import socket
 import threading
@@ -24,7 +23,7 @@ from bandmaster.errors import ResourceError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire.codec import Payload, decode
 from bandmaster.wire.lane import INLINE_NBYTES, MAX_MESSAGE_NBYTES, NO_CONTROL, Closed, Lane, SegmentPart, inline
-from bandmaster.wire.loop import read_answer
+from bandmaster.wire.loop import message_of, read_answer
 from bandmaster.wire.segments import OWNER, Segment, SegmentWriter
 
 __all__ = ["LaneCrew", "Ticket", "Written"]
@@ -230,7 +229,7 @@ class LaneCrew:
 
 def _message(operation: str, arguments: tuple[Any, ...], parts: Sequence[Any]) -> bytes:
     named = tuple(SegmentPart(part.segment.id) if isinstance(part, Written) else part for part in parts)
-    return NO_CONTROL + pickle.dumps((operation, *arguments, named), protocol=5)
+    return NO_CONTROL + message_of(operation, arguments, named)
 
 
 def _segments(parts: Sequence[Any]) -> list[Segment]:

@@ -44,12 +44,14 @@ class WorkerHost:
     def call(self, method: str, parts: Sequence[Payload], is_collected: bool) -> Payload | Failure | None:
         """Run a method; ``parts`` must lie in memory of their own. The encoded value, or None if not collected."""
         try:
-            arguments = [item for part in parts for item in decode(part, self._device)]
-            if len(parts) > 1:
-                arguments.sort(key=_position)
-            args = [value for key, value in arguments if type(key) is int]
-            kwargs = {key: value for key, value in arguments if type(key) is str} if len(args) < len(arguments) else {}
-            del arguments
+            items = decode(parts[0], self._device) if len(parts) == 1 else self._merge(parts)
+            args, kwargs = [], {}
+            for key, argument in items:
+                if type(key) is int:
+                    args.append(argument)
+                else:
+                    kwargs[key] = argument
+            del items
             value = self.run(method, args, kwargs)
         except KeyboardInterrupt:
             raise
@@ -62,6 +64,11 @@ class WorkerHost:
         except Exception as error:
             what = f"the returned {type(value).__name__} cannot be pickled: {error}"
             return Failure.of(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
+
+    def _merge(self, parts: Sequence[Payload]) -> list[tuple[Any, Any]]:
+        """The arguments of several parts, positional ones in order."""
+        items = [item for part in parts for item in decode(part, self._device)]
+        return sorted(items, key=lambda item: item[0] if type(item[0]) is int else -1)
 
     def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a method on plain values; an async one is awaited."""
@@ -85,10 +92,6 @@ class WorkerHost:
         assert self.rendezvous is not None, "who calls this has looked"
         if self.rendezvous.hand_over():
             self.rendezvous = None
-
-
-def _position(argument: tuple[int | str, Any]) -> int:
-    return argument[0] if isinstance(argument[0], int) else -1
 
 
 class _EventLoopThread:

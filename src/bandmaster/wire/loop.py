@@ -1,7 +1,6 @@
 """The loop in a worker's process: read a message, do what it says, answer. It blocks in the kernel, never spins.
 
-The body of a message is a pickled ``(operation, *arguments, parts)``. That of an answer begins with one byte, see
-`Answer`.
+Bodies begin with one byte: that of a message with one of `Message`, that of an answer with one of `Answer`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,15 @@ from bandmaster.wire.lane import INLINE_NBYTES, Closed, Lane
 from bandmaster.wire.rendezvous import Rendezvous
 from bandmaster.wire.segments import OWNER, Segment
 
-__all__ = ["read_answer", "serve"]
+__all__ = ["message_of", "read_answer", "serve"]
+
+
+class Message:
+    """The first byte of a message, and what follows it."""
+
+    OPERATION = 0  # pickled: (operation, *arguments, parts)
+    CALL = 1  # the length of the method's name, the name, the pickle stream of its one small part
+    CALL_UNCOLLECTED = 2  # the same, when nobody wants the value
 
 
 class Answer:
@@ -36,10 +43,15 @@ def serve(lane: Lane, host: WorkerHost) -> None:
         try:
             message = lane.receive()
             assert message is not None, "this end blocks"
-            operation, *arguments = pickle.loads(message)
-            if operation == "pause":
-                return
-            outcome = _OPERATIONS[operation](lane, host, *arguments)
+            if message[0] != Message.OPERATION:
+                end = 2 + message[1]
+                part = Payload(message[end:])
+                outcome = host.call(str(message[2:end], "utf-8"), [part], message[0] == Message.CALL)
+            else:
+                operation, *arguments = pickle.loads(message[1:])
+                if operation == "pause":
+                    return
+                outcome = _OPERATIONS[operation](lane, host, *arguments)
         except Closed:
             return
         except KeyboardInterrupt as error:  # raised by the method: nobody presses keys here
@@ -54,6 +66,17 @@ def serve(lane: Lane, host: WorkerHost) -> None:
                 lane.writer.give_back([segment.id], OWNER)
         except Closed:
             return
+
+
+def message_of(operation: str, arguments: tuple[Any, ...], parts: tuple[Any, ...]) -> bytes:
+    """The body of a message; ``parts`` as `Lane.unpack` takes them."""
+    if operation == "call" and len(parts) == 1 and isinstance(parts[0], tuple) and not parts[0][1]:
+        method, is_collected = arguments
+        name = method.encode()
+        if len(name) < 256:
+            kind = Message.CALL if is_collected else Message.CALL_UNCOLLECTED
+            return b"".join((bytes((kind, len(name))), name, parts[0][0]))
+    return _OPERATION + pickle.dumps((operation, *arguments, parts), protocol=5)
 
 
 def read_answer(lane: Lane, body: memoryview) -> tuple[Payload | Failure | None, bool]:
@@ -105,4 +128,5 @@ def _encode(lane: Lane, outcome: Payload | Failure | None) -> tuple[bytes, list[
     return _FAILURE + pickle.dumps(part, protocol=5), segments
 
 
+_OPERATION = bytes([Message.OPERATION])
 _NOTHING, _VALUE, _PART, _FAILURE = (bytes([n]) for n in (Answer.NOTHING, Answer.VALUE, Answer.PART, Answer.FAILURE))
