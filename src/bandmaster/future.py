@@ -134,20 +134,24 @@ class Future(Generic[T]):
             self._lock.release()
 
     def _read(self, deadline: float | None) -> bool:
-        give_up = None
+        """Read until all answers are there, or, once a rank has failed or died, for a little longer at most."""
+        give_up: float | None = None
         while self._pending:
+            until = min((moment for moment in (deadline, give_up) if moment is not None), default=None)
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if give_up is None and self._crew.deaths:
+                left = 0.0  # what has been answered before counts; then nobody waits for the others as if nothing was
+            self._take(self._crew.wait(list(self._pending.values()), left))
+            if not self._pending:
+                break
+            self._failures.update({r: death for r, death in self._crew.deaths.items() if r not in self._failures})
             if self._failures and give_up is None:
                 give_up = time.monotonic() + FAILURE_GRACE_S
-            left = None
-            if deadline is not None or give_up is not None:
-                until = min(moment for moment in (deadline, give_up) if moment is not None)
-                left = max(0.0, until - time.monotonic())
-            done = self._crew.wait(list(self._pending.values()), left)
-            if not done:
-                if give_up is not None and time.monotonic() >= give_up:
-                    break
+            now = time.monotonic()
+            if give_up is not None and now >= give_up:
+                break
+            if deadline is not None and now >= deadline:
                 return False
-            self._take(done)
         self._conclude()
         return True
 

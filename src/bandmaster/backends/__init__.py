@@ -122,6 +122,10 @@ class Crew(Protocol):
     def has_native_tickets(self) -> bool:
         """Whether tickets are what the backend's own users know, such as ObjectRefs."""
 
+    @property
+    def deaths(self) -> Mapping[int, Failure]:
+        """Ranks whose process is known to be gone, and how it ended. A call that waits for others fails with them."""
+
     def describe(self) -> Sequence[Mapping[str, Any]]:
         """For each rank: ``host``, ``pid``, ``device``, and ``lane``: whether calls take the direct way."""
 
@@ -135,7 +139,7 @@ class Crew(Protocol):
         """
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
-        """The tickets that are done: at least one, or none when the time is over."""
+        """The tickets that are done: at least one, or none when the time is over or a process has died."""
 
     def fetch(self, ticket: Any) -> Any | Failure:
         """The decoded value of a ticket that is done (None if it was not collected), or what went wrong."""

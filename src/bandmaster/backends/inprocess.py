@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from bandmaster.backends import Call, Launch, Reply
@@ -41,6 +42,7 @@ class InProcessCrew:
     """A call runs as it is sent, so a ticket is done from the start: it holds the outcome."""
 
     has_native_tickets = False
+    deaths: Mapping[int, Failure] = MappingProxyType({})
 
     def __init__(self, hosts: Sequence[WorkerHost]) -> None:
         self._hosts = hosts

@@ -49,6 +49,11 @@ class RayCrew:
         self._has_lane.clear()
         return self.actors
 
+    @property
+    def deaths(self) -> Mapping[int, Failure]:
+        """Those that broke a lane; Ray itself tells of a death only to whoever waits for that actor."""
+        return {} if self._lanes is None else self._lanes.deaths
+
     def describe(self) -> list[dict[str, Any]]:
         """Where each worker is, and whether it has a lane."""
         return [

@@ -54,6 +54,9 @@ class Written:
 class LaneCrew:
     """Sends messages to the ranks of a group and hands out their answers. Any thread may call it.
 
+    Attributes:
+        deaths: How each rank ended whose lane broke.
+
     Args:
         sockets: The controller's end of the lane of each rank that has one; owned from here on.
         how_it_died: What is known of a rank whose lane broke.
@@ -69,7 +72,7 @@ class LaneCrew:
         }
         self._by_fd = {lane.fileno(): rank for rank, lane in self._lanes.items()}
         self._pending: dict[int, deque[Ticket]] = {rank: deque() for rank in self._lanes}
-        self._dead: dict[int, Failure] = {}
+        self.deaths: dict[int, Failure] = {}
         self._how_it_died = how_it_died
         self._n_failed = 0
         self._poll = select.epoll()
@@ -118,8 +121,8 @@ class LaneCrew:
         with self._lock:
             for rank in ranks:
                 tickets[rank] = ticket = Ticket()
-                if rank in self._dead:
-                    self._finish(ticket, self._dead[rank], is_failure=True)
+                if rank in self.deaths:
+                    self._finish(ticket, self.deaths[rank], is_failure=True)
                     continue
                 self._pending[rank].append(ticket)
                 try:
@@ -139,12 +142,14 @@ class LaneCrew:
         """Wait until all are done, one of them failed, or the time is over; those that are done."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
-            n_done, n_failed = 0, -1
+            n_done, n_failed, n_dead = 0, -1, len(self.deaths)
             while True:
                 while n_done < len(tickets) and tickets[n_done].is_done:
                     n_done += 1
                 if n_done == len(tickets):
                     return list(tickets)
+                if n_dead != len(self.deaths):
+                    break
                 if n_failed != self._n_failed:  # of any call; so there is something to look for
                     n_failed = self._n_failed
                     if any(ticket.is_failure for ticket in tickets):
@@ -170,8 +175,8 @@ class LaneCrew:
         """Hang up on every worker; whoever waits is told that it is gone."""
         with self._lock:
             for rank, lane in self._lanes.items():
-                if rank not in self._dead:
-                    self._dead[rank] = Failure(FailureKind.DIED, "the group was closed")
+                if rank not in self.deaths:
+                    self.deaths[rank] = Failure(FailureKind.DIED, "the group was closed")
                     self._end(rank)
                 lane.close()
             self._poll.close()
@@ -216,15 +221,15 @@ class LaneCrew:
         self._n_failed += is_failure
 
     def _note_death(self, rank: int) -> None:
-        if rank not in self._dead:
-            self._dead[rank] = Failure(FailureKind.DIED, self._how_it_died(rank))
+        if rank not in self.deaths:
+            self.deaths[rank] = Failure(FailureKind.DIED, self._how_it_died(rank))
             self._poll.unregister(self._lanes[rank].fileno())
             self._end(rank)
 
     def _end(self, rank: int) -> None:
         self._writer.forget_reader(rank)
         while self._pending[rank]:
-            self._finish(self._pending[rank].popleft(), self._dead[rank], is_failure=True)
+            self._finish(self._pending[rank].popleft(), self.deaths[rank], is_failure=True)
 
 
 def _message(operation: str, arguments: tuple[Any, ...], parts: Sequence[Any]) -> bytes:
