@@ -13,7 +13,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 
 CONTROLLER = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 import bandmaster as bm
 from bandmaster import Dispatch, register
 
@@ -28,6 +28,7 @@ class Busy(bm.Worker):
         while True:
             pass
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have let its background jobs ignore it
 pool = bm.ResourcePool([2])
 group = bm.WorkerGroup(pool, Busy)
 print(*sum(group.start(), []), flush=True)
@@ -76,7 +77,10 @@ def test_nothing_outlives_the_controller(state, end):
             assert controller.stdout.readline().strip() == "busy"
         if end is not None:
             controller.send_signal(end)
-        controller.wait(timeout=10)
+        try:
+            controller.wait(timeout=10)
+        finally:
+            controller.kill()
     wait_until_gone(pids)
 
 
