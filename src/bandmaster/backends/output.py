@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
@@ -84,5 +85,6 @@ class WorkerOutput:
             self._last[rank].extend(text)
         target = getattr(sys, stream)
         if text and target is not None:
-            target.write("".join(f"[{self._label} {rank}] {line}\n" for line in text))
-            target.flush()
+            with contextlib.suppress(Exception):  # a broken pipe, say: workers must not block because nobody listens
+                target.write("".join(f"[{self._label} {rank}] {line}\n" for line in text))
+                target.flush()

@@ -59,6 +59,7 @@ class RayBackend:
 
     def __init__(self) -> None:
         self._is_connected_here = False  # whether Ray is to be left with the last reservation
+        self._session: str | None = None  # which Ray that was
         self._is_embedded = False  # whether it is a Ray of our own
         self._reservations: list[Reservation] = []
 
@@ -178,6 +179,8 @@ class RayBackend:
         """Use the Ray of this process, else a cluster that runs on this machine or is named by RAY_ADDRESS, else
         one of our own."""
         if ray.is_initialized():
+            if self._session != _session():  # the user has left ours and joined another
+                self._is_connected_here = self._is_embedded = False
             return
         self._is_connected_here, self._is_embedded = True, False
         cluster = _running_cluster()
@@ -186,10 +189,12 @@ class RayBackend:
         else:
             ray.init("local", include_dashboard=False, logging_level=logging.WARNING, resources={PLACE: 1e6})
             self._is_embedded = True
+        self._session = _session()
 
     def _disconnect_if_idle(self) -> None:
         if self._is_connected_here and not self._reservations:
-            ray.shutdown()
+            if self._session == _session():
+                ray.shutdown()
             self._is_connected_here = self._is_embedded = False
 
 
@@ -217,6 +222,11 @@ def _construct(crew: RayCrew, launch: Launch) -> None:
         tickets[rank] = actor.bandmaster_construct.remote(context, environment, sys.path, constructor)
     await_construction(crew, tickets, launch)
     crew.connect(stands)
+
+
+def _session() -> str | None:
+    """Which job on which Ray this process is connected as."""
+    return ray.get_runtime_context().get_job_id() + ray.nodes()[0]["NodeID"] if ray.is_initialized() else None
 
 
 def _running_cluster() -> str | None:

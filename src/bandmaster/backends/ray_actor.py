@@ -88,7 +88,9 @@ class WorkerActor:
     def bandmaster_connect(self, name: str, introduction: bytes) -> bool:
         """Connect to the controller's lane; whether that works from here."""
         sock = connect(name, introduction)
-        self._lane = None if sock is None else Lane(sock, SegmentWriter())
+        if sock is not None:
+            os.register_at_fork(after_in_child=sock.close)
+            self._lane = Lane(sock, SegmentWriter())
         return sock is not None
 
     def bandmaster_serve(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,15 +40,17 @@ class RayCrew:
         self._standings: Mapping[int, Standing] = {}
         self._lanes: LaneCrew | None = None
         self._has_lane: set[int] = set()
+        self._lock = threading.RLock()  # which way a call goes, and the order in which calls are sent
         self._serving: dict[int, Any] = {}  # the task that serves each lane that is not paused
 
     @property
     def handles(self) -> Sequence[Any]:
         """The actor handles. Who has them can call the actors past us, so from here on all calls are Ray's own."""
-        for rank in list(self._has_lane):
-            self._pause(rank)
-        self._has_lane.clear()
-        return self.actors
+        with self._lock:
+            for rank in list(self._has_lane):
+                self._pause(rank)
+            self._has_lane.clear()
+            return self.actors
 
     @property
     def deaths(self) -> Mapping[int, Failure]:
@@ -82,6 +85,10 @@ class RayCrew:
 
     def call(self, calls: Sequence[Call]) -> dict[int, Any]:
         """By lane where there is one and the ticket is not the user's; else one actor task each."""
+        with self._lock:
+            return self._call(calls)
+
+    def _call(self, calls: Sequence[Call]) -> dict[int, Any]:
         tickets: dict[int, Any] = {}
         for call in calls:
             by_lane = [rank for rank in call.ranks if rank in self._has_lane and call.reply is not Reply.NATIVE]
@@ -147,6 +154,8 @@ class RayCrew:
 
     def _how_it_died(self, rank: int) -> str:
         served = self._serving.get(rank)
+        if served is None:
+            return "it closed its lane"
         try:
             ray.get(served, timeout=LAST_WORDS_TIMEOUT_S)
         except RayError as error:

@@ -76,10 +76,15 @@ class Zygote:
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a group that is collected as garbage while this is held may come back here
+        self._n_asked = 0
+        self._answers: dict[int, Any] = {}  # by number of the question; None where it is still awaited
         self.owner_pid = os.getpid()
         source = str(Path(__file__).parents[2])
-        program = f"import sys; sys.path.insert(0, {source!r}); from bandmaster.backends.zygote import main; main()"
+        program = (
+            f"import sys; sys.path[:] = [{source!r}, *filter(None, sys.path)]; "
+            "from bandmaster.backends.zygote import main; main()"
+        )
         single = {name: "1" for name in THREAD_VARIABLES if name not in os.environ}
         with theirs:
             self._process = subprocess.Popen(
@@ -121,21 +126,34 @@ class Zygote:
 
     def close(self) -> None:
         """End it, and whatever it has forked."""
-        self._control.close()
         if os.getpid() == self.owner_pid:
+            with contextlib.suppress(OSError):
+                self._control.shutdown(socket.SHUT_RDWR)  # also where a fork of the controller has the socket too
             self._process.wait()
+        self._control.close()
 
     def _ask(self, request: Any, descriptors: Sequence[int] = ()) -> Any:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         with self._lock:
+            self._n_asked += 1
+            number = self._n_asked
+            self._answers[number] = None
             try:
-                self._control.sendmsg([pickle.dumps(request)], ancillary, socket.MSG_NOSIGNAL)
-                data = self._control.recv(_MESSAGE_NBYTES)
+                self._control.sendmsg([pickle.dumps((number, *request))], ancillary, socket.MSG_NOSIGNAL)
+                while self._answers[number] is None:
+                    data = self._control.recv(_MESSAGE_NBYTES)
+                    if not data:
+                        raise ConnectionResetError("it has hung up")
+                    answered, answer = pickle.loads(data)
+                    if answered in self._answers:  # if not, whoever asked was interrupted
+                        self._answers[answered] = (answer,)
+                return self._answers[number][0]
             except OSError as error:
-                raise PlacementError(f"the process that workers are forked from is gone ({error})") from error
-        if not data:
-            raise PlacementError("the process that workers are forked from is gone; close the pool and make a new one")
-        return pickle.loads(data)
+                raise PlacementError(
+                    f"the process that workers are forked from is gone ({error}); make the group again"
+                ) from error
+            finally:
+                del self._answers[number]
 
 
 def _words(status: int) -> str:
@@ -154,7 +172,7 @@ def main() -> None:
     os.setpgid(0, 0)
     controller = os.pidfd_open(os.getppid())  # sockets may live on in what the controller forks; this does not
     for name in sys.argv[2:]:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):  # whoever needs it will see why when a worker imports it
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is imported stays shared with the workers
@@ -198,7 +216,7 @@ class _Nursery:
             return False
         if not data:
             return False
-        operation, *arguments = pickle.loads(data)
+        number, operation, *arguments = pickle.loads(data)
         answer: int | str | None
         if operation == "spawn":
             fds = array.array("i", b"".join(chunk for _, _, chunk in ancillary))
@@ -209,7 +227,7 @@ class _Nursery:
             answer = None
             self._end(*arguments)
         try:
-            self._control.send(pickle.dumps(answer), socket.MSG_NOSIGNAL)
+            self._control.send(pickle.dumps((number, answer)), socket.MSG_NOSIGNAL)
         except ConnectionError:
             return False
         return True
@@ -281,7 +299,9 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int) -> N
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         _take_on(spawn)
         host = WorkerHost()
-        serve(Lane(socket.socket(fileno=lane_fd), SegmentWriter()), host)
+        lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter())
+        os.register_at_fork(after_in_child=lane.socket.close)  # or the controller would not hear of this one's end
+        serve(lane, host)
         host.close()
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -298,7 +318,7 @@ def _take_on(spawn: Spawn) -> None:
     os.environ.update(spawn.environment)
     with contextlib.suppress(OSError):
         os.chdir(spawn.directory)
-    sys.path.extend(path for path in spawn.path if path not in sys.path)
+    sys.path[:] = spawn.path
     sys.argv[:] = spawn.argv
     random.seed()
     if "numpy.random" in sys.modules:

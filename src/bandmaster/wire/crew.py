@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import select
 import socket
 import threading
@@ -75,9 +76,10 @@ class LaneCrew:
         self.deaths: dict[int, Failure] = {}
         self._how_it_died = how_it_died
         self._n_failed = 0
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.epoll()
-        for lane in self._lanes.values():
-            self._poll.register(lane.fileno(), select.EPOLLIN)
+        for readable in (self._wake, *map(Lane.fileno, self._lanes.values())):
+            self._poll.register(readable, select.EPOLLIN)
         self._lock = threading.RLock()  # the lanes, the writer and what is pending
         self._arrived = threading.Condition(self._lock)
         self._has_reader = False  # whether some thread is blocked in the kernel for all of them
@@ -129,8 +131,10 @@ class LaneCrew:
                     self._lanes[rank].send_message(message, segments)
                 except Closed:
                     self._note_death(rank)
-                except OSError as error:
-                    self._pending[rank].remove(ticket)
+                except BaseException as error:
+                    self._pending[rank].remove(ticket)  # answers come in order: none is for this one
+                    if not isinstance(error, OSError):
+                        raise
                     self._finish(ticket, Failure.of(error), is_failure=True)
 
     def give_back(self, segment: Segment) -> None:
@@ -174,12 +178,17 @@ class LaneCrew:
     def close_lanes(self) -> None:
         """Hang up on every worker; whoever waits is told that it is gone."""
         with self._lock:
+            if self._poll.closed:
+                return
             for rank, lane in self._lanes.items():
                 if rank not in self.deaths:
                     self.deaths[rank] = Failure(FailureKind.DIED, "the group was closed")
                     self._end(rank)
                 lane.close()
+            os.eventfd_write(self._wake, 1)  # closing alone would not wake who is blocked in the kernel
+            self._arrived.wait_for(lambda: not self._has_reader, timeout=5.0)
             self._poll.close()
+            os.close(self._wake)
             self._writer.close()
             self._arrived.notify_all()
 
@@ -190,14 +199,15 @@ class LaneCrew:
             return
         self._has_reader = True
         self._lock.release()
-        ready = None
+        ready: Sequence[tuple[int, int]] = ()
         try:
             ready = self._poll.poll(timeout_s)
         finally:
             self._lock.acquire()
             self._has_reader = False
-        self._receive(ready)
-        self._arrived.notify_all()
+            self._arrived.notify_all()  # one of those who waited for this thread goes on in its place
+        if not self._poll.closed:
+            self._receive(ready)
 
     def _receive_all(self) -> None:
         """Take an answer of every lane that has one; the lock is held."""
@@ -206,15 +216,21 @@ class LaneCrew:
 
     def _receive(self, ready: Sequence[tuple[int, int]]) -> None:
         for fd, _ in ready:
-            rank = self._by_fd[fd]
+            rank = self._by_fd.get(fd)
+            if rank is None or rank in self.deaths:
+                continue
             lane = self._lanes[rank]
             try:
                 body = lane.receive(block=False)
-                if body is not None:
-                    outcome, is_failure = read_answer(lane, body)
-                    self._finish(self._pending[rank].popleft(), outcome, is_failure)
-            except (Closed, OSError):
+            except Closed:
                 self._note_death(rank)
+                continue
+            except OSError as error:  # the answer came, but there was no descriptor left for what it is in
+                self._finish(self._pending[rank].popleft(), Failure.of(error), is_failure=True)
+                continue
+            if body is not None:
+                ticket = self._pending[rank].popleft()
+                self._finish(ticket, *read_answer(lane, body))
 
     def _finish(self, ticket: Ticket, outcome: Payload | Failure | None, is_failure: bool) -> None:
         ticket.outcome, ticket.is_failure, ticket.is_done = outcome, is_failure, True

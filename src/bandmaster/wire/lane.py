@@ -250,12 +250,14 @@ class Lane:
 
     def _take_control(self, control: Any, descriptors: list[int], message_flags: int) -> None:
         new, closed, returned = control
+        self.reader.forget(closed)
+        self.writer.give_back(returned, self._reader_id)
         if message_flags & socket.MSG_CTRUNC or len(descriptors) != len(new):
+            for fd in descriptors:
+                os.close(fd)
             raise OSError(errno.EMFILE, "no descriptor is left for a segment: raise the limit (ulimit -n)")
         for (number, nbytes), fd in zip(new, descriptors, strict=True):
             self.reader.attach(number, fd, nbytes)
-        self.reader.forget(closed)
-        self.writer.give_back(returned, self._reader_id)
 
 
 def inline(payload: Payload) -> tuple[bytes, tuple[bytearray, ...]]:

@@ -61,7 +61,10 @@ def serve(lane: Lane, host: WorkerHost) -> None:
         try:
             body, segments = _encode(lane, outcome)
             del outcome
-            lane.send(body, segments)
+            try:
+                lane.send(body, segments)
+            except OSError as error:  # too many descriptors are on their way, say
+                lane.send(_encode(lane, Failure.of(error))[0])
             for segment in segments:
                 lane.writer.give_back([segment.id], OWNER)
         except Closed:

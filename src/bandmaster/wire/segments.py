@@ -164,8 +164,13 @@ class SegmentReader:
 
     def __init__(self) -> None:
         self._maps: dict[int, mmap.mmap] = {}
+        self._lent: set[int] = set()  # segments in which something may lie
+        self._kept: set[int] = set()  # those that are never given back
         self._were_read: set[int] = set()
         self._returned: list[int] = []
+        if not _readers:
+            os.register_at_fork(before=_keep_all)
+        _readers.add(self)
 
     def attach(self, number: int, fd: int, nbytes: int) -> None:
         """Map a segment that is new here; ``fd`` is closed."""
@@ -184,9 +189,19 @@ class SegmentReader:
         sizes = struct.unpack_from(f"<{n_chunks}Q", memory, _LENGTH)
         offsets, nbytes = _layout(sizes)
         whole = np.frombuffer(memory, np.uint8, nbytes)  # lives as long as any view of it
-        weakref.finalize(whole, self._returned.append, number).atexit = False
+        self._lent.add(number)
+        weakref.finalize(whole, self._give_back, number).atexit = False
         view = memoryview(whole.data)
         return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+
+    def keep(self) -> None:
+        """Never give back what is lent now: a process that is about to be forked will have it too."""
+        self._kept |= self._lent
+
+    def _give_back(self, number: int) -> None:
+        if number not in self._kept:
+            self._lent.discard(number)
+            self._returned.append(number)
 
     @property
     def has_returned(self) -> bool:
@@ -204,6 +219,14 @@ class SegmentReader:
         for number in ids:
             self._maps.pop(number, None)
             self._were_read.discard(number)
+
+
+_readers: weakref.WeakSet[SegmentReader] = weakref.WeakSet()
+
+
+def _keep_all() -> None:
+    for reader in list(_readers):
+        reader.keep()
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -1,0 +1,131 @@
+"""The calls that are timed, each with its input, and a check that its result is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from peers.desk import full_sum, make_rows, sample_sum, sampled
+
+
+class WrongResult(Exception):
+    """A peer gave another result than the work has."""
+
+
+class Work:
+    """One kind of call on so many bytes. Only `call` is timed.
+
+    Args:
+        peer: A started peer.
+        n_workers: Its ranks.
+        nbytes: Of the input, or of all results together.
+    """
+
+    def __init__(self, peer: Any, n_workers: int, nbytes: int) -> None:
+        self.peer = peer
+        self.n_workers = n_workers
+        self.nbytes = nbytes
+        self.n_calls = 0
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Make the input."""
+
+    def prepare(self) -> None:
+        """Before every call."""
+        self.n_calls += 1
+
+    def call(self) -> Any:
+        """The call."""
+        raise NotImplementedError
+
+    def check(self, result: Any) -> None:
+        """Raise `WrongResult` unless the result is right."""
+        raise NotImplementedError
+
+    def expect(self, is_right: Any, result: Any) -> None:
+        if not is_right:
+            raise WrongResult(f"{type(self).__name__} of {self.nbytes} bytes, call {self.n_calls}: {result!r}")
+
+
+class Noop(Work):
+    """1 to every rank, and back."""
+
+    def call(self) -> Any:
+        return self.peer.noop()
+
+    def check(self, result: Any) -> None:
+        self.expect(result == [1] * self.n_workers, result)
+
+
+class Broadcast(Work):
+    """One array to every rank; each reads 64 places of it. The places hold something else in every call."""
+
+    def set_up(self) -> None:
+        self.array = make_rows(self.nbytes)
+
+    def prepare(self) -> None:
+        super().prepare()
+        sampled(self.array)[:] = self.n_calls % 1000
+        self.sum = self.expected()
+
+    def expected(self) -> float:
+        return sample_sum(self.array)
+
+    def call(self) -> Any:
+        return self.peer.broadcast(self.array)
+
+    def check(self, result: Any) -> None:
+        self.expect(result == [self.sum] * self.n_workers, result)
+
+
+class BroadcastReadAll(Broadcast):
+    """One array to every rank; each reads all of it."""
+
+    def expected(self) -> float:
+        return full_sum(self.array)
+
+    def call(self) -> Any:
+        return self.peer.broadcast_read_all(self.array)
+
+    def check(self, result: Any) -> None:
+        self.expect(len(result) == self.n_workers and np.allclose(result, self.sum, rtol=1e-4), result)
+
+
+class SplitIncConcat(Broadcast):
+    """Rows over the ranks, each adds 1, joined in order. The first result is compared whole, then in places."""
+
+    def call(self) -> Any:
+        return self.peer.split_inc_concat(self.array)
+
+    def check(self, result: Any) -> None:
+        self.expect(result.shape == self.array.shape, result.shape)
+        self.expect((sampled(result) == sampled(self.array) + 1).all(), sampled(result))
+        if self.n_calls == 1:
+            pairs = zip(np.array_split(result, 64), np.array_split(self.array, 64), strict=True)
+            self.expect(all((after == before + 1).all() for after, before in pairs), "differs in other places")
+
+
+class Gather(Work):
+    """An array from every rank, ``nbytes`` in all, and the controller reads all of it."""
+
+    def call(self) -> Any:
+        arrays = self.peer.gather(self.nbytes // self.n_workers, self.n_calls)
+        return arrays, [full_sum(array[1:]) for array in arrays]
+
+    def check(self, result: Any) -> None:
+        arrays, sums = result
+        n_items = self.nbytes // self.n_workers // 4
+        self.expect([array.size for array in arrays] == [n_items] * self.n_workers, "wrong sizes")
+        self.expect([array[0] for array in arrays] == [self.n_calls] * self.n_workers, "an earlier call's result")
+        expected = [rank * (n_items - 1) for rank in range(self.n_workers)]
+        self.expect(np.allclose(sums, expected, rtol=1e-4), sums)
+
+
+WORKS = {
+    "noop": Noop,
+    "broadcast": Broadcast,
+    "broadcast_read_all": BroadcastReadAll,
+    "split_inc_concat": SplitIncConcat,
+    "gather": Gather,
+}

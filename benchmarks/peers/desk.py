@@ -1,0 +1,66 @@
+"""What a worker does, the same on every peer, and the arrays that it is given."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import numpy as np
+
+N_SAMPLES = 64
+
+
+def make_rows(nbytes: int) -> np.ndarray:
+    """Rows of float32, ``nbytes`` in all; every page was written, for zero pages would flatter everyone."""
+    n_rows = 64 if nbytes < 1 << 20 else 1024
+    array = np.empty((n_rows, nbytes // 4 // n_rows), np.float32)
+    array[:] = np.arange(array.shape[1], dtype=np.float32) % 251
+    return array
+
+
+def sampled(array: np.ndarray) -> np.ndarray:
+    """A view of some 64 items, evenly spread."""
+    flat = array.reshape(-1)
+    return flat[:: flat.size // N_SAMPLES | 1]
+
+
+def sample_sum(array: np.ndarray) -> float:
+    """The sum of the sampled items: exact, as they are small integers."""
+    return float(sampled(array).sum(dtype=np.float64))
+
+
+def full_sum(array: np.ndarray) -> float:
+    """The sum of all items, up to what float32 holds."""
+    return float(array.sum())
+
+
+class Desk:
+    """The work of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.held = np.empty(0, np.float32)
+
+    def noop(self, value: Any) -> Any:
+        return value
+
+    def load(self, module: str) -> bool:
+        importlib.import_module(module)
+        return module in sys.modules
+
+    def read(self, array: np.ndarray) -> float:
+        return sample_sum(array)
+
+    def read_all(self, array: np.ndarray) -> float:
+        return full_sum(array)
+
+    def increment(self, rows: Any) -> Any:
+        return rows + 1
+
+    def give(self, nbytes: int, token: int) -> np.ndarray:
+        """An array that this rank has had all along; its first item says which call it answers."""
+        if self.held.nbytes != nbytes:
+            self.held = np.full(nbytes // 4, self.rank, np.float32)
+        self.held[0] = token
+        return self.held

@@ -1,0 +1,78 @@
+"""verl's single_controller: `RayWorkerGroup`, its own dispatch modes, rows in a `DataProto`."""
+
+from __future__ import annotations
+
+import numpy as np
+import ray
+import torch
+from tensordict import TensorDict
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+from peers.desk import Desk
+
+
+class Player(Worker):
+    """A desk as a worker class of verl."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = Desk(self.rank)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def noop(self, value):
+        return self.desk.noop(value)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, module):
+        return self.desk.load(module)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def read(self, array):
+        return self.desk.read(array)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def read_all(self, array):
+        return self.desk.read_all(array)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def increment(self, data):
+        data.batch["rows"] = self.desk.increment(data.batch["rows"])
+        return data
+
+    @register(Dispatch.ONE_TO_ALL)
+    def give(self, nbytes, token):
+        return self.desk.give(nbytes, token)
+
+
+class Peer:
+    """A worker group on a pool of one node, without GPUs."""
+
+    def start(self, n_workers: int) -> None:
+        ray.init("local", num_cpus=n_workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        pool = RayResourcePool([n_workers], use_gpu=False, max_colocate_count=1)
+        self._group = RayWorkerGroup(pool, RayClassWithInitArgs(cls=ray.remote(Player)))
+
+    def noop(self) -> list[int]:
+        return self._group.noop(1)
+
+    def load(self, module: str) -> list[bool]:
+        return self._group.load(module)
+
+    def broadcast(self, array: np.ndarray) -> list[float]:
+        return self._group.read(array)
+
+    def broadcast_read_all(self, array: np.ndarray) -> list[float]:
+        return self._group.read_all(array)
+
+    def split_inc_concat(self, array: np.ndarray) -> np.ndarray:
+        batch = TensorDict({"rows": torch.from_numpy(array)}, batch_size=[len(array)])
+        return self._group.increment(DataProto(batch=batch)).batch["rows"].numpy()
+
+    def gather(self, nbytes: int, token: int) -> list[np.ndarray]:
+        return self._group.give(nbytes, token)
+
+    def stop(self) -> None:
+        ray.shutdown()

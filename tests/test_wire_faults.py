@@ -1,0 +1,101 @@
+"""Ctrl-C, threads, forks and garbage at awkward moments: no answer is lost, shifted or seen by the wrong reader."""
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+
+class Forks(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def fork_with(self, array):
+        """Fork a child that looks at the array later, when told; the ends of its pipes."""
+        self.ask, asked = os.pipe()[::-1]
+        told, tell = os.pipe()
+        if os.fork() == 0:
+            os.read(asked, 1)
+            os.write(tell, str(float(array[-1])).encode())
+            os._exit(0)
+        self.told = told
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take(self, array):
+        return float(array[-1])
+
+    @register(Dispatch.ONE_TO_ALL)
+    def what_the_child_sees(self):
+        os.write(self.ask, b"?")
+        return os.read(self.told, 100).decode()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hang(self):
+        time.sleep(300)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+
+@pytest.fixture
+def group(zygote):
+    with bm.ResourcePool([1], backend="local") as pool:
+        yield bm.WorkerGroup(pool, Forks)
+
+
+@pytest.mark.timeout(60)
+def test_what_a_fork_of_a_worker_has_is_not_overwritten(group):
+    group.fork_with(np.full(100_000, 7.0))
+    for _ in range(5):
+        assert group.take(np.full(100_000, 99.0)) == [99.0]
+    assert group.what_the_child_sees() == ["7.0"]
+
+
+@pytest.mark.timeout(60)
+def test_closing_a_group_wakes_who_waits_for_it(group):
+    future, errors = group.hang.submit(), []
+    waiting = threading.Thread(target=lambda: errors.append(future.exception()))
+    waiting.start()
+    group.close()
+    waiting.join(timeout=10)
+    assert [type(error) for error in errors] == [bm.WorkerDied]
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupted_send_does_not_shift_the_answers(group, monkeypatch):
+    lane = group._crew._lanes[0]
+    real = lane.send_message
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lane, "send_message", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        group.echo("lost")
+    monkeypatch.setattr(lane, "send_message", real)
+    assert group.echo("one") == ["one"]
+    assert group.echo("two") == ["two"]
+
+
+@pytest.mark.timeout(60)
+def test_groups_that_are_garbage_while_another_one_starts(zygote):
+    import gc
+
+    with bm.ResourcePool([1], backend="local") as pool:
+        gc.disable()
+        try:
+            for _ in range(5):
+                group = bm.WorkerGroup(pool, Forks)
+                group.cycle = group
+            del group
+            gc.set_threshold(1)
+        finally:
+            gc.enable()
+        try:
+            assert bm.WorkerGroup(pool, Forks).echo(1) == [1]
+        finally:
+            gc.set_threshold(700, 10, 10)
