@@ -41,7 +41,7 @@ class ResourcePool:
         name_prefix: Name of the pool in messages, and the beginning of its workers' names.
         max_colocate_count: How many groups may share a place; each is given that part of its GPU and CPUs.
         cpus_per_worker: CPUs reserved for each place, for all groups on it together.
-        placement_timeout_s: How long to wait for places that others hold.
+        placement_timeout_s: How long to wait for places that others hold; on this machine nothing is waited for.
 
     Raises:
         UsageError: A value that makes no sense, or a backend that does not exist or is not installed.

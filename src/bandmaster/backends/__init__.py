@@ -1,4 +1,4 @@
-"""What a backend is: four methods, and six for the workers of a group.
+"""What a backend is: four methods, and a crew, the running workers of a group: six more and three facts.
 
 The group plans and never sees a socket; a backend carries bytes and never sees an axis::
 
@@ -130,7 +130,7 @@ class Crew(Protocol):
         """For each rank: ``host``, ``pid``, ``device``, and ``lane``: whether calls take the direct way."""
 
     def put(self, payload: Payload) -> Any:
-        """Write a payload once, for however many ranks will read it. Its memory may change afterwards."""
+        """Write a payload once, for however many ranks will read it. Its memory may change once `call` returns."""
 
     def call(self, calls: Sequence[Call]) -> dict[int, Any]:
         """Send calls, no two for one rank, without waiting; a ticket by rank.

@@ -1,10 +1,12 @@
-"""Workers as processes on this machine: forked from a zygote, reached by lanes. No port, no name, nothing to leak.
+"""Workers as processes on this machine: forked from a zygote, reached by lanes, which need no port and no name.
 
 ::
 
     LocalBackend.start ──► Zygote.spawn, once per rank ──► worker processes
          └── LaneCrew ◄──── a lane each ────────────────────┘    (wire/lane.py, wire/segments.py, wire/loop.py)
          └── WorkerOutput ◄─ their standard output and error
+
+The one port is that of torch's rendezvous, on the loopback address (wire/rendezvous.py).
 """
 
 from __future__ import annotations
