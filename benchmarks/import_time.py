@@ -23,7 +23,7 @@ def measure(options: Options) -> list[Row]:
     """Rounds that alternate between the peers, after one that does not count and leaves everything compiled."""
     samples: dict[str, list[tuple[float]]] = {found.kind.name: [] for found in options.peers}
     why_not = {found.kind.name: found.why_not for found in options.peers}
-    for turn in range(1 + (2 if options.is_smoke else 5)):
+    for turn in range(1 + (2 if options.is_smoke else 4)):
         say(f"import: round {turn}")
         for found in options.peers:
             if not why_not[found.kind.name]:

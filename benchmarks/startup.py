@@ -15,7 +15,7 @@ from harness.stage import LIGHT, START_TIMEOUT_S, say
 PLAIN = "first result"
 WITH_TORCH = "first result, torch in every worker"
 IMPORTS_TORCH_ANYWAY = {"verl"}
-SLOW = {"verl": {PLAIN, WITH_TORCH}, "plain_ray": {WITH_TORCH}, "bandmaster_ray": {WITH_TORCH}}  # one round is enough
+SLOW = {PLAIN: {"verl"}, WITH_TORCH: {"bandmaster_ray", "plain_ray", "monarch"}}  # one round is enough
 
 
 def measure(options: Options) -> list[Row]:
@@ -34,11 +34,7 @@ def _measure(what: str, peers: list[Found], n_workers: int, n_rounds: int) -> li
     for turn in range(n_rounds):
         for found in peers:
             name = found.kind.name
-            if (
-                why_not[name]
-                or (turn and what in SLOW.get(name, ()))
-                or (what == WITH_TORCH and name in IMPORTS_TORCH_ANYWAY)
-            ):
+            if why_not[name] or (turn and name in SLOW[what]) or (what == WITH_TORCH and name in IMPORTS_TORCH_ANYWAY):
                 continue
             if what == WITH_TORCH and "torch" not in found.versions:
                 why_not[name] = "torch is not installed"

@@ -12,12 +12,12 @@ from harness import machine
 from harness.environments import KINDS, Found, find
 from harness.rows import Row, as_text, save, table
 
-MOST_WORKERS = {
-    "bandmaster_ray": 32,
-    "plain_ray": 32,
-    "monarch": 32,
-    "verl": 8,
-}  # without --full, for the time it takes
+N_WORKERS = {  # from and to, without --full, for the time it takes
+    "bandmaster_ray": (1, 32),
+    "plain_ray": (1, 32),
+    "monarch": (1, 32),
+    "verl": (8, 8),
+}
 ONLY_FULL = "only with --full"
 WORKER_NBYTES = {"bandmaster_ray": 100 << 20, "plain_ray": 80 << 20, "monarch": 80 << 20, "verl": 500 << 20}
 
@@ -50,9 +50,9 @@ class Options:
         return replace(self, peers=tuple(peers))
 
     def _too_many(self, found: Found, n_workers: int) -> str:
-        most = MOST_WORKERS.get(found.kind.name, n_workers)
-        if n_workers > most and not self.is_full:
-            return f"more than {most} workers only with --full"
+        least, most = N_WORKERS.get(found.kind.name, (0, n_workers))
+        if not (least <= n_workers <= most or self.is_full or self.is_smoke):
+            return f"{n_workers} workers {ONLY_FULL}"
         needed, available = n_workers * WORKER_NBYTES.get(found.kind.name, 0), machine.available_nbytes()
         if needed > 0.8 * available:
             return f"{n_workers} workers take about {needed / (1 << 30):.0f} GiB, {available / (1 << 30):.0f} are free"

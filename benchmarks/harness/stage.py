@@ -21,7 +21,7 @@ LIGHT = {"BANDMASTER_PRELOAD": "numpy"}  # workers without torch: only starts ar
 MiB = 1 << 20
 LARGE_NBYTES = 16 * MiB
 _BEGUN = time.perf_counter()
-MOST_NBYTES = {"monarch": 256 * MiB, "verl": 256 * MiB}  # without --full
+MOST_NBYTES = {"bandmaster_ray": 256 * MiB, "monarch": 256 * MiB, "verl": 256 * MiB}  # without --full
 
 
 @dataclass(frozen=True)
