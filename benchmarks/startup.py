@@ -24,7 +24,7 @@ def measure(options: Options) -> list[Row]:
     for n_workers in options.n_workers or ((2,) if options.is_smoke else (8,)):
         peers = options.peers_for(n_workers)
         for what in (PLAIN,) if options.is_smoke else (PLAIN, WITH_TORCH):
-            rows += _measure(what, peers, n_workers, 1 if options.is_smoke else 3)
+            rows += _measure(what, peers, n_workers, 1 if options.is_smoke else 5)  # Ray may take a second more
     return [_as_with_torch(row, rows) for row in rows]
 
 

@@ -30,6 +30,13 @@ class Echo(bm.Worker):
         return value
 
     @register(Dispatch.ONE_TO_ALL)
+    def scribble(self, array, place):
+        """Write into the array; whether it was all the same before."""
+        is_same = bool((array == array[array.size // 2]).all())
+        array[place] = 77
+        return is_same
+
+    @register(Dispatch.ONE_TO_ALL)
     def write(self, array):
         """Overwrite what came; whether it could be, and what a reused segment showed first."""
         seen = array.copy()
@@ -218,3 +225,15 @@ def test_many_calls_of_mixed_sizes_leave_nothing(group):
 def test_program(program):
     run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("nbytes", [100_000, 4_000_000])  # of few pages and of many
+def test_memory_that_is_used_again_shows_nothing_of_what_was_written_to_it(group, nbytes, place):
+    for turn in range(5):
+        value = np.full(nbytes, turn, np.uint8)
+        assert group.scribble(value, place) == [True, True]
+        echoed = group.echo(value)
+        assert all((value == turn).all() for value in echoed)
+        for value in echoed:
+            value[place] = 99

@@ -79,6 +79,21 @@ class Collective(bm.Worker):
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
     @register(Dispatch.ONE_TO_ALL)
+    def sums_along(self, axes):
+        """Along each axis of the group's mesh, the sum of the ranks' numbers."""
+        import torch
+        import torch.distributed as dist
+
+        shape, names = tuple(self.mesh.shape.values()), self.mesh.axis_names
+        device_mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        sums = []
+        for axis in axes:
+            total = torch.tensor([float(self.rank)])
+            dist.all_reduce(total, group=device_mesh.get_group(axis))
+            sums.append(total.item())
+        return sums
+
+    @register(Dispatch.ONE_TO_ALL)
     def all_reduce(self):
         import torch
         import torch.distributed as dist
@@ -107,3 +122,9 @@ def test_init_process_group_needs_no_arguments_and_its_port_cannot_be_taken(make
     assert group.all_reduce() == [3.0, 3.0]
     group.leave()
     assert group.all_reduce() == [3.0, 3.0], "again, in a new process group"
+
+
+@pytest.mark.own_processes
+def test_a_device_mesh_has_the_axes_of_the_groups_mesh(make_group):
+    group = make_group(bm.Mesh(dp=2, tp=2), Collective)
+    assert group.sums_along(["dp", "tp"]) == [[2.0, 1.0], [4.0, 1.0], [2.0, 5.0], [4.0, 5.0]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -104,6 +103,8 @@ class Future(Generic[T]):
             threading.Thread(target=self._run_callbacks, name="bandmaster-future", daemon=True).start()
 
     def __await__(self) -> Generator[Any, None, T]:
+        import asyncio  # here, as it takes a third of the time that the import of everything takes
+
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
         self.add_done_callback(lambda _: loop.call_soon_threadsafe(arrived.set))

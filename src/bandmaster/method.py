@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bandmaster.binding import bind, bind_per_rank, signature_without_self
 from bandmaster.errors import MeshError
-from bandmaster.planning import Packed, everywhere, pack, scatter
+from bandmaster.planning import Packed, Slot, everywhere, pack, scatter
 from bandmaster.transfer import Custom, Execute, Gather, Only
 from bandmaster.worker import Registration
 
@@ -30,6 +30,8 @@ class MethodSpec:
         name: Its name.
         label: ``"Class.method"``.
         signature: Without ``self``.
+        positional: Names of its parameters where all of them can go by position and none is ``*args``; else None.
+        n_required: How many have no default.
         registration: What `register` was told.
     """
 
@@ -37,6 +39,8 @@ class MethodSpec:
     name: str
     label: str
     signature: inspect.Signature
+    positional: tuple[str, ...] | None
+    n_required: int
     registration: Registration
 
     @classmethod
@@ -44,7 +48,19 @@ class MethodSpec:
         """Look at a registered method of a class."""
         function = getattr(worker_class, name)
         label = f"{worker_class.__name__}.{name}"
-        return cls(function, name, label, signature_without_self(worker_class, name), registration)
+        signature = signature_without_self(worker_class, name)
+        parameters = signature.parameters.values()
+        goes_by_position = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        n_required = sum(p.default is p.empty for p in parameters)
+        positional = tuple(signature.parameters) if goes_by_position else None
+        return cls(function, name, label, signature, positional, n_required, registration)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Slot]:
+        """The arguments of a call as `bandmaster.binding.bind` has them, sooner where the call is a plain one."""
+        names = self.positional
+        if kwargs or names is None or not self.n_required <= len(args) <= len(names):
+            return bind(self.label, self.signature, args, kwargs)
+        return [Slot(index, names[index], value) for index, value in enumerate(args)]
 
 
 class GroupMethod:
@@ -73,7 +89,7 @@ class GroupMethod:
         if isinstance(protocol, Custom):
             return self._submit_custom(protocol, args, kwargs)
         group, spec = self._group, self._spec
-        slots = bind(spec.label, spec.signature, args, kwargs)
+        slots = spec.bind(args, kwargs)
         if spec.registration.execute is Execute.RANK_ZERO:
             return group._submit(spec.name, Packed((everywhere(slots, 1),)), Only(), ranks=(0,))
         try:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from bandmaster.batch import concat_rows, count_rows, pad_rows, slice_rows
 from bandmaster.errors import ArgumentError, BatchError, ProtocolError
@@ -53,8 +53,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One argument of a call: its position or keyword, the parameter that it binds to, and the value."""
 
     key: int | str
@@ -62,8 +61,7 @@ class Slot:
     value: Any
 
 
-@dataclass(frozen=True)
-class Parcel:
+class Parcel(NamedTuple):
     """Arguments that go to the same ranks, and so are encoded and written once.
 
     Attributes:
@@ -79,12 +77,11 @@ class Parcel:
     @classmethod
     def of(cls, slots: Sequence[Slot], values: Sequence[Any], ranks: Sequence[int]) -> Parcel:
         """``values`` in place of those of ``slots``."""
-        items = tuple((slot.key, value) for slot, value in zip(slots, values, strict=True))
-        return cls(items, tuple(slot.name for slot in slots), tuple(ranks))
+        items = tuple([(slot.key, value) for slot, value in zip(slots, values, strict=True)])
+        return cls(items, tuple([slot.name for slot in slots]), tuple(ranks))
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """A call's arguments, ready to be encoded.
 
     Attributes:
@@ -169,6 +166,8 @@ def pack(slots: Sequence[Slot], outgoing: Outgoing, rules: Mapping[str, Outgoing
         BatchError: A batch that cannot be split as asked.
         MeshError: An axis that ``mesh`` does not have.
     """
+    if slots and not rules and isinstance(outgoing, Broadcast):
+        return Packed((everywhere(slots, mesh.size),))
     by_rule: dict[Outgoing, list[Slot]] = {}
     for slot in slots:
         by_rule.setdefault(_rule_of(slot, outgoing, rules, method), []).append(slot)
@@ -190,7 +189,13 @@ def pack(slots: Sequence[Slot], outgoing: Outgoing, rules: Mapping[str, Outgoing
 
 def everywhere(slots: Sequence[Slot], n_ranks: int) -> Parcel:
     """The same values for the ranks 0 … n_ranks-1."""
-    return Parcel.of(slots, [slot.value for slot in slots], range(n_ranks))
+    items = tuple([(slot.key, slot.value) for slot in slots])
+    return Parcel(items, tuple([slot.name for slot in slots]), _first_ranks(n_ranks))
+
+
+@lru_cache(maxsize=64)
+def _first_ranks(n: int) -> tuple[int, ...]:
+    return tuple(range(n))
 
 
 def scatter(slots: Sequence[Slot], world_size: int, method: str) -> Iterable[Parcel]:

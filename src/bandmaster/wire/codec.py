@@ -110,9 +110,12 @@ _PLAIN = {int, float, bool, str, type(None)}
 
 def _is_plain(value: Any) -> bool:
     """Whether a value is so simple that it needs no pickler of ours: numbers, text, and small tuples of them."""
-    if type(value) is tuple and len(value) <= 8:
-        return all(type(item) in _PLAIN or _is_plain(item) for item in value)
-    return type(value) in _PLAIN
+    if type(value) is not tuple or len(value) > 8:
+        return type(value) in _PLAIN
+    for item in value:  # noqa: SIM110  # quicker than all(...), and asked for every call
+        if type(item) not in _PLAIN and not _is_plain(item):
+            return False
+    return True
 
 
 def _with_bytes_out_of_band(value: Any, done: dict[int, Any]) -> Any:

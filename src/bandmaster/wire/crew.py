@@ -25,7 +25,7 @@ from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire.codec import Payload, decode
 from bandmaster.wire.lane import INLINE_NBYTES, MAX_MESSAGE_NBYTES, NO_CONTROL, Closed, Lane, SegmentPart, inline
 from bandmaster.wire.loop import message_of, read_answer
-from bandmaster.wire.segments import OWNER, Segment, SegmentWriter
+from bandmaster.wire.segments import OWNER, Segment, SegmentWriter, fill
 
 __all__ = ["LaneCrew", "Ticket", "Written"]
 
@@ -42,14 +42,26 @@ class Ticket:
 
 
 class Written:
-    """A payload in a segment: what `LaneCrew.put` returns, kept as long as somebody may still call with it."""
+    """A payload in a segment: what `LaneCrew.put` returns, kept as long as somebody may still call with it.
 
-    def __init__(self, crew: LaneCrew, segment: Segment) -> None:
-        self.segment = segment
+    It is copied there by the first call that names it, so that one worker is at work while the next one's is copied.
+    """
+
+    def __init__(self, crew: LaneCrew, segment: Segment, payload: Payload) -> None:
+        self._segment = segment
+        self._payload: Payload | None = payload
         self._crew = crew
 
+    @property
+    def segment(self) -> Segment:
+        """With the payload in it."""
+        if self._payload is not None:
+            fill(self._segment, [self._payload.head, *self._payload.buffers])
+            self._payload = None
+        return self._segment
+
     def __del__(self) -> None:
-        self._crew.give_back(self.segment)
+        self._crew.give_back(self._segment)
 
 
 class LaneCrew:
@@ -85,12 +97,13 @@ class LaneCrew:
         self._has_reader = False  # whether some thread is blocked in the kernel for all of them
 
     def put(self, payload: Payload) -> Any:
-        """The payload itself if it is small, else a segment with one copy of it."""
+        """The payload itself if it is small, else a segment for one copy of it."""
         if payload.nbytes <= INLINE_NBYTES:
             return inline(payload)
+        sizes = [memoryview(chunk).nbytes for chunk in (payload.head, *payload.buffers)]
         with self._lock:
             try:
-                return Written(self, self._writer.write([payload.head, *payload.buffers]))
+                return Written(self, self._writer.reserve(sizes), payload)
             except OSError as error:
                 raise ResourceError(
                     f"cannot share {payload.nbytes:,} bytes with the workers ({error}); free memory, or raise the "

@@ -47,6 +47,7 @@ MAX_DESCRIPTORS = 64  # in one message
 NO_CONTROL = bytes(4)  # what a body is preceded by when there is nothing else to say
 
 _SEND_FLAGS = int(socket.MSG_NOSIGNAL)
+_TRUNCATED = int(socket.MSG_CTRUNC)
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
 _RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
@@ -229,8 +230,9 @@ class Lane:
         return Payload(*part)
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end. Arrays that came by it stay as they are."""
         self.socket.close()
+        self.reader.close()
         self.writer.forget_reader(self._reader_id)
 
     def _send(self, buffers: Sequence[Any], descriptors: Sequence[int]) -> None:
@@ -252,7 +254,7 @@ class Lane:
         new, closed, returned = control
         self.reader.forget(closed)
         self.writer.give_back(returned, self._reader_id)
-        if message_flags & socket.MSG_CTRUNC or len(descriptors) != len(new):
+        if message_flags & _TRUNCATED or len(descriptors) != len(new):
             for fd in descriptors:
                 os.close(fd)
             raise OSError(errno.EMFILE, "no descriptor is left for a segment: raise the limit (ulimit -n)")

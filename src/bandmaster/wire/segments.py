@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["OWNER", "Segment", "SegmentReader", "SegmentWriter"]
+__all__ = ["OWNER", "Segment", "SegmentReader", "SegmentWriter", "fill"]
 
 ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
 MAX_FREE_NBYTES = 512 << 20  # of segments that are kept for reuse
@@ -35,6 +35,9 @@ MAX_FREE_AGE = 256  # a free segment that was passed over by so many writes is c
 OWNER = -1  # the writer itself, as a reader of its segments
 
 _LENGTH = 8  # of each number in a segment's header
+FEW_PAGES = 64  # which are dropped sooner than looked at
+# Highest bytes of a page's entry in the pagemap that say: not there (neither present nor swapped), or of a file.
+_IS_THE_SEGMENTS = bytes(flags for flags in range(256) if not flags & 0xC0 or flags & 0x20)
 
 
 @dataclass(eq=False)
@@ -81,14 +84,17 @@ class SegmentWriter:
         Raises:
             OSError: There is no memory or no descriptor for it.
         """
-        views = [memoryview(chunk).cast("B") for chunk in chunks]
-        offsets, nbytes = _layout([view.nbytes for view in views])
-        segment = self._take(nbytes)
-        with memoryview(segment.memory) as memory:
-            header = struct.pack(f"<{1 + len(views)}Q", len(views), *(view.nbytes for view in views))
-            memory[: len(header)] = header
-            for view, offset in zip(views, offsets, strict=True):
-                memory[offset : offset + view.nbytes] = view
+        segment = self.reserve([memoryview(chunk).nbytes for chunk in chunks])
+        fill(segment, chunks)
+        return segment
+
+    def reserve(self, sizes: Sequence[int]) -> Segment:
+        """A segment for chunks of these sizes, lent to `OWNER` until `give_back` says otherwise.
+
+        Raises:
+            OSError: There is no memory or no descriptor for it.
+        """
+        segment = self._take(_layout(sizes)[1])
         segment.readers.add(OWNER)
         return segment
 
@@ -159,11 +165,21 @@ class SegmentWriter:
             tell(segment.id)
 
 
+def fill(segment: Segment, chunks: Sequence[Any]) -> None:
+    """Copy chunks into a segment that was reserved for them."""
+    views = [memoryview(chunk).cast("B") for chunk in chunks]
+    sizes = [view.nbytes for view in views]
+    with memoryview(segment.memory) as memory:
+        struct.pack_into(f"<{1 + len(sizes)}Q", memory, 0, len(sizes), *sizes)
+        for view, offset in zip(views, _layout(sizes)[0], strict=True):
+            memory[offset : offset + view.nbytes] = view
+
+
 class SegmentReader:
     """The mappings of one reading side, of the segments of one writer."""
 
     def __init__(self) -> None:
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[int, tuple[mmap.mmap, int]] = {}  # and the address of each
         self._lent: set[int] = set()  # segments in which something may lie
         self._kept: set[int] = set()  # those that are never given back
         self._were_read: set[int] = set()
@@ -175,14 +191,15 @@ class SegmentReader:
     def attach(self, number: int, fd: int, nbytes: int) -> None:
         """Map a segment that is new here; ``fd`` is closed."""
         try:
-            self._maps[number] = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self._maps[number] = memory, np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
         finally:
             os.close(fd)
 
     def chunks(self, number: int) -> list[memoryview]:
         """What was written, in memory that may be written to; given back when the last view of it is gone."""
-        memory = self._maps[number]
-        if number in self._were_read:
+        memory, address = self._maps[number]
+        if number in self._were_read and _may_differ(memory, address):
             memory.madvise(mmap.MADV_DONTNEED)  # what this reader wrote into it the last time must not show
         self._were_read.add(number)
         (n_chunks,) = struct.unpack_from("<Q", memory)
@@ -219,6 +236,32 @@ class SegmentReader:
         for number in ids:
             self._maps.pop(number, None)
             self._were_read.discard(number)
+
+    def close(self) -> None:
+        """Unmap all segments; arrays that lie in one keep it."""
+        self.forget(list(self._maps))
+
+
+def _may_differ(memory: mmap.mmap, address: int) -> bool:
+    """Whether a page of a private mapping was written to, and so is no longer that of the segment.
+
+    Dropping pages would make the reader fault all of them in again, which takes a third as long as to copy them.
+
+    Source: Documentation/admin-guide/mm/pagemap.rst of Linux, bits 61 to 63.
+    """
+    n_pages = len(memory) // mmap.PAGESIZE
+    if n_pages <= FEW_PAGES:
+        return True
+    try:
+        pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            entries = os.pread(pagemap, 8 * n_pages, address // mmap.PAGESIZE * 8)
+        finally:
+            os.close(pagemap)
+    except OSError:
+        return True
+    flags = entries[7::8]  # the highest byte of each little-endian number
+    return len(flags) != n_pages or bool(flags.translate(None, delete=_IS_THE_SEGMENTS))
 
 
 _readers: weakref.WeakSet[SegmentReader] = weakref.WeakSet()
