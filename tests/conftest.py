@@ -134,8 +134,14 @@ def _standing():
 
 def _segments():
     """Descriptors of memory that is shared with workers."""
-    paths = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
-    return sum(os.path.islink(path) and "memfd:bandmaster" in os.readlink(path) for path in paths)
+    return sum("memfd:bandmaster" in _target(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+
+
+def _target(link):
+    try:
+        return os.readlink(link)
+    except OSError:  # closed meanwhile, as that of the listing is
+        return ""
 
 
 def _grown(before):

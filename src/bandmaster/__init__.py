@@ -8,6 +8,7 @@ from bandmaster.errors import (
     ArgumentError,
     BandmasterError,
     BatchError,
+    CallCancelled,
     CallTimeout,
     ClosedError,
     CollectError,
@@ -23,6 +24,7 @@ from bandmaster.errors import (
 from bandmaster.future import Future
 from bandmaster.group import WorkerGroup
 from bandmaster.mesh import Mesh
+from bandmaster.options import CallOptions, set_default_options
 from bandmaster.planning import TransferPlan, plan
 from bandmaster.pool import ResourcePool, merge_resource_pool, split_resource_pool
 from bandmaster.transfer import (
@@ -47,6 +49,8 @@ __all__ = [
     "BandmasterError",
     "BatchError",
     "Broadcast",
+    "CallCancelled",
+    "CallOptions",
     "CallTimeout",
     "ClassWithInitArgs",
     "ClosedError",
@@ -79,5 +83,6 @@ __all__ = [
     "plan",
     "register",
     "register_batch_type",
+    "set_default_options",
     "split_resource_pool",
 ]

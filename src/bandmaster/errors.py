@@ -15,21 +15,24 @@
     ├── PlacementError              the world: not enough room            (RuntimeError)
     ├── ResourceError               the world: no memory or descriptors   (OSError)
     ├── WorkerDied                  the world: a process is gone          (RuntimeError)
-    └── CallTimeout                 the world: no answer in time          (TimeoutError)
+    ├── CallTimeout                 the world: no answer in time          (TimeoutError)
+    └── CallCancelled               the caller gave the call up           (RuntimeError)
 
 Every leaf is also the honest builtin named beside it, so ``except ValueError`` works as one would hope.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from bandmaster.failure import Failure
+from bandmaster.failure import Failure, FailureKind
 
 __all__ = [
     "ArgumentError",
     "BandmasterError",
     "BatchError",
+    "CallCancelled",
     "CallTimeout",
     "ClosedError",
     "CollectError",
@@ -78,39 +81,58 @@ class _RankError(BandmasterError, RuntimeError):
     _verb = "failed"
 
     def __init__(
-        self, method: str, failures: Mapping[int, Failure], coordinates: Mapping[int, Mapping[str, int]] | None = None
+        self,
+        method: str,
+        failures: Mapping[int, Failure],
+        coordinates: Mapping[int, Mapping[str, int]] | None = None,
+        group: str = "",
     ) -> None:
-        self.method = method
-        self.failures = dict(sorted(failures.items()))
-        self.coordinates = {rank: dict((coordinates or {}).get(rank, {})) for rank in self.failures}
+        self.method, self.group = method, group
+        self.failures = dict(sorted(failures.items(), key=lambda item: (*self._order(item[1]), item[0])))
+        self.coordinates = {rank: dict((coordinates or {}).get(rank, {})) for rank in sorted(self.failures)}
         self.rank = next(iter(self.failures))
-        first = self.failures[self.rank]
-        self.__cause__ = first.exception
-        others = [str(rank) for rank in self.failures if rank != self.rank]
-        also = f", and on rank {', '.join(others)}" if others else ""
-        text = f"{method} {self._verb} on rank {self.rank}{self._where(first)}{also}: {first.summary}"
-        super().__init__(
-            f"{text}\n--- on rank {self.rank} ---\n{first.traceback.rstrip()}" if first.traceback else text
-        )
+        self.__cause__ = next((f.exception for f in self.failures.values() if f.exception is not None), None)
+        super().__init__("\n".join(self._message()))
 
-    def _where(self, failure: Failure) -> str:
-        known = [f"{axis}={index}" for axis, index in self.coordinates[self.rank].items()]
+    @staticmethod
+    def _order(failure: Failure) -> tuple[Any, ...]:
+        """What decides which failure is named first."""
+        return failure.may_follow
+
+    def _message(self) -> Iterator[str]:
+        first, *others = self.failures.values()
+        ranks = [str(rank) for rank in self.failures if rank != self.rank]
+        also = f", and on rank {', '.join(ranks)}" if ranks else ""
+        yield f"{self.method} {self._verb} on rank {self.rank}{self._where(self.rank)}{also}: {first.summary}"
+        if first.traceback:
+            yield f"--- on rank {self.rank} ---\n{first.traceback.rstrip()}"
+        if any(other.summary != first.summary for other in others):
+            yield "--- on the other ranks ---"
+            yield from (f"rank {rank}{self._where(rank)}: {self.failures[rank].summary}" for rank in map(int, ranks))
+
+    def _where(self, rank: int) -> str:
+        failure = self.failures[rank]
+        known = [f"{axis}={index}" for axis, index in self.coordinates[rank].items()]
         known += [f"host {failure.host}, pid {failure.pid}"] if failure.host else []
+        known += [f"device {failure.device}"] if failure.device else []
+        known += [f"group {self.group}"] if self.group and rank == self.rank else []
         return f" ({', '.join(known)})" if known else ""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.method, self.failures, self.coordinates)
+        return type(self), (self.method, self.failures, self.coordinates, self.group)
 
 
 class RemoteError(_RankError):
     """A method raised on one or more ranks.
 
-    The original exception of the first failing rank is ``__cause__``; its remote traceback is in the message.
+    The original exception of the first cause is ``__cause__``; its remote traceback is in the message.
 
     Attributes:
         method: ``"Class.method"``.
-        rank: The lowest rank that failed.
-        failures: What happened on each failing rank, by rank, in rank order.
+        group: The group's name.
+        rank: The rank with the first cause: the lowest that failed by itself, not in a collective that another rank
+            left, nor because the controller interrupted it.
+        failures: What happened on each failing rank, by rank; the first cause first, what may follow from it behind.
         coordinates: Where each failing rank lies on the mesh, by rank.
     """
 
@@ -136,28 +158,46 @@ class WorkerDied(_RankError):
 
     Attributes:
         method: ``"Class.method"`` that was waiting.
+        group: The group's name.
         rank: The lowest rank that died.
-        failures: What is known of each rank that died or failed, by rank, in rank order.
+        failures: What is known of each rank that died or failed, by rank; those that died first.
         coordinates: Where each of them lies on the mesh, by rank.
     """
 
     _verb = "lost its process"
 
+    @staticmethod
+    def _order(failure: Failure) -> tuple[Any, ...]:
+        return failure.kind is not FailureKind.DIED, *failure.may_follow
+
 
 class CallTimeout(BandmasterError, TimeoutError):
-    """A call that did not answer in the time given; it can still be waited for.
+    """A call that did not answer in the time given; it can still be waited for, or given up.
 
     Attributes:
         method: ``"Class.method"``.
         missing: The ranks that have not answered.
+        stacks: Where each of them is: its Python stack, innermost frame last; without those that could not be had.
+        future: The call, for ``future.result()`` or ``future.cancel()``; None after a pickle.
     """
 
-    def __init__(self, method: str, missing: tuple[int, ...], timeout_s: float) -> None:
-        self.method, self.missing, self._timeout_s = method, missing, timeout_s
+    def __init__(
+        self, method: str, missing: tuple[int, ...], timeout_s: float, stacks: Mapping[int, str] | None = None
+    ) -> None:
+        self.method, self.missing, self._timeout_s, self.stacks = method, missing, timeout_s, dict(stacks or {})
+        self.future: Any = None
+        ranks_by_stack: dict[str, list[str]] = {}
+        for rank, stack in self.stacks.items():
+            ranks_by_stack.setdefault(stack, []).append(str(rank))
+        shown = [f"\n--- rank {', '.join(ranks)} is at ---\n{text}" for text, ranks in ranks_by_stack.items()]
         super().__init__(
-            f"{method} has no answer from rank {', '.join(map(str, missing))} after {timeout_s:g} s; "
-            "the call still runs: wait for it with result() again"
+            f"{method} has no answer from rank {', '.join(map(str, missing))} after {timeout_s:g} s; the call still "
+            f"runs: wait for it with result() again, or give it up with cancel(){''.join(shown)}"
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.method, self.missing, self._timeout_s)
+        return type(self), (self.method, self.missing, self._timeout_s, self.stacks)
+
+
+class CallCancelled(BandmasterError, RuntimeError):
+    """The result of a call that was given up with `Future.cancel`, or by Ctrl-C while it was waited for."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import cloudpickle
 
@@ -22,6 +25,7 @@ class FailureKind(Enum):
     RAISED = "raised"  # the user's method or constructor
     RESULT = "result"  # the method returned what cannot be pickled or joined
     DIED = "died"  # the process is gone
+    CANCELLED = "cancelled"  # the controller interrupted or ended it: the call was given up, or had failed elsewhere
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class Failure:
         exception: The original exception; None when it cannot be pickled or unpickled.
         host: Name of the host it happened on, "" when it is not known.
         pid: The process it happened in, 0 when it is not known.
+        device: Of the worker, "" when it is not known.
+        in_collective: Whether torch.distributed raised it: then it may only follow from another rank's failure.
+        at: When, in seconds since the epoch on that host; 0 when it is not known.
     """
 
     kind: FailureKind
@@ -43,13 +50,23 @@ class Failure:
     exception: BaseException | None = None
     host: str = ""
     pid: int = 0
+    device: str = ""
+    in_collective: bool = False
+    at: float = 0.0
 
     @classmethod
-    def of(cls, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
+    def of(cls, error: BaseException, kind: FailureKind = FailureKind.RAISED, device: str = "") -> Failure:
         """Describe ``error``, raised in this process."""
         text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
         summary = "".join(traceback.format_exception_only(error)).strip()
-        return cls(kind, summary, text, error, socket.gethostname(), os.getpid())
+        in_collective = _COLLECTIVES in _innermost_file(error.__traceback__)
+        host, pid, now = socket.gethostname(), os.getpid(), time.time()
+        return cls(kind, summary, text, error, host, pid, device, in_collective, now)
+
+    @property
+    def may_follow(self) -> tuple[bool, bool, float]:
+        """To sort by: what can be the first cause comes before what another rank's failure may have led to."""
+        return self.kind is FailureKind.CANCELLED, self.in_collective, self.at if self.in_collective else 0.0
 
     @classmethod
     def unreadable(cls, error: BaseException) -> Failure:
@@ -59,9 +76,11 @@ class Failure:
         return cls(FailureKind.RESULT, summary, seen.traceback, error)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _revive, (self.kind, self.summary, self.traceback, _dump(self.exception), self.host, self.pid)
+        known = {name: getattr(self, name) for name in ("host", "pid", "device", "in_collective", "at")}
+        return _revive, (self.kind, self.summary, self.traceback, _dump(self.exception), known)
 
 
+_COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 
@@ -73,6 +92,12 @@ def _user_frames(frames: TracebackType | None) -> TracebackType | None:
     return rest or frames
 
 
+def _innermost_file(frames: TracebackType | None) -> str:
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    return frames.tb_frame.f_code.co_filename if frames is not None else ""
+
+
 def _dump(error: BaseException | None) -> bytes | None:
     try:
         return None if error is None else cloudpickle.dumps(error)
@@ -80,9 +105,9 @@ def _dump(error: BaseException | None) -> bytes | None:
         return None
 
 
-def _revive(kind: FailureKind, summary: str, text: str, dumped: bytes | None, host: str, pid: int) -> Failure:
+def _revive(kind: FailureKind, summary: str, text: str, dumped: bytes | None, known: Mapping[str, Any]) -> Failure:
     try:
         exception = None if dumped is None else pickle.loads(dumped)
     except Exception:  # many exception classes cannot be unpickled: their __init__ takes other arguments
         exception = None
-    return Failure(kind, summary, text, exception if isinstance(exception, BaseException) else None, host, pid)
+    return Failure(kind, summary, text, exception if isinstance(exception, BaseException) else None, **known)

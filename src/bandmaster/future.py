@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from bandmaster.backends import Crew
-from bandmaster.errors import CallTimeout, CollectError, RemoteError, WorkerDied
+from bandmaster.errors import CallCancelled, CallTimeout, CollectError, RemoteError, WorkerDied
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.mesh import Mesh
+from bandmaster.options import CallOptions
+from bandmaster.release import Release, Step
 
-__all__ = ["Future"]
+__all__ = ["CallInfo", "Future", "OpenCalls"]
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-FAILURE_GRACE_S = 1.0  # once one rank has failed, how long the others may take before the error is raised
+LOOK_AROUND_S = 5.0  # a call that is waited for may be given up by another thread meanwhile
+
+
+class CallInfo(NamedTuple):
+    """What a future says of its call, and how long it may take.
+
+    Attributes:
+        method: ``"Class.method"``.
+        mesh: The group's.
+        group: The group's name.
+        options: How long it may take.
+    """
+
+    method: str
+    mesh: Mesh
+    group: str = ""
+    options: CallOptions = CallOptions()
 
 
 class Future(Generic[T]):
@@ -33,33 +54,43 @@ class Future(Generic[T]):
         crew: Crew,
         tickets: Mapping[int, Any],
         finish: Callable[[dict[int, Any]], T],
-        method: str,
-        mesh: Mesh,
+        call: CallInfo,
+        others: OpenCalls | None = None,
     ) -> None:
         self._crew = crew
         self._pending = dict(tickets)
         self._finish = finish
-        self._method = method
-        self._mesh = mesh
+        self._call = call
+        self._others = others
+        self._release = Release(call.options.grace)
         self._values: dict[int, Any] = {}
         self._failures: dict[int, Failure] = {}
         self._outcome: T | None = None
         self._error: BaseException | None = None
-        self._is_done = False
+        self._is_done = self._is_cancelled = self._has_to_stop = False
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Future[T]], object]] = []
+
+    @classmethod
+    def failed(cls, crew: Crew, failures: Mapping[int, Failure], call: CallInfo) -> Future[T]:
+        """A call that was not even sent, because of what is known of some ranks."""
+        future: Future[T] = cls(crew, {}, lambda _: None, call)  # type: ignore[arg-type,return-value]
+        future._failures.update(failures)
+        return future
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result.
 
         Args:
-            timeout: Seconds to wait; None waits as long as it takes.
+            timeout: Seconds to wait; None waits as long as the call's own timeout says (see
+                `GroupMethod.options`), which is as long as it takes if nobody said anything.
 
         Raises:
             RemoteError: The method raised; the original exception is its cause.
             CollectError: A rank returned what cannot be sent or joined.
             WorkerDied: A worker's process ended.
-            CallTimeout: No answer in time; the call still runs and can be waited for again.
+            CallTimeout: No answer in time; the call still runs and can be waited for again, or given up.
+            CallCancelled: It was given up.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -72,9 +103,13 @@ class Future(Generic[T]):
         Raises:
             CallTimeout: No answer in time.
         """
-        if not self._settle(timeout):
-            assert timeout is not None, "only a deadline ends the wait early"
-            raise CallTimeout(self._method, tuple(self._pending), timeout)
+        timeout_s = self._call.options.timeout if timeout is None else timeout
+        if not self._settle(timeout_s):
+            assert timeout_s is not None, "only a deadline ends the wait early"
+            missing = tuple(self._pending)
+            error = CallTimeout(self._call.method, missing, timeout_s, self._crew.stacks(missing))
+            error.future = self
+            raise error
         return self._error
 
     def done(self) -> bool:
@@ -86,12 +121,27 @@ class Future(Generic[T]):
         return not self.done()
 
     def cancel(self) -> bool:
-        """Always False: a call that was sent cannot be called back."""
-        return False
+        """Give the call up: ranks that run it are interrupted, those that have not begun pass over it.
+
+        An interruption is an exception, a `KeyboardInterrupt`, in the method. One that is stuck in C code cannot be
+        interrupted; a rank that has not stopped when the grace is over is ended as soon as anybody waits for a call
+        of the group.
+
+        Returns:
+            Whether it was given up; False when it was done already.
+        """
+        if self.done():
+            return False
+        self._is_cancelled = True
+        self._release.begin(time.monotonic(), patience_s=0.0)
+        self._let_go()
+        if self._others is not None:
+            self._others.keep(self)
+        return True
 
     def cancelled(self) -> bool:
-        """Always False."""
-        return False
+        """Whether it was given up before it was done."""
+        return self._is_cancelled
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         """Call ``fn(self)`` once the future is done, at once if it is; else from a thread that waits for it."""
@@ -120,7 +170,7 @@ class Future(Generic[T]):
         try:
             fn(self)
         except Exception:
-            _log.exception("a callback of %s raised", self._method)
+            _log.exception("a callback of %s raised", self._call.method)
 
     def _settle(self, timeout: float | None) -> bool:
         """Read answers until all are there; False when the time is over before."""
@@ -135,26 +185,60 @@ class Future(Generic[T]):
             self._lock.release()
 
     def _read(self, deadline: float | None) -> bool:
-        """Read until all answers are there, or, once a rank has failed or died, for a little longer at most."""
-        give_up: float | None = None
+        """Read until all answers are there; once a rank has failed, the others are let go of, which ends them too."""
+        if self._crew.deaths:
+            self._take(self._crew.wait(list(self._pending.values()), 0.0))  # what was answered before counts
         while self._pending:
-            until = min((moment for moment in (deadline, give_up) if moment is not None), default=None)
-            left = None if until is None else max(0.0, until - time.monotonic())
-            if give_up is None and self._crew.deaths:
-                left = 0.0  # what has been answered before counts; then nobody waits for the others as if nothing was
+            moments = (deadline, self._let_go(), self._others.tend(self) if self._others else None)
+            until = min((moment for moment in moments if moment is not None), default=math.inf)
+            if self._has_to_stop:
+                break
+            left = min(max(0.0, until - time.monotonic()), LOOK_AROUND_S)
             self._take(self._crew.wait(list(self._pending.values()), left))
-            if not self._pending:
-                break
-            self._failures.update({r: death for r, death in self._crew.deaths.items() if r not in self._failures})
-            if self._failures and give_up is None:
-                give_up = time.monotonic() + FAILURE_GRACE_S
-            now = time.monotonic()
-            if give_up is not None and now >= give_up:
-                break
-            if deadline is not None and now >= deadline:
+            if deadline is not None and self._pending and time.monotonic() >= deadline:
                 return False
         self._conclude()
         return True
+
+    def _tend(self) -> float | None:
+        """Take what has arrived and let go of who is to be let go, unless somebody waits and does so himself; the
+        moment at which there is more to do."""
+        if self._is_done or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            self._take(self._crew.wait(list(self._pending.values()), 0.0))
+            moment = self._let_go()
+            if not self._pending or self._has_to_stop:
+                self._conclude()
+            return moment
+        finally:
+            self._lock.release()
+
+    def _let_go(self) -> float | None:
+        """Do what is due about ranks that go on with a call that failed; the moment at which more is due."""
+        deaths = self._crew.deaths
+        if not (deaths or self._failures or self._release.has_begun):
+            return None
+        now = time.monotonic()
+        if deaths:
+            self._failures.update({rank: death for rank, death in deaths.items() if rank not in self._failures})
+            self._release.after_a_death(now)
+        elif self._failures:
+            self._release.begin(now)
+        while (step := self._release.due(now)) is not None:
+            if step is Step.INTERRUPT:
+                self._crew.give_up(self._pending)
+            elif step is Step.END:
+                why = f"ended by the controller, as it had not stopped in time after {self._reason()}"
+                self._crew.end(list(self._pending), why)
+            else:
+                self._has_to_stop = True
+        return self._release.next
+
+    def _reason(self) -> str:
+        if self._failures:
+            return f"{self._call.method} failed on rank {min(self._failures)}"
+        return f"{self._call.method} was given up"
 
     def _take(self, done: list[Any]) -> None:
         finished = None if len(done) == len(self._pending) else set(map(id, done))
@@ -172,7 +256,9 @@ class Future(Generic[T]):
 
     def _conclude(self) -> None:
         try:
-            if self._failures:
+            if self._is_cancelled:
+                self._error = CallCancelled(f"{self._call.method} was given up; make the call again")
+            elif self._failures:
                 self._error = self._first_cause()
             else:
                 self._outcome = self._finish(self._values)
@@ -183,13 +269,56 @@ class Future(Generic[T]):
 
     def _first_cause(self) -> BaseException:
         kinds = {failure.kind for failure in self._failures.values()}
-        where = {rank: self._mesh.coordinates(rank) for rank in self._failures}
-        if FailureKind.DIED in kinds:
-            return WorkerDied(self._method, self._failures, where)
-        if kinds == {FailureKind.RESULT}:
-            return CollectError(self._method, self._failures, where)
-        return RemoteError(self._method, self._failures, where)
+        where = {rank: self._call.mesh.coordinates(rank) for rank in self._failures}
+        if FailureKind.DIED in kinds or kinds == {FailureKind.CANCELLED}:
+            kind: Callable[..., BaseException] = WorkerDied
+        elif kinds <= {FailureKind.RESULT, FailureKind.CANCELLED}:
+            kind = CollectError
+        else:
+            kind = RemoteError
+        return kind(self._call.method, self._failures, where, self._call.group)
 
     def __repr__(self) -> str:
         state = "done" if self._is_done else f"waiting for rank {', '.join(map(str, self._pending))}"
-        return f"<Future of {self._method}, {state}>"
+        return f"<Future of {self._call.method}, {state}>"
+
+
+class OpenCalls:
+    """The calls of a group that may not be done, in the order they were sent.
+
+    A rank can only begin with a call when it has ended those before. So who waits for one also looks after the ones
+    before it: one that failed, and that nobody waits for, must not hold up the others for ever.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[weakref.ref[Future[Any]]] = deque()
+        self._kept: set[Future[Any]] = set()  # given up, so that their users may have forgotten them
+
+    def add(self, call: Future[Any]) -> None:
+        """A call was sent."""
+        self._forget_done()
+        self._calls.append(weakref.ref(call))
+
+    def keep(self, call: Future[Any]) -> None:
+        """A call is to be looked after though nobody may know it any more."""
+        self._kept.add(call)
+
+    def tend(self, before: Future[Any]) -> float | None:
+        """Look after the calls that were sent before one; the moment at which there is more to do."""
+        self._forget_done()
+        if self._calls and self._calls[0]() is before:
+            return None
+        moments = []
+        for reference in list(self._calls):
+            call = reference()
+            if call is before:
+                break
+            if call is not None:
+                moments.append(call._tend())
+        self._kept = {call for call in self._kept if not call._is_done}
+        return min((moment for moment in moments if moment is not None), default=None)
+
+    def _forget_done(self) -> None:
+        calls = self._calls
+        while calls and ((first := calls[0]()) is None or first._is_done):
+            calls.popleft()

@@ -23,9 +23,10 @@ from bandmaster.binding import bind, signature_without_self
 from bandmaster.collect import collect
 from bandmaster.envelope import encode_constructor, encode_parcel
 from bandmaster.errors import ArgumentError, ClosedError, CollectError, MeshError, UsageError
-from bandmaster.future import Future
+from bandmaster.future import CallInfo, Future, OpenCalls
 from bandmaster.mesh import Mesh
 from bandmaster.method import GroupMethod, MethodSpec
+from bandmaster.options import CallOptions, default_options
 from bandmaster.planning import Packed, Slot, alike, everywhere, scatter, sources
 from bandmaster.pool import ResourcePool
 from bandmaster.render import html_table, text_table
@@ -79,6 +80,8 @@ class WorkerGroup:
         self._pool = pool
         self._mesh = _checked_mesh(mesh, pool)
         self._ranks = tuple(range(self._mesh.size))
+        self._options: dict[str, float | None] = {}
+        self._open_calls = OpenCalls()
         self._finalizer: weakref.finalize[Any, WorkerGroup] | None = None
         constructor = encode_constructor(cls, args, kwargs)
         prefix = pool.name_prefix + _random_letters() if name_prefix is None else name_prefix
@@ -86,7 +89,9 @@ class WorkerGroup:
         seats, vacate = pool._occupy(self, self._name)
         try:
             names = tuple(f"{self._name}_{seat.node_rank}:{seat.local_rank}" for seat in seats)
-            launch = Launch(cls, constructor, self._mesh, seats, names, pool.use_gpu, pool.cpus_per_worker, options)
+            launch = Launch(
+                self._name, cls, constructor, self._mesh, seats, names, pool.use_gpu, pool.cpus_per_worker, options
+            )
             self._crew = get_backend(pool.backend).start(launch)
         except BaseException:
             vacate()
@@ -222,6 +227,21 @@ class WorkerGroup:
             raise ArgumentError(f"{self._cls.__name__} has no method {method!r}{hint}")
         return bind(self._label(method), signature_without_self(self._cls, method), args, kwargs)
 
+    def set_default_options(self, **options: float | None) -> None:
+        """Set what holds for the calls of this group that say nothing else.
+
+        Args:
+            **options: ``timeout`` and ``grace`` in seconds, see `GroupMethod.options`.
+
+        Raises:
+            UsageError: There is no such option, or its value makes no sense.
+        """
+        default_options().but(options)  # to check them
+        self._options.update(options)
+
+    def _call_info(self, method: str, options: CallOptions | None) -> CallInfo:
+        return CallInfo(self._label(method), self._mesh, self._name, options or default_options().but(self._options))
+
     def _label(self, method: str) -> str:
         return f"{self._cls.__name__}.{method}"
 
@@ -233,8 +253,12 @@ class WorkerGroup:
         *,
         ranks: tuple[int, ...] | None = None,
         finish: Callable[[list[Any]], Any] | None = None,
+        options: CallOptions | None = None,
     ) -> Future[Any]:
         """Send a call to ``ranks`` (all by default); its future collects by ``incoming``, then calls ``finish``."""
+        call = self._call_info(method, options)
+        if self._open_crew().deaths:
+            return Future.failed(self._crew, self._crew.deaths, call)
         collected = sources(self._mesh, incoming)
 
         def conclude(values: Mapping[int, Any]) -> Any:
@@ -247,16 +271,18 @@ class WorkerGroup:
             return result if finish is None else finish(result)
 
         tickets = self._send(method, packed, ranks or self._ranks, collected, Reply.VALUE)
-        return Future(self._crew, tickets, conclude, self._label(method), self._mesh)
+        future = Future(self._crew, tickets, conclude, call, self._open_calls)
+        self._open_calls.add(future)
+        return future
 
     def _references(self, method: str, packed: Packed, ranks: tuple[int, ...]) -> list[Any]:
         """Send a call; what the backend's own users know for each rank's value, or a future of its own."""
         tickets = self._send(method, packed, ranks, ranks, Reply.NATIVE)
         if self._crew.has_native_tickets:
             return list(tickets.values())
+        call = self._call_info(method, None)
         return [
-            Future(self._crew, {rank: ticket}, partial(_value_of, self, rank), self._label(method), self._mesh)
-            for rank, ticket in tickets.items()
+            Future(self._crew, {rank: ticket}, partial(_value_of, self, rank), call) for rank, ticket in tickets.items()
         ]
 
     def _send(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bandmaster.binding import bind, bind_per_rank, signature_without_self
 from bandmaster.errors import MeshError
+from bandmaster.options import CallOptions, default_options
 from bandmaster.planning import Packed, Slot, everywhere, pack, scatter
 from bandmaster.transfer import Custom, Execute, Gather, Only
 from bandmaster.worker import Registration
@@ -66,9 +67,10 @@ class MethodSpec:
 class GroupMethod:
     """A registered method, bound to a group: call it, or `submit` it to get a `Future`."""
 
-    def __init__(self, group: WorkerGroup, spec: MethodSpec) -> None:
+    def __init__(self, group: WorkerGroup, spec: MethodSpec, options: CallOptions | None = None) -> None:
         self._group = group
         self._spec = spec
+        self._options = options
         self.__name__ = spec.name
         self.__qualname__ = spec.label
         self.__doc__ = spec.function.__doc__
@@ -77,7 +79,27 @@ class GroupMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method as it was registered; a `Future` if that was with ``blocking=False``."""
         future = self.submit(*args, **kwargs)
-        return future.result() if self._spec.registration.is_blocking else future
+        if not self._spec.registration.is_blocking:
+            return future
+        try:
+            return future.result()
+        except KeyboardInterrupt:  # nobody has the future, so nobody could give the call up later
+            future.cancel()
+            raise
+
+    def options(self, **options: float | None) -> GroupMethod:
+        """The same method with other limits on how long a call may take.
+
+        Args:
+            **options: ``timeout``: seconds that a wait for the result may take before `CallTimeout`, None for as
+                long as it takes. ``grace``: once one rank has failed or the call was given up, the others are
+                interrupted, and after so many seconds more ended if they have not stopped; None never ends them.
+
+        Raises:
+            UsageError: There is no such option, or its value makes no sense.
+        """
+        base = self._options or default_options().but(self._group._options)
+        return GroupMethod(self._group, self._spec, base.but(options))
 
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Send the call and return its `Future` without waiting.
@@ -91,10 +113,11 @@ class GroupMethod:
         group, spec = self._group, self._spec
         slots = spec.bind(args, kwargs)
         if spec.registration.execute is Execute.RANK_ZERO:
-            return group._submit(spec.name, Packed((everywhere(slots, 1),)), Only(), ranks=(0,))
+            packed = Packed((everywhere(slots, 1),))
+            return group._submit(spec.name, packed, Only(), ranks=(0,), options=self._options)
         try:
             packed = pack(slots, protocol.outgoing, spec.registration.arguments, group.mesh, spec.label)
-            return group._submit(spec.name, packed, protocol.incoming)
+            return group._submit(spec.name, packed, protocol.incoming, options=self._options)
         except MeshError as error:
             raise MeshError(
                 f"{spec.label} goes by {protocol!r}, but {error}; give the group a mesh= with that"
@@ -104,7 +127,8 @@ class GroupMethod:
         group, spec = self._group, self._spec
         slots = bind_per_rank(spec.label, spec.signature, group, custom, args, kwargs)
         packed = Packed(tuple(scatter(slots, group.world_size, spec.label)))
-        return group._submit(spec.name, packed, Gather(), finish=partial(custom.collect, group))
+        finish = partial(custom.collect, group)
+        return group._submit(spec.name, packed, Gather(), finish=finish, options=self._options)
 
     def __repr__(self) -> str:
         return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

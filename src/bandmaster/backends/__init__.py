@@ -1,4 +1,4 @@
-"""What a backend is: four methods, and a crew, the running workers of a group: six more and three facts.
+"""What a backend is: four methods, and a crew, the running workers of a group: nine more and three facts.
 
 The group plans and never sees a socket; a backend carries bytes and never sees an axis::
 
@@ -54,6 +54,7 @@ class Launch:
     """Everything a backend needs to start a group's workers.
 
     Attributes:
+        group: The group's name.
         cls: The worker class.
         constructor: The encoded ``(cls, args, kwargs)``.
         mesh: The group's.
@@ -62,8 +63,10 @@ class Launch:
         uses_gpu: Whether every seat has a GPU.
         cpus_per_worker: CPUs that the seat has.
         options: The backend's own options, from the class as the user wrapped it.
+        start_timeout_s: How long the constructors may take; None for as long as they take.
     """
 
+    group: str
     cls: type
     constructor: Payload
     mesh: Mesh
@@ -72,6 +75,7 @@ class Launch:
     uses_gpu: bool
     cpus_per_worker: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    start_timeout_s: float | None = None
 
     def context(self, rank: int, device: str) -> WorkerContext:
         """What the worker of ``rank`` is told about itself."""
@@ -139,10 +143,20 @@ class Crew(Protocol):
         """
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
-        """The tickets that are done: at least one, or none when the time is over or a process has died."""
+        """The tickets that are done: at least one, or none when the time is over, a process has died, or some other
+        call has failed."""
 
     def fetch(self, ticket: Any) -> Any | Failure:
         """The decoded value of a ticket that is done (None if it was not collected), or what went wrong."""
+
+    def give_up(self, tickets: Mapping[int, Any]) -> None:
+        """Interrupt calls where they run, by rank; where they do not run yet, they are passed over."""
+
+    def stacks(self, ranks: Sequence[int]) -> Mapping[int, str]:
+        """Where ranks are: their Python stacks, innermost frame last; without those that cannot be had."""
+
+    def end(self, ranks: Sequence[int], why: str) -> None:
+        """End the processes of ranks; `deaths` will say why."""
 
     def stop(self) -> None:
         """End the workers. Calling it again does nothing."""
@@ -165,11 +179,12 @@ class Backend(Protocol):
         """Give the places back."""
 
     def start(self, launch: Launch) -> Crew:
-        """Start a worker on every seat and construct all of them concurrently.
+        """Start a worker on every seat and construct all of them concurrently; if one fails, all are ended again.
 
         Raises:
-            ConstructorError: A constructor raised; every worker was ended again.
+            ConstructorError: A constructor raised.
             WorkerDied: A process ended before it was constructed.
+            CallTimeout: The constructors did not end in time.
             PlacementError: A process did not start in time.
         """
 

@@ -34,7 +34,8 @@ class InProcessBackend(MachineBackend):
             if failure is not None:
                 InProcessCrew(hosts).stop()
                 where = {rank: launch.mesh.coordinates(rank)}
-                raise ConstructorError(f"{launch.cls.__name__}.__init__", {rank: _delivered(failure)}, where)
+                failures = {rank: _delivered(failure)}
+                raise ConstructorError(f"{launch.cls.__name__}.__init__", failures, where, launch.group)
         return InProcessCrew(hosts)
 
 
@@ -83,6 +84,16 @@ class InProcessCrew:
             return decode(ticket.outcome)
         except Exception as error:
             return Failure.unreadable(error)
+
+    def give_up(self, tickets: Mapping[int, Any]) -> None:
+        """Nothing runs any more."""
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Nobody is anywhere."""
+        return {}
+
+    def end(self, ranks: Sequence[int], why: str) -> None:
+        """Nobody can be ended alone."""
 
     def stop(self) -> None:
         """Let the workers go."""

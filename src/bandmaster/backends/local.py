@@ -17,6 +17,7 @@ import importlib.util
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +26,13 @@ from bandmaster.backends import Launch
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.backends.output import WorkerOutput
 from bandmaster.backends.zygote import THREAD_VARIABLES, Spawn, Zygote
-from bandmaster.construction import await_construction
+from bandmaster.construction import await_construction, construction
 from bandmaster.errors import ResourceError, UsageError
+from bandmaster.failure import Failure, FailureKind
 from bandmaster.future import Future
 from bandmaster.hardware import visible_devices
 from bandmaster.wire.crew import LaneCrew
+from bandmaster.wire.desk import Nameplate
 from bandmaster.wire.lane import lane_pair
 from bandmaster.wire.rendezvous import rendezvous_environment
 
@@ -87,7 +90,7 @@ class LocalCrew(LaneCrew):
     def __init__(self, launch: Launch, zygote: Zygote) -> None:
         self._zygote = zygote
         self._output = WorkerOutput(launch.cls.__name__)
-        self._pids: list[int] = []
+        self._processes: list[int] = []
         self._is_stopped = False
         self._devices = [_device_of(launch)] * len(launch.seats)
         ours: list[socket.socket] = []
@@ -97,7 +100,7 @@ class LocalCrew(LaneCrew):
         except BaseException as error:
             for sock in ours:
                 sock.close()
-            zygote.end(self._pids, 0.0)
+            zygote.end(self._processes, 0.0)
             self._output.finish(0.0)
             if isinstance(error, OSError):
                 raise ResourceError(
@@ -106,8 +109,8 @@ class LocalCrew(LaneCrew):
                 ) from error
             raise
         self._output.start()
-        super().__init__(dict(enumerate(ours)), self._how_it_died)
-        names = zip(launch.worker_names, self._pids, strict=True)
+        super().__init__(dict(enumerate(ours)), dict(enumerate(self._processes)), self._how_it_died)
+        names = zip(launch.worker_names, self._processes, strict=True)
         self._handles = [LocalWorker(name, rank, pid) for rank, (name, pid) in enumerate(names)]
 
     @property
@@ -120,7 +123,7 @@ class LocalCrew(LaneCrew):
         host = socket.gethostname()
         return [
             {"host": host, "pid": pid, "device": device, "lane": "yes"}
-            for pid, device in zip(self._pids, self._devices, strict=True)
+            for pid, device in zip(self._processes, self._devices, strict=True)
         ]
 
     def stop(self) -> None:
@@ -129,7 +132,7 @@ class LocalCrew(LaneCrew):
             return
         self._is_stopped = True
         self.close_lanes()
-        self._zygote.end(self._pids, END_GRACE_S)
+        self._zygote.end(self._processes, END_GRACE_S)
         self._output.finish(timeout_s=2.0)
 
     def _start_process(self, spawn: Spawn, rank: int) -> socket.socket:
@@ -140,19 +143,27 @@ class LocalCrew(LaneCrew):
             writers = self._output.add(rank)
             for fd in writers:
                 close_here.callback(os.close, fd)
-            self._pids.append(self._zygote.spawn(spawn, [theirs.fileno(), *writers]))
+            self._processes.append(self._zygote.spawn(spawn, [theirs.fileno(), *writers]))
         return mine
 
-    def _how_it_died(self, rank: int) -> str:
-        ended = self._zygote.how_it_ended(self._pids[rank])
+    def end(self, ranks: Sequence[int], why: str) -> None:
+        """Kill them, with all processes that they started."""
+        for rank in ranks:
+            self.note_end(rank, why)
+        self._zygote.end([self._processes[rank] for rank in ranks], 0.0)
+
+    def _how_it_died(self, rank: int) -> Failure:
+        pid = self._processes[rank]
+        ended = self._zygote.how_it_ended(pid)
         last = self._output.last_errors(rank)
-        return f"{ended}; the last it wrote to standard error:\n{last}" if last else ended
+        summary = f"{ended}; the last it wrote to standard error:\n{last}" if last else ended
+        host = socket.gethostname()
+        return Failure(FailureKind.DIED, summary, host=host, pid=pid, device=self._devices[rank], at=time.time())
 
 
 def _construct(crew: LocalCrew, launch: Launch) -> None:
-    label = f"{launch.cls.__name__}.__init__"
     listening = crew.send(0, "listen", (LOOPBACK,))
-    port = Future(crew, {0: listening}, lambda values: int(values[0]), label, launch.mesh).result()
+    port = Future(crew, {0: listening}, lambda values: int(values[0]), construction(launch)).result()
     part = crew.put(launch.constructor)
     tickets = {}
     for rank in range(len(launch.seats)):
@@ -175,7 +186,8 @@ def _spawn_of(launch: Launch, rank: int) -> Spawn:
     if "OMP_NUM_THREADS" not in os.environ:
         n_threads = max(1, len(os.sched_getaffinity(0)) // len(launch.seats))
         environment.update({name: str(n_threads) for name in THREAD_VARIABLES if name not in os.environ})
-    return Spawn(environment, os.getcwd(), tuple(sys.path), tuple(sys.argv), n_threads)
+    nameplate = Nameplate(0, os.getpid(), rank, len(launch.seats), launch.group)
+    return Spawn(nameplate, environment, os.getcwd(), tuple(sys.path), tuple(sys.argv), n_threads)
 
 
 def _modules_to_preload() -> list[str]:

@@ -37,12 +37,13 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bandmaster.backends import Launch
-from bandmaster.backends.ray_actor import actor_class
-from bandmaster.backends.ray_crew import POLL_S, RayCrew
-from bandmaster.construction import await_construction
+from bandmaster.backends.ray_actor import CONSTRUCTION, actor_class, host_identity
+from bandmaster.backends.ray_crew import POLL_S, RayCrew, RayTicket
+from bandmaster.construction import await_construction, construction
 from bandmaster.errors import PlacementError, UsageError
 from bandmaster.future import Future
 from bandmaster.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
+from bandmaster.wire.desk import Nameplate
 from bandmaster.wire.rendezvous import rendezvous_environment
 
 __all__ = ["RayBackend"]
@@ -207,21 +208,26 @@ class Reservation:
 
 
 def _construct(crew: RayCrew, launch: Launch) -> None:
-    standing = [actor.bandmaster_stand.remote(launch.uses_gpu, rank == 0) for rank, actor in enumerate(crew.actors)]
+    here = host_identity()
+    standing = []
+    for rank, actor in enumerate(crew.actors):
+        nameplate = Nameplate(0, os.getpid(), rank, len(crew.actors), launch.group)
+        standing.append(actor.bandmaster_stand.remote(launch.uses_gpu, nameplate, here))
     _, missing = ray.wait(standing, num_returns=len(standing), timeout=START_TIMEOUT_S)
     if missing:
         raise PlacementError(f"{len(missing)} of {len(standing)} actors did not start in {START_TIMEOUT_S:g} s")
-    label = f"{launch.cls.__name__}.__init__"
-    stands = Future(crew, dict(enumerate(standing)), dict, label, launch.mesh).result()
+    stands = Future(crew, dict(enumerate(standing)), dict, construction(launch)).result()
+    crew.standings = stands
     rendezvous = rendezvous_environment(stands[0].address, stands[0].rendezvous_port)
     constructor = ray.put(launch.constructor)
     tickets = {}
     for rank, actor in enumerate(crew.actors):
         context = launch.context(rank, stands[rank].device)
         environment = {**context.environment(), **rendezvous}
-        tickets[rank] = actor.bandmaster_construct.remote(context, environment, sys.path, constructor)
+        reference = actor.bandmaster_construct.remote(context, environment, sys.path, constructor)
+        tickets[rank] = RayTicket(reference, rank, CONSTRUCTION)
     await_construction(crew, tickets, launch)
-    crew.connect(stands)
+    crew.connect()
 
 
 def _session() -> str | None:

@@ -11,8 +11,8 @@ import inspect
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from bandmaster.backends import Reply
 from bandmaster.failure import Failure
 from bandmaster.hardware import count_gpus
 from bandmaster.wire.codec import Payload, decode
+from bandmaster.wire.desk import Desk, Nameplate
 from bandmaster.wire.host import WorkerHost
 from bandmaster.wire.lane import Lane, connect
 from bandmaster.wire.loop import serve
@@ -29,7 +30,9 @@ from bandmaster.wire.rendezvous import Rendezvous
 from bandmaster.wire.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
 
-__all__ = ["Standing", "actor_class", "host_identity"]
+__all__ = ["CONSTRUCTION", "Standing", "actor_class", "host_identity"]
+
+CONSTRUCTION = 1 << 62  # its number; Ray's calls are numbered from there, and those of the lane from 1
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Standing:
         pid: Of its process.
         device: As torch names it; ``"cpu"`` also where Ray only pretends to have GPUs.
         rendezvous_port: The group's, on rank 0.
+        node: Ray's id of its node.
+        stderr: The file that its standard error goes to.
     """
 
     address: str
@@ -49,6 +54,8 @@ class Standing:
     pid: int
     device: str
     rendezvous_port: int
+    node: str
+    stderr: str
 
 
 class WorkerActor:
@@ -60,15 +67,19 @@ class WorkerActor:
     def __init__(self) -> None:
         self._host = WorkerHost()
         self._lane: Lane | None = None
+        self._desk: Desk
 
-    def bandmaster_stand(self, uses_gpu: bool, holds_rendezvous: bool) -> Standing:
+    def bandmaster_stand(self, uses_gpu: bool, nameplate: Nameplate, controllers_host: str) -> Standing:
         """Say where this is; on rank 0, open the rendezvous."""
+        controller = nameplate.controller if controllers_host == host_identity() else 0
+        self._desk = Desk(replace(nameplate, pid=os.getpid(), controller=controller))
         address = ray.util.get_node_ip_address()
         device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
-        if holds_rendezvous:
+        if nameplate.rank == 0:
             self._host.rendezvous = Rendezvous(address)
         port = self._host.rendezvous.port if self._host.rendezvous else 0
-        return Standing(address, host_identity(), os.getpid(), device, port)
+        node, stderr = ray.get_runtime_context().get_node_id(), os.readlink("/proc/self/fd/2")
+        return Standing(address, host_identity(), os.getpid(), device, port, node, stderr)
 
     def bandmaster_construct(
         self, context: WorkerContext, environment: Mapping[str, str], paths: Sequence[str], constructor: Payload
@@ -76,11 +87,13 @@ class WorkerActor:
         """Make the worker, importing what the controller can import; what went wrong, if anything."""
         os.environ.update(environment)
         sys.path.extend(path for path in paths if path not in sys.path and os.path.isdir(path))
-        return self._host.construct(context, constructor.private())
+        failure: Failure | None = self._at_desk(CONSTRUCTION, self._host.construct, context, constructor.private())
+        return failure
 
-    def bandmaster_call(self, method: str, reply: Reply, *parts: Payload) -> Any:
+    def bandmaster_call(self, number: int, method: str, reply: Reply, *parts: Payload) -> Any:
         """Run a method. Failures are values for the controller, and exceptions for users of the ObjectRef."""
-        outcome = self._host.call(method, [part.private() for part in parts], reply is not Reply.NOTHING)
+        private = [part.private() for part in parts]
+        outcome = self._at_desk(number, self._host.call, method, private, reply is not Reply.NOTHING)
         if isinstance(outcome, Failure) and reply is Reply.NATIVE:
             raise outcome.exception or RuntimeError(outcome.summary)
         return _Encoded(outcome) if isinstance(outcome, Payload) else outcome
@@ -96,7 +109,18 @@ class WorkerActor:
     def bandmaster_serve(self) -> None:
         """Answer calls from the lane until it is paused or closed."""
         assert self._lane is not None, "it was connected"
-        serve(self._lane, self._host)
+        serve(self._lane, self._host, self._desk)
+
+    def _at_desk(self, number: int, run: Callable[..., Any], *args: Any) -> Any:
+        """Run a call that can be given up by its number."""
+        try:
+            self._desk.begin(number)
+            outcome = run(*args)
+            self._desk.end()
+            return outcome
+        except KeyboardInterrupt as error:  # given up, or raised by the method
+            self._desk.end()
+            return self._host.failure(error)
 
 
 class _Encoded:

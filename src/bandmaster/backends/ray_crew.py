@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayActorError, RayError, RaySystemError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bandmaster.backends import Call, Reply
-from bandmaster.backends.ray_actor import Standing, host_identity
+from bandmaster.backends.ray_actor import CONSTRUCTION, Standing, host_identity
 from bandmaster.failure import Failure, FailureKind
+from bandmaster.wire import desk
 from bandmaster.wire.codec import Payload
 from bandmaster.wire.crew import LaneCrew, Ticket
 from bandmaster.wire.lane import LaneListener
 
-__all__ = ["POLL_S", "RayCrew"]
+__all__ = ["POLL_S", "RayCrew", "RayTicket"]
 
 POLL_S = 0.1  # Ray has no event for "a resource became free" or "one of these failed"
 PUT_NBYTES = 100 * 1024  # smaller payloads travel inside the call, as Ray's own small arguments do
 CONNECT_TIMEOUT_S = 10.0
 LAST_WORDS_TIMEOUT_S = 2.0  # for Ray to notice why an actor died whose lane broke
+LAST_NBYTES = 2000  # of standard error that are shown when an actor has died
+FAR_TIMEOUT_S = 10.0  # for a task on another node
 
 
 class RayCrew:
@@ -37,11 +43,15 @@ class RayCrew:
 
     def __init__(self) -> None:
         self.actors: list[Any] = []
-        self._standings: Mapping[int, Standing] = {}
+        self.standings: Mapping[int, Standing] = {}
+        self._here = host_identity()
         self._lanes: LaneCrew | None = None
         self._has_lane: set[int] = set()
         self._lock = threading.RLock()  # which way a call goes, and the order in which calls are sent
         self._serving: dict[int, Any] = {}  # the task that serves each lane that is not paused
+        self._n_called: Counter[int] = Counter()  # by Ray's calls
+        self._deaths: dict[int, Failure] = {}  # that Ray's calls have told of
+        self._ended: dict[int, str] = {}
 
     @property
     def handles(self) -> Sequence[Any]:
@@ -54,21 +64,19 @@ class RayCrew:
 
     @property
     def deaths(self) -> Mapping[int, Failure]:
-        """Those that broke a lane; Ray itself tells of a death only to whoever waits for that actor."""
-        return {} if self._lanes is None else self._lanes.deaths
+        """Those that broke a lane or failed a call; otherwise Ray tells of a death only to who waits for that actor."""
+        return {**self._deaths, **self._lanes.deaths} if self._lanes is not None else self._deaths
 
     def describe(self) -> list[dict[str, Any]]:
         """Where each worker is, and whether it has a lane."""
         return [
             {"host": s.address, "pid": s.pid, "device": s.device, "lane": "yes" if rank in self._has_lane else "no"}
-            for rank, s in sorted(self._standings.items())
+            for rank, s in sorted(self.standings.items())
         ]
 
-    def connect(self, standings: Mapping[int, Standing]) -> None:
+    def connect(self) -> None:
         """Open lanes to the workers that are on this host, where that works."""
-        self._standings = standings
-        here = host_identity()
-        near = [rank for rank, standing in standings.items() if standing.host == here]
+        near = [rank for rank in self.standings if self._is_near(rank)]
         if not near:
             return
         with LaneListener() as listener:
@@ -76,7 +84,8 @@ class RayCrew:
             refs = [self.actors[rank].bandmaster_connect.remote(listener.name, asked[rank]) for rank in near]
             connected = [rank for rank, ok in zip(near, ray.get(refs, timeout=CONNECT_TIMEOUT_S), strict=True) if ok]
             sockets = listener.accept(connected, CONNECT_TIMEOUT_S)
-        self._lanes = LaneCrew(sockets, self._how_it_died)
+        pids = {rank: self.standings[rank].pid for rank in sockets}
+        self._lanes = LaneCrew(sockets, pids, self._how_it_died)
         self._has_lane = set(sockets)
 
     def put(self, payload: Payload) -> Part:
@@ -103,7 +112,10 @@ class RayCrew:
                 if rank not in tickets:
                     self._pause(rank)
                     references = [part.on_ray() for part in call.parts]
-                    tickets[rank] = self.actors[rank].bandmaster_call.remote(call.method, call.reply, *references)
+                    self._n_called[rank] += 1
+                    number = CONSTRUCTION + self._n_called[rank]
+                    done = self.actors[rank].bandmaster_call.remote(number, call.method, call.reply, *references)
+                    tickets[rank] = done if call.reply is Reply.NATIVE else RayTicket(done, rank, number)
         return tickets
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
@@ -111,11 +123,13 @@ class RayCrew:
         by_lane = [ticket for ticket in tickets if isinstance(ticket, Ticket)]
         if len(by_lane) == len(tickets) and self._lanes is not None:
             return self._lanes.wait(by_lane, timeout_s)
-        references = [ticket for ticket in tickets if not isinstance(ticket, Ticket)]
+        by_reference = {_reference(ticket): ticket for ticket in tickets if not isinstance(ticket, Ticket)}
+        references = list(by_reference)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left = max(0.0, min(POLL_S, deadline - time.monotonic()))
-            done = list(ray.wait(references, num_returns=len(references), timeout=left)[0])
+            ready = ray.wait(references, num_returns=len(references), timeout=left)[0]
+            done = [by_reference[reference] for reference in ready]
             if by_lane and self._lanes is not None:
                 done += self._lanes.wait(by_lane, 0.0)
             if done or time.monotonic() >= deadline:
@@ -127,9 +141,9 @@ class RayCrew:
             assert self._lanes is not None, "it gave the ticket"
             return self._lanes.fetch(ticket)
         try:
-            return ray.get(ticket)
+            return ray.get(_reference(ticket))
         except RayActorError as error:
-            return Failure(FailureKind.DIED, f"{type(error).__name__}: {error}".strip())
+            return self._death(ticket.rank if isinstance(ticket, RayTicket) else None, error)
         except RaySystemError as error:  # what Ray makes of an exception while it unpickles
             return Failure.unreadable(getattr(error, "client_exc", error))
         except RayTaskError as error:
@@ -137,8 +151,37 @@ class RayCrew:
         except RayError as error:
             return Failure.of(error)
 
+    def give_up(self, tickets: Mapping[int, Any]) -> None:
+        """Through the desk of each, on its own node."""
+        for rank, ticket in tickets.items():
+            if isinstance(ticket, Ticket) and self._lanes is not None:
+                self._lanes.give_up({rank: ticket})
+            elif isinstance(ticket, RayTicket):
+                self._on_its_node(rank, desk.give_up, self.standings[rank].pid, ticket.number)
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The same way."""
+        texts = {}
+        for rank in ranks:
+            if rank in self.standings:
+                pid = self.standings[rank].pid
+                found = self._on_its_node(rank, desk.stacks, [pid]) or {}
+                if pid in found:
+                    texts[rank] = found[pid]
+        return texts
+
+    def end(self, ranks: Sequence[int], why: str) -> None:
+        """Kill the actors."""
+        for rank in ranks:
+            self._ended.setdefault(rank, why)
+            if self._lanes is not None:
+                self._lanes.note_end(rank, why)
+            ray.kill(self.actors[rank])
+
     def stop(self) -> None:
         """Hang up and kill the actors."""
+        for rank in range(len(self.actors)):
+            self._deaths.setdefault(rank, Failure(FailureKind.DIED, "the group was closed"))
         if self._lanes is not None:
             self._lanes.close_lanes()
         self._has_lane.clear()
@@ -152,15 +195,83 @@ class RayCrew:
         if self._serving.pop(rank, None) is not None and self._lanes is not None:
             self._lanes.tell(rank, "pause")
 
-    def _how_it_died(self, rank: int) -> str:
+    def _how_it_died(self, rank: int) -> Failure:
+        """Of a rank whose lane broke: what Ray says about the task that served it."""
         served = self._serving.get(rank)
-        if served is None:
-            return "it closed its lane"
+        if served is not None:
+            try:
+                ray.get(served, timeout=LAST_WORDS_TIMEOUT_S)
+            except RayError as error:
+                return self._death(rank, error)
+        return self._death(rank, None)
+
+    def _death(self, rank: int | None, error: RayError | None) -> Failure:
+        summary = "it closed its lane" if error is None else f"{type(error).__name__}: {error}".strip()
+        if rank is None or rank not in self.standings:
+            return Failure(FailureKind.DIED, summary)
+        if rank in self._ended:
+            failure = Failure(FailureKind.CANCELLED, self._ended[rank])
+        else:
+            standing, last = self.standings[rank], self._last_errors(rank)
+            summary = f"{summary}\nthe last it wrote to standard error:\n{last}" if last else summary
+            failure = Failure(
+                FailureKind.DIED,
+                summary,
+                host=standing.address,
+                pid=standing.pid,
+                device=standing.device,
+                at=time.time(),
+            )
+        return self._deaths.setdefault(rank, failure)
+
+    def _last_errors(self, rank: int) -> str:
+        if not self._is_near(rank):
+            return ""
         try:
-            ray.get(served, timeout=LAST_WORDS_TIMEOUT_S)
-        except RayError as error:
-            return f"{type(error).__name__}: {error}".strip()
-        return "it closed its lane"
+            with open(self.standings[rank].stderr, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_NBYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(line for line in lines if not line.startswith(":"))  # Ray's own marks
+
+    def _is_near(self, rank: int) -> bool:
+        return rank in self.standings and self.standings[rank].host == self._here
+
+    def _on_its_node(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function on the node of a rank; None if that cannot be."""
+        if self._is_near(rank):
+            return function(*args)
+        if rank not in self.standings:
+            return None
+        strategy = NodeAffinitySchedulingStrategy(self.standings[rank].node, soft=False)
+        try:
+            return ray.get(_run.options(scheduling_strategy=strategy).remote(function, *args), timeout=FAR_TIMEOUT_S)
+        except (RayError, GetTimeoutError):
+            return None
+
+
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+def _run(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+class RayTicket(NamedTuple):
+    """A call by Ray's own means.
+
+    Attributes:
+        reference: Of its value.
+        rank: The rank.
+        number: By which it can be given up.
+    """
+
+    reference: Any
+    rank: int
+    number: int
+
+
+def _reference(ticket: Any) -> Any:
+    return ticket.reference if isinstance(ticket, RayTicket) else ticket
 
 
 class Part:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -31,11 +30,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bandmaster.backends.processes import Ended, MemoryPressure, children_of, memory_file, prctl
 from bandmaster.errors import PlacementError
+from bandmaster.wire.desk import Desk, Nameplate
 from bandmaster.wire.host import WorkerHost
 from bandmaster.wire.lane import Lane
 from bandmaster.wire.loop import serve
@@ -46,6 +47,7 @@ __all__ = ["Spawn", "Zygote"]
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _MESSAGE_NBYTES = 150 * 1024
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Spawn:
     """What a new worker is given: what a fork of the controller itself would have had.
 
     Attributes:
+        nameplate: Who it is, but for its pid.
         environment: Its environment, whole.
         directory: Its working directory.
         path: What it adds to ``sys.path``.
@@ -60,6 +63,7 @@ class Spawn:
         n_threads: For numerical libraries.
     """
 
+    nameplate: Nameplate
     environment: Mapping[str, str]
     directory: str
     path: Sequence[str]
@@ -105,18 +109,22 @@ class Zygote:
         Raises:
             PlacementError: The machine cannot start one more process, or the zygote is gone.
         """
-        answer = self._ask(("spawn", spawn), descriptors)
+        with memory_file(pickle.dumps(spawn)) as file:  # an environment can be larger than a message
+            answer = self._ask(("spawn",), [*descriptors, file.fileno()])
         if isinstance(answer, str):
             raise PlacementError(f"cannot start a worker process: {answer}")
         return int(answer)
 
     def how_it_ended(self, pid: int) -> str:
-        """How a worker ended that has just hung up, as a person would say it."""
+        """How a worker ended that has just hung up, as a person would say it; one that still runs is ended."""
         try:
-            status = self._ask(("status", pid))
+            ended: Ended | None = self._ask(("status", pid))
         except PlacementError:
             return "killed, as the process that workers are forked from is gone"
-        return "still running, but it closed its lane" if status is None else _words(status)
+        if ended is None:
+            self.end([pid], 0.0)
+            return "it closed its lane while it ran on, and so was ended"
+        return ended.in_words()
 
     def end(self, pids: Sequence[int], grace_s: float) -> None:
         """Wait for workers to end, and kill those that do not in time, with all processes they started."""
@@ -156,17 +164,13 @@ class Zygote:
                 del self._answers[number]
 
 
-def _words(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-
 # --- in the zygote ----------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     """What the zygote runs: ``argv`` is the descriptor of its socket, and the modules to import."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a dead worker leaves behind comes here to be ended
     # A process group of its own: Ctrl-C in a terminal is the controller's to handle. But the same session, as Linux
     # schedules sessions against each other (autogroup), and calls would take longer.
     os.setpgid(0, 0)
@@ -186,7 +190,8 @@ class _Nursery:
         self._control = control
         self._controller = controller
         self._living: set[int] = set()
-        self._ended: dict[int, int] = {}
+        self._ended: dict[int, Ended] = {}
+        self._memory = MemoryPressure()
         self._wake, self._waker = socket.socketpair()  # the kernel's word that a worker ended
         self._wake.setblocking(False)
         self._waker.setblocking(False)
@@ -210,17 +215,17 @@ class _Nursery:
         """Do what the controller asks; False when it is gone."""
         try:
             data, ancillary, _, _ = self._control.recvmsg(
-                _MESSAGE_NBYTES, socket.CMSG_SPACE(3 * 4), socket.MSG_CMSG_CLOEXEC
+                _MESSAGE_NBYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionError:
             return False
         if not data:
             return False
         number, operation, *arguments = pickle.loads(data)
-        answer: int | str | None
+        answer: Any
         if operation == "spawn":
-            fds = array.array("i", b"".join(chunk for _, _, chunk in ancillary))
-            answer = self._fork(arguments[0], list(fds))
+            *fds, spawn = array.array("i", b"".join(chunk for _, _, chunk in ancillary))
+            answer = self._fork(spawn, fds)
         elif operation == "status":
             answer = self._status(*arguments)
         else:
@@ -232,7 +237,9 @@ class _Nursery:
             return False
         return True
 
-    def _fork(self, spawn: Spawn, fds: list[int]) -> int | str:
+    def _fork(self, spawn: int, fds: list[int]) -> int | str:
+        with open(spawn, "rb") as file:
+            what = pickle.load(file)
         try:
             pid = os.fork()
         except OSError as error:
@@ -242,7 +249,7 @@ class _Nursery:
             for ours in (self._control, self._wake, self._waker):
                 ours.close()
             os.close(self._controller)
-            _run_worker(spawn, *fds)
+            _run_worker(what, *fds)
         _close_all(fds)
         self._living.add(pid)
         return pid
@@ -250,15 +257,24 @@ class _Nursery:
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
-        for pid in list(self._living):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                self._living.discard(pid)
-                self._ended[pid] = status
+        while (pid := _ended_child()) is not None:
+            if pid in self._living:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)  # what it started itself
+                    os.killpg(pid, signal.SIGKILL)  # what it started itself; its number is taken until it is waited for
+            _, status, usage = os.wait4(pid, 0)
+            if pid in self._living:
+                self._living.discard(pid)
+                self._ended[pid] = Ended(status, usage.ru_maxrss * 1024, self._memory.words())
+            self._end_orphans()
 
-    def _status(self, pid: int) -> int | None:
+    def _end_orphans(self) -> None:
+        """End what a dead worker started in sessions of their own; while it lived, it was their parent itself."""
+        for pid in children_of(os.getpid()):
+            if pid not in self._living:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _status(self, pid: int) -> Ended | None:
         self._wait_for([pid], 1.0)
         return self._ended.get(pid)
 
@@ -284,10 +300,19 @@ class _Nursery:
 # --- in a worker ------------------------------------------------------------------------------------------------
 
 
+def _ended_child() -> int | None:
+    """A child that has ended and was not waited for."""
+    with contextlib.suppress(ChildProcessError):
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return found.si_pid if found is not None else None
+    return None
+
+
 def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int) -> None:
     """Become a worker; never returns."""
     try:
         os.setpgid(0, 0)  # so that the processes it starts can be ended with it
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # and those that leave the group are known as this one's as long as it lives
         _die_with_parent()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -301,7 +326,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int) -> N
         host = WorkerHost()
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter())
         os.register_at_fork(after_in_child=lane.socket.close)  # or the controller would not hear of this one's end
-        serve(lane, host)
+        serve(lane, host, Desk(replace(spawn.nameplate, pid=os.getpid())))
         host.close()
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -334,6 +359,6 @@ def _close_all(fds: Sequence[int]) -> None:
 
 def _die_with_parent() -> None:
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it was gone before the kernel knew

@@ -17,11 +17,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from bandmaster.backends import Call, Reply
 from bandmaster.errors import ResourceError
 from bandmaster.failure import Failure, FailureKind
+from bandmaster.wire import desk
 from bandmaster.wire.codec import Payload, decode
 from bandmaster.wire.lane import INLINE_NBYTES, MAX_MESSAGE_NBYTES, NO_CONTROL, Closed, Lane, SegmentPart, inline
 from bandmaster.wire.loop import message_of, read_answer
@@ -31,11 +33,16 @@ __all__ = ["LaneCrew", "Ticket", "Written"]
 
 
 class Ticket:
-    """One message on one lane, and in time its answer."""
+    """One message on one lane, and in time its answer.
 
-    __slots__ = ("is_done", "is_failure", "outcome")
+    Attributes:
+        number: Of the message on its lane, from 1; 0 if it was not sent.
+    """
+
+    __slots__ = ("is_done", "is_failure", "number", "outcome")
 
     def __init__(self) -> None:
+        self.number = 0
         self.is_done = False
         self.is_failure = False
         self.outcome: Payload | Failure | None = None
@@ -72,12 +79,18 @@ class LaneCrew:
 
     Args:
         sockets: The controller's end of the lane of each rank that has one; owned from here on.
+        pids: The process of each of them.
         how_it_died: What is known of a rank whose lane broke.
     """
 
     has_native_tickets = False
 
-    def __init__(self, sockets: Mapping[int, socket.socket], how_it_died: Callable[[int], str]) -> None:
+    def __init__(
+        self, sockets: Mapping[int, socket.socket], pids: Mapping[int, int], how_it_died: Callable[[int], Failure]
+    ) -> None:
+        self._pids = dict(pids)
+        self._ended: dict[int, str] = {}
+        self._n_sent = dict.fromkeys(sockets, 0)
         self._writer = SegmentWriter()
         buffer = bytearray(MAX_MESSAGE_NBYTES)
         self._lanes = {
@@ -113,9 +126,13 @@ class LaneCrew:
     def call(self, calls: Sequence[Call]) -> dict[int, Ticket]:
         """Send the calls, each encoded once."""
         tickets: dict[int, Ticket] = {}
-        for call in calls:
-            arguments = (call.method, call.reply is not Reply.NOTHING)
-            self._send(tickets, call.ranks, _message("call", arguments, call.parts), _segments(call.parts))
+        try:
+            for call in calls:
+                arguments = (call.method, call.reply is not Reply.NOTHING)
+                self._send(tickets, call.ranks, _message("call", arguments, call.parts), _segments(call.parts))
+        except BaseException:  # Ctrl-C: those that have been asked must not wait for those that have not
+            self.give_up(tickets)
+            raise
         return tickets
 
     def send(self, rank: int, operation: str, arguments: tuple[Any, ...] = (), parts: Sequence[Any] = ()) -> Ticket:
@@ -142,6 +159,8 @@ class LaneCrew:
                 self._pending[rank].append(ticket)
                 try:
                     self._lanes[rank].send_message(message, segments)
+                    self._n_sent[rank] += 1
+                    ticket.number = self._n_sent[rank]
                 except Closed:
                     self._note_death(rank)
                 except BaseException as error:
@@ -150,27 +169,42 @@ class LaneCrew:
                         raise
                     self._finish(ticket, Failure.of(error), is_failure=True)
 
+    def give_up(self, tickets: Mapping[int, Ticket]) -> None:
+        """Interrupt what is asked for where it runs, and have it passed over where it does not run yet."""
+        for rank, ticket in tickets.items():
+            if ticket.number and not ticket.is_done:
+                desk.give_up(self._pids[rank], ticket.number)
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The Python stacks of ranks, as far as they can be had."""
+        texts = desk.stacks([self._pids[rank] for rank in ranks])
+        return {rank: texts[self._pids[rank]] for rank in ranks if self._pids[rank] in texts}
+
+    def note_end(self, rank: int, why: str) -> None:
+        """The process of a rank is ended on purpose: when its lane breaks, that is why."""
+        self._ended.setdefault(rank, why)
+
     def give_back(self, segment: Segment) -> None:
         """The controller itself needs a segment no longer."""
         with self._lock:
             self._writer.give_back([segment.id], OWNER)
 
     def wait(self, tickets: Sequence[Ticket], timeout_s: float | None) -> list[Ticket]:
-        """Wait until all are done, one of them failed, or the time is over; those that are done."""
+        """Wait until all are done, some call has failed, or the time is over; those that are done."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
-            n_done, n_failed, n_dead = 0, -1, len(self.deaths)
+            n_done, n_failed, n_dead = 0, self._n_failed, len(self.deaths)
+            is_new = True
             while True:
                 while n_done < len(tickets) and tickets[n_done].is_done:
                     n_done += 1
                 if n_done == len(tickets):
                     return list(tickets)
-                if n_dead != len(self.deaths):
+                if n_dead != len(self.deaths) or n_failed != self._n_failed:
                     break
-                if n_failed != self._n_failed:  # of any call; so there is something to look for
-                    n_failed = self._n_failed
-                    if any(ticket.is_failure for ticket in tickets):
-                        break
+                if is_new and any(ticket.is_failure for ticket in tickets):
+                    break
+                is_new = False
                 left = None if deadline == math.inf else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     self._receive_all()
@@ -251,7 +285,10 @@ class LaneCrew:
 
     def _note_death(self, rank: int) -> None:
         if rank not in self.deaths:
-            self.deaths[rank] = Failure(FailureKind.DIED, self._how_it_died(rank))
+            failure = self._how_it_died(rank)
+            if rank in self._ended:
+                failure = replace(failure, kind=FailureKind.CANCELLED, summary=self._ended[rank])
+            self.deaths[rank] = failure
             self._poll.unregister(self._lanes[rank].fileno())
             self._end(rank)
 

@@ -6,11 +6,13 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import CoroutineType
 from typing import Any
 
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire.codec import Payload, decode, encode
+from bandmaster.wire.desk import Interrupted
 from bandmaster.wire.rendezvous import Rendezvous
 from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
 
@@ -30,13 +32,13 @@ class WorkerHost:
         """Make the worker from the encoded ``(cls, args, kwargs)``, which must lie in memory of its own."""
         try:
             with ClassLoading():
+                self._device = context.device
                 cls, args, kwargs = decode(constructor, context.device)
-            self._device = context.device
             self.worker = make_worker(cls, context, args, kwargs)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the user's code may raise anything, SystemExit included
-            return Failure.of(error)
+            return self.failure(error)
         if self.rendezvous is not None:
             self._hand_over()
         return None
@@ -56,19 +58,26 @@ class WorkerHost:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # as above
-            return Failure.of(error)
+            return self.failure(error)
         if not is_collected:
             return None
         try:
             return encode(value)
         except Exception as error:
             what = f"the returned {type(value).__name__} cannot be pickled: {error}"
-            return Failure.of(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
+            return self.failure(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
 
     def _merge(self, parts: Sequence[Payload]) -> list[tuple[Any, Any]]:
         """The arguments of several parts, positional ones in order."""
         items = [item for part in parts for item in decode(part, self._device)]
         return sorted(items, key=lambda item: item[0] if type(item[0]) is int else -1)
+
+    def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
+        """Describe what was raised in this worker."""
+        failure = Failure.of(error, kind, self._device)
+        if isinstance(error, Interrupted):
+            return replace(failure, kind=FailureKind.CANCELLED, summary="interrupted by the controller")
+        return failure
 
     def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a method on plain values; an async one is awaited."""
@@ -113,7 +122,11 @@ class _EventLoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        error = future.exception()
+        try:
+            error = future.exception()
+        except BaseException:  # the call was given up
+            future.cancel()
+            raise
         if error is not None:
             raise error
         return future.result()

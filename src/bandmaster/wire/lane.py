@@ -149,6 +149,7 @@ class Lane:
         self._attached: set[int] = set()
         writer.on_close.append(self._segment_closed)
         self._closed_ids: list[int] = []
+        self.n_received = 0
         self._send_flags = _SEND_FLAGS | (_DONT_WAIT if while_full else 0)
         self._buffers = [bytearray(MAX_MESSAGE_NBYTES) if buffer is None else buffer]
         self._view = memoryview(self._buffers[0])
@@ -205,6 +206,7 @@ class Lane:
             raise Closed from None
         if not n:
             raise Closed
+        self.n_received += 1
         view = self._view
         start = 4 + int.from_bytes(view[:4], "little")
         if start > 4:

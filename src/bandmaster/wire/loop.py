@@ -12,6 +12,7 @@ from typing import Any
 
 from bandmaster.failure import Failure
 from bandmaster.wire.codec import Payload, decode, encode
+from bandmaster.wire.desk import Desk
 from bandmaster.wire.host import WorkerHost
 from bandmaster.wire.lane import INLINE_NBYTES, Closed, Lane
 from bandmaster.wire.rendezvous import Rendezvous
@@ -37,12 +38,14 @@ class Answer:
     FAILURE = 3  # pickled: the part that the payload of a `Failure` is
 
 
-def serve(lane: Lane, host: WorkerHost) -> None:
-    """Answer messages until the controller is gone or says ``pause``."""
+def serve(lane: Lane, host: WorkerHost, desk: Desk) -> None:
+    """Answer messages until the controller is gone or says ``pause``. They are numbered from 1 as they come, so that
+    one of them can be given up at the desk."""
     while True:
         try:
             message = lane.receive()
             assert message is not None, "this end blocks"
+            desk.begin(lane.n_received)
             if message[0] != Message.OPERATION:
                 end = 2 + message[1]
                 part = Payload(message[end:])
@@ -50,12 +53,16 @@ def serve(lane: Lane, host: WorkerHost) -> None:
             else:
                 operation, *arguments = pickle.loads(message[1:])
                 if operation == "pause":
+                    lane.n_received -= 1  # it is not answered, so the controller does not count it
+                    desk.end()
                     return
                 outcome = _OPERATIONS[operation](lane, host, *arguments)
+            desk.end()
         except Closed:
             return
-        except KeyboardInterrupt as error:  # raised by the method: nobody presses keys here
-            outcome = Failure.of(error)
+        except KeyboardInterrupt as error:  # given up, or raised by the method: nobody presses keys here
+            desk.end()
+            outcome = host.failure(error)
         except OSError as error:  # no descriptor or no memory for a segment that came with the message
             outcome = Failure.of(error)
         try:

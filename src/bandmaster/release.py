@@ -1,0 +1,77 @@
+"""Letting go of ranks that go on with a call that failed on another rank, or that was given up. Pure.
+
+::
+
+    a rank failed, or died, or the call was given up
+      │ patience: the others may end by themselves
+      ▼
+    interrupt the others ── an exception in their Python code
+      │ grace: they may tidy up; code in C cannot be interrupted
+      ▼
+    end those that have not stopped
+
+So ranks that sit in a collective with one that failed do not sit there for ever.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+__all__ = ["Release", "Step"]
+
+PATIENCE_S = 0.5  # after a rank has failed
+DEATH_PATIENCE_S = 0.2  # after one has died: the call is to fail within a second
+DEATH_WAIT_S = 0.8  # after a death, nobody waits for the others any longer
+
+
+class Step(Enum):
+    """What is due."""
+
+    INTERRUPT = "interrupt"
+    END = "end"
+    STOP_WAITING = "stop waiting"
+
+
+class Release:
+    """When to do what, for one call. Moments are in seconds of one clock.
+
+    Args:
+        grace_s: Between the interruption and the end; None never ends a rank.
+    """
+
+    def __init__(self, grace_s: float | None) -> None:
+        self._grace_s = grace_s
+        self._plan: dict[Step, float] = {}
+        self._done: set[Step] = set()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a reason to let go."""
+        return bool(self._plan)
+
+    def begin(self, now: float, patience_s: float = PATIENCE_S) -> None:
+        """There is one from now on; a sooner plan stays."""
+        self._by(Step.INTERRUPT, now + patience_s)
+        if self._grace_s is not None:
+            self._by(Step.END, now + patience_s + self._grace_s)
+
+    def after_a_death(self, now: float) -> None:
+        """A rank has died."""
+        self.begin(now, DEATH_PATIENCE_S)
+        self._by(Step.STOP_WAITING, now + DEATH_WAIT_S)
+
+    def due(self, now: float) -> Step | None:
+        """What is to be done now, once each."""
+        for step in Step:
+            if step in self._plan and step not in self._done and self._plan[step] <= now:
+                self._done.add(step)
+                return step
+        return None
+
+    @property
+    def next(self) -> float | None:
+        """The moment of the next step, if there is one."""
+        return min((moment for step, moment in self._plan.items() if step not in self._done), default=None)
+
+    def _by(self, step: Step, moment: float) -> None:
+        self._plan[step] = min(moment, self._plan.get(step, moment))

@@ -1,0 +1,48 @@
+"""Stacks as faulthandler writes them, made readable: the user's threads, innermost frame last, with the source."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["readable"]
+
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+_LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_CURRENT = "Current thread"  # the one that the signal reached: the main thread, if it can be
+
+
+def readable(text: str) -> str:
+    """The thread that runs the methods, without this library's outermost frames, and others that run a user's code."""
+    threads = list(_threads(text))
+    others = [frames for heading, frames in threads if not heading.startswith(_CURRENT) and any(map(_is_users, frames))]
+    mine = [frames for heading, frames in threads if heading.startswith(_CURRENT)]
+    shown = ["\n".join(map(_with_source, _users_part(frames))) for frames in [*mine, *others]]
+    return "\n  in another thread:\n".join(filter(None, shown))
+
+
+def _threads(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
+    """Heading and frames of each thread, outermost first."""
+    for block in text.split("\n\n"):
+        heading, *lines = block.strip("\n").split("\n")
+        yield heading, [match for match in map(_FRAME.match, reversed(lines)) if match]
+
+
+def _users_part(frames: list[re.Match[str]]) -> list[re.Match[str]]:
+    """From behind the last of this library's outermost frames on; all of it where nothing else is there."""
+    ours = [n for n, frame in enumerate(frames) if frame["file"].startswith(_PACKAGE)]
+    return frames[ours[-1] + 1 :] or frames if ours else frames
+
+
+def _is_users(frame: re.Match[str]) -> bool:
+    return not frame["file"].startswith((_PACKAGE, "<frozen", *_LIBRARIES))
+
+
+def _with_source(frame: re.Match[str]) -> str:
+    place = f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}'
+    source = linecache.getline(frame["file"], int(frame["line"])).strip() if frame["line"].isdigit() else ""
+    return f"{place}\n    {source}" if source else place

@@ -1,0 +1,305 @@
+"""Calls that fail, hang or are given up: one error with its cause, in time; the group is usable or says it is not."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import pytest
+
+import bandmaster as bm
+from bandmaster import CallCancelled, CallTimeout, Dispatch, RemoteError, WorkerDied, register
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Unpicklable(Exception):
+    def __init__(self, message, lock):
+        super().__init__(message)
+        self.lock = lock
+
+
+class BadToLoad:
+    """Unpickles badly, on whoever gets it."""
+
+    def __reduce__(self):
+        return _refuse, ()
+
+
+def _refuse():
+    raise ValueError("cannot be made here")
+
+
+class Faulty(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def raise_on(self, ranks, message="boom"):
+        if self.rank in ranks:
+            raise ValueError(message)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def raise_what_cannot_be_pickled(self):
+        raise Unpicklable("told by its text", threading.Lock())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def return_what_cannot_be_pickled(self):
+        return threading.Lock()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def return_what_cannot_be_unpickled(self):
+        return BadToLoad()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def run_out_of_memory(self):
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, limit[1]))
+        try:
+            return len(bytearray(64 << 30))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limit)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def spin_on(self, ranks, raising=()):
+        if self.rank in raising:
+            raise ValueError("the first cause")
+        while self.rank in ranks:
+            pass
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep_on(self, ranks, seconds=300):
+        if self.rank in ranks:
+            time.sleep(seconds)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def await_on(self, ranks):
+        if self.rank in ranks:
+            await asyncio.sleep(300)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hang_in_c_on(self, ranks, raising=()):
+        if self.rank in raising:
+            raise ValueError("the first cause")
+        if self.rank in ranks:
+            _hang_in_c()
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def deadlock_on(self, ranks, raising=()):
+        if self.rank in raising:
+            raise ValueError("the first cause")
+        if self.rank in ranks:
+            _deadlock_in_c()
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def all_reduce(self, raising):
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        if self.rank in raising:
+            raise ValueError("the first cause")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+
+def _hang_in_c():
+    """A blocked read."""
+    import ctypes
+
+    ours, _theirs = socket.socketpair()
+    ctypes.CDLL(None).recv(ours.fileno(), ctypes.create_string_buffer(1), 1, 0)
+
+
+def _deadlock_in_c():
+    """A mutex that is taken twice: no signal gets the thread out of there."""
+    import ctypes
+
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+
+@pytest.fixture
+def group(make_group):
+    return make_group(3, Faulty)
+
+
+def within(seconds):
+    """A context that fails when it takes longer than this."""
+    return _Within(seconds)
+
+
+class _Within:
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __enter__(self):
+        self.start = time.monotonic()
+
+    def __exit__(self, kind, *_):
+        took = time.monotonic() - self.start
+        assert took < self.seconds or kind is not None, f"took {took:.1f} s of at most {self.seconds}"
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 2], [0, 1, 2]])
+def test_a_method_raises_on_one_some_or_all_ranks(group, ranks):
+    with within(5), pytest.raises(RemoteError, match=rf"failed on rank {ranks[0]} \(dp={ranks[0]}") as caught:
+        group.raise_on(ranks)
+    error = caught.value
+    assert list(error.failures) == ranks
+    assert isinstance(error.__cause__, ValueError)
+    assert error.group == group.name
+    assert group.name in str(error)
+    assert "raise ValueError(message)" in str(error), "the remote traceback"
+    failure = error.failures[ranks[0]]
+    assert (failure.host, failure.pid, failure.device) == (socket.gethostname(), failure.pid, "cpu")
+    assert group.echo(1) == [1, 1, 1]
+
+
+def test_an_exception_that_cannot_be_pickled_is_told_by_its_text(group):
+    with pytest.raises(RemoteError, match=r"Unpicklable: told by its text"):
+        group.raise_what_cannot_be_pickled()
+    assert group.echo(1) == [1, 1, 1]
+
+
+def test_a_result_that_cannot_be_pickled(group):
+    with pytest.raises(bm.CollectError, match="returned lock cannot be pickled"):
+        group.return_what_cannot_be_pickled()
+    assert group.echo(1) == [1, 1, 1]
+
+
+def test_a_result_that_cannot_be_unpickled(group):
+    with pytest.raises(bm.CollectError, match="cannot be made here"):
+        group.return_what_cannot_be_unpickled()
+    assert group.echo(1) == [1, 1, 1]
+
+
+def test_an_argument_that_cannot_be_unpickled(group):
+    with pytest.raises(RemoteError, match="cannot be made here"):
+        group.echo(BadToLoad())
+    assert group.echo(1) == [1, 1, 1]
+
+
+@pytest.mark.own_processes
+def test_a_worker_that_may_have_no_more_memory(group):
+    with pytest.raises(RemoteError, match="MemoryError") as caught:
+        group.run_out_of_memory()
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert group.echo(1) == [1, 1, 1]
+
+
+@pytest.mark.own_processes
+@pytest.mark.parametrize("method", ["spin_on", "sleep_on", "await_on", "hang_in_c_on", "deadlock_on"])
+def test_a_timeout_says_which_ranks_hang_and_where(group, method):
+    with within(10), pytest.raises(CallTimeout, match=r"no answer from rank 0, 2 after 0.5 s") as caught:
+        getattr(group, method).options(timeout=0.5)([0, 2])
+    error = caught.value
+    assert error.missing == (0, 2)
+    assert set(error.stacks) == {0, 2}
+    if method != "await_on":  # a coroutine that waits is on no stack
+        assert all(f"in {method}" in stack for stack in error.stacks.values()), error.stacks
+        assert method in str(error)
+    error.future.cancel()
+
+
+@pytest.mark.own_processes
+@pytest.mark.parametrize("method", ["spin_on", "sleep_on", "await_on"])
+def test_a_call_can_be_given_up(group, method):
+    future = getattr(group, method).submit([1])
+    with pytest.raises(CallTimeout):
+        future.result(timeout=0.3)
+    queued = group.sleep_on.submit([0, 1, 2])
+    with within(10):
+        assert queued.cancel()
+        assert future.cancel()
+        with pytest.raises(CallCancelled, match="given up"):
+            future.result()
+        with pytest.raises(CallCancelled):
+            queued.result()
+        assert future.cancelled()
+        assert future.done()
+        assert not future.cancel()
+        assert group.echo(1) == [1, 1, 1]
+
+
+@pytest.mark.own_processes
+def test_a_call_that_timed_out_can_still_be_waited_for(group):
+    with pytest.raises(CallTimeout) as caught:
+        group.sleep_on.options(timeout=0.2)([1], seconds=1)
+    assert caught.value.future.result(timeout=10) == [0, 1, 2]
+
+
+@pytest.mark.own_processes
+def test_timeouts_of_the_group_and_of_the_library(group):
+    group.set_default_options(timeout=0.2)
+    with pytest.raises(CallTimeout, match=r"after 0\.2 s") as caught:
+        group.sleep_on([1])
+    caught.value.future.cancel()
+    group.set_default_options(timeout=None)
+    bm.set_default_options(timeout=0.3)
+    try:
+        assert group.sleep_on([1], seconds=0.5) == [0, 1, 2], "the group says: as long as it takes"
+        with pytest.raises(CallTimeout, match=r"after 0\.1 s"):
+            group.sleep_on.options(timeout=0.1)([1], seconds=0.5)
+    finally:
+        bm.set_default_options(timeout=None)
+
+
+@pytest.mark.own_processes
+@pytest.mark.parametrize("method", ["spin_on", "sleep_on"])
+def test_ranks_that_go_on_with_a_call_that_failed_elsewhere_are_interrupted(group, method):
+    with (
+        within(10),
+        pytest.raises(RemoteError, match=r"rank 1 .*and on rank 0, 2: ValueError: the first cause") as caught,
+    ):
+        group.spin_on([0, 2], raising=[1])
+    assert list(caught.value.failures) == [1, 0, 2], "the first cause first"
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert group.echo(1) == [1, 1, 1], "the group stays usable"
+
+
+@pytest.mark.own_processes
+def test_a_rank_that_cannot_be_interrupted_is_ended(group):
+    with within(15), pytest.raises(RemoteError, match=r"(?s)the first cause.*rank 0.*ended by the controller"):
+        group.deadlock_on.options(grace=0.5)([0], raising=[1])
+    with within(5), pytest.raises(WorkerDied, match=r"rank 0 .*ended by the controller, as it had not stopped"):
+        group.echo(1)
+
+
+@pytest.mark.own_processes
+def test_a_collective_that_one_rank_has_left(group):
+    assert group.all_reduce([]) == [3.0, 3.0, 3.0]
+    with within(20), pytest.raises(RemoteError, match=r"on rank 1 .*the first cause") as caught:
+        group.all_reduce.options(grace=0.5)([1])
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.own_processes
+def test_a_call_nobody_waits_for_does_not_hold_up_those_behind_it(group):
+    forgotten = group.spin_on.submit([0], raising=[1])
+    with within(10):
+        assert group.echo.submit(1).result() == [1, 1, 1]
+    assert isinstance(forgotten.exception(timeout=5), RemoteError)
+
+
+def test_options_that_make_no_sense(group):
+    for wrong in ({"timeout": -1}, {"timeout": "long"}, {"grace": True}, {"patience": 1}):
+        with pytest.raises(bm.UsageError, match=next(iter(wrong))):
+            group.echo.options(**wrong)
+        with pytest.raises(bm.UsageError):
+            group.set_default_options(**wrong)
+        with pytest.raises(bm.UsageError):
+            bm.set_default_options(**wrong)
+    assert group.echo.options(timeout=5, grace=None)(1) == [1, 1, 1]
