@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import random
 import string
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,7 @@ from bandmaster.backends import Call, Crew, Launch, Reply, get_backend
 from bandmaster.binding import bind, signature_without_self
 from bandmaster.collect import collect
 from bandmaster.envelope import encode_constructor, encode_parcel
-from bandmaster.errors import ArgumentError, ClosedError, CollectError, MeshError, UsageError
+from bandmaster.errors import ArgumentError, ClosedError, CollectError, MeshError, UsageError, WorkerDied
 from bandmaster.future import CallInfo, Future, OpenCalls
 from bandmaster.mesh import Mesh
 from bandmaster.method import GroupMethod, MethodSpec
@@ -31,6 +33,7 @@ from bandmaster.planning import Packed, Slot, alike, everywhere, scatter, source
 from bandmaster.pool import ResourcePool
 from bandmaster.render import html_table, text_table
 from bandmaster.transfer import Gather, Incoming, Only
+from bandmaster.watch import DeathWatch
 from bandmaster.worker import ClassWithInitArgs, Registration, Worker, registrations
 
 __all__ = ["WorkerGroup"]
@@ -49,14 +52,17 @@ class WorkerGroup:
         *args: Positional arguments of its constructor, the same for every rank.
         mesh: Named axes over the ranks; ``Mesh(dp=world_size)`` by default.
         name_prefix: Beginning of the workers' names; the pool's and six random letters by default.
-        **kwargs: Keyword arguments of its constructor. Those called ``mesh`` or ``name_prefix`` have to go
-            through `ClassWithInitArgs`.
+        start_timeout_s: How long the constructors may take; as long as they take by default.
+        **kwargs: Keyword arguments of its constructor. Those called ``mesh``, ``name_prefix`` or
+            ``start_timeout_s`` have to go through `ClassWithInitArgs`.
 
     Raises:
         ArgumentError: The constructor cannot be called so, or an argument cannot be pickled.
         MeshError: The mesh has another size than the pool.
         UsageError: No worker class, or a registered method hides an attribute of the group.
-        ConstructorError: A worker's constructor raised. All places were given back.
+        ConstructorError: A worker's constructor raised; the others were ended. All places were given back.
+        WorkerDied: A worker's process ended before it was constructed; likewise.
+        CallTimeout: The constructors did not end in time; likewise.
         PlacementError: The pool does not fit, or its places hold as many groups as they may.
     """
 
@@ -68,6 +74,7 @@ class WorkerGroup:
         *args: Any,
         mesh: Mesh | None = None,
         name_prefix: str | None = None,
+        start_timeout_s: float | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(pool, ResourcePool):
@@ -89,15 +96,29 @@ class WorkerGroup:
         seats, vacate = pool._occupy(self, self._name)
         try:
             names = tuple(f"{self._name}_{seat.node_rank}:{seat.local_rank}" for seat in seats)
-            launch = Launch(
-                self._name, cls, constructor, self._mesh, seats, names, pool.use_gpu, pool.cpus_per_worker, options
+            self._launch = Launch(
+                self._name,
+                cls,
+                constructor,
+                self._mesh,
+                seats,
+                names,
+                pool.use_gpu,
+                pool.cpus_per_worker,
+                options,
+                start_timeout_s,
             )
-            self._crew = get_backend(pool.backend).start(launch)
+            self._crew = get_backend(pool.backend).start(self._launch)
         except BaseException:
             vacate()
             raise
         self._worker_names = list(names)
         self._finalizer = weakref.finalize(self, _end, self._crew, vacate)
+        self._vacate = vacate
+        self._watches: list[DeathWatch] = []
+        self._controller_pid = os.getpid()
+
+    _controller_pid = 0
 
     @property
     def world_size(self) -> int:
@@ -172,9 +193,103 @@ class WorkerGroup:
         """
         return text_table(repr(self), *self._table(self._open_crew().describe()))
 
+    @property
+    def healthy(self) -> bool:
+        """Whether every worker's process is there, as far as is known without asking it; False once closed."""
+        if self._finalizer is None or not self._finalizer.alive:
+            return False
+        self._crew.look_for_deaths()
+        return not self._crew.deaths
+
+    def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
+        """Call ``callback(error)`` from a thread as soon as a worker dies, once until `restart` or `replace`.
+
+        The error names the rank and how it ended, as a call would have raised it. Closing the group is no death.
+
+        Raises:
+            ClosedError: The group was closed.
+        """
+        call = CallInfo(self._cls.__name__, self._mesh, self._name)
+        self._watches.append(DeathWatch(self._open_crew(), call, callback))
+
+    def restart(self, state: Any = None) -> None:
+        """End all workers, whatever they do, and start and construct new ones on the same places.
+
+        Constructors get the arguments that they got the first time, in a new rendezvous. Then, where the class has a
+        method ``on_restart(self, state)``, it is called on every rank. Calls that are pending fail with `WorkerDied`.
+
+        Args:
+            state: Anything that ``on_restart`` is to get, the same on every rank.
+
+        Raises:
+            UsageError: ``state`` is given, but the class has no ``on_restart``; nothing was done.
+            ConstructorError, WorkerDied, CallTimeout: As for a new group; it can be tried again.
+            RemoteError: ``on_restart`` raised.
+            ClosedError: The group was closed.
+        """
+        crew, hook = self._open_crew(), self._hook("on_restart", state)
+        parcel = Packed((everywhere(self._bind(hook, (state,), {}), self.world_size),)) if hook else None
+        self._end_watches()
+        crew.stop("the group was restarted")
+        self._finalizer.detach()  # type: ignore[union-attr]  # it is open
+        self._finalizer = weakref.finalize(self, _end, crew, self._vacate)
+        self._crew = get_backend(self._pool.backend).start(replace(self._launch, is_again=True))
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _end, self._crew, self._vacate)
+        self._watch_again()
+        if hook and parcel:
+            self._submit(hook, parcel, Gather()).result()
+
+    def replace(self, rank: int, state: Any = None) -> None:
+        """End the worker of one rank, if it still runs, and start and construct a new one on its place.
+
+        The class allows it by having a method ``on_replace(self, rank, state)``, which is called on every rank when
+        the new worker stands: there the others can, for example, leave their process group and join a new one.
+
+        Args:
+            rank: Whose worker.
+            state: Anything that ``on_replace`` is to get, the same on every rank.
+
+        Raises:
+            UsageError: No such rank, or the class has no ``on_replace``; nothing was done.
+            ConstructorError, WorkerDied, CallTimeout: As for a new group; it can be tried again.
+            RemoteError: ``on_replace`` raised.
+            ClosedError: The group was closed.
+        """
+        crew = self._open_crew()
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise UsageError(f"{rank!r} is no rank of {self._name}, which has 0 to {self.world_size - 1}")
+        if not callable(getattr(self._cls, "on_replace", None)):
+            raise UsageError(
+                f"{self._cls.__name__} does not say that one rank can be replaced: give it a method "
+                "on_replace(self, rank, state), or restart() the whole group"
+            )
+        parcel = Packed((everywhere(self._bind("on_replace", (rank, state), {}), self.world_size),))
+        self._end_watches()
+        get_backend(self._pool.backend).replace(crew, self._launch, rank)
+        self._watch_again()
+        self._submit("on_replace", parcel, Gather()).result()
+
+    def _hook(self, name: str, state: Any) -> str | None:
+        """Name of a method of the class if it has it."""
+        if callable(getattr(self._cls, name, None)):
+            return name
+        if state is not None:
+            raise UsageError(f"{self._cls.__name__} has no method {name}(self, state) that could take the state")
+        return None
+
+    def _end_watches(self) -> None:
+        for watch in self._watches:
+            watch.end()
+
+    def _watch_again(self) -> None:
+        """What was pending has failed; who watches for deaths watches the new workers."""
+        self._open_calls = OpenCalls()
+        self._watches = [watch.again(self._crew) for watch in self._watches]
+
     def close(self) -> None:
         """End the workers and give their places back. Closing twice is fine."""
-        if self._finalizer is not None:
+        if self._finalizer is not None and self._controller_pid == os.getpid():
             self._finalizer()
 
     def __enter__(self) -> WorkerGroup:
@@ -302,6 +417,11 @@ class WorkerGroup:
     def _open_crew(self) -> Crew:
         if self._finalizer is None or not self._finalizer.alive:
             raise ClosedError(f"group {self._name!r} was closed; make a new WorkerGroup")
+        if self._controller_pid != os.getpid():
+            raise UsageError(
+                f"group {self._name!r} belongs to process {self._controller_pid}, which this one was forked from; "
+                "call it there, or make a group here in a process that was started afresh"
+            )
         return self._crew
 
 

@@ -1,4 +1,4 @@
-"""What a backend is: four methods, and a crew, the running workers of a group: nine more and three facts.
+"""What a backend is: five methods, and a crew, the running workers of a group: ten more and five facts.
 
 The group plans and never sees a socket; a backend carries bytes and never sees an axis::
 
@@ -23,7 +23,9 @@ from bandmaster.placement import Node, Request
 from bandmaster.wire.codec import Payload
 from bandmaster.worker import WorkerContext
 
-__all__ = ["Backend", "Call", "Crew", "Launch", "Reply", "Seat", "get_backend"]
+__all__ = ["CLOSED", "Backend", "Call", "Crew", "Launch", "Reply", "Seat", "get_backend"]
+
+CLOSED = "the group was closed"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Launch:
         cpus_per_worker: CPUs that the seat has.
         options: The backend's own options, from the class as the user wrapped it.
         start_timeout_s: How long the constructors may take; None for as long as they take.
+        is_again: Whether these places had workers of the same names just now.
     """
 
     group: str
@@ -76,6 +79,7 @@ class Launch:
     cpus_per_worker: float
     options: Mapping[str, Any] = field(default_factory=dict)
     start_timeout_s: float | None = None
+    is_again: bool = False
 
     def context(self, rank: int, device: str) -> WorkerContext:
         """What the worker of ``rank`` is told about itself."""
@@ -130,6 +134,14 @@ class Crew(Protocol):
     def deaths(self) -> Mapping[int, Failure]:
         """Ranks whose process is known to be gone, and how it ended. A call that waits for others fails with them."""
 
+    @property
+    def processes(self) -> Mapping[int, int]:
+        """The processes of ranks on this host, but for this process itself."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+
     def describe(self) -> Sequence[Mapping[str, Any]]:
         """For each rank: ``host``, ``pid``, ``device``, and ``lane``: whether calls take the direct way."""
 
@@ -158,8 +170,11 @@ class Crew(Protocol):
     def end(self, ranks: Sequence[int], why: str) -> None:
         """End the processes of ranks; `deaths` will say why."""
 
-    def stop(self) -> None:
-        """End the workers. Calling it again does nothing."""
+    def look_for_deaths(self) -> None:
+        """Notice deaths that nobody has waited for."""
+
+    def stop(self, why: str = CLOSED) -> None:
+        """End the workers; what is pending fails because of ``why``. Calling it again does nothing."""
 
 
 class Backend(Protocol):
@@ -186,6 +201,16 @@ class Backend(Protocol):
             WorkerDied: A process ended before it was constructed.
             CallTimeout: The constructors did not end in time.
             PlacementError: A process did not start in time.
+        """
+
+    def replace(self, crew: Any, launch: Launch, rank: int) -> None:
+        """End the worker of one rank, if it still runs, and start and construct a new one in its place.
+
+        The other workers' environment names the rendezvous of the group as it is then.
+
+        Raises:
+            UsageError: This backend cannot.
+            ConstructorError, WorkerDied, CallTimeout, PlacementError: As for `start`; the rank stays dead.
         """
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from bandmaster.backends import Call, Launch, Reply
+from bandmaster.backends import CLOSED, Call, Launch, Reply
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.errors import ConstructorError
 from bandmaster.failure import Failure
@@ -27,16 +27,22 @@ class InProcessBackend(MachineBackend):
 
     def start(self, launch: Launch) -> InProcessCrew:
         """Construct the workers in rank order."""
-        hosts = [WorkerHost() for _ in launch.seats]
-        for rank, (host, seat) in enumerate(zip(hosts, launch.seats, strict=True)):
-            device = f"cuda:{seat.reservation.gpus[seat.node][seat.index]}" if launch.uses_gpu else "cpu"
-            failure = host.construct(launch.context(rank, device), launch.constructor.private())
-            if failure is not None:
-                InProcessCrew(hosts).stop()
-                where = {rank: launch.mesh.coordinates(rank)}
-                failures = {rank: _delivered(failure)}
-                raise ConstructorError(f"{launch.cls.__name__}.__init__", failures, where, launch.group)
-        return InProcessCrew(hosts)
+        crew = InProcessCrew([WorkerHost() for _ in launch.seats])
+        for rank in range(len(launch.seats)):
+            self.replace(crew, launch, rank)
+        return crew
+
+    def replace(self, crew: InProcessCrew, launch: Launch, rank: int) -> None:
+        """Make one of the objects, again or for the first time."""
+        seat, host = launch.seats[rank], WorkerHost()
+        device = f"cuda:{seat.reservation.gpus[seat.node][seat.index]}" if launch.uses_gpu else "cpu"
+        failure = host.construct(launch.context(rank, device), launch.constructor.private())
+        crew.hosts[rank] = host
+        if failure is not None:
+            crew.stop()
+            where = {rank: launch.mesh.coordinates(rank)}
+            failures = {rank: _delivered(failure)}
+            raise ConstructorError(f"{launch.cls.__name__}.__init__", failures, where, launch.group)
 
 
 class InProcessCrew:
@@ -44,19 +50,21 @@ class InProcessCrew:
 
     has_native_tickets = False
     deaths: Mapping[int, Failure] = MappingProxyType({})
+    processes: Mapping[int, int] = MappingProxyType({})
+    is_stopped = False
 
-    def __init__(self, hosts: Sequence[WorkerHost]) -> None:
-        self._hosts = hosts
+    def __init__(self, hosts: list[WorkerHost]) -> None:
+        self.hosts = hosts
 
     @property
     def handles(self) -> list[Any]:
         """The worker objects themselves."""
-        return [host.worker for host in self._hosts]
+        return [host.worker for host in self.hosts]
 
     def describe(self) -> list[dict[str, Any]]:
         """All in this process."""
         here = {"host": socket.gethostname(), "pid": os.getpid(), "lane": "in process"}
-        return [{**here, "device": host.worker.device if host.worker else "-"} for host in self._hosts]
+        return [{**here, "device": host.worker.device if host.worker else "-"} for host in self.hosts]
 
     def put(self, payload: Payload) -> Payload:
         """Nothing to write: every rank copies what it reads."""
@@ -69,7 +77,7 @@ class InProcessCrew:
 
     def _run(self, rank: int, call: Call) -> Ticket:
         parts = [part.private() for part in call.parts]
-        outcome = self._hosts[rank].call(call.method, parts, call.reply is not Reply.NOTHING)
+        outcome = self.hosts[rank].call(call.method, parts, call.reply is not Reply.NOTHING)
         return Ticket(outcome.private() if isinstance(outcome, Payload) else outcome)
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
@@ -95,9 +103,13 @@ class InProcessCrew:
     def end(self, ranks: Sequence[int], why: str) -> None:
         """Nobody can be ended alone."""
 
-    def stop(self) -> None:
+    def look_for_deaths(self) -> None:
+        """Nobody can have died."""
+
+    def stop(self, why: str = CLOSED) -> None:
         """Let the workers go."""
-        for host in self._hosts:
+        self.is_stopped = True
+        for host in self.hosts:
             host.close()
 
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bandmaster.backends import Launch
+from bandmaster.backends import CLOSED, Launch
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.backends.output import WorkerOutput
 from bandmaster.backends.zygote import THREAD_VARIABLES, Spawn, Zygote
@@ -62,11 +62,21 @@ class LocalBackend(MachineBackend):
         """Fork a worker for every seat, then construct all of them concurrently."""
         crew = LocalCrew(launch, self._living_zygote())
         try:
-            _construct(crew, launch)
+            _construct(crew, launch, range(len(launch.seats)))
         except BaseException:
             crew.stop()
             raise
         return crew
+
+    def replace(self, crew: LocalCrew, launch: Launch, rank: int) -> None:
+        """Fork a new worker for a seat, and construct it."""
+        crew.start_again(launch, rank)
+        try:
+            _construct(crew, launch, [rank])
+        except BaseException:
+            crew.end([rank], "ended by the controller, as it could not be constructed")
+            crew.bury(rank)
+            raise
 
     def _living_zygote(self) -> Zygote:
         if self._zygote is not None and self._zygote.owner_pid != os.getpid():
@@ -90,8 +100,9 @@ class LocalCrew(LaneCrew):
     def __init__(self, launch: Launch, zygote: Zygote) -> None:
         self._zygote = zygote
         self._output = WorkerOutput(launch.cls.__name__)
-        self._processes: list[int] = []
-        self._is_stopped = False
+        self.processes: dict[int, int] = {}
+        self.is_stopped = False
+        self.port = 0  # of the rendezvous
         self._devices = [_device_of(launch)] * len(launch.seats)
         ours: list[socket.socket] = []
         try:
@@ -100,7 +111,7 @@ class LocalCrew(LaneCrew):
         except BaseException as error:
             for sock in ours:
                 sock.close()
-            zygote.end(self._processes, 0.0)
+            zygote.end(list(self.processes.values()), 0.0)
             self._output.finish(0.0)
             if isinstance(error, OSError):
                 raise ResourceError(
@@ -109,9 +120,9 @@ class LocalCrew(LaneCrew):
                 ) from error
             raise
         self._output.start()
-        super().__init__(dict(enumerate(ours)), dict(enumerate(self._processes)), self._how_it_died)
-        names = zip(launch.worker_names, self._processes, strict=True)
-        self._handles = [LocalWorker(name, rank, pid) for rank, (name, pid) in enumerate(names)]
+        super().__init__(dict(enumerate(ours)), self.processes, self._how_it_died)
+        named = enumerate(launch.worker_names)
+        self._handles = [LocalWorker(name, rank, self.processes[rank]) for rank, name in named]
 
     @property
     def handles(self) -> Sequence[LocalWorker]:
@@ -122,17 +133,27 @@ class LocalCrew(LaneCrew):
         """Pids and devices; all have a lane."""
         host = socket.gethostname()
         return [
-            {"host": host, "pid": pid, "device": device, "lane": "yes"}
-            for pid, device in zip(self._processes, self._devices, strict=True)
+            {"host": host, "pid": self.processes[rank], "device": device, "lane": "yes"}
+            for rank, device in enumerate(self._devices)
         ]
 
-    def stop(self) -> None:
+    def start_again(self, launch: Launch, rank: int) -> None:
+        """A new process for a rank; the old one is ended if it still runs."""
+        self.end([rank], "ended by the controller, to be replaced")
+        self.bury(rank)
+        self.remove_lane(rank)
+        mine = self._start_process(_spawn_of(launch, rank), rank)
+        self._output.start()
+        self._handles[rank] = LocalWorker(launch.worker_names[rank], rank, self.processes[rank])
+        self.add_lane(rank, mine, self.processes[rank])
+
+    def stop(self, why: str = CLOSED) -> None:
         """Hang up, so that the workers end; kill those that do not."""
-        if self._is_stopped:
+        if self.is_stopped:
             return
-        self._is_stopped = True
-        self.close_lanes()
-        self._zygote.end(self._processes, END_GRACE_S)
+        self.is_stopped = True
+        self.close_lanes(why)
+        self._zygote.end(list(self.processes.values()), END_GRACE_S)
         self._output.finish(timeout_s=2.0)
 
     def _start_process(self, spawn: Spawn, rank: int) -> socket.socket:
@@ -143,17 +164,17 @@ class LocalCrew(LaneCrew):
             writers = self._output.add(rank)
             for fd in writers:
                 close_here.callback(os.close, fd)
-            self._processes.append(self._zygote.spawn(spawn, [theirs.fileno(), *writers]))
+            self.processes[rank] = self._zygote.spawn(spawn, [theirs.fileno(), *writers])
         return mine
 
     def end(self, ranks: Sequence[int], why: str) -> None:
         """Kill them, with all processes that they started."""
         for rank in ranks:
             self.note_end(rank, why)
-        self._zygote.end([self._processes[rank] for rank in ranks], 0.0)
+        self._zygote.end([self.processes[rank] for rank in ranks], 0.0)
 
     def _how_it_died(self, rank: int) -> Failure:
-        pid = self._processes[rank]
+        pid = self.processes[rank]
         ended = self._zygote.how_it_ended(pid)
         last = self._output.last_errors(rank)
         summary = f"{ended}; the last it wrote to standard error:\n{last}" if last else ended
@@ -161,16 +182,20 @@ class LocalCrew(LaneCrew):
         return Failure(FailureKind.DIED, summary, host=host, pid=pid, device=self._devices[rank], at=time.time())
 
 
-def _construct(crew: LocalCrew, launch: Launch) -> None:
-    listening = crew.send(0, "listen", (LOOPBACK,))
-    port = Future(crew, {0: listening}, lambda values: int(values[0]), construction(launch)).result()
+def _construct(crew: LocalCrew, launch: Launch, ranks: Sequence[int]) -> None:
+    """Construct these ranks; when one of them is rank 0, all learn of its new rendezvous."""
+    if 0 in ranks:
+        listening = crew.send(0, "listen", (LOOPBACK,))
+        crew.port = Future(crew, {0: listening}, lambda values: int(values[0]), construction(launch)).result()
+    rendezvous = rendezvous_environment(LOOPBACK, crew.port)
     part = crew.put(launch.constructor)
     tickets = {}
-    for rank in range(len(launch.seats)):
+    for rank in ranks:
         context = launch.context(rank, _device_of(launch))
-        environment = {**context.environment(), **rendezvous_environment(LOOPBACK, port)}
-        tickets[rank] = crew.send(rank, "construct", (context, environment), (part,))
-    await_construction(crew, tickets, launch)
+        tickets[rank] = crew.send(rank, "construct", (context, {**context.environment(), **rendezvous}), (part,))
+    others = [rank for rank in range(len(launch.seats)) if rank not in ranks]
+    told = {rank: crew.send(rank, "environment", (rendezvous,)) for rank in others if 0 in ranks}
+    await_construction(crew, {**tickets, **told}, launch)
 
 
 def _device_of(launch: Launch) -> str:

@@ -26,25 +26,34 @@ class WorkerOutput:
         self._sources: dict[int, tuple[int, str]] = {}  # rank and stream of each descriptor
         self._partial: dict[int, bytes] = {}
         self._last: dict[int, deque[str]] = {}
+        self._poll = select.epoll()
+        self._lock = threading.Lock()  # the sources, and whether the thread runs
         self._thread: threading.Thread | None = None
+        self._is_finished = False  # whether no worker will be added any more
 
     def add(self, rank: int) -> tuple[int, int]:
         """Descriptors for a worker to write its standard output and error to; close them once it has them."""
         self._last[rank] = deque(maxlen=N_LAST_LINES)
         out_reader, out_writer = os.pipe2(os.O_CLOEXEC)
-        self._sources[out_reader] = (rank, "stdout")
         try:
             err_reader, err_writer = os.pipe2(os.O_CLOEXEC)
         except OSError:
             os.close(out_writer)
+            os.close(out_reader)
             raise
-        self._sources[err_reader] = (rank, "stderr")
+        with self._lock:
+            for reader, stream in ((out_reader, "stdout"), (err_reader, "stderr")):
+                self._sources[reader] = (rank, stream)
+                self._poll.register(reader, select.EPOLLIN)
         return out_writer, err_writer
 
     def start(self) -> None:
-        """Begin to read."""
-        self._thread = threading.Thread(target=self._read, name=f"bandmaster-output-{self._label}", daemon=True)
-        self._thread.start()
+        """Begin to read, or go on with it when workers have been added."""
+        with self._lock:
+            if self._thread is None and self._sources:
+                name = f"bandmaster-output-{self._label}"
+                self._thread = threading.Thread(target=self._read, name=name, daemon=True)
+                self._thread.start()
 
     def last_errors(self, rank: int) -> str:
         """The last lines of a worker's standard error."""
@@ -52,25 +61,32 @@ class WorkerOutput:
 
     def finish(self, timeout_s: float) -> None:
         """Wait until everything that ended workers have printed is written."""
-        if self._thread is None:
-            for fd in self._sources:
-                os.close(fd)
-            self._sources.clear()
-        elif self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        with self._lock:
+            thread, self._is_finished = self._thread, True
+            if thread is None:
+                for fd in self._sources:
+                    os.close(fd)
+                self._sources.clear()
+                self._poll.close()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
 
     def _read(self) -> None:
-        poll = select.poll()
-        for fd in self._sources:
-            poll.register(fd, select.POLLIN)
-        while self._sources:
-            for fd, _ in poll.poll():
+        while True:
+            with self._lock:
+                if not self._sources:
+                    self._thread = None
+                    if self._is_finished:
+                        self._poll.close()
+                    return
+            for fd, _ in self._poll.poll():
                 data = os.read(fd, 65536)
                 self._write(fd, data)
                 if not data:
-                    poll.unregister(fd)
-                    os.close(fd)
-                    del self._sources[fd]
+                    with self._lock:
+                        self._poll.unregister(fd)
+                        os.close(fd)
+                        del self._sources[fd]
 
     def _write(self, fd: int, data: bytes) -> None:
         """Write whole lines; the rest of a line waits for its end, or for the end of the worker."""

@@ -23,7 +23,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -50,6 +50,7 @@ __all__ = ["RayBackend"]
 
 PLACE = "bandmaster_place"  # what a place costs in a Ray of our own
 START_TIMEOUT_S = 300.0  # for actor processes, not for constructors
+RENAME_TIMEOUT_S = 10.0  # for Ray to forget the name of an actor that was killed
 _UNIQUE = " #"  # Ray wants names of placement groups to be unique; what follows is not shown
 UNPLACEABLE = {"resources", "accelerator_type", "memory", "object_store_memory"}  # no bundle of ours has them
 PLACED_BY_POOL = {"name", "num_cpus", "num_gpus", "resources", "scheduling_strategy", "lifetime", "get_if_exists"}
@@ -124,11 +125,24 @@ class RayBackend:
         try:
             for rank in range(len(launch.seats)):
                 crew.actors.append(self._start_actor(launch, rank))
-            _construct(crew, launch)
+            _construct(crew, launch, range(len(launch.seats)))
         except BaseException:
             crew.stop()
             raise
         return crew
+
+    def replace(self, crew: RayCrew, launch: Launch, rank: int) -> None:
+        """Start a new actor on a seat, and construct it."""
+        crew.end([rank], "ended by the controller, to be replaced")
+        crew.bury(rank)
+        crew.actors[rank] = self._start_actor(replace(launch, is_again=True), rank)
+        crew.revive(rank)
+        try:
+            _construct(crew, launch, [rank])
+        except BaseException:
+            crew.end([rank], "ended by the controller, as it could not be constructed")
+            crew.bury(rank)
+            raise
 
     def _start_actor(self, launch: Launch, rank: int) -> Any:
         seat = launch.seats[rank]
@@ -140,20 +154,25 @@ class RayBackend:
             placement_group=seat.reservation.groups[seat.node],
             placement_group_bundle_index=seat.reservation.bundles[seat.node][seat.index],
         )
-        try:
-            return actor_class(launch.cls).options(
-                **options,
-                name=launch.worker_names[rank],
-                num_cpus=taken.pop("CPU", 0),
-                num_gpus=taken.pop("GPU", 0),
-                resources=taken,
-                scheduling_strategy=strategy,
-            ).remote()  # fmt: skip
-        except ValueError as error:
-            raise UsageError(
-                f"Ray refuses worker {launch.worker_names[rank]!r}: {error}; a name can be taken once, so give every "
-                "group a name_prefix of its own, or none"
-            ) from error
+        actor = actor_class(launch.cls).options(
+            **options,
+            name=launch.worker_names[rank],
+            num_cpus=taken.pop("CPU", 0),
+            num_gpus=taken.pop("GPU", 0),
+            resources=taken,
+            scheduling_strategy=strategy,
+        )
+        deadline = time.monotonic() + (RENAME_TIMEOUT_S if launch.is_again else 0.0)
+        while True:
+            try:
+                return actor.remote()
+            except ValueError as error:
+                if time.monotonic() >= deadline:
+                    raise UsageError(
+                        f"Ray refuses worker {launch.worker_names[rank]!r}: {error}; a name can be taken once, so give "
+                        "every group a name_prefix of its own, or none"
+                    ) from error
+            time.sleep(POLL_S)  # Ray forgets the name of an actor a little after it has been killed
 
     def _try_to_reserve(self, request: Request, keys: Sequence[str], deadline: float) -> Reservation | None:
         """Placement groups on the given nodes; None, and none left, if somebody was faster."""
@@ -207,27 +226,30 @@ class Reservation:
     bundles: tuple[tuple[int, ...], ...]
 
 
-def _construct(crew: RayCrew, launch: Launch) -> None:
+def _construct(crew: RayCrew, launch: Launch, ranks: Sequence[int]) -> None:
+    """Construct these ranks; when one of them is rank 0, all learn of its new rendezvous."""
     here = host_identity()
-    standing = []
-    for rank, actor in enumerate(crew.actors):
+    standing = {}
+    for rank in ranks:
         nameplate = Nameplate(0, os.getpid(), rank, len(crew.actors), launch.group)
-        standing.append(actor.bandmaster_stand.remote(launch.uses_gpu, nameplate, here))
-    _, missing = ray.wait(standing, num_returns=len(standing), timeout=START_TIMEOUT_S)
+        standing[rank] = crew.actors[rank].bandmaster_stand.remote(launch.uses_gpu, nameplate, here)
+    _, missing = ray.wait(list(standing.values()), num_returns=len(standing), timeout=START_TIMEOUT_S)
     if missing:
         raise PlacementError(f"{len(missing)} of {len(standing)} actors did not start in {START_TIMEOUT_S:g} s")
-    stands = Future(crew, dict(enumerate(standing)), dict, construction(launch)).result()
-    crew.standings = stands
-    rendezvous = rendezvous_environment(stands[0].address, stands[0].rendezvous_port)
+    crew.standings.update(Future(crew, standing, dict, construction(launch)).result())
+    first = crew.standings[0]
+    rendezvous = rendezvous_environment(first.address, first.rendezvous_port)
     constructor = ray.put(launch.constructor)
-    tickets = {}
-    for rank, actor in enumerate(crew.actors):
-        context = launch.context(rank, stands[rank].device)
+    tickets: dict[int, Any] = {}
+    for rank in ranks:
+        context = launch.context(rank, crew.standings[rank].device)
         environment = {**context.environment(), **rendezvous}
-        reference = actor.bandmaster_construct.remote(context, environment, sys.path, constructor)
-        tickets[rank] = RayTicket(reference, rank, CONSTRUCTION)
+        made = crew.actors[rank].bandmaster_construct.remote(context, environment, sys.path, constructor)
+        tickets[rank] = RayTicket(made, rank, CONSTRUCTION)
+    if 0 in ranks:
+        tickets.update(crew.update_environment([r for r in crew.standings if r not in ranks], rendezvous))
     await_construction(crew, tickets, launch)
-    crew.connect()
+    crew.connect(ranks)
 
 
 def _session() -> str | None:

@@ -98,6 +98,10 @@ class WorkerActor:
             raise outcome.exception or RuntimeError(outcome.summary)
         return _Encoded(outcome) if isinstance(outcome, Payload) else outcome
 
+    def bandmaster_update_environment(self, environment: Mapping[str, str]) -> None:
+        """The rendezvous is elsewhere now."""
+        os.environ.update(environment)
+
     def bandmaster_connect(self, name: str, introduction: bytes) -> bool:
         """Connect to the controller's lane; whether that works from here."""
         sock = connect(name, introduction)

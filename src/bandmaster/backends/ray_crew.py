@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bandmaster.backends import Call, Reply
+from bandmaster.backends import CLOSED, Call, Reply
 from bandmaster.backends.ray_actor import CONSTRUCTION, Standing, host_identity
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire import desk
@@ -43,15 +43,17 @@ class RayCrew:
 
     def __init__(self) -> None:
         self.actors: list[Any] = []
-        self.standings: Mapping[int, Standing] = {}
+        self.standings: dict[int, Standing] = {}
         self._here = host_identity()
         self._lanes: LaneCrew | None = None
         self._has_lane: set[int] = set()
+        self._is_left = False  # whether the lanes are not to be used any more
         self._lock = threading.RLock()  # which way a call goes, and the order in which calls are sent
         self._serving: dict[int, Any] = {}  # the task that serves each lane that is not paused
         self._n_called: Counter[int] = Counter()  # by Ray's calls
         self._deaths: dict[int, Failure] = {}  # that Ray's calls have told of
         self._ended: dict[int, str] = {}
+        self.is_stopped = False
 
     @property
     def handles(self) -> Sequence[Any]:
@@ -60,7 +62,13 @@ class RayCrew:
             for rank in list(self._has_lane):
                 self._pause(rank)
             self._has_lane.clear()
+            self._is_left = True
             return self.actors
+
+    @property
+    def processes(self) -> Mapping[int, int]:
+        """Those on this host."""
+        return {rank: standing.pid for rank, standing in self.standings.items() if self._is_near(rank)}
 
     @property
     def deaths(self) -> Mapping[int, Failure]:
@@ -74,9 +82,9 @@ class RayCrew:
             for rank, s in sorted(self.standings.items())
         ]
 
-    def connect(self) -> None:
-        """Open lanes to the workers that are on this host, where that works."""
-        near = [rank for rank in self.standings if self._is_near(rank)]
+    def connect(self, ranks: Sequence[int]) -> None:
+        """Open lanes to those of the workers that are on this host, where that works."""
+        near = [rank for rank in ranks if self._is_near(rank)]
         if not near:
             return
         with LaneListener() as listener:
@@ -85,8 +93,14 @@ class RayCrew:
             connected = [rank for rank, ok in zip(near, ray.get(refs, timeout=CONNECT_TIMEOUT_S), strict=True) if ok]
             sockets = listener.accept(connected, CONNECT_TIMEOUT_S)
         pids = {rank: self.standings[rank].pid for rank in sockets}
-        self._lanes = LaneCrew(sockets, pids, self._how_it_died)
-        self._has_lane = set(sockets)
+        with self._lock:
+            if self._lanes is None:
+                self._lanes = LaneCrew(sockets, pids, self._how_it_died)
+            else:
+                for rank, sock in sockets.items():
+                    self._lanes.add_lane(rank, sock, pids[rank])
+            if not self._is_left:
+                self._has_lane.update(sockets)
 
     def put(self, payload: Payload) -> Part:
         """The payload, written at most once for the lanes and once for Ray, as soon as a call names it."""
@@ -178,12 +192,44 @@ class RayCrew:
                 self._lanes.note_end(rank, why)
             ray.kill(self.actors[rank])
 
-    def stop(self) -> None:
-        """Hang up and kill the actors."""
-        for rank in range(len(self.actors)):
-            self._deaths.setdefault(rank, Failure(FailureKind.DIED, "the group was closed"))
+    def bury(self, rank: int) -> None:
+        """Note the death of a rank that was ended."""
+        if self._lanes is not None and rank in self._lanes.processes:
+            self._lanes.bury(rank)
+        self._death(rank, None)
+        self._has_lane.discard(rank)
+        self._serving.pop(rank, None)
+
+    def revive(self, rank: int) -> None:
+        """A new actor for a rank that was buried."""
+        if self._lanes is not None and rank in self._lanes.processes:
+            self._lanes.remove_lane(rank)
+        del self._deaths[rank]
+        self._ended.pop(rank, None)
+
+    def update_environment(self, ranks: Sequence[int], environment: Mapping[str, str]) -> dict[int, Any]:
+        """Tell ranks of variables that have changed; a ticket by rank."""
+        for rank in ranks:
+            self._pause(rank)
+        return {rank: self.actors[rank].bandmaster_update_environment.remote(environment) for rank in ranks}
+
+    def look_for_deaths(self) -> None:
+        """Ask Ray about the actors, and look at the lanes."""
         if self._lanes is not None:
-            self._lanes.close_lanes()
+            self._lanes.look_for_deaths()
+        for rank, actor in enumerate(self.actors):
+            if rank not in self.deaths:
+                state = ray._private.state.actors(actor._actor_id.hex())
+                if state.get("State") == "DEAD":
+                    self._death(rank, None)
+
+    def stop(self, why: str = CLOSED) -> None:
+        """Hang up and kill the actors."""
+        self.is_stopped = True
+        for rank in range(len(self.actors)):
+            self._deaths.setdefault(rank, Failure(FailureKind.DIED, why))
+        if self._lanes is not None:
+            self._lanes.close_lanes(why)
         self._has_lane.clear()
         actors, self.actors = self.actors, []
         if ray.is_initialized():
@@ -206,9 +252,11 @@ class RayCrew:
         return self._death(rank, None)
 
     def _death(self, rank: int | None, error: RayError | None) -> Failure:
-        summary = "it closed its lane" if error is None else f"{type(error).__name__}: {error}".strip()
+        summary = "its process is gone" if error is None else f"{type(error).__name__}: {error}".strip()
         if rank is None or rank not in self.standings:
             return Failure(FailureKind.DIED, summary)
+        if rank in self._deaths:
+            return self._deaths[rank]
         if rank in self._ended:
             failure = Failure(FailureKind.CANCELLED, self._ended[rank])
         else:
@@ -222,7 +270,8 @@ class RayCrew:
                 device=standing.device,
                 at=time.time(),
             )
-        return self._deaths.setdefault(rank, failure)
+        self._deaths[rank] = failure
+        return failure
 
     def _last_errors(self, rank: int) -> str:
         if not self._is_near(rank):

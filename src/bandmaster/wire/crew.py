@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bandmaster.backends import Call, Reply
+from bandmaster.backends import CLOSED, Call, Reply
 from bandmaster.errors import ResourceError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire import desk
@@ -76,6 +76,7 @@ class LaneCrew:
 
     Attributes:
         deaths: How each rank ended whose lane broke.
+        processes: That of each rank.
 
     Args:
         sockets: The controller's end of the lane of each rank that has one; owned from here on.
@@ -88,26 +89,25 @@ class LaneCrew:
     def __init__(
         self, sockets: Mapping[int, socket.socket], pids: Mapping[int, int], how_it_died: Callable[[int], Failure]
     ) -> None:
-        self._pids = dict(pids)
-        self._ended: dict[int, str] = {}
-        self._n_sent = dict.fromkeys(sockets, 0)
-        self._writer = SegmentWriter()
-        buffer = bytearray(MAX_MESSAGE_NBYTES)
-        self._lanes = {
-            rank: Lane(sock, self._writer, rank, self._receive_all, buffer) for rank, sock in sockets.items()
-        }
-        self._by_fd = {lane.fileno(): rank for rank, lane in self._lanes.items()}
-        self._pending: dict[int, deque[Ticket]] = {rank: deque() for rank in self._lanes}
+        self.processes: dict[int, int] = {}
         self.deaths: dict[int, Failure] = {}
         self._how_it_died = how_it_died
+        self._ended: dict[int, str] = {}  # why, where that was on purpose
+        self._writer = SegmentWriter()
+        self._buffer = bytearray(MAX_MESSAGE_NBYTES)
+        self._lanes: dict[int, Lane] = {}
+        self._by_fd: dict[int, int] = {}
+        self._pending: dict[int, deque[Ticket]] = {}
+        self._n_sent: dict[int, int] = {}
         self._n_failed = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.epoll()
-        for readable in (self._wake, *map(Lane.fileno, self._lanes.values())):
-            self._poll.register(readable, select.EPOLLIN)
+        self._poll.register(self._wake, select.EPOLLIN)
         self._lock = threading.RLock()  # the lanes, the writer and what is pending
         self._arrived = threading.Condition(self._lock)
         self._has_reader = False  # whether some thread is blocked in the kernel for all of them
+        for rank, sock in sockets.items():
+            self.add_lane(rank, sock, pids[rank])
 
     def put(self, payload: Payload) -> Any:
         """The payload itself if it is small, else a segment for one copy of it."""
@@ -162,7 +162,7 @@ class LaneCrew:
                     self._n_sent[rank] += 1
                     ticket.number = self._n_sent[rank]
                 except Closed:
-                    self._note_death(rank)
+                    self._read_to_the_end(rank)
                 except BaseException as error:
                     self._pending[rank].remove(ticket)  # answers come in order: none is for this one
                     if not isinstance(error, OSError):
@@ -173,12 +173,12 @@ class LaneCrew:
         """Interrupt what is asked for where it runs, and have it passed over where it does not run yet."""
         for rank, ticket in tickets.items():
             if ticket.number and not ticket.is_done:
-                desk.give_up(self._pids[rank], ticket.number)
+                desk.give_up(self.processes[rank], ticket.number)
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """The Python stacks of ranks, as far as they can be had."""
-        texts = desk.stacks([self._pids[rank] for rank in ranks])
-        return {rank: texts[self._pids[rank]] for rank in ranks if self._pids[rank] in texts}
+        texts = desk.stacks([self.processes[rank] for rank in ranks])
+        return {rank: texts[self.processes[rank]] for rank in ranks if self.processes[rank] in texts}
 
     def note_end(self, rank: int, why: str) -> None:
         """The process of a rank is ended on purpose: when its lane breaks, that is why."""
@@ -222,14 +222,42 @@ class LaneCrew:
         except Exception as error:  # the user's objects may not like to be unpickled here
             return Failure.unreadable(error)
 
-    def close_lanes(self) -> None:
+    def look_for_deaths(self) -> None:
+        """Read what has arrived; a lane that was hung up tells of a death."""
+        with self._lock:
+            self._receive_all()
+
+    def remove_lane(self, rank: int) -> None:
+        """Forget a worker that has died."""
+        with self._lock:
+            assert rank in self.deaths, "the worker is gone"
+            lane = self._lanes.pop(rank)
+            del self._by_fd[lane.fileno()], self.deaths[rank], self.processes[rank]
+            lane.close()
+            self._ended.pop(rank, None)
+
+    def add_lane(self, rank: int, sock: socket.socket, pid: int) -> None:
+        """A worker for a rank that has none. The socket is owned from here on."""
+        with self._lock:
+            lane = Lane(sock, self._writer, rank, self._receive_all, self._buffer)
+            self._lanes[rank], self.processes[rank], self._n_sent[rank] = lane, pid, 0
+            self._by_fd[lane.fileno()] = rank
+            self._pending[rank] = deque()
+            self._poll.register(lane.fileno(), select.EPOLLIN)
+
+    def bury(self, rank: int) -> None:
+        """Note the death of a rank that was ended, if its lane has not told yet."""
+        with self._lock:
+            self._note_death(rank)
+
+    def close_lanes(self, why: str = CLOSED) -> None:
         """Hang up on every worker; whoever waits is told that it is gone."""
         with self._lock:
             if self._poll.closed:
                 return
             for rank, lane in self._lanes.items():
                 if rank not in self.deaths:
-                    self.deaths[rank] = Failure(FailureKind.DIED, "the group was closed")
+                    self.deaths[rank] = Failure(FailureKind.DIED, why)
                     self._end(rank)
                 lane.close()
             os.eventfd_write(self._wake, 1)  # closing alone would not wake who is blocked in the kernel
@@ -255,6 +283,14 @@ class LaneCrew:
             self._arrived.notify_all()  # one of those who waited for this thread goes on in its place
         if not self._poll.closed:
             self._receive(ready)
+
+    def _read_to_the_end(self, rank: int) -> None:
+        """Take what a worker answered before it hung up."""
+        n_pending = len(self._pending[rank]) + 1
+        while rank not in self.deaths and len(self._pending[rank]) < n_pending:
+            n_pending = len(self._pending[rank])
+            self._receive([(self._lanes[rank].fileno(), 0)])
+        self._note_death(rank)
 
     def _receive_all(self) -> None:
         """Take an answer of every lane that has one; the lock is held."""

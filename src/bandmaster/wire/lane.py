@@ -235,6 +235,8 @@ class Lane:
         """Close this end. Arrays that came by it stay as they are."""
         self.socket.close()
         self.reader.close()
+        if self._segment_closed in self.writer.on_close:
+            self.writer.on_close.remove(self._segment_closed)
         self.writer.forget_reader(self._reader_id)
 
     def _send(self, buffers: Sequence[Any], descriptors: Sequence[int]) -> None:

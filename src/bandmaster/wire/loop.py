@@ -109,6 +109,10 @@ def _construct(lane: Lane, host: WorkerHost, context: Any, environment: dict[str
     return host.construct(context, lane.unpack(parts[0]))
 
 
+def _update_environment(_: Lane, __: WorkerHost, environment: dict[str, str], parts: Any) -> None:
+    os.environ.update(environment)
+
+
 def _listen(_: Lane, host: WorkerHost, address: str, parts: Any) -> Payload:
     host.rendezvous = Rendezvous(address)
     return encode(host.rendezvous.port)
@@ -117,6 +121,7 @@ def _listen(_: Lane, host: WorkerHost, address: str, parts: Any) -> Payload:
 _OPERATIONS: dict[str, Callable[..., Payload | Failure | None]] = {
     "call": _call,
     "construct": _construct,
+    "environment": _update_environment,
     "listen": _listen,
 }
 

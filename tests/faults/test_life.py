@@ -1,0 +1,324 @@
+"""Workers that die, and groups that are restarted: in time, with the cause, and nothing is left behind."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, WorkerDied, register
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.own_processes]
+
+
+class Mortal(bm.Worker):
+    def __init__(self, start=0):
+        self.count = start
+        self.told = []
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, n):
+        self.count += n
+        return self.count
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def die_on(self, ranks, how):
+        if self.rank in ranks:
+            print("my last words", file=sys.stderr, flush=True)
+            how()
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hang_on(self, ranks):
+        if self.rank in ranks:
+            time.sleep(300)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def all_reduce(self, dying):
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        if self.rank in dying:
+            os._exit(3)
+        dist.all_reduce(total)
+        return total.item()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def told_so_far(self):
+        return self.told
+
+    def on_restart(self, state):
+        self.told.append(("restart", state))
+        if state is not None:
+            self.count = state["count"]
+
+    def on_replace(self, rank, state):
+        self.told.append(("replace", rank, state))
+
+
+class Rigid(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+
+def exit_three():
+    os._exit(3)
+
+
+def kill_oneself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segfault():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def close_all_descriptors():
+    os.closerange(0, 4096)
+    time.sleep(300)
+
+
+def close_output():
+    os.close(1)
+    os.close(2)
+
+
+@pytest.fixture
+def group(make_group):
+    return make_group(3, Mortal, start=10)
+
+
+def took(start):
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("how", [exit_three, kill_oneself, segfault, close_all_descriptors], ids=lambda f: f.__name__)
+def test_a_death_fails_the_call_and_all_after_it(group, how):
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"(?s)rank 1 \(dp=1, host .*, pid .*my last words") as caught:
+        group.die_on([1], how)
+    assert took(start) < 8
+    assert (caught.value.rank, caught.value.group) == (1, group.name)
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match="rank 1"):
+        group.add(1)
+    assert took(start) < 1
+    assert not group.healthy
+
+
+def test_a_worker_that_closes_its_output_works_on(group):
+    assert group.die_on([1], close_output) == [0, 1, 2]
+    assert group.add(1) == [11, 11, 11]
+
+
+def test_a_death_while_others_hang(group):
+    pending = group.hang_on.submit([0, 2])
+    os.kill(group.pid_of(1) if hasattr(group, "pid_of") else pids(group)[1], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match="rank 1"):
+        pending.result(timeout=30)
+    assert took(start) < 5
+
+
+def test_a_death_in_the_middle_of_a_collective(group):
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match="rank 1") as caught:
+        group.all_reduce([1])
+    assert took(start) < 15
+    assert next(iter(caught.value.failures)) == 1, "the first cause first"
+
+
+def test_a_thousand_calls_in_flight_all_learn_of_a_death(group):
+    futures = [group.add.submit(1) for _ in range(300)]
+    futures.append(group.die_on.submit([2], kill_oneself))
+    futures += [group.add.submit(1) for _ in range(700)]
+    start = time.monotonic()
+    errors = [future.exception(timeout=30) for future in futures]
+    assert took(start) < 20
+    assert errors[:300] == [None] * 300
+    assert {type(error) for error in errors[300:]} == {WorkerDied}
+
+
+def pids(group):
+    """As `describe` shows them: no call is needed."""
+    header, *rows = group.describe().splitlines()[1:]
+    column = header.split().index("pid")
+    return [int(row.split()[column]) for row in rows]
+
+
+def test_health_and_a_callback_tell_of_a_death_while_nothing_is_called(group):
+    assert group.healthy
+    told, errors = threading.Event(), []
+    group.on_death(lambda error: (errors.append(error), told.set()))
+    os.kill(pids(group)[1], signal.SIGKILL)
+    assert told.wait(timeout=10)
+    assert [type(error) for error in errors] == [WorkerDied]
+    assert errors[0].rank == 1
+    assert not group.healthy
+
+
+def test_closing_a_group_is_no_death(group):
+    errors = []
+    group.on_death(errors.append)
+    group.close()
+    assert not group.healthy
+    assert errors == []
+
+
+def test_a_group_is_restarted_on_the_same_places(group):
+    group.add(5)
+    before = pids(group)
+    with pytest.raises(WorkerDied):
+        group.die_on([1], exit_three)
+    group.restart()
+    assert group.healthy
+    assert group.add(1) == [11, 11, 11], "the constructor ran again, with its arguments"
+    assert not set(pids(group)) & set(before)
+    group.restart(state={"count": 100})
+    assert group.add(1) == [101, 101, 101]
+    assert group.told_so_far() == [[("restart", {"count": 100})]] * 3
+
+
+def test_a_restart_ends_what_hangs_and_fails_what_is_pending(group):
+    pending = group.hang_on.submit([0, 1, 2])
+    start = time.monotonic()
+    group.restart()
+    assert took(start) < 20
+    with pytest.raises(WorkerDied, match="the group was restarted"):
+        pending.result(timeout=5)
+    assert group.add(1) == [11, 11, 11]
+
+
+def test_a_collective_works_again_after_a_restart(group):
+    with pytest.raises(WorkerDied):
+        group.all_reduce([1])
+    group.restart()
+    assert group.all_reduce([]) == [9.0, 9.0, 9.0]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_single_rank_is_replaced(group, rank, is_dead):
+    group.add(5)
+    before = pids(group)
+    if is_dead:
+        with pytest.raises(WorkerDied):
+            group.die_on([rank], kill_oneself)
+    group.replace(rank, state="s")
+    after = pids(group)
+    assert [a == b for a, b in zip(before, after, strict=True)] == [r != rank for r in range(3)]
+    assert group.add(1) == [11 if r == rank else 16 for r in range(3)]
+    assert group.told_so_far() == [[("replace", rank, "s")]] * 3
+    assert group.healthy
+    assert group.all_reduce([]) == [9.0, 9.0, 9.0], "in the rendezvous that all know of"
+
+
+def test_what_cannot_be_restarted_or_replaced_says_why(make_group):
+    group = make_group(2, Rigid)
+    before = group.pid()
+    with pytest.raises(bm.UsageError, match="on_restart"):
+        group.restart(state=1)
+    with pytest.raises(bm.UsageError, match="on_replace"):
+        group.replace(1)
+    with pytest.raises(bm.UsageError, match="0 to 1"):
+        group.replace(2)
+    assert group.pid() == before
+    group.restart()
+    assert group.pid() != before
+    group.close()
+    with pytest.raises(bm.ClosedError):
+        group.restart()
+
+
+class FailsToStart(bm.Worker):
+    def __init__(self, how):
+        import torch.distributed as dist
+
+        if self.rank == 1:
+            how()
+        dist.init_process_group("gloo")
+
+
+def raise_an_error():
+    raise ValueError("no weights here")
+
+
+def hang():
+    time.sleep(300)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        (raise_an_error, bm.ConstructorError, "no weights here"),
+        (exit_three, WorkerDied, "rank 1"),
+        (hang, bm.CallTimeout, r"(?s)no answer from rank 0, 1, 2.*in hang"),
+    ],
+)
+def test_a_constructor_that_fails_frees_those_that_wait_for_it(make_pool, how, error, words):
+    pool = make_pool([3])
+    start = time.monotonic()
+    with pytest.raises(error, match=words):
+        bm.WorkerGroup(pool, FailsToStart, how, start_timeout_s=8)
+    assert took(start) < 25
+    assert bm.WorkerGroup(pool, Rigid).pid(), "the places are free again"
+
+
+class Parent(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def start_children(self):
+        import subprocess
+
+        near = subprocess.Popen(["sleep", "300"])
+        far = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        daemon = subprocess.run(
+            ["sh", "-c", "setsid sleep 300 >/dev/null & echo $!"], stdout=subprocess.PIPE, check=True
+        )
+        return [near.pid, far.pid, int(daemon.stdout)]
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_children_of_local_workers_end_with_them_whatever_their_session(zygote, end):
+    with bm.ResourcePool([2], backend="local") as pool:
+        group = bm.WorkerGroup(pool, Parent)
+        children = sum(group.start_children(), [])
+        assert all(map(psutil.pid_exists, children))
+        if end == "close":
+            group.close()
+        else:
+            for pid in pids(group):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 2
+        while left := [pid for pid in children if psutil.pid_exists(pid)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.01)  # polling for the kernel
+
+
+def test_a_group_is_not_for_forks_of_the_controller(group):
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            group.add(1)
+        except bm.UsageError as error:
+            os.write(tell, str(error).encode())
+        finally:
+            group.close()
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert f"belongs to process {os.getpid()}" in os.read(told, 1000).decode()
+    os.close(told)
+    os.close(tell)
+    assert group.add(1) == [11, 11, 11]
