@@ -420,8 +420,8 @@ def test_a_method_that_raises_on_one_rank_is_named_with_its_place_and_cause(ledg
     assert type(error.__cause__) is OutOfLuck
     assert error.__cause__.args == (7, "cards")
     failure = error.failures[1]
-    first_line = f"Ledger.fail failed on rank 1 (dp=1, host {failure.host}, pid {failure.pid}): {failure.summary}"
-    assert str(error).splitlines()[0] == first_line
+    where = f"(dp=1, host {failure.host}, pid {failure.pid}, device cpu, group {ledger.name})"
+    assert str(error).splitlines()[0] == f"Ledger.fail failed on rank 1 {where}: {failure.summary}"
     assert failure.summary.endswith("OutOfLuck: (7, 'cards')")
     assert "raise FAILURES[how]()" in str(error), "the remote traceback"
     assert ledger.fail("builtin", on=[]) == [0, 1]
@@ -604,8 +604,9 @@ def test_a_constructor_that_raises_fails_the_group_and_gives_its_places_back(mak
     assert error.coordinates == {1: {"dp": 1}}
     assert type(error.__cause__) is OutOfLuck
     failure = error.failures[1]
-    first_line = f"Fragile.__init__ failed on rank 1 (dp=1, host {failure.host}, pid {failure.pid}): {failure.summary}"
-    assert str(error).splitlines()[0] == first_line
+    where = f"(dp=1, host {failure.host}, pid {failure.pid}, device cpu, group {error.group})"
+    assert str(error).splitlines()[0] == f"Fragile.__init__ failed on rank 1 {where}: {failure.summary}"
+    assert error.group.endswith("Fragile")
     assert 'raise OutOfLuck(7, "no weights")' in str(error), "the remote traceback"
     assert bm.WorkerGroup(pool, Fragile).where() == [0, 1]
 

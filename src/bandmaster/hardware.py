@@ -6,9 +6,18 @@ import os
 from itertools import takewhile
 from pathlib import Path
 
-__all__ = ["count_gpus", "visible_devices"]
+from bandmaster.cgroups import Cgroups
+
+__all__ = ["count_cores", "count_gpus", "visible_devices"]
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def count_cores() -> int:
+    """Cores that this process may keep busy: those that it may run on, or what its control groups' quota comes to."""
+    n_cores = len(os.sched_getaffinity(0))
+    quota = Cgroups().cpu_quota()
+    return n_cores if quota is None else max(1, min(n_cores, int(quota)))
 
 
 def count_gpus() -> int:
@@ -19,14 +28,18 @@ def count_gpus() -> int:
 def visible_devices() -> list[str]:
     """What ``CUDA_VISIBLE_DEVICES`` calls each GPU that this process may use: all, or those that it lists already.
 
-    As CUDA does, it reads that list up to the first number that no GPU has.
+    As CUDA does, it reads that list up to the first number that no GPU has, such as -1.
     """
     n_gpus = _count_physical()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(number) for number in range(n_gpus)]
     named = [device.strip() for device in visible.split(",") if device.strip()]
-    return list(takewhile(lambda device: not device.isdigit() or int(device) < n_gpus, named))[:n_gpus]
+    return list(takewhile(lambda device: not _is_number(device) or 0 <= int(device) < n_gpus, named))[:n_gpus]
+
+
+def _is_number(device: str) -> bool:
+    return device.removeprefix("-").isdigit()
 
 
 def _count_physical() -> int:

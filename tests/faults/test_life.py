@@ -293,7 +293,7 @@ class Parent(bm.Worker):
 def test_children_of_local_workers_end_with_them_whatever_their_session(zygote, end):
     with bm.ResourcePool([2], backend="local") as pool:
         group = bm.WorkerGroup(pool, Parent)
-        children = sum(group.start_children(), [])
+        children = [pid for of_rank in group.start_children() for pid in of_rank]
         assert all(map(psutil.pid_exists, children))
         if end == "close":
             group.close()

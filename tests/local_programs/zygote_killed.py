@@ -1,6 +1,7 @@
 """Workers end with the process that they were forked from, and new groups get a new one."""
 
 import os
+import subprocess
 import time
 
 import psutil
@@ -14,10 +15,14 @@ class Mine(bm.Worker):
     def pid(self):
         return os.getpid()
 
+    @register(Dispatch.ONE_TO_ALL)
+    def start_child(self):
+        return subprocess.Popen(["sleep", "300"]).pid
+
 
 with bm.ResourcePool([2]) as pool:
     group = bm.WorkerGroup(pool, Mine)
-    pids = group.pid()
+    pids = [*group.pid(), *group.start_child()]
     psutil.Process(pids[0]).parent().kill()
     try:
         for _ in range(1000):

@@ -30,7 +30,7 @@ from bandmaster.construction import await_construction, construction
 from bandmaster.errors import ResourceError, UsageError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.future import Future
-from bandmaster.hardware import visible_devices
+from bandmaster.hardware import count_cores, visible_devices
 from bandmaster.wire.crew import LaneCrew
 from bandmaster.wire.desk import Nameplate
 from bandmaster.wire.lane import lane_pair
@@ -209,7 +209,7 @@ def _spawn_of(launch: Launch, rank: int) -> Spawn:
         environment["CUDA_VISIBLE_DEVICES"] = visible_devices()[seat.reservation.gpus[seat.node][seat.index]]
     n_threads = None
     if "OMP_NUM_THREADS" not in os.environ:
-        n_threads = max(1, len(os.sched_getaffinity(0)) // len(launch.seats))
+        n_threads = max(1, count_cores() // len(launch.seats))
         environment.update({name: str(n_threads) for name in THREAD_VARIABLES if name not in os.environ})
     nameplate = Nameplate(0, os.getpid(), rank, len(launch.seats), launch.group)
     return Spawn(nameplate, environment, os.getcwd(), tuple(sys.path), tuple(sys.argv), n_threads)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from bandmaster.cgroups import Cgroups
+
 __all__ = ["Ended", "MemoryPressure", "children_of", "memory_file", "prctl"]
 
 GiB = 1 << 30
@@ -76,7 +78,8 @@ def prctl(operation: int, argument: int) -> None:
 
 
 def _out_of_memory_kills() -> Iterator[tuple[str, int]]:
-    for place, path in (("on this machine", Path("/proc/vmstat")), ("in its cgroup", _cgroup() / "memory.events")):
+    events = Cgroups().directory("memory") / "memory.events"
+    for place, path in (("on this machine", Path("/proc/vmstat")), ("in its control group", events)):
         with contextlib.suppress(OSError):
             counts = dict(line.split() for line in path.read_text().splitlines())
             if "oom_kill" in counts:
@@ -84,18 +87,10 @@ def _out_of_memory_kills() -> Iterator[tuple[str, int]]:
 
 
 def _limit() -> str:
-    with contextlib.suppress(OSError, ValueError):
-        return f"{int((_cgroup() / 'memory.max').read_text()) / GiB:.1f} GiB that its cgroup may have"
-    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GiB:.1f} GiB that this machine has"
-
-
-def _cgroup() -> Path:
-    """Of this process, under version 2 of cgroups."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                return Path("/sys/fs/cgroup", line[3:].lstrip("/"))
-    return Path("/sys/fs/cgroup")
+    limit = Cgroups().memory()
+    if limit is not None:
+        return f"the {limit.most / GiB:.1f} GiB that its control group may have"
+    return f"the {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GiB:.1f} GiB that this machine has"
 
 
 def _parent(process: Path) -> int | None:

@@ -10,7 +10,7 @@
     end(pids) ─────────────────────► kills those that do not end by themselves
 
 Nothing outlives the controller: when it is gone, the zygote kills the workers, each with the processes it started,
-and ends. When the zygote is gone, the kernel kills the workers.
+and ends. When the zygote is gone, the kernel kills the workers, and the controller what they have started.
 """
 
 from __future__ import annotations
@@ -97,6 +97,9 @@ class Zygote:
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **single},
             )
+        self._workers: set[int] = set()
+        watched = (os.pidfd_open(self._process.pid), self._workers)
+        threading.Thread(target=_end_after, args=watched, name="bandmaster-zygote-watch", daemon=True).start()
 
     @property
     def is_alive(self) -> bool:
@@ -113,6 +116,7 @@ class Zygote:
             answer = self._ask(("spawn",), [*descriptors, file.fileno()])
         if isinstance(answer, str):
             raise PlacementError(f"cannot start a worker process: {answer}")
+        self._workers.add(int(answer))
         return int(answer)
 
     def how_it_ended(self, pid: int) -> str:
@@ -131,6 +135,7 @@ class Zygote:
         if self.is_alive:
             with contextlib.suppress(PlacementError):
                 self._ask(("end", list(pids), grace_s))
+                self._workers.difference_update(pids)
 
     def close(self) -> None:
         """End it, and whatever it has forked."""
@@ -162,6 +167,17 @@ class Zygote:
                 ) from error
             finally:
                 del self._answers[number]
+
+
+def _end_after(zygote: int, workers: set[int]) -> None:
+    """When the zygote is gone, the kernel ends the workers; end what they have started themselves."""
+    poll = select.poll()
+    poll.register(zygote, select.POLLIN)
+    poll.poll()
+    os.close(zygote)
+    for pid in list(workers):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 # --- in the zygote ----------------------------------------------------------------------------------------------
@@ -200,6 +216,7 @@ class _Nursery:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which comes with the controller's end if this one was stopped
         poll = select.poll()
         for source in (self._control, self._wake, self._controller):
             poll.register(source, select.POLLIN)
@@ -317,6 +334,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int) -> N
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.dup2(stdout_fd, 1)
         os.dup2(stderr_fd, 2)
         _close_all([stdout_fd, stderr_fd])

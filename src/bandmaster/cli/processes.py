@@ -1,0 +1,193 @@
+"""``bandmaster ps`` and ``bandmaster kill``: the groups of this user on this machine, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from bandmaster.cli.census import Census, Group, Process, age_s, is_orphaned_zygote, take_census
+from bandmaster.render import text_table
+from bandmaster.wire.desk import Nameplate, look
+
+__all__ = ["chosen", "kill", "ps", "shown"]
+
+GONE_WITHIN_S = 2.0
+
+
+def ps() -> int:
+    """Print the groups; always 0."""
+    print(shown(take_census()))
+    return 0
+
+
+def kill(names: Sequence[str], is_all: bool, is_orphans: bool) -> int:
+    """End groups, and print what was ended.
+
+    Args:
+        names: Of groups, ``name@controller`` where several controllers have one of that name.
+        is_all: All groups instead, and zygotes without a controller.
+        is_orphans: Groups and zygotes without a controller instead.
+
+    Returns:
+        0, or 1 if there is no such group or something could not be ended.
+    """
+    census = take_census()
+    if names:
+        complaints = [complaint for name in names if (complaint := _complaint(name, census))]
+        if complaints:
+            print("\n".join(f"bandmaster kill: {complaint}" for complaint in complaints), file=sys.stderr)
+            return 1
+    census = chosen(census, names, is_all, is_orphans)
+    if not (census.groups or census.orphaned_zygotes):
+        print("there is nothing to end")
+        return 0
+    left = _end(census)
+    for group in census.groups:
+        print(f"group {group.full_name}: {_outcome([plate.pid for plate, _ in group.workers], left)}")
+    if census.orphaned_zygotes:
+        print(f"zygotes: {_outcome([process.pid for process in census.orphaned_zygotes], left)}")
+    return 1 if left else 0
+
+
+def shown(census: Census) -> str:
+    """A census, for a terminal."""
+    tables = []
+    if census.groups:
+        header = ["group", "controller", "ranks", "memory", "age", "pids"]
+        tables.append(text_table("groups on this machine", header, [_row(group) for group in census.groups]))
+    if census.orphaned_zygotes:
+        rows = [[process.pid, _memory([process]), _age([process])] for process in census.orphaned_zygotes]
+        title = "processes that workers are forked from, without a controller (end them: bandmaster kill --orphans)"
+        tables.append(text_table(title, ["pid", "memory", "age"], rows))
+    return "\n\n".join(tables) or "no groups of yours are on this machine"
+
+
+def chosen(census: Census, names: Sequence[str], is_all: bool, is_orphans: bool) -> Census:
+    """What of a census is to be ended; see `kill`."""
+    if is_all:
+        return census
+    if is_orphans:
+        return Census(tuple(group for group in census.groups if group.is_orphan), census.orphaned_zygotes)
+    return Census(tuple(group for group in census.groups if group.name in names or group.full_name in names))
+
+
+def _complaint(name: str, census: Census) -> str:
+    """Why a name does not say which group is meant; "" if it does."""
+    named = [group.full_name for group in census.groups if group.name == name]
+    if len(named) > 1:
+        return f"several controllers have a group {name!r}: say which, {' or '.join(named)}"
+    if named or name in [group.full_name for group in census.groups]:
+        return ""
+    known = [group.name for group in census.groups]
+    near = [other for other in known if name.lower() in other.lower()] or difflib.get_close_matches(name, known)
+    if not known:
+        return f"there is no group {name!r}, nor any other of yours on this machine"
+    words = f"did you mean {' or '.join(map(repr, near))}" if near else f"there are {', '.join(map(repr, known))}"
+    return f"there is no group {name!r}; {words}"
+
+
+def _row(group: Group) -> list[object]:
+    processes = [process for _, process in group.workers]
+    ranks = f"{_ranges([plate.rank for plate, _ in group.workers])} of {group.world_size}"
+    controller = f"{group.controller} (gone)" if group.is_orphan else str(group.controller or "on another host")
+    pids = " ".join(str(process.pid) for process in processes)
+    return [group.name, controller, ranks, _memory(processes), _age(processes), pids]
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """As in ``0-2,5``."""
+    runs = [list(run) for _, run in groupby(enumerate(sorted(ranks)), key=lambda item: item[1] - item[0])]
+    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
+
+
+def _memory(processes: Sequence[Process]) -> str:
+    return f"{sum(process.rss_nbytes for process in processes) / (1 << 20):,.0f} MiB"
+
+
+def _age(processes: Sequence[Process]) -> str:
+    seconds = round(max(map(age_s, processes)))
+    for size, unit, part, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= size:
+            return f"{seconds // size} {unit} {seconds % size // part} {smaller_unit}"
+    return f"{seconds} s"
+
+
+# --- ending -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A process to end; ``is_still_it`` says whether the number is still that of the process that was meant."""
+
+    pid: int
+    is_still_it: Callable[[], bool]
+
+
+def _end(census: Census) -> set[int]:
+    """End them, workers before the zygotes, which would take the workers with them but not what those started.
+
+    Returns:
+        The pids that are still there after two seconds.
+    """
+    targets = [_worker(nameplate) for group in census.groups for nameplate, _ in group.workers]
+    targets += [_zygote(process.pid) for process in census.orphaned_zygotes]
+    with contextlib.ExitStack() as close_all:
+        waiting: dict[int, int] = {}  # pid by pidfd
+        for target in targets:
+            with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(target.pid)
+                close_all.callback(os.close, pidfd)
+                if target.is_still_it():
+                    waiting[pidfd] = target.pid
+                    _kill(target.pid)
+        return _still_there(waiting)
+
+
+def _worker(nameplate: Nameplate) -> _Target:
+    def is_still_it() -> bool:
+        found = look(nameplate.pid)
+        return found is not None and found[0] == nameplate
+
+    return _Target(nameplate.pid, is_still_it)
+
+
+def _zygote(pid: int) -> _Target:
+    return _Target(pid, lambda: is_orphaned_zygote(pid))
+
+
+def _kill(pid: int) -> None:
+    """With its process group if it leads one: that of a Ray actor is Ray's."""
+    with contextlib.suppress(PermissionError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+
+
+def _still_there(waiting: dict[int, int]) -> set[int]:
+    """The processes that have not ended in time."""
+    poll = select.poll()
+    for pidfd in waiting:
+        poll.register(pidfd, select.POLLIN)
+    left = dict(waiting)
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while left and (remaining_s := deadline - time.monotonic()) > 0:
+        for pidfd, _ in poll.poll(remaining_s * 1e3):
+            poll.unregister(pidfd)
+            del left[pidfd]
+    return set(left.values())
+
+
+def _outcome(pids: Sequence[int], left: set[int]) -> str:
+    ended = [str(pid) for pid in pids if pid not in left]
+    alive = [str(pid) for pid in pids if pid in left]
+    parts = [f"ended {' '.join(ended)}"] if ended else []
+    return "; ".join(parts + ([f"could not end {' '.join(alive)} in {GONE_WITHIN_S:g} s"] if alive else []))

@@ -1,0 +1,102 @@
+"""Ctrl-C returns within a second or so, and the group is usable or cleanly closed: in scripts as a user runs them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+pytestmark = pytest.mark.timeout(60)
+
+SCRIPT = """
+import os, signal, sys, time
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have let its background jobs ignore it
+
+class Slow(bm.Worker):
+    def __init__(self, seconds):
+        print("worker", os.getpid(), flush=True)
+        time.sleep(seconds)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def spin(self):
+        print("spinning", flush=True)
+        while True:
+            pass
+
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+when = sys.argv[1]
+try:
+    with bm.ResourcePool([2]) as pool:
+        group = bm.WorkerGroup(pool, Slow, 300 if when == "start" else 0)
+        try:
+            group.spin()
+        except KeyboardInterrupt:
+            if when == "call":
+                raise
+            start = time.monotonic()
+            assert group.echo(7) == [7, 7]
+            print("usable after", time.monotonic() - start, flush=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("when", "sign"), [("start", "worker"), ("call", "spinning"), ("and go on", "spinning")])
+def test_a_script_that_is_interrupted(when, sign):
+    environment = {**os.environ, "BANDMASTER_PRELOAD": "numpy"}
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", SCRIPT, when], stdout=subprocess.PIPE, text=True, env=environment
+    ) as script:
+        seen = []
+        while sum(sign in line for line in seen) < 2:
+            seen.append(script.stdout.readline())
+            assert seen[-1], seen
+        start = time.monotonic()
+        script.send_signal(signal.SIGINT)
+        rest = script.stdout.read()
+        assert script.wait(timeout=20) == 0, rest
+        assert time.monotonic() - start < 5
+    assert ("usable after" if when == "and go on" else "interrupted") in rest
+    workers = [int(line.split()[-1]) for line in seen if "worker" in line]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 2
+    while left := [pid for pid in workers if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)  # polling for the kernel
+
+
+class Slow(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def spin(self):
+        while True:
+            pass
+
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+
+@pytest.mark.own_processes
+def test_an_interrupted_call_frees_the_workers(make_group):
+    """As in a notebook: the exception comes back, and the next cell can use the group."""
+    group = make_group(2, Slow)
+    group.echo(1)
+    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        group.spin()
+    assert group.echo(7) == [7, 7]
+    assert time.monotonic() - start < 5

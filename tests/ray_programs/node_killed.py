@@ -1,0 +1,59 @@
+"""A Ray node that is gone takes its workers with it: the next call says so in time, and the rest can be closed."""
+
+import time
+
+import ray
+from ray.cluster_utils import Cluster
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+
+class Echo(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hang(self):
+        time.sleep(300)
+
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+node = cluster.add_node(num_cpus=2)
+cluster.wait_for_nodes()
+ray.init(address=cluster.address, log_to_driver=False)
+
+
+def main():
+    for has_lane in (True, False):
+        with bm.ResourcePool([2, 2], backend="ray") as pool:
+            group = bm.WorkerGroup(pool, Echo)
+            if not has_lane:
+                assert len(group.workers) == 4  # from here on calls are Ray's own
+            assert group.echo(1) == [1] * 4
+            pending = group.hang.submit()
+            cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+            start = time.monotonic()
+            error = pending.exception(timeout=60)
+            assert isinstance(error, bm.WorkerDied), error
+            assert {2, 3} & set(error.failures) or {0, 1} & set(error.failures), error
+            assert time.monotonic() - start < 40, "Ray itself notices a node's end by its heartbeats"
+            assert not group.healthy
+            try:
+                group.echo(1)
+            except bm.WorkerDied:
+                pass
+            else:
+                raise AssertionError("called as if nothing was")
+        cluster.add_node(num_cpus=2)
+        cluster.wait_for_nodes()
+        with bm.ResourcePool([2, 2], backend="ray") as pool:
+            assert bm.WorkerGroup(pool, Echo).echo(2) == [2] * 4
+
+
+try:
+    main()
+finally:
+    ray.shutdown()
+    cluster.shutdown()
