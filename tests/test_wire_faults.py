@@ -40,6 +40,11 @@ class Forks(bm.Worker):
     def echo(self, value):
         return value
 
+    @register(Dispatch.ONE_TO_ALL)
+    def write_to(self, path):
+        with open(path, "w") as file:
+            file.write("done")
+
 
 @pytest.fixture
 def group(zygote):
@@ -99,3 +104,30 @@ def test_groups_that_are_garbage_while_another_one_starts(zygote):
             assert bm.WorkerGroup(pool, Forks).echo(1) == [1]
         finally:
             gc.set_threshold(700, 10, 10)
+
+
+@pytest.mark.timeout(60)
+def test_more_calls_than_a_busy_worker_takes_can_be_submitted_and_run_in_order(group):
+    group.echo(0)
+    hanging = group.hang.submit()
+    values = list(range(3000))
+    start = time.monotonic()
+    futures = [group.echo.submit(value) for value in values]
+    given_up = futures.pop()
+    assert given_up.cancel()
+    assert time.monotonic() - start < 10, "nobody waits for the worker"
+    hanging.cancel()
+    assert [future.result(timeout=20) for future in futures] == [[value] for value in values[:-1]]
+
+
+@pytest.mark.timeout(60)
+def test_calls_that_nobody_waits_for_are_sent_nevertheless(group):
+    told, tell = os.pipe()
+    hanging = group.hang.submit()
+    for value in range(2000):
+        group.echo.submit(value)
+    group.write_to.submit(f"/proc/{os.getpid()}/fd/{tell}")
+    hanging.cancel()
+    assert os.read(told, 10) == b"done", "though this thread waits for something else"
+    os.close(told)
+    os.close(tell)

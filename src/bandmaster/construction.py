@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from bandmaster.backends import Crew, Launch
@@ -13,7 +12,7 @@ from bandmaster.options import CallOptions
 __all__ = ["await_construction", "construction"]
 
 
-def await_construction(crew: Crew, tickets: Mapping[int, Any], launch: Launch) -> None:
+def await_construction(crew: Crew, tickets: dict[int, Any], launch: Launch) -> None:
     """Wait until every worker is constructed. Once one has failed, the others are let go of.
 
     Raises:

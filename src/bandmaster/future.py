@@ -52,13 +52,13 @@ class Future(Generic[T]):
     def __init__(
         self,
         crew: Crew,
-        tickets: Mapping[int, Any],
+        tickets: dict[int, Any],
         finish: Callable[[dict[int, Any]], T],
         call: CallInfo,
         others: OpenCalls | None = None,
     ) -> None:
         self._crew = crew
-        self._pending = dict(tickets)
+        self._pending = tickets
         self._finish = finish
         self._call = call
         self._others = others
@@ -266,6 +266,8 @@ class Future(Generic[T]):
             self._error = error
         self._is_done = True
         self._pending, self._values = {}, {}
+        if self._others is not None:
+            self._others.done(self)
 
     def _first_cause(self) -> BaseException:
         kinds = {failure.kind for failure in self._failures.values()}
@@ -292,12 +294,24 @@ class OpenCalls:
 
     def __init__(self) -> None:
         self._calls: deque[weakref.ref[Future[Any]]] = deque()
+        self._newest: Future[Any] | None = None  # if it is not done
         self._kept: set[Future[Any]] = set()  # given up, so that their users may have forgotten them
 
     def add(self, call: Future[Any]) -> None:
         """A call was sent."""
         self._forget_done()
         self._calls.append(weakref.ref(call))
+        self._newest = call
+
+    def give_up_newest(self) -> None:
+        """Ctrl-C came while the newest call was waited for, or before anybody had its future."""
+        if self._newest is not None:
+            self._newest.cancel()
+
+    def done(self, call: Future[Any]) -> None:
+        """A call is done."""
+        if self._newest is call:
+            self._newest = None
 
     def keep(self, call: Future[Any]) -> None:
         """A call is to be looked after though nobody may know it any more."""

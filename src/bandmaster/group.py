@@ -385,14 +385,21 @@ class WorkerGroup:
                 raise CollectError(error.method, error.failures, where) from error.__cause__
             return result if finish is None else finish(result)
 
-        tickets = self._send(method, packed, ranks or self._ranks, collected, Reply.VALUE)
+        calls = self._encode(method, packed, ranks or self._ranks, collected, Reply.VALUE)
+        tickets: dict[int, Any] = {}
         future = Future(self._crew, tickets, conclude, call, self._open_calls)
         self._open_calls.add(future)
+        try:
+            self._crew.call(calls, tickets)
+        except BaseException:  # Ctrl-C: the ranks that were asked must not wait for those that were not
+            future.cancel()
+            raise
         return future
 
     def _references(self, method: str, packed: Packed, ranks: tuple[int, ...]) -> list[Any]:
         """Send a call; what the backend's own users know for each rank's value, or a future of its own."""
-        tickets = self._send(method, packed, ranks, ranks, Reply.NATIVE)
+        tickets: dict[int, Any] = {}
+        self._open_crew().call(self._encode(method, packed, ranks, ranks, Reply.NATIVE), tickets)
         if self._crew.has_native_tickets:
             return list(tickets.values())
         call = self._call_info(method, None)
@@ -400,19 +407,19 @@ class WorkerGroup:
             Future(self._crew, {rank: ticket}, partial(_value_of, self, rank), call) for rank, ticket in tickets.items()
         ]
 
-    def _send(
+    def _encode(
         self, method: str, packed: Packed, ranks: tuple[int, ...], collected: tuple[int, ...], reply: Reply
-    ) -> dict[int, Any]:
-        """Encode everything, then write and send it: what cannot be encoded is known before anything is sent."""
+    ) -> list[Call]:
+        """Encode and put everything: what cannot be encoded is known before anything is sent."""
         crew = self._open_crew()
         parcels = [parcel for parcel in packed.parcels if parcel.items]
         payloads = [encode_parcel(parcel, self._label(method)) for parcel in parcels]
         references = [crew.put(payload) for payload in payloads]
         same = alike(ranks, tuple([parcel.ranks for parcel in parcels]), collected)
-        return crew.call([
+        return [
             Call(members, method, tuple([references[n] for n in numbers]), reply if is_collected else Reply.NOTHING)
             for members, numbers, is_collected in same
-        ])  # fmt: skip
+        ]
 
     def _open_crew(self) -> Crew:
         if self._finalizer is None or not self._finalizer.alive:

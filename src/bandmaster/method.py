@@ -78,13 +78,11 @@ class GroupMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method as it was registered; a `Future` if that was with ``blocking=False``."""
-        future = self.submit(*args, **kwargs)
-        if not self._spec.registration.is_blocking:
-            return future
         try:
-            return future.result()
+            future = self.submit(*args, **kwargs)
+            return future.result() if self._spec.registration.is_blocking else future
         except KeyboardInterrupt:  # nobody has the future, so nobody could give the call up later
-            future.cancel()
+            self._group._open_calls.give_up_newest()
             raise
 
     def options(self, **options: float | None) -> GroupMethod:

@@ -148,8 +148,8 @@ class Crew(Protocol):
     def put(self, payload: Payload) -> Any:
         """Write a payload once, for however many ranks will read it. Its memory may change once `call` returns."""
 
-    def call(self, calls: Sequence[Call]) -> dict[int, Any]:
-        """Send calls, no two for one rank, without waiting; a ticket by rank.
+    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+        """Send calls, no two for one rank, without waiting; ``tickets`` gets one by rank as each is sent.
 
         Calls on one rank run in the order they were sent.
         """

@@ -70,10 +70,11 @@ class InProcessCrew:
         """Nothing to write: every rank copies what it reads."""
         return payload
 
-    def call(self, calls: Sequence[Call]) -> dict[int, Any]:
+    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """Run the calls, one rank after the other."""
         by_rank = {rank: call for call in calls for rank in call.ranks}
-        return {rank: self._run(rank, by_rank[rank]) for rank in sorted(by_rank)}
+        for rank in sorted(by_rank):
+            tickets[rank] = self._run(rank, by_rank[rank])
 
     def _run(self, rank: int, call: Call) -> Ticket:
         parts = [part.private() for part in call.parts]

@@ -106,13 +106,12 @@ class RayCrew:
         """The payload, written at most once for the lanes and once for Ray, as soon as a call names it."""
         return Part(payload, self._lanes)
 
-    def call(self, calls: Sequence[Call]) -> dict[int, Any]:
+    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """By lane where there is one and the ticket is not the user's; else one actor task each."""
         with self._lock:
-            return self._call(calls)
+            self._call(calls, tickets)
 
-    def _call(self, calls: Sequence[Call]) -> dict[int, Any]:
-        tickets: dict[int, Any] = {}
+    def _call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         for call in calls:
             by_lane = [rank for rank in call.ranks if rank in self._has_lane and call.reply is not Reply.NATIVE]
             if by_lane:
@@ -121,7 +120,7 @@ class RayCrew:
                     if rank not in self._serving:
                         self._serving[rank] = self.actors[rank].bandmaster_serve.remote()
                 parts = tuple(part.on_lane() for part in call.parts)
-                tickets.update(self._lanes.call([call._replace(ranks=by_lane, parts=parts)]))
+                self._lanes.call([call._replace(ranks=by_lane, parts=parts)], tickets)
             for rank in call.ranks:
                 if rank not in tickets:
                     self._pause(rank)
@@ -130,7 +129,6 @@ class RayCrew:
                     number = CONSTRUCTION + self._n_called[rank]
                     done = self.actors[rank].bandmaster_call.remote(number, call.method, call.reply, *references)
                     tickets[rank] = done if call.reply is Reply.NATIVE else RayTicket(done, rank, number)
-        return tickets
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """Wait for all, but look at what is done every now and then."""

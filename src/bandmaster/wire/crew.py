@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import select
@@ -18,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from bandmaster.backends import CLOSED, Call, Reply
 from bandmaster.errors import ResourceError
@@ -71,6 +70,14 @@ class Written:
         self._crew.give_back(self._segment)
 
 
+class _Outgoing(NamedTuple):
+    """A message for one rank, and the ticket of its answer if there will be one."""
+
+    message: bytes
+    segments: Sequence[Segment]
+    ticket: Ticket | None
+
+
 class LaneCrew:
     """Sends messages to the ranks of a group and hands out their answers. Any thread may call it.
 
@@ -99,13 +106,15 @@ class LaneCrew:
         self._by_fd: dict[int, int] = {}
         self._pending: dict[int, deque[Ticket]] = {}
         self._n_sent: dict[int, int] = {}
+        self._queues: dict[int, deque[_Outgoing]] = {}  # what a worker that is busy has not taken yet
+        self._sender: threading.Thread | None = None
         self._n_failed = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.epoll()
         self._poll.register(self._wake, select.EPOLLIN)
         self._lock = threading.RLock()  # the lanes, the writer and what is pending
         self._arrived = threading.Condition(self._lock)
-        self._has_reader = False  # whether some thread is blocked in the kernel for all of them
+        self._reader: int | None = None  # the thread that is blocked in the kernel for all of them
         for rank, sock in sockets.items():
             self.add_lane(rank, sock, pids[rank])
 
@@ -123,30 +132,25 @@ class LaneCrew:
                     "limit on open files (ulimit -n)"
                 ) from error
 
-    def call(self, calls: Sequence[Call]) -> dict[int, Ticket]:
+    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """Send the calls, each encoded once."""
-        tickets: dict[int, Ticket] = {}
-        try:
-            for call in calls:
-                arguments = (call.method, call.reply is not Reply.NOTHING)
-                self._send(tickets, call.ranks, _message("call", arguments, call.parts), _segments(call.parts))
-        except BaseException:  # Ctrl-C: those that have been asked must not wait for those that have not
-            self.give_up(tickets)
-            raise
-        return tickets
+        for call in calls:
+            arguments = (call.method, call.reply is not Reply.NOTHING)
+            self._submit(tickets, call.ranks, _message("call", arguments, call.parts), _segments(call.parts))
 
     def send(self, rank: int, operation: str, arguments: tuple[Any, ...] = (), parts: Sequence[Any] = ()) -> Ticket:
         """Send one operation to one rank, with payloads that were put."""
         tickets: dict[int, Ticket] = {}
-        self._send(tickets, (rank,), _message(operation, arguments, parts), _segments(parts))
+        self._submit(tickets, (rank,), _message(operation, arguments, parts), _segments(parts))
         return tickets[rank]
 
     def tell(self, rank: int, operation: str) -> None:
         """Send an operation that is not answered."""
-        with self._lock, contextlib.suppress(Closed):  # who waits for an answer will hear of it
-            self._lanes[rank].send_message(_message(operation, (), ()))
+        with self._lock:
+            if rank not in self.deaths:
+                self._send_or_queue(rank, _Outgoing(_message(operation, (), ()), (), None))
 
-    def _send(
+    def _submit(
         self, tickets: dict[int, Ticket], ranks: Sequence[int], message: bytes, segments: Sequence[Segment]
     ) -> None:
         """Send a message to some ranks; where the worker is gone, the ticket says so."""
@@ -157,23 +161,69 @@ class LaneCrew:
                     self._finish(ticket, self.deaths[rank], is_failure=True)
                     continue
                 self._pending[rank].append(ticket)
-                try:
-                    self._lanes[rank].send_message(message, segments)
-                    self._n_sent[rank] += 1
-                    ticket.number = self._n_sent[rank]
-                except Closed:
-                    self._read_to_the_end(rank)
-                except BaseException as error:
-                    self._pending[rank].remove(ticket)  # answers come in order: none is for this one
-                    if not isinstance(error, OSError):
-                        raise
-                    self._finish(ticket, Failure.of(error), is_failure=True)
+                self._send_or_queue(rank, _Outgoing(message, segments, ticket))
+
+    def _send_or_queue(self, rank: int, outgoing: _Outgoing) -> None:
+        """Send a message, or have it sent once the worker reads again; it gets its messages in order."""
+        queue = self._queues[rank]
+        if queue or not self._send(rank, outgoing):
+            queue.append(outgoing)
+            if len(queue) == 1:
+                self._poll.modify(self._lanes[rank].fileno(), select.EPOLLIN | select.EPOLLOUT)
+                if self._sender is None:
+                    self._sender = threading.Thread(target=self._send_queued, name="bandmaster-sender", daemon=True)
+                    self._sender.start()
+
+    def _send(self, rank: int, outgoing: _Outgoing) -> bool:
+        """Send a message; False if the worker does not read now."""
+        ticket = outgoing.ticket
+        try:
+            self._lanes[rank].send_message(outgoing.message, outgoing.segments)
+            if ticket is not None:
+                self._n_sent[rank] += 1
+                ticket.number = self._n_sent[rank]
+        except BlockingIOError:
+            return False
+        except Closed:
+            self._read_to_the_end(rank)
+        except BaseException as error:
+            if ticket is not None:
+                self._pending[rank].remove(ticket)  # answers come in order: none is for this one
+                self._finish(ticket, Failure.of(error), is_failure=True)
+            if not isinstance(error, OSError):
+                raise
+        return True
+
+    def _send_queued(self) -> None:
+        """A thread's: see to it that queued messages are sent though nobody may wait for anything.
+
+        It goes on until all is answered: a worker whose answers nobody reads stops as well.
+        """
+        with self._lock:
+            while any(self._pending.values()) and not self._poll.closed:
+                self._wait_for_arrival(None)
+            self._sender = None
+
+    def _flush(self, rank: int) -> None:
+        """Send what is queued for a rank as far as it reads."""
+        queue = self._queues[rank]
+        while queue and self._send(rank, queue[0]):
+            if queue:  # it is cleared when the worker turns out to be dead
+                queue.popleft()
+        if not queue and rank not in self.deaths:
+            self._poll.modify(self._lanes[rank].fileno(), select.EPOLLIN)
 
     def give_up(self, tickets: Mapping[int, Ticket]) -> None:
         """Interrupt what is asked for where it runs, and have it passed over where it does not run yet."""
-        for rank, ticket in tickets.items():
-            if ticket.number and not ticket.is_done:
-                desk.give_up(self.processes[rank], ticket.number)
+        with self._lock:
+            sent = {rank: ticket for rank, ticket in tickets.items() if not ticket.is_done}
+            for rank in [rank for rank, ticket in sent.items() if not ticket.number]:
+                ticket = sent.pop(rank)
+                self._queues[rank] = deque(out for out in self._queues[rank] if out.ticket is not ticket)
+                self._pending[rank].remove(ticket)
+                self._finish(ticket, Failure(FailureKind.CANCELLED, "given up before it was sent"), is_failure=True)
+        for rank, ticket in sent.items():
+            desk.give_up(self.processes[rank], ticket.number)
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """The Python stacks of ranks, as far as they can be had."""
@@ -239,10 +289,10 @@ class LaneCrew:
     def add_lane(self, rank: int, sock: socket.socket, pid: int) -> None:
         """A worker for a rank that has none. The socket is owned from here on."""
         with self._lock:
-            lane = Lane(sock, self._writer, rank, self._receive_all, self._buffer)
+            lane = Lane(sock, self._writer, rank, blocks=False, buffer=self._buffer)
             self._lanes[rank], self.processes[rank], self._n_sent[rank] = lane, pid, 0
             self._by_fd[lane.fileno()] = rank
-            self._pending[rank] = deque()
+            self._pending[rank], self._queues[rank] = deque(), deque()
             self._poll.register(lane.fileno(), select.EPOLLIN)
 
     def bury(self, rank: int) -> None:
@@ -261,7 +311,7 @@ class LaneCrew:
                     self._end(rank)
                 lane.close()
             os.eventfd_write(self._wake, 1)  # closing alone would not wake who is blocked in the kernel
-            self._arrived.wait_for(lambda: not self._has_reader, timeout=5.0)
+            self._arrived.wait_for(lambda: self._reader is None, timeout=5.0)
             self._poll.close()
             os.close(self._wake)
             self._writer.close()
@@ -269,17 +319,19 @@ class LaneCrew:
 
     def _wait_for_arrival(self, timeout_s: float | None) -> None:
         """Receive something, or let the thread that is receiving do it; the lock is held, but not while blocked."""
-        if self._has_reader:
+        me = threading.get_ident()
+        if self._reader not in (None, me):  # if it is this thread, it was interrupted at an unlucky moment
             self._arrived.wait(timeout_s)
             return
-        self._has_reader = True
-        self._lock.release()
+        self._reader = me
         ready: Sequence[tuple[int, int]] = ()
         try:
+            self._lock.release()
             ready = self._poll.poll(timeout_s)
         finally:
-            self._lock.acquire()
-            self._has_reader = False
+            if not self._lock._is_owned():  # type: ignore[attr-defined]  # Ctrl-C may have come before the release
+                self._lock.acquire()
+            self._reader = None
             self._arrived.notify_all()  # one of those who waited for this thread goes on in its place
         if not self._poll.closed:
             self._receive(ready)
@@ -298,10 +350,14 @@ class LaneCrew:
             self._receive(self._poll.poll(0))
 
     def _receive(self, ready: Sequence[tuple[int, int]]) -> None:
-        for fd, _ in ready:
+        for fd, events in ready:
             rank = self._by_fd.get(fd)
             if rank is None or rank in self.deaths:
                 continue
+            if events & select.EPOLLOUT:
+                self._flush(rank)
+                if not events & ~select.EPOLLOUT or rank in self.deaths:
+                    continue
             lane = self._lanes[rank]
             try:
                 body = lane.receive(block=False)
@@ -330,6 +386,7 @@ class LaneCrew:
 
     def _end(self, rank: int) -> None:
         self._writer.forget_reader(rank)
+        self._queues[rank].clear()
         while self._pending[rank]:
             self._finish(self._pending[rank].popleft(), self.deaths[rank], is_failure=True)
 

@@ -17,11 +17,10 @@ import errno
 import os
 import pickle
 import secrets
-import select
 import socket
 import struct
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,8 +127,7 @@ class Lane:
         sock: The socket; it is owned from here on.
         writer: The segments of this side, which other lanes may share.
         reader_id: How the other end is known to ``writer``.
-        while_full: Called while a message cannot be sent because the other end does not read: it should receive,
-            and returns at once. Without it, sending blocks.
+        blocks: Whether sending waits while the other end does not read.
         buffer: Where messages are received, of `MAX_MESSAGE_NBYTES`; lanes that one thread reads can share it.
     """
 
@@ -138,19 +136,18 @@ class Lane:
         sock: socket.socket,
         writer: SegmentWriter,
         reader_id: int = 0,
-        while_full: Callable[[], None] | None = None,
+        blocks: bool = True,
         buffer: bytearray | None = None,
     ) -> None:
         self.socket = sock
         self.reader = SegmentReader()
         self.writer = writer
         self._reader_id = reader_id
-        self._while_full = while_full
         self._attached: set[int] = set()
         writer.on_close.append(self._segment_closed)
         self._closed_ids: list[int] = []
         self.n_received = 0
-        self._send_flags = _SEND_FLAGS | (_DONT_WAIT if while_full else 0)
+        self._send_flags = _SEND_FLAGS | (0 if blocks else _DONT_WAIT)
         self._buffers = [bytearray(MAX_MESSAGE_NBYTES) if buffer is None else buffer]
         self._view = memoryview(self._buffers[0])
 
@@ -163,6 +160,7 @@ class Lane:
 
         Raises:
             Closed: The other end is gone.
+            BlockingIOError: The other end does not read, and this one does not wait; the lane is as it was.
             OSError: The message could not be sent; the lane is as it was.
         """
         self.send_message(NO_CONTROL + body, segments)
@@ -172,17 +170,32 @@ class Lane:
         if not (segments or self.reader.has_returned or self._closed_ids):
             try:
                 self.socket.send(message, self._send_flags)
-            except (BlockingIOError, ConnectionError):
-                self._send([message], [])
+            except ConnectionError:
+                raise Closed from None
             return
         returned = self.reader.returned()
-        for segment in segments:
-            self.writer.lend(segment, self._reader_id)
+        try:
+            self._send_with_control(memoryview(message)[len(NO_CONTROL) :], segments, returned)
+        except BaseException:
+            self.reader.return_again(returned)
+            raise
+        self._closed_ids = []
+
+    def _send_with_control(self, body: memoryview, segments: Sequence[Segment], returned: list[int]) -> None:
         new = [segment for segment in segments if segment.id not in self._attached]
         control = pickle.dumps(([(s.id, s.nbytes) for s in new], self._closed_ids, returned), protocol=5)
-        header = len(control).to_bytes(4, "little")
-        self._send([header, control, memoryview(message)[len(NO_CONTROL) :]], [segment.fd for segment in new])
-        self._closed_ids = []
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd for segment in new]))
+        for segment in segments:
+            self.writer.lend(segment, self._reader_id)
+        try:
+            header = len(control).to_bytes(4, "little")
+            self.socket.sendmsg([header, control, body], [rights] if new else [], self._send_flags)
+        except BaseException as error:
+            for segment in new:  # the other end has never seen them
+                self.writer.give_back([segment.id], self._reader_id)
+            if isinstance(error, ConnectionError):
+                raise Closed from None
+            raise
         self._attached.update(segment.id for segment in new)
 
     def _segment_closed(self, number: int) -> None:
@@ -238,21 +251,6 @@ class Lane:
         if self._segment_closed in self.writer.on_close:
             self.writer.on_close.remove(self._segment_closed)
         self.writer.forget_reader(self._reader_id)
-
-    def _send(self, buffers: Sequence[Any], descriptors: Sequence[int]) -> None:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        while True:
-            try:
-                self.socket.sendmsg(buffers, rights, self._send_flags)
-                return
-            except BlockingIOError:
-                assert self._while_full is not None, "a lane without it blocks"
-                poll = select.poll()
-                poll.register(self.socket, select.POLLIN | select.POLLOUT)
-                poll.poll()
-                self._while_full()
-            except ConnectionError:
-                raise Closed from None
 
     def _take_control(self, control: Any, descriptors: list[int], message_flags: int) -> None:
         new, closed, returned = control

@@ -231,6 +231,10 @@ class SegmentReader:
         ids, self._returned[:n] = self._returned[:n], []
         return ids
 
+    def return_again(self, ids: Sequence[int]) -> None:
+        """What `returned` gave could not be told to the writer."""
+        self._returned[:0] = ids
+
     def forget(self, ids: Iterable[int]) -> None:
         """Unmap segments that their writer has closed."""
         for number in ids:
