@@ -73,15 +73,15 @@ def test_closing_a_group_wakes_who_waits_for_it(group):
 @pytest.mark.timeout(60)
 def test_an_interrupted_send_does_not_shift_the_answers(group, monkeypatch):
     lane = group._crew._lanes[0]
-    real = lane.send_message
+    real = lane.send
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lane, "send_message", interrupted)
+    monkeypatch.setattr(lane, "send", interrupted)
     with pytest.raises(KeyboardInterrupt):
         group.echo("lost")
-    monkeypatch.setattr(lane, "send_message", real)
+    monkeypatch.setattr(lane, "send", real)
     assert group.echo("one") == ["one"]
     assert group.echo("two") == ["two"]
 

@@ -484,5 +484,7 @@ def _random_letters() -> str:
 
 
 def _end(crew: Crew, vacate: Callable[[], object]) -> None:
-    crew.stop()
-    vacate()
+    try:
+        crew.stop()
+    finally:
+        vacate()

@@ -37,6 +37,15 @@ class Slow(bm.Worker):
     def echo(self, value):
         return value
 
+    @register(Dispatch.ONE_TO_ALL)
+    def deaf(self):
+        while True:
+            try:
+                while True:
+                    pass
+            except KeyboardInterrupt:
+                pass
+
 when = sys.argv[1]
 try:
     with bm.ResourcePool([2]) as pool:
@@ -46,6 +55,11 @@ try:
         except KeyboardInterrupt:
             if when == "call":
                 raise
+            if when == "close":
+                group.deaf.submit()
+                time.sleep(0.2)  # it is inside by then, or is ended before
+                print("closing", flush=True)
+                group.close()
             start = time.monotonic()
             assert group.echo(7) == [7, 7]
             print("usable after", time.monotonic() - start, flush=True)
@@ -54,7 +68,9 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize(("when", "sign"), [("start", "worker"), ("call", "spinning"), ("and go on", "spinning")])
+@pytest.mark.parametrize(
+    ("when", "sign"), [("start", "worker"), ("call", "spinning"), ("and go on", "spinning"), ("close", "spinning")]
+)
 def test_a_script_that_is_interrupted(when, sign):
     environment = {**os.environ, "BANDMASTER_PRELOAD": "numpy"}
     with subprocess.Popen(
@@ -66,6 +82,10 @@ def test_a_script_that_is_interrupted(when, sign):
             assert seen[-1], seen
         start = time.monotonic()
         script.send_signal(signal.SIGINT)
+        if when == "close":
+            while "closing" not in (line := script.stdout.readline()):
+                assert line, "it has ended"
+            script.send_signal(signal.SIGINT)
         rest = script.stdout.read()
         assert script.wait(timeout=20) == 0, rest
         assert time.monotonic() - start < 5

@@ -153,7 +153,12 @@ class LocalCrew(LaneCrew):
             return
         self.is_stopped = True
         self.close_lanes(why)
-        self._zygote.end(list(self.processes.values()), END_GRACE_S)
+        processes = list(self.processes.values())
+        try:
+            self._zygote.end(processes, END_GRACE_S)
+        except BaseException:  # Ctrl-C: nobody waits for them any longer
+            self._zygote.end(processes, 0.0)
+            raise
         self._output.finish(timeout_s=2.0)
 
     def _start_process(self, spawn: Spawn, rank: int) -> socket.socket:

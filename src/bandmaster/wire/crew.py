@@ -160,6 +160,8 @@ class LaneCrew:
                 if rank in self.deaths:
                     self._finish(ticket, self.deaths[rank], is_failure=True)
                     continue
+                for segment in segments:
+                    self._writer.lend(segment, rank)
                 self._pending[rank].append(ticket)
                 self._send_or_queue(rank, _Outgoing(message, segments, ticket))
 
@@ -178,7 +180,7 @@ class LaneCrew:
         """Send a message; False if the worker does not read now."""
         ticket = outgoing.ticket
         try:
-            self._lanes[rank].send_message(outgoing.message, outgoing.segments)
+            self._lanes[rank].send(outgoing.message, outgoing.segments)
             if ticket is not None:
                 self._n_sent[rank] += 1
                 ticket.number = self._n_sent[rank]
@@ -187,12 +189,17 @@ class LaneCrew:
         except Closed:
             self._read_to_the_end(rank)
         except BaseException as error:
-            if ticket is not None:
-                self._pending[rank].remove(ticket)  # answers come in order: none is for this one
-                self._finish(ticket, Failure.of(error), is_failure=True)
+            self._drop(rank, outgoing, Failure.of(error))
             if not isinstance(error, OSError):
                 raise
         return True
+
+    def _drop(self, rank: int, outgoing: _Outgoing, why: Failure) -> None:
+        """A message that was not sent and will not be: answers come in order, and none is for this one."""
+        self._writer.give_back([segment.id for segment in outgoing.segments], rank)
+        if outgoing.ticket is not None:
+            self._pending[rank].remove(outgoing.ticket)
+            self._finish(outgoing.ticket, why, is_failure=True)
 
     def _send_queued(self) -> None:
         """A thread's: see to it that queued messages are sent though nobody may wait for anything.
@@ -219,9 +226,9 @@ class LaneCrew:
             sent = {rank: ticket for rank, ticket in tickets.items() if not ticket.is_done}
             for rank in [rank for rank, ticket in sent.items() if not ticket.number]:
                 ticket = sent.pop(rank)
-                self._queues[rank] = deque(out for out in self._queues[rank] if out.ticket is not ticket)
-                self._pending[rank].remove(ticket)
-                self._finish(ticket, Failure(FailureKind.CANCELLED, "given up before it was sent"), is_failure=True)
+                (outgoing,) = (queued for queued in self._queues[rank] if queued.ticket is ticket)
+                self._queues[rank].remove(outgoing)
+                self._drop(rank, outgoing, Failure(FailureKind.CANCELLED, "given up before it was sent"))
         for rank, ticket in sent.items():
             desk.give_up(self.processes[rank], ticket.number)
 

@@ -4,7 +4,8 @@ One Unix socket of sequenced packets; nothing is named and no port is opened. A 
 same for many workers and is then encoded once, behind a small part for this worker alone::
 
     message   = length of control (4 bytes) │ control │ body        + descriptors
-    control   = (segments new to the reader, ids closed by the writer, ids the sender has nothing left in)
+    control   = (segments new to the reader, ids closed by the writer, ids the sender has nothing left in,
+                 ids that the sender could not open)
     body      = whatever the two ends agree on (see `crew` and `loop`)
 
 Small payloads travel inside the body; larger ones lie in segments, which the body names by number.
@@ -146,6 +147,7 @@ class Lane:
         self._attached: set[int] = set()
         writer.on_close.append(self._segment_closed)
         self._closed_ids: list[int] = []
+        self._refused: list[int] = []  # segments of the other end's that could not be taken in
         self.n_received = 0
         self._send_flags = _SEND_FLAGS | (0 if blocks else _DONT_WAIT)
         self._buffers = [bytearray(MAX_MESSAGE_NBYTES) if buffer is None else buffer]
@@ -155,48 +157,43 @@ class Lane:
         """For select and its kin."""
         return self.socket.fileno()
 
-    def send(self, body: bytes, segments: Sequence[Segment] = ()) -> None:
-        """Send a body, and lend the segments that it names to the other end.
+    def send(self, message: bytes, segments: Sequence[Segment] = ()) -> None:
+        """Send a body with `NO_CONTROL` before it; the segments that it names have been lent to the other end.
 
         Raises:
             Closed: The other end is gone.
             BlockingIOError: The other end does not read, and this one does not wait; the lane is as it was.
             OSError: The message could not be sent; the lane is as it was.
         """
-        self.send_message(NO_CONTROL + body, segments)
-
-    def send_message(self, message: bytes, segments: Sequence[Segment] = ()) -> None:
-        """The same for a body that has `NO_CONTROL` before it already."""
-        if not (segments or self.reader.has_returned or self._closed_ids):
+        if not (segments or self.reader.has_returned or self._closed_ids or self._refused):
             try:
                 self.socket.send(message, self._send_flags)
             except ConnectionError:
                 raise Closed from None
             return
+        new = [segment for segment in segments if segment.id not in self._attached]
         returned = self.reader.returned()
+        control = pickle.dumps(([(s.id, s.nbytes) for s in new], self._closed_ids, returned, self._refused), protocol=5)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd for segment in new]))
+        parts = [len(control).to_bytes(4, "little"), control, memoryview(message)[len(NO_CONTROL) :]]
         try:
-            self._send_with_control(memoryview(message)[len(NO_CONTROL) :], segments, returned)
+            self.socket.sendmsg(parts, [rights] if new else [], self._send_flags)
+        except ConnectionError:
+            raise Closed from None
         except BaseException:
             self.reader.return_again(returned)
             raise
-        self._closed_ids = []
+        self._closed_ids, self._refused = [], []
+        self._attached.update(segment.id for segment in new)
 
-    def _send_with_control(self, body: memoryview, segments: Sequence[Segment], returned: list[int]) -> None:
-        new = [segment for segment in segments if segment.id not in self._attached]
-        control = pickle.dumps(([(s.id, s.nbytes) for s in new], self._closed_ids, returned), protocol=5)
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd for segment in new]))
+    def lend(self, segments: Sequence[Segment]) -> None:
+        """The other end is about to be told of these segments."""
         for segment in segments:
             self.writer.lend(segment, self._reader_id)
-        try:
-            header = len(control).to_bytes(4, "little")
-            self.socket.sendmsg([header, control, body], [rights] if new else [], self._send_flags)
-        except BaseException as error:
-            for segment in new:  # the other end has never seen them
-                self.writer.give_back([segment.id], self._reader_id)
-            if isinstance(error, ConnectionError):
-                raise Closed from None
-            raise
-        self._attached.update(segment.id for segment in new)
+
+    def take_back(self, segments: Sequence[Segment]) -> None:
+        """It was not told."""
+        self.writer.give_back([segment.id for segment in segments], self._reader_id)
 
     def _segment_closed(self, number: int) -> None:
         """The other end is told with the next message, if it knows the segment."""
@@ -253,15 +250,27 @@ class Lane:
         self.writer.forget_reader(self._reader_id)
 
     def _take_control(self, control: Any, descriptors: list[int], message_flags: int) -> None:
-        new, closed, returned = control
+        new, closed, returned, refused = control
         self.reader.forget(closed)
-        self.writer.give_back(returned, self._reader_id)
-        if message_flags & _TRUNCATED or len(descriptors) != len(new):
-            for fd in descriptors:
-                os.close(fd)
-            raise OSError(errno.EMFILE, "no descriptor is left for a segment: raise the limit (ulimit -n)")
-        for (number, nbytes), fd in zip(new, descriptors, strict=True):
-            self.reader.attach(number, fd, nbytes)
+        self._attached.difference_update(refused)
+        self.writer.give_back([*returned, *refused], self._reader_id)
+        reason = "no descriptor is left for it" if message_flags & _TRUNCATED or len(descriptors) != len(new) else ""
+        while descriptors:
+            fd = descriptors.pop(0)
+            try:
+                if reason:
+                    os.close(fd)
+                else:
+                    number, nbytes = new[-1 - len(descriptors)]
+                    self.reader.attach(number, fd, nbytes)
+            except OSError as error:
+                reason = str(error)
+        if reason:
+            self._refused += [number for number, _ in new]
+            self.reader.forget(self._refused)
+            raise OSError(
+                errno.EMFILE, f"a segment of shared memory cannot be opened: {reason}; raise the limit (ulimit -n)"
+            )
 
 
 def inline(payload: Payload) -> tuple[bytes, tuple[bytearray, ...]]:

@@ -14,7 +14,7 @@ from bandmaster.failure import Failure
 from bandmaster.wire.codec import Payload, decode, encode
 from bandmaster.wire.desk import Desk
 from bandmaster.wire.host import WorkerHost
-from bandmaster.wire.lane import INLINE_NBYTES, Closed, Lane
+from bandmaster.wire.lane import INLINE_NBYTES, NO_CONTROL, Closed, Lane
 from bandmaster.wire.rendezvous import Rendezvous
 from bandmaster.wire.segments import OWNER, Segment
 
@@ -68,10 +68,12 @@ def serve(lane: Lane, host: WorkerHost, desk: Desk) -> None:
         try:
             body, segments = _encode(lane, outcome)
             del outcome
+            lane.lend(segments)
             try:
-                lane.send(body, segments)
+                lane.send(NO_CONTROL + body, segments)
             except OSError as error:  # too many descriptors are on their way, say
-                lane.send(_encode(lane, Failure.of(error))[0])
+                lane.take_back(segments)
+                lane.send(NO_CONTROL + _encode(lane, Failure.of(error))[0])
             for segment in segments:
                 lane.writer.give_back([segment.id], OWNER)
         except Closed:

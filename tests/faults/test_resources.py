@@ -1,0 +1,95 @@
+"""No memory, no descriptors: a clear error before anything is sent, and the group goes on when there is room again."""
+
+import os
+import resource
+import time
+
+import numpy as np
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.own_processes]
+
+
+class Echo(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def nap(self, seconds):
+        time.sleep(seconds)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def make(self, n_bytes, limit):
+        """An array, made while the process may map only a little more than it has."""
+        array = np.ones(n_bytes, np.uint8)
+        before = limited(resource.RLIMIT_AS, limit)
+        self.restore = lambda: resource.setrlimit(resource.RLIMIT_AS, before)
+        return array
+
+    @register(Dispatch.ONE_TO_ALL)
+    def relieve(self):
+        self.restore()
+
+
+def limited(what, extra):
+    """Limit this process to a little more than it uses; the limits before."""
+    before = resource.getrlimit(what)
+    if what == resource.RLIMIT_AS:
+        with open("/proc/self/statm") as statm:
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+    else:
+        used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(what, (used + extra, before[1]))
+    return before
+
+
+@pytest.fixture
+def group(zygote):
+    with bm.ResourcePool([2], backend="local") as pool:
+        yield bm.WorkerGroup(pool, Echo)
+
+
+@pytest.mark.parametrize("what", [resource.RLIMIT_AS, resource.RLIMIT_NOFILE], ids=["memory", "descriptors"])
+def test_the_controller_has_no_room_for_a_segment(group, what):
+    array = np.ones(200 << 20, np.uint8)
+    before = limited(what, {resource.RLIMIT_AS: 50 << 20, resource.RLIMIT_NOFILE: -1}[what])
+    try:
+        with pytest.raises(bm.ResourceError, match="cannot share 209,715,"):
+            group.echo(array)
+        assert group.echo(1) == [1, 1], "what fits goes on"
+    finally:
+        resource.setrlimit(what, before)
+    assert [value.sum() for value in group.echo(array)] == [200 << 20] * 2
+
+
+def test_the_controller_has_no_descriptor_for_an_answer(group):
+    before = limited(resource.RLIMIT_NOFILE, -1)
+    try:
+        with pytest.raises(bm.RemoteError, match=r"segment of shared memory cannot be opened.*ulimit -n"):
+            group.make(200 << 20, 1 << 40)
+        assert group.echo(1) == [1, 1], "what fits goes on"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert [value.sum() for value in group.make(200 << 20, 1 << 40)] == [200 << 20] * 2
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_large_values_wait_for_a_busy_worker_unharmed(group, is_busy):
+    if is_busy:
+        group.nap.submit(0.5)
+    arrays = [np.full(50_000, n % 251, np.uint8) for n in range(400)]
+    futures = [group.echo.submit(array) for array in arrays]
+    for array, future in zip(arrays, futures, strict=True):
+        for echoed in future.result(timeout=30):
+            np.testing.assert_array_equal(echoed, array)
+
+
+def test_a_worker_has_no_room_for_its_answer(group):
+    with pytest.raises(bm.RemoteError, match=r"memory|Memory"):
+        group.make(200 << 20, 50 << 20)
+    assert group.relieve() == [None, None]
+    assert group.echo(1) == [1, 1]
