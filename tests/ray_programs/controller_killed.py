@@ -1,0 +1,69 @@
+"""A controller that is killed leaves nothing on a cluster that goes on: no actor, no placement group, no process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+
+CONTROLLER = """
+import os, time
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+class Busy(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def spin(self):
+        while True:
+            pass
+
+pool = bm.ResourcePool([2], backend="ray")
+group = bm.WorkerGroup(pool, Busy)
+pids = group.pid()
+group.spin.submit()
+print("pids", *pids, flush=True)
+time.sleep(300)
+"""
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+ray.init(address=cluster.address, log_to_driver=False)
+
+
+def main():
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RAY_ADDRESS": cluster.address},
+    )
+    with controller:
+        for line in controller.stdout:
+            if line.startswith("pids"):
+                pids = [int(word) for word in line.split()[1:]]
+                break
+        assert len(pids) == 2
+        controller.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+    while True:
+        groups = [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
+        left = [pid for pid in pids if psutil.pid_exists(pid)]
+        if not groups and not left:
+            break
+        assert time.monotonic() - killed < 10, (groups, left)
+        time.sleep(0.05)  # polling for Ray
+    print(f"nothing left after {time.monotonic() - killed:.1f} s")
+
+
+try:
+    main()
+finally:
+    ray.shutdown()
+    cluster.shutdown()
