@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from bandmaster.backends import Crew
 from bandmaster.errors import CallCancelled, CallTimeout, CollectError, RemoteError, WorkerDied
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.mesh import Mesh
-from bandmaster.options import CallOptions
+from bandmaster.options import CallOptions, default_options
 from bandmaster.release import Release, Step
 
 __all__ = ["CallInfo", "Future", "OpenCalls"]
@@ -33,13 +33,19 @@ class CallInfo(NamedTuple):
         method: ``"Class.method"``.
         mesh: The group's.
         group: The group's name.
-        options: How long it may take.
+        options: How long it may take; None where nobody said so for this call.
+        defaults: What the group says about its calls.
     """
 
     method: str
     mesh: Mesh
     group: str = ""
-    options: CallOptions = CallOptions()
+    options: CallOptions | None = None
+    defaults: Mapping[str, float | None] = MappingProxyType({})
+
+    def limits(self) -> CallOptions:
+        """How long it may take, by the closest word."""
+        return self.options or default_options().but(self.defaults)
 
 
 class Future(Generic[T]):
@@ -62,7 +68,7 @@ class Future(Generic[T]):
         self._finish = finish
         self._call = call
         self._others = others
-        self._release = Release(call.options.grace)
+        self._release: Release | None = None
         self._values: dict[int, Any] = {}
         self._failures: dict[int, Failure] = {}
         self._outcome: T | None = None
@@ -103,7 +109,7 @@ class Future(Generic[T]):
         Raises:
             CallTimeout: No answer in time.
         """
-        timeout_s = self._call.options.timeout if timeout is None else timeout
+        timeout_s = self._call.limits().timeout if timeout is None else timeout
         if not self._settle(timeout_s):
             assert timeout_s is not None, "only a deadline ends the wait early"
             missing = tuple(self._pending)
@@ -133,6 +139,7 @@ class Future(Generic[T]):
         if self.done():
             return False
         self._is_cancelled = True
+        self._release = self._release or Release(self._call.limits().grace)
         self._release.begin(time.monotonic(), patience_s=0.0)
         self._let_go()
         if self._others is not None:
@@ -189,16 +196,23 @@ class Future(Generic[T]):
         if self._crew.deaths:
             self._take(self._crew.wait(list(self._pending.values()), 0.0))  # what was answered before counts
         while self._pending:
-            moments = (deadline, self._let_go(), self._others.tend(self) if self._others else None)
-            until = min((moment for moment in moments if moment is not None), default=math.inf)
+            until = self._do_what_is_due(deadline)
             if self._has_to_stop:
                 break
-            left = min(max(0.0, until - time.monotonic()), LOOK_AROUND_S)
+            left = LOOK_AROUND_S if until is None else min(max(0.0, until - time.monotonic()), LOOK_AROUND_S)
             self._take(self._crew.wait(list(self._pending.values()), left))
             if deadline is not None and self._pending and time.monotonic() >= deadline:
                 return False
         self._conclude()
         return True
+
+    def _do_what_is_due(self, deadline: float | None) -> float | None:
+        """About this call and those before it; the moment at which there is more to do, the deadline at the latest."""
+        ours = self._let_go()
+        earlier = self._others.tend(self) if self._others is not None else None
+        if ours is None and earlier is None:
+            return deadline
+        return min(moment for moment in (deadline, ours, earlier) if moment is not None)
 
     def _tend(self) -> float | None:
         """Take what has arrived and let go of who is to be let go, unless somebody waits and does so himself; the
@@ -217,9 +231,10 @@ class Future(Generic[T]):
     def _let_go(self) -> float | None:
         """Do what is due about ranks that go on with a call that failed; the moment at which more is due."""
         deaths = self._crew.deaths
-        if not (deaths or self._failures or self._release.has_begun):
+        if not (deaths or self._failures or self._release):
             return None
         now = time.monotonic()
+        self._release = self._release or Release(self._call.limits().grace)
         if deaths:
             self._failures.update({rank: death for rank, death in deaths.items() if rank not in self._failures})
             self._release.after_a_death(now)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 import random
 import string
 import weakref
@@ -25,6 +24,7 @@ from bandmaster.binding import bind, signature_without_self
 from bandmaster.collect import collect
 from bandmaster.envelope import encode_constructor, encode_parcel
 from bandmaster.errors import ArgumentError, ClosedError, CollectError, MeshError, UsageError, WorkerDied
+from bandmaster.forks import n_forks
 from bandmaster.future import CallInfo, Future, OpenCalls
 from bandmaster.mesh import Mesh
 from bandmaster.method import GroupMethod, MethodSpec
@@ -87,7 +87,9 @@ class WorkerGroup:
         self._pool = pool
         self._mesh = _checked_mesh(mesh, pool)
         self._ranks = tuple(range(self._mesh.size))
+        self._n_forks = n_forks()
         self._options: dict[str, float | None] = {}
+        self._infos: dict[str, CallInfo] = {}  # by method
         self._open_calls = OpenCalls()
         self._finalizer: weakref.finalize[Any, WorkerGroup] | None = None
         constructor = encode_constructor(cls, args, kwargs)
@@ -116,9 +118,6 @@ class WorkerGroup:
         self._finalizer = weakref.finalize(self, _end, self._crew, vacate)
         self._vacate = vacate
         self._watches: list[DeathWatch] = []
-        self._controller_pid = os.getpid()
-
-    _controller_pid = 0
 
     @property
     def world_size(self) -> int:
@@ -289,7 +288,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End the workers and give their places back. Closing twice is fine."""
-        if self._finalizer is not None and self._controller_pid == os.getpid():
+        if self._finalizer is not None and self._n_forks == n_forks():
             self._finalizer()
 
     def __enter__(self) -> WorkerGroup:
@@ -355,7 +354,11 @@ class WorkerGroup:
         self._options.update(options)
 
     def _call_info(self, method: str, options: CallOptions | None) -> CallInfo:
-        return CallInfo(self._label(method), self._mesh, self._name, options or default_options().but(self._options))
+        info = self._infos.get(method)
+        if info is None:
+            info = CallInfo(self._label(method), self._mesh, self._name, None, self._options)
+            self._infos[method] = info
+        return info if options is None else info._replace(options=options)
 
     def _label(self, method: str) -> str:
         return f"{self._cls.__name__}.{method}"
@@ -372,14 +375,15 @@ class WorkerGroup:
     ) -> Future[Any]:
         """Send a call to ``ranks`` (all by default); its future collects by ``incoming``, then calls ``finish``."""
         call = self._call_info(method, options)
-        if self._open_crew().deaths:
-            return Future.failed(self._crew, self._crew.deaths, call)
+        crew = self._open_crew()
+        if crew.deaths:
+            return Future.failed(crew, crew.deaths, call)
         collected = sources(self._mesh, incoming)
 
         def conclude(values: Mapping[int, Any]) -> Any:
             in_order = [values[rank] for rank in collected]
             try:
-                result = collect(incoming, collected, in_order, self._label(method), packed.real_rows)
+                result = collect(incoming, collected, in_order, call.method, packed.real_rows)
             except CollectError as error:
                 where = {rank: self._mesh.coordinates(rank) for rank in error.failures}
                 raise CollectError(error.method, error.failures, where) from error.__cause__
@@ -387,10 +391,10 @@ class WorkerGroup:
 
         calls = self._encode(method, packed, ranks or self._ranks, collected, Reply.VALUE)
         tickets: dict[int, Any] = {}
-        future = Future(self._crew, tickets, conclude, call, self._open_calls)
+        future = Future(crew, tickets, conclude, call, self._open_calls)
         self._open_calls.add(future)
         try:
-            self._crew.call(calls, tickets)
+            crew.call(calls, tickets)
         except BaseException:  # Ctrl-C: the ranks that were asked must not wait for those that were not
             future.cancel()
             raise
@@ -398,8 +402,8 @@ class WorkerGroup:
 
     def _references(self, method: str, packed: Packed, ranks: tuple[int, ...]) -> list[Any]:
         """Send a call; what the backend's own users know for each rank's value, or a future of its own."""
-        tickets: dict[int, Any] = {}
-        self._open_crew().call(self._encode(method, packed, ranks, ranks, Reply.NATIVE), tickets)
+        crew, tickets = self._open_crew(), dict[int, Any]()
+        crew.call(self._encode(method, packed, ranks, ranks, Reply.NATIVE), tickets)
         if self._crew.has_native_tickets:
             return list(tickets.values())
         call = self._call_info(method, None)
@@ -411,10 +415,10 @@ class WorkerGroup:
         self, method: str, packed: Packed, ranks: tuple[int, ...], collected: tuple[int, ...], reply: Reply
     ) -> list[Call]:
         """Encode and put everything: what cannot be encoded is known before anything is sent."""
-        crew = self._open_crew()
+        label, put = self._call_info(method, None).method, self._crew.put
         parcels = [parcel for parcel in packed.parcels if parcel.items]
-        payloads = [encode_parcel(parcel, self._label(method)) for parcel in parcels]
-        references = [crew.put(payload) for payload in payloads]
+        payloads = [encode_parcel(parcel, label) for parcel in parcels]
+        references = [put(payload) for payload in payloads]
         same = alike(ranks, tuple([parcel.ranks for parcel in parcels]), collected)
         return [
             Call(members, method, tuple([references[n] for n in numbers]), reply if is_collected else Reply.NOTHING)
@@ -424,9 +428,9 @@ class WorkerGroup:
     def _open_crew(self) -> Crew:
         if self._finalizer is None or not self._finalizer.alive:
             raise ClosedError(f"group {self._name!r} was closed; make a new WorkerGroup")
-        if self._controller_pid != os.getpid():
+        if self._n_forks != n_forks():
             raise UsageError(
-                f"group {self._name!r} belongs to process {self._controller_pid}, which this one was forked from; "
+                f"group {self._name!r} belongs to the process that this one was forked from; "
                 "call it there, or make a group here in a process that was started afresh"
             )
         return self._crew

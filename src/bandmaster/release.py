@@ -44,11 +44,6 @@ class Release:
         self._plan: dict[Step, float] = {}
         self._done: set[Step] = set()
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is a reason to let go."""
-        return bool(self._plan)
-
     def begin(self, now: float, patience_s: float = PATIENCE_S) -> None:
         """There is one from now on; a sooner plan stays."""
         self._by(Step.INTERRUPT, now + patience_s)

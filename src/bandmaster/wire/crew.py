@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from bandmaster.backends import CLOSED, Call, Reply
 from bandmaster.errors import ResourceError
@@ -70,12 +70,7 @@ class Written:
         self._crew.give_back(self._segment)
 
 
-class _Outgoing(NamedTuple):
-    """A message for one rank, and the ticket of its answer if there will be one."""
-
-    message: bytes
-    segments: Sequence[Segment]
-    ticket: Ticket | None
+_Outgoing = tuple[bytes, Sequence[Segment], Ticket | None]  # a message, and the ticket of its answer if it has one
 
 
 class LaneCrew:
@@ -148,7 +143,7 @@ class LaneCrew:
         """Send an operation that is not answered."""
         with self._lock:
             if rank not in self.deaths:
-                self._send_or_queue(rank, _Outgoing(_message(operation, (), ()), (), None))
+                self._send_or_queue(rank, (_message(operation, (), ()), (), None))
 
     def _submit(
         self, tickets: dict[int, Ticket], ranks: Sequence[int], message: bytes, segments: Sequence[Segment]
@@ -163,7 +158,7 @@ class LaneCrew:
                 for segment in segments:
                     self._writer.lend(segment, rank)
                 self._pending[rank].append(ticket)
-                self._send_or_queue(rank, _Outgoing(message, segments, ticket))
+                self._send_or_queue(rank, (message, segments, ticket))
 
     def _send_or_queue(self, rank: int, outgoing: _Outgoing) -> None:
         """Send a message, or have it sent once the worker reads again; it gets its messages in order."""
@@ -178,9 +173,9 @@ class LaneCrew:
 
     def _send(self, rank: int, outgoing: _Outgoing) -> bool:
         """Send a message; False if the worker does not read now."""
-        ticket = outgoing.ticket
+        message, segments, ticket = outgoing
         try:
-            self._lanes[rank].send(outgoing.message, outgoing.segments)
+            self._lanes[rank].send(message, segments)
             if ticket is not None:
                 self._n_sent[rank] += 1
                 ticket.number = self._n_sent[rank]
@@ -196,10 +191,11 @@ class LaneCrew:
 
     def _drop(self, rank: int, outgoing: _Outgoing, why: Failure) -> None:
         """A message that was not sent and will not be: answers come in order, and none is for this one."""
-        self._writer.give_back([segment.id for segment in outgoing.segments], rank)
-        if outgoing.ticket is not None:
-            self._pending[rank].remove(outgoing.ticket)
-            self._finish(outgoing.ticket, why, is_failure=True)
+        _, segments, ticket = outgoing
+        self._writer.give_back([segment.id for segment in segments], rank)
+        if ticket is not None:
+            self._pending[rank].remove(ticket)
+            self._finish(ticket, why, is_failure=True)
 
     def _send_queued(self) -> None:
         """A thread's: see to it that queued messages are sent though nobody may wait for anything.
@@ -226,7 +222,7 @@ class LaneCrew:
             sent = {rank: ticket for rank, ticket in tickets.items() if not ticket.is_done}
             for rank in [rank for rank, ticket in sent.items() if not ticket.number]:
                 ticket = sent.pop(rank)
-                (outgoing,) = (queued for queued in self._queues[rank] if queued.ticket is ticket)
+                (outgoing,) = (queued for queued in self._queues[rank] if queued[2] is ticket)
                 self._queues[rank].remove(outgoing)
                 self._drop(rank, outgoing, Failure(FailureKind.CANCELLED, "given up before it was sent"))
         for rank, ticket in sent.items():
@@ -251,11 +247,11 @@ class LaneCrew:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             n_done, n_failed, n_dead = 0, self._n_failed, len(self.deaths)
-            is_new = True
+            is_new, n_tickets = True, len(tickets)
             while True:
-                while n_done < len(tickets) and tickets[n_done].is_done:
+                while n_done < n_tickets and tickets[n_done].is_done:
                     n_done += 1
-                if n_done == len(tickets):
+                if n_done == n_tickets:
                     return list(tickets)
                 if n_dead != len(self.deaths) or n_failed != self._n_failed:
                     break
