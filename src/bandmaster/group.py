@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import random
 import string
 import weakref
@@ -21,9 +20,10 @@ from typing import Any
 
 from bandmaster.backends import Call, Crew, Launch, Reply, get_backend
 from bandmaster.binding import bind, signature_without_self
+from bandmaster.checks import check_names, checked_mesh, unwrap
 from bandmaster.collect import collect
 from bandmaster.envelope import encode_constructor, encode_parcel
-from bandmaster.errors import ArgumentError, ClosedError, CollectError, MeshError, UsageError, WorkerDied
+from bandmaster.errors import ArgumentError, ClosedError, CollectError, UsageError, WorkerDied
 from bandmaster.forks import n_forks
 from bandmaster.future import CallInfo, Future, OpenCalls
 from bandmaster.mesh import Mesh
@@ -34,7 +34,7 @@ from bandmaster.pool import ResourcePool
 from bandmaster.render import html_table, text_table
 from bandmaster.transfer import Gather, Incoming, Only
 from bandmaster.watch import DeathWatch
-from bandmaster.worker import ClassWithInitArgs, Registration, Worker, registrations
+from bandmaster.worker import registrations
 
 __all__ = ["WorkerGroup"]
 
@@ -79,13 +79,13 @@ class WorkerGroup:
     ) -> None:
         if not isinstance(pool, ResourcePool):
             raise ArgumentError(f"{type(self).__name__} takes a ResourcePool, then a worker class; {pool!r} is no pool")
-        cls, args, kwargs, options = _unwrap(worker_class, args, kwargs)
+        cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
         registered = registrations(cls)
-        _check_names(cls, registered)
+        check_names(cls, registered, dir(WorkerGroup))
         self._methods = {name: MethodSpec.of(cls, name, registered[name]) for name in registered}
         self._cls = cls
         self._pool = pool
-        self._mesh = _checked_mesh(mesh, pool)
+        self._mesh = checked_mesh(mesh, pool)
         self._ranks = tuple(range(self._mesh.size))
         self._n_forks = n_forks()
         self._options: dict[str, float | None] = {}
@@ -439,48 +439,6 @@ class WorkerGroup:
 def _value_of(group: WorkerGroup, rank: int, values: Mapping[int, Any]) -> Any:
     """The value of the one rank; ``group`` is named so that it lives as long as the future that holds this."""
     return values[rank]
-
-
-def _unwrap(
-    worker_class: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[type[Worker], tuple[Any, ...], dict[str, Any], Mapping[str, Any]]:
-    if isinstance(worker_class, ClassWithInitArgs):
-        if args or kwargs:
-            raise ArgumentError("constructor arguments are in ClassWithInitArgs already; give all of them there")
-        worker_class, args, kwargs = worker_class.cls, worker_class.args, worker_class.kwargs
-    cls = getattr(worker_class, "__ray_actor_class__", worker_class)  # as @ray.remote leaves it
-    options = getattr(worker_class, "_default_options", {}) if cls is not worker_class else {}
-    if not (inspect.isclass(cls) and issubclass(cls, Worker)):
-        raise UsageError(f"{cls!r} is no subclass of bandmaster.Worker; write class MyWorker(bandmaster.Worker)")
-    return cls, tuple(args), dict(kwargs), options
-
-
-def _check_names(cls: type[Worker], methods: Mapping[str, Registration]) -> None:
-    hidden = [name for name in methods if name in dir(WorkerGroup) or name.startswith("_")]
-    if hidden:
-        raise UsageError(
-            f"{cls.__name__} registers {', '.join(map(repr, hidden))}, which would hide what WorkerGroup itself has "
-            "under that name or keep there; rename the method"
-        )
-    unreachable = [name for name in methods if name in Worker.__annotations__]
-    if unreachable:
-        raise UsageError(
-            f"{cls.__name__} registers {', '.join(map(repr, unreachable))}, which every Worker has as an attribute "
-            "of that name, so that the method cannot be reached; rename the method"
-        )
-
-
-def _checked_mesh(mesh: Mesh | None, pool: ResourcePool) -> Mesh:
-    if mesh is None:
-        return Mesh(dp=pool.world_size)
-    if not isinstance(mesh, Mesh):
-        raise MeshError(f"mesh= takes a Mesh, such as Mesh(dp={pool.world_size}), not {mesh!r}")
-    if mesh.size != pool.world_size:
-        raise MeshError(
-            f"{mesh!r} has {mesh.size} ranks, but {pool!r} has {pool.world_size} places; make them equal, for "
-            f"example with Mesh(dp={pool.world_size})"
-        )
-    return mesh
 
 
 def _random_letters() -> str:

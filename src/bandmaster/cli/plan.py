@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bandmaster.checks import checked_mesh
 from bandmaster.errors import MeshError, UsageError
-from bandmaster.group import _checked_mesh
 from bandmaster.mesh import Mesh
 from bandmaster.planning import plan
 from bandmaster.pool import ResourcePool
@@ -36,7 +36,7 @@ def plan_pool(places: str, has_gpus: bool, axes: str | None, protocol: str | Non
         raise UsageError("--rows says how many rows are planned under a --protocol; give one, such as 3D_PROTO")
     sizes = [_number(size) for size in places.split(",")]
     pool = ResourcePool(sizes, use_gpu=has_gpus)  # type: ignore[arg-type]  # it says itself what is no size
-    mesh = _checked_mesh(None if axes is None else _mesh(axes), pool)
+    mesh = checked_mesh(None if axes is None else _mesh(axes), pool)
     transfer = None if protocol is None else plan(protocol, mesh, mesh.size if rows is None else rows)
     coordinates = mesh.axis_names if axes is not None else ()
     title = f"{pool!r}" + (f" on {mesh!r}" if axes is not None else "")

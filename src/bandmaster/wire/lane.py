@@ -175,7 +175,11 @@ class Lane:
         returned = self.reader.returned()
         control = pickle.dumps(([(s.id, s.nbytes) for s in new], self._closed_ids, returned, self._refused), protocol=5)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd for segment in new]))
-        parts: list[bytes | memoryview] = [len(control).to_bytes(4, "little"), control, memoryview(message)[len(NO_CONTROL) :]]
+        parts: list[bytes | memoryview] = [
+            len(control).to_bytes(4, "little"),
+            control,
+            memoryview(message)[len(NO_CONTROL) :],
+        ]
         try:
             self.socket.sendmsg(parts, [rights] if new else [], self._send_flags)
         except ConnectionError:

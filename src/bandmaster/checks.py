@@ -1,0 +1,77 @@
+"""What a group is made of, as users give it: the worker class, its arguments, and the mesh. Pure."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from bandmaster.errors import ArgumentError, MeshError, UsageError
+from bandmaster.mesh import Mesh
+from bandmaster.pool import ResourcePool
+from bandmaster.worker import ClassWithInitArgs, Worker
+
+__all__ = ["check_names", "checked_mesh", "unwrap"]
+
+
+def unwrap(
+    worker_class: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[type[Worker], tuple[Any, ...], dict[str, Any], Mapping[str, Any]]:
+    """The class itself, the arguments of its constructor, and what ``@ray.remote(...)`` was told.
+
+    Raises:
+        ArgumentError: Arguments both in `ClassWithInitArgs` and beside it.
+        UsageError: No worker class.
+    """
+    if isinstance(worker_class, ClassWithInitArgs):
+        if args or kwargs:
+            raise ArgumentError("constructor arguments are in ClassWithInitArgs already; give all of them there")
+        worker_class, args, kwargs = worker_class.cls, worker_class.args, worker_class.kwargs
+    cls = getattr(worker_class, "__ray_actor_class__", worker_class)  # as @ray.remote leaves it
+    options = getattr(worker_class, "_default_options", {}) if cls is not worker_class else {}
+    if not (inspect.isclass(cls) and issubclass(cls, Worker)):
+        raise UsageError(f"{cls!r} is no subclass of bandmaster.Worker; write class MyWorker(bandmaster.Worker)")
+    return cls, tuple(args), dict(kwargs), options
+
+
+def check_names(cls: type[Worker], methods: Collection[str], taken: Collection[str]) -> None:
+    """Refuse registered methods that could not be called on a group.
+
+    Args:
+        cls: The worker class.
+        methods: The names that it registers.
+        taken: What a group itself has.
+
+    Raises:
+        UsageError: A name is taken, private, or that of an attribute of every worker.
+    """
+    hidden = [name for name in methods if name in taken or name.startswith("_")]
+    if hidden:
+        raise UsageError(
+            f"{cls.__name__} registers {', '.join(map(repr, hidden))}, which would hide what WorkerGroup itself has "
+            "under that name or keep there; rename the method"
+        )
+    unreachable = [name for name in methods if name in Worker.__annotations__]
+    if unreachable:
+        raise UsageError(
+            f"{cls.__name__} registers {', '.join(map(repr, unreachable))}, which every Worker has as an attribute "
+            "of that name, so that the method cannot be reached; rename the method"
+        )
+
+
+def checked_mesh(mesh: Mesh | None, pool: ResourcePool) -> Mesh:
+    """The mesh of a group on a pool; one axis ``dp`` if none is given.
+
+    Raises:
+        MeshError: It is none, or has another size than the pool.
+    """
+    if mesh is None:
+        return Mesh(dp=pool.world_size)
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"mesh= takes a Mesh, such as Mesh(dp={pool.world_size}), not {mesh!r}")
+    if mesh.size != pool.world_size:
+        raise MeshError(
+            f"{mesh!r} has {mesh.size} ranks, but {pool!r} has {pool.world_size} places; make them equal, for "
+            f"example with Mesh(dp={pool.world_size})"
+        )
+    return mesh
