@@ -120,3 +120,76 @@ def test_an_interrupted_call_frees_the_workers(make_group):
         group.spin()
     assert group.echo(7) == [7, 7]
     assert time.monotonic() - start < 5
+
+
+STORM = """
+import os, random, signal, threading, time
+import numpy as np
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+class Echo(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+is_over = threading.Event()
+
+def interrupt():
+    while not is_over.is_set():
+        time.sleep(random.uniform(0.001, 0.006))
+        os.kill(os.getpid(), signal.SIGINT)
+
+def call(group):
+    # Small and large values, blocking and not; every answer has to be that of its call.
+    global n_right, n_lost
+    while time.monotonic() < end:
+        value = random.randrange(1 << 30)
+        if value % 3 == 0:
+            assert group.echo(value) == [value, value]
+        elif value % 3 == 1:
+            array = np.full(30_000, value % 251, np.uint8)
+            assert all((echoed == value % 251).all() for echoed in group.echo(array))
+        else:
+            futures = [group.echo.submit(value + n) for n in range(3)]
+            for n, future in enumerate(futures):
+                try:
+                    assert future.result() == [value + n] * 2
+                except bm.RemoteError as error:
+                    assert "its answer was lost" in str(error), error
+                    n_lost += 1
+        n_right += 1
+
+with bm.ResourcePool([2]) as pool:
+    group = bm.WorkerGroup(pool, Echo)
+    group.echo(0)
+    n_right = n_lost = n_interrupted = 0
+    end = time.monotonic() + 4
+    threading.Thread(target=interrupt).start()
+    while time.monotonic() < end:
+        try:
+            call(group)
+        except KeyboardInterrupt:
+            n_interrupted += 1
+    while not is_over.is_set():
+        try:
+            is_over.set()
+            time.sleep(0.05)  # the last one may be on its way
+        except KeyboardInterrupt:
+            pass
+    assert group.healthy
+    assert [group.echo(n) for n in range(100)] == [[n, n] for n in range(100)]
+    print("right", n_right, "interrupted", n_interrupted, "lost", n_lost)
+"""
+
+
+def test_answers_go_to_their_calls_in_a_storm_of_interrupts():
+    environment = {**os.environ, "BANDMASTER_PRELOAD": "numpy"}
+    done = subprocess.run(
+        [sys.executable, "-c", STORM], capture_output=True, text=True, timeout=50, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split()
+    assert int(words[1]) > 100, done.stdout
+    assert int(words[3]) > 100, done.stdout

@@ -237,7 +237,7 @@ class RayCrew:
     def _pause(self, rank: int) -> None:
         """Let the actor come back from its lane, once it has done what was sent there."""
         if self._serving.pop(rank, None) is not None and self._lanes is not None:
-            self._lanes.tell(rank, "pause")
+            self._lanes.pause(rank)
 
     def _how_it_died(self, rank: int) -> Failure:
         """Of a rank whose lane broke: what Ray says about the task that served it."""

@@ -24,8 +24,8 @@ from bandmaster.errors import ResourceError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire import desk
 from bandmaster.wire.codec import Payload, decode
-from bandmaster.wire.lane import INLINE_NBYTES, MAX_MESSAGE_NBYTES, NO_CONTROL, Closed, Lane, SegmentPart, inline
-from bandmaster.wire.loop import message_of, read_answer
+from bandmaster.wire.lane import INLINE_NBYTES, MAX_MESSAGE_NBYTES, Closed, Lane, SegmentPart, inline
+from bandmaster.wire.loop import UNANSWERED, message_of, read_answer, read_number
 from bandmaster.wire.segments import OWNER, Segment, SegmentWriter, fill
 
 __all__ = ["LaneCrew", "Ticket", "Written"]
@@ -35,13 +35,15 @@ class Ticket:
     """One message on one lane, and in time its answer.
 
     Attributes:
-        number: Of the message on its lane, from 1; 0 if it was not sent.
+        number: Of the message.
+        is_queued: Whether it has still to be sent.
     """
 
-    __slots__ = ("is_done", "is_failure", "number", "outcome")
+    __slots__ = ("is_done", "is_failure", "is_queued", "number", "outcome")
 
-    def __init__(self) -> None:
-        self.number = 0
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.is_queued = False
         self.is_done = False
         self.is_failure = False
         self.outcome: Payload | Failure | None = None
@@ -100,7 +102,7 @@ class LaneCrew:
         self._lanes: dict[int, Lane] = {}
         self._by_fd: dict[int, int] = {}
         self._pending: dict[int, deque[Ticket]] = {}
-        self._n_sent: dict[int, int] = {}
+        self._n_messages = 0
         self._queues: dict[int, deque[_Outgoing]] = {}  # what a worker that is busy has not taken yet
         self._sender: threading.Thread | None = None
         self._n_failed = 0
@@ -130,28 +132,36 @@ class LaneCrew:
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """Send the calls, each encoded once."""
         for call in calls:
-            arguments = (call.method, call.reply is not Reply.NOTHING)
-            self._submit(tickets, call.ranks, _message("call", arguments, call.parts), _segments(call.parts))
+            self._submit(tickets, call.ranks, "call", (call.method, call.reply is not Reply.NOTHING), call.parts)
 
     def send(self, rank: int, operation: str, arguments: tuple[Any, ...] = (), parts: Sequence[Any] = ()) -> Ticket:
         """Send one operation to one rank, with payloads that were put."""
         tickets: dict[int, Ticket] = {}
-        self._submit(tickets, (rank,), _message(operation, arguments, parts), _segments(parts))
+        self._submit(tickets, (rank,), operation, arguments, parts)
         return tickets[rank]
 
-    def tell(self, rank: int, operation: str) -> None:
-        """Send an operation that is not answered."""
+    def pause(self, rank: int) -> None:
+        """Have a worker leave its lane, once it has done what was sent before."""
         with self._lock:
             if rank not in self.deaths:
-                self._send_or_queue(rank, (_message(operation, (), ()), (), None))
+                self._send_or_queue(rank, (message_of(UNANSWERED, "pause", (), ()), (), None))
 
     def _submit(
-        self, tickets: dict[int, Ticket], ranks: Sequence[int], message: bytes, segments: Sequence[Segment]
+        self,
+        tickets: dict[int, Ticket],
+        ranks: Sequence[int],
+        operation: str,
+        arguments: tuple[Any, ...],
+        parts: Sequence[Any],
     ) -> None:
-        """Send a message to some ranks; where the worker is gone, the ticket says so."""
+        """Send the same message to some ranks; where the worker is gone, the ticket says so."""
+        segments = [part.segment for part in parts if isinstance(part, Written)]
+        named = tuple([SegmentPart(part.segment.id) if isinstance(part, Written) else part for part in parts])
         with self._lock:
+            self._n_messages += 1
+            message = message_of(self._n_messages, operation, arguments, named)
             for rank in ranks:
-                tickets[rank] = ticket = Ticket()
+                tickets[rank] = ticket = Ticket(self._n_messages)
                 if rank in self.deaths:
                     self._finish(ticket, self.deaths[rank], is_failure=True)
                     continue
@@ -165,6 +175,8 @@ class LaneCrew:
         queue = self._queues[rank]
         if queue or not self._send(rank, outgoing):
             queue.append(outgoing)
+            if outgoing[2] is not None:
+                outgoing[2].is_queued = True
             if len(queue) == 1:
                 self._poll.modify(self._lanes[rank].fileno(), select.EPOLLIN | select.EPOLLOUT)
                 if self._sender is None:
@@ -177,17 +189,26 @@ class LaneCrew:
         try:
             self._lanes[rank].send(message, segments)
             if ticket is not None:
-                self._n_sent[rank] += 1
-                ticket.number = self._n_sent[rank]
+                ticket.is_queued = False
         except BlockingIOError:
             return False
         except Closed:
             self._read_to_the_end(rank)
-        except BaseException as error:
+        except OSError as error:
             self._drop(rank, outgoing, Failure.of(error))
-            if not isinstance(error, OSError):
-                raise
+        except BaseException:  # Ctrl-C: it may have been sent, but nobody will look for the answer
+            if ticket is not None:
+                self._lose(rank, ticket)
+            raise
         return True
+
+    def _lose(self, rank: int, ticket: Ticket) -> None:
+        """An answer that may come or not: if it does, it will find no ticket of its number, and is dropped."""
+        if ticket in self._pending[rank]:
+            self._pending[rank].remove(ticket)
+        if not ticket.is_done:
+            why = Failure(FailureKind.RAISED, "its answer was lost: the controller was interrupted in the middle of it")
+            self._finish(ticket, why, is_failure=True)
 
     def _drop(self, rank: int, outgoing: _Outgoing, why: Failure) -> None:
         """A message that was not sent and will not be: answers come in order, and none is for this one."""
@@ -220,7 +241,7 @@ class LaneCrew:
         """Interrupt what is asked for where it runs, and have it passed over where it does not run yet."""
         with self._lock:
             sent = {rank: ticket for rank, ticket in tickets.items() if not ticket.is_done}
-            for rank in [rank for rank, ticket in sent.items() if not ticket.number]:
+            for rank in [rank for rank, ticket in sent.items() if ticket.is_queued]:
                 ticket = sent.pop(rank)
                 (outgoing,) = (queued for queued in self._queues[rank] if queued[2] is ticket)
                 self._queues[rank].remove(outgoing)
@@ -267,7 +288,7 @@ class LaneCrew:
 
     def fetch(self, ticket: Ticket) -> Any | Failure:
         """The decoded value, or the failure."""
-        outcome, ticket.outcome = ticket.outcome, None
+        outcome = ticket.outcome
         if not isinstance(outcome, Payload):
             return outcome
         try:
@@ -293,7 +314,7 @@ class LaneCrew:
         """A worker for a rank that has none. The socket is owned from here on."""
         with self._lock:
             lane = Lane(sock, self._writer, rank, blocks=False, buffer=self._buffer)
-            self._lanes[rank], self.processes[rank], self._n_sent[rank] = lane, pid, 0
+            self._lanes[rank], self.processes[rank] = lane, pid
             self._by_fd[lane.fileno()] = rank
             self._pending[rank], self._queues[rank] = deque(), deque()
             self._poll.register(lane.fileno(), select.EPOLLIN)
@@ -361,18 +382,39 @@ class LaneCrew:
                 self._flush(rank)
                 if not events & ~select.EPOLLOUT or rank in self.deaths:
                     continue
-            lane = self._lanes[rank]
-            try:
-                body = lane.receive(block=False)
-            except Closed:
-                self._note_death(rank)
-                continue
-            except OSError as error:  # the answer came, but there was no descriptor left for what it is in
-                self._finish(self._pending[rank].popleft(), Failure.of(error), is_failure=True)
-                continue
+            self._receive_from(rank)
+
+    def _receive_from(self, rank: int) -> None:
+        """Take one answer, if there is one."""
+        lane, ticket = self._lanes[rank], None
+        try:
+            body = lane.receive(block=False)
             if body is not None:
-                ticket = self._pending[rank].popleft()
-                self._finish(ticket, *read_answer(lane, body))
+                ticket = self._ticket_of(rank, read_number(body))
+                outcome = read_answer(lane, body)
+                if ticket is not None:
+                    self._finish(ticket, *outcome)
+        except Closed:
+            self._note_death(rank)
+        except OSError as error:  # the answer came, but there was no descriptor left for what it is in
+            ticket = self._ticket_of(rank, read_number(lane.body))
+            if ticket is not None:
+                self._finish(ticket, Failure.of(error), is_failure=True)
+        except BaseException:  # Ctrl-C: the answer may be lost
+            ticket = ticket or (self._pending[rank][0] if self._pending[rank] else None)
+            if ticket is not None:
+                self._lose(rank, ticket)
+            raise
+
+    def _ticket_of(self, rank: int, number: int) -> Ticket | None:
+        """Whom an answer is for: the one that has waited longest, unless an answer was lost."""
+        pending = self._pending[rank]
+        if pending and pending[0].number == number:
+            return pending.popleft()
+        ticket = next((ticket for ticket in pending if ticket.number == number), None)
+        if ticket is not None:
+            pending.remove(ticket)
+        return ticket
 
     def _finish(self, ticket: Ticket, outcome: Payload | Failure | None, is_failure: bool) -> None:
         ticket.outcome, ticket.is_failure, ticket.is_done = outcome, is_failure, True
@@ -392,12 +434,3 @@ class LaneCrew:
         self._queues[rank].clear()
         while self._pending[rank]:
             self._finish(self._pending[rank].popleft(), self.deaths[rank], is_failure=True)
-
-
-def _message(operation: str, arguments: tuple[Any, ...], parts: Sequence[Any]) -> bytes:
-    named = tuple(SegmentPart(part.segment.id) if isinstance(part, Written) else part for part in parts)
-    return NO_CONTROL + message_of(operation, arguments, named)
-
-
-def _segments(parts: Sequence[Any]) -> list[Segment]:
-    return [part.segment for part in parts if isinstance(part, Written)]

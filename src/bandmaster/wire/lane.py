@@ -31,7 +31,6 @@ from bandmaster.wire.segments import Segment, SegmentReader, SegmentWriter
 __all__ = [
     "INLINE_NBYTES",
     "MAX_MESSAGE_NBYTES",
-    "NO_CONTROL",
     "Closed",
     "Lane",
     "LaneListener",
@@ -43,8 +42,6 @@ __all__ = [
 INLINE_NBYTES = 16 * 1024  # larger payloads go into a segment
 MAX_MESSAGE_NBYTES = 160 * 1024  # fits the kernel's default socket buffer; far more than any message has
 MAX_DESCRIPTORS = 64  # in one message
-
-NO_CONTROL = bytes(4)  # what a body is preceded by when there is nothing else to say
 
 _SEND_FLAGS = int(socket.MSG_NOSIGNAL)
 _TRUNCATED = int(socket.MSG_CTRUNC)
@@ -148,7 +145,7 @@ class Lane:
         writer.on_close.append(self._segment_closed)
         self._closed_ids: list[int] = []
         self._refused: list[int] = []  # segments of the other end's that could not be taken in
-        self.n_received = 0
+        self.body = memoryview(b"")  # what was received last
         self._send_flags = _SEND_FLAGS | (0 if blocks else _DONT_WAIT)
         self._buffers = [bytearray(MAX_MESSAGE_NBYTES) if buffer is None else buffer]
         self._view = memoryview(self._buffers[0])
@@ -158,7 +155,7 @@ class Lane:
         return self.socket.fileno()
 
     def send(self, message: bytes, segments: Sequence[Segment] = ()) -> None:
-        """Send a body with `NO_CONTROL` before it; the segments that it names have been lent to the other end.
+        """Send a message: a body with four zero bytes before it. The segments that it names have been lent already.
 
         Raises:
             Closed: The other end is gone.
@@ -178,13 +175,13 @@ class Lane:
         parts: list[bytes | memoryview] = [
             len(control).to_bytes(4, "little"),
             control,
-            memoryview(message)[len(NO_CONTROL) :],
+            memoryview(message)[4:],
         ]
         try:
             self.socket.sendmsg(parts, [rights] if new else [], self._send_flags)
         except ConnectionError:
             raise Closed from None
-        except BaseException:
+        except OSError:
             self.reader.return_again(returned)
             raise
         self._closed_ids, self._refused = [], []
@@ -210,6 +207,7 @@ class Lane:
 
         Raises:
             Closed: The other end is gone.
+            OSError: A segment that came with it cannot be opened here; `body` is there nevertheless.
         """
         flags = _RECEIVE_FLAGS if block else _RECEIVE_FLAGS | _DONT_WAIT
         try:
@@ -220,12 +218,12 @@ class Lane:
             raise Closed from None
         if not n:
             raise Closed
-        self.n_received += 1
         view = self._view
         start = 4 + int.from_bytes(view[:4], "little")
+        self.body = view[start:n]
         if start > 4:
             self._take_control(pickle.loads(view[4:start]), _descriptors(ancillary), message_flags)
-        return view[start:n]
+        return self.body
 
     def pack(self, payload: Payload) -> tuple[Any, list[Segment]]:
         """What a body says of a payload: the payload itself, or the segment that it was written to.

@@ -1,12 +1,14 @@
 """The loop in a worker's process: read a message, do what it says, answer. It blocks in the kernel, never spins.
 
-Bodies begin with one byte: that of a message with one of `Message`, that of an answer with one of `Answer`.
+Bodies begin with a kind, one byte, and a number, eight bytes: a message has its own, an answer that of its message, so
+that an answer never goes to the wrong call, whatever was interrupted at whatever moment.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +16,18 @@ from bandmaster.failure import Failure
 from bandmaster.wire.codec import Payload, decode, encode
 from bandmaster.wire.desk import Desk
 from bandmaster.wire.host import WorkerHost
-from bandmaster.wire.lane import INLINE_NBYTES, NO_CONTROL, Closed, Lane
+from bandmaster.wire.lane import INLINE_NBYTES, Closed, Lane
 from bandmaster.wire.rendezvous import Rendezvous
 from bandmaster.wire.segments import OWNER, Segment
 
-__all__ = ["message_of", "read_answer", "serve"]
+__all__ = ["UNANSWERED", "message_of", "read_answer", "read_number", "serve"]
+
+HEADER_NBYTES = 9
+UNANSWERED = 0
 
 
 class Message:
-    """The first byte of a message, and what follows it."""
+    """The kind of a message, and what follows its number."""
 
     OPERATION = 0  # pickled: (operation, *arguments, parts)
     CALL = 1  # the length of the method's name, the name, the pickle stream of its one small part
@@ -30,7 +35,7 @@ class Message:
 
 
 class Answer:
-    """The first byte of an answer, and what follows it."""
+    """The kind of an answer, and what follows its number."""
 
     NOTHING = 0  # nothing: the value is not wanted
     VALUE = 1  # the value's pickle stream
@@ -39,23 +44,21 @@ class Answer:
 
 
 def serve(lane: Lane, host: WorkerHost, desk: Desk) -> None:
-    """Answer messages until the controller is gone or says ``pause``. They are numbered from 1 as they come, so that
-    one of them can be given up at the desk."""
+    """Answer messages until the controller is gone or says ``pause``."""
     while True:
         try:
             message = lane.receive()
             assert message is not None, "this end blocks"
-            desk.begin(lane.n_received)
+            number = read_number(message)
+            if number == UNANSWERED:
+                return  # the one such message there is says pause
+            desk.begin(number)
             if message[0] != Message.OPERATION:
-                end = 2 + message[1]
-                part = Payload(message[end:])
-                outcome = host.call(str(message[2:end], "utf-8"), [part], message[0] == Message.CALL)
+                end = HEADER_NBYTES + 1 + message[HEADER_NBYTES]
+                name = str(message[HEADER_NBYTES + 1 : end], "utf-8")
+                outcome = host.call(name, [Payload(message[end:])], message[0] == Message.CALL)
             else:
-                operation, *arguments = pickle.loads(message[1:])
-                if operation == "pause":
-                    lane.n_received -= 1  # it is not answered, so the controller does not count it
-                    desk.end()
-                    return
+                operation, *arguments = pickle.loads(message[HEADER_NBYTES:])
                 outcome = _OPERATIONS[operation](lane, host, *arguments)
             desk.end()
         except Closed:
@@ -64,41 +67,47 @@ def serve(lane: Lane, host: WorkerHost, desk: Desk) -> None:
             desk.end()
             outcome = host.failure(error)
         except OSError as error:  # no descriptor or no memory for a segment that came with the message
-            outcome = Failure.of(error)
+            outcome, number = Failure.of(error), read_number(lane.body)
         try:
-            body, segments = _encode(lane, outcome)
+            kind, content, segments = _encode(lane, outcome)
             del outcome
             lane.lend(segments)
             try:
-                lane.send(NO_CONTROL + body, segments)
+                lane.send(_body(kind, number, content), segments)
             except OSError as error:  # too many descriptors are on their way, say
                 lane.take_back(segments)
-                lane.send(NO_CONTROL + _encode(lane, Failure.of(error))[0])
+                kind, content, _ = _encode(lane, Failure.of(error))
+                lane.send(_body(kind, number, content))
             for segment in segments:
                 lane.writer.give_back([segment.id], OWNER)
         except Closed:
             return
 
 
-def message_of(operation: str, arguments: tuple[Any, ...], parts: tuple[Any, ...]) -> bytes:
-    """The body of a message; ``parts`` as `Lane.unpack` takes them."""
+def message_of(number: int, operation: str, arguments: tuple[Any, ...], parts: tuple[Any, ...]) -> bytes:
+    """A message for `Lane.send`; ``parts`` as `Lane.unpack` takes them. `UNANSWERED` is the number of a pause."""
     if operation == "call" and len(parts) == 1 and isinstance(parts[0], tuple) and not parts[0][1]:
         method, is_collected = arguments
         name = method.encode()
         if len(name) < 256:
             kind = Message.CALL if is_collected else Message.CALL_UNCOLLECTED
-            return b"".join((bytes((kind, len(name))), name, parts[0][0]))
-    return _OPERATION + pickle.dumps((operation, *arguments, parts), protocol=5)
+            return _body(kind, number, b"".join((bytes((len(name),)), name, parts[0][0])))
+    return _body(Message.OPERATION, number, pickle.dumps((operation, *arguments, parts), protocol=5))
+
+
+def read_number(body: memoryview) -> int:
+    """The number of a message, or of the message that an answer is to."""
+    return int.from_bytes(body[1:HEADER_NBYTES], "little")
 
 
 def read_answer(lane: Lane, body: memoryview) -> tuple[Payload | Failure | None, bool]:
     """The controller's end of it: the outcome, and whether it is a failure."""
     kind = body[0]
     if kind == Answer.VALUE:
-        return Payload(bytes(body[1:])), False
+        return Payload(bytes(body[HEADER_NBYTES:])), False
     if kind == Answer.NOTHING:
         return None, False
-    payload = lane.unpack(pickle.loads(body[1:]))
+    payload = lane.unpack(pickle.loads(body[HEADER_NBYTES:]))
     return (decode(payload), True) if kind == Answer.FAILURE else (payload, False)
 
 
@@ -128,22 +137,25 @@ _OPERATIONS: dict[str, Callable[..., Payload | Failure | None]] = {
 }
 
 
-def _encode(lane: Lane, outcome: Payload | Failure | None) -> tuple[bytes, list[Segment]]:
-    """The body of an answer, and the segments that it names. Arguments and outcome are gone when it is sent, so that
-    segments in which they lay are given back with it."""
+def _body(kind: int, number: int, content: Any) -> bytes:
+    return b"".join((_HEADER.pack(0, kind, number), content))
+
+
+def _encode(lane: Lane, outcome: Payload | Failure | None) -> tuple[int, Any, list[Segment]]:
+    """Kind and content of an answer, and the segments that it names. Arguments and outcome are gone when it is sent, so
+    that segments in which they lay are given back with it."""
     if outcome is None:
-        return _NOTHING, []
+        return Answer.NOTHING, b"", []
     if isinstance(outcome, Payload):
         if not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
-            return _VALUE + outcome.head, []
+            return Answer.VALUE, outcome.head, []
         try:
             part, segments = lane.pack(outcome)
-            return _PART + pickle.dumps(part, protocol=5), segments
+            return Answer.PART, pickle.dumps(part, protocol=5), segments
         except OSError as error:
             outcome = Failure.of(error)
     part, segments = lane.pack(encode(outcome))
-    return _FAILURE + pickle.dumps(part, protocol=5), segments
+    return Answer.FAILURE, pickle.dumps(part, protocol=5), segments
 
 
-_OPERATION = bytes([Message.OPERATION])
-_NOTHING, _VALUE, _PART, _FAILURE = (bytes([n]) for n in (Answer.NOTHING, Answer.VALUE, Answer.PART, Answer.FAILURE))
+_HEADER = struct.Struct("<IBQ")  # no control, kind, number
