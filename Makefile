@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint soak bench clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -16,6 +16,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+soak: $(VENV)/.dev  ## random faults for ten minutes: no leak, no hang, no wrong result
+	$(BIN)/python tests/soak.py $(SOAK_OPTIONS)
 
 # Every peer in an environment of its own, torch first in each; one that cannot be installed is reported as absent.
 BENCH := .bench

@@ -3,15 +3,14 @@
 import gc
 import os
 import sys
-import threading
 import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from hypothesis import settings
 
 import bandmaster as bm
+from bandmaster.testing import no_leaks
 
 settings.register_profile("default", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("default")
@@ -103,63 +102,28 @@ def make_group(make_pool):
 @pytest.fixture(autouse=True)
 def nothing_is_left(request):
     """After the test there are no more threads, processes, descriptors or Ray placements than before."""
-    uses_ray = "ray_cluster" in request.fixturenames or "ray" in request.node.nodeid
-    before, groups_before = _standing(), _placement_groups()
-    yield
-    if uses_ray:
-        _wait_until(
-            lambda: _placement_groups().keys() <= groups_before.keys() and not _taken_on_ray(),
-            lambda: f"left on Ray: {_placement_groups().keys() - groups_before.keys()}, {_taken_on_ray()}",
-        )
-        return
-    _wait_until(lambda: not _grown(before), lambda: f"left behind: {_grown(before)}")
+    if "ray_cluster" in request.fixturenames or "ray" in request.node.nodeid:
+        with no_leaks(kinds=["placements"]):
+            yield
+        _wait_until_ray_is_free()
+    else:  # a group that others share may keep some segments for its next calls
+        with no_leaks(kinds=["threads", "processes", "descriptors"]):
+            yield
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_segment_is_left():
     """After the tests of a module, and the groups that they shared, no shared memory is left."""
-    before = _segments()
-    yield
-    _wait_until(lambda: _segments() <= before, "memory segments of closed groups are left")
+    with no_leaks(kinds=["segments"]):
+        yield
 
 
-def _standing():
-    process = psutil.Process()
-    return {
-        "threads": {thread.name for thread in threading.enumerate()},
-        "children": {child.pid for child in process.children(recursive=True)},
-        "descriptors": process.num_fds() - _segments(),  # a group that others share may keep some for its next calls
-    }
-
-
-def _segments():
-    """Descriptors of memory that is shared with workers."""
-    return sum("memfd:bandmaster" in _target(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
-
-
-def _target(link):
-    try:
-        return os.readlink(link)
-    except OSError:  # closed meanwhile, as that of the listing is
-        return ""
-
-
-def _grown(before):
-    now = _standing()
-    grown = {key: now[key] - before[key] for key in ("threads", "children") if now[key] - before[key]}
-    if now["descriptors"] > before["descriptors"]:
-        grown["descriptors"] = now["descriptors"] - before["descriptors"]
-    return grown
-
-
-def _placement_groups():
-    """Those that stand, and the bundles of each."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return {}
-    table = ray.util.placement_group_table().values()
-    standing = [group for group in table if group["state"] != "REMOVED"]
-    return {f"{group['name']} {group['placement_group_id']}": group["bundles"].values() for group in standing}
+def _wait_until_ray_is_free(timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while taken := _taken_on_ray():
+        assert time.monotonic() < deadline, f"left on Ray: {taken}"
+        gc.collect()
+        time.sleep(0.02)  # polling for Ray to notice, not for our code
 
 
 def _taken_on_ray():
@@ -168,16 +132,8 @@ def _taken_on_ray():
     if ray is None or not ray.is_initialized():
         return {}
     total, free = ray.cluster_resources(), ray.available_resources()
-    bundles = [bundle for bundles in _placement_groups().values() for bundle in bundles]
+    standing = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+    bundles = [bundle for group in standing for bundle in group["bundles"].values()]
     reserved = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
     taken = {name: round(total.get(name, 0) - free.get(name, 0) - reserved[name], 3) for name in reserved}
     return {name: amount for name, amount in taken.items() if amount}
-
-
-def _wait_until(condition, complaint, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        gc.collect()  # not every time: where torch is loaded, it takes a fifth of a second
-        if time.monotonic() > deadline:
-            pytest.fail(complaint() if callable(complaint) else complaint)
-        time.sleep(0.02)  # polling for the operating system and Ray to notice, not for our code

@@ -270,3 +270,11 @@ def test_dicts_that_are_no_batch(value, message):
 def test_what_cannot_be_joined(values, message):
     with pytest.raises(BatchError, match=message):
         concat_rows(values)
+
+
+@pytest.mark.parametrize("dtype", [">i4", "<f8", "U3", "O", "M8[ns]", [("x", ">i2"), ("y", "f4")]], ids=str)
+def test_arrays_are_joined_in_their_own_dtype(dtype):
+    parts = [np.zeros(2, dtype), np.zeros(0, dtype), np.zeros(3, dtype)]
+    joined = concat_rows(parts)
+    assert joined.dtype == np.dtype(dtype)
+    assert len(joined) == 5

@@ -131,3 +131,21 @@ def test_calls_that_nobody_waits_for_are_sent_nevertheless(group):
     assert os.read(told, 10) == b"done", "though this thread waits for something else"
     os.close(told)
     os.close(tell)
+
+
+@pytest.mark.timeout(60)
+def test_threads_can_call_one_group(group):
+    outcomes = []
+
+    def work():
+        for n in range(200):
+            array = np.full(3000, n)
+            (echoed,) = group.echo.options(timeout=20)(array)
+            outcomes.append(bool((echoed == n).all()))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [True] * 600

@@ -217,7 +217,9 @@ def _dict_concat(values: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
 def _array_concat(values: Sequence[Any]) -> Any:
     if any(isinstance(value, np.ma.MaskedArray) for value in values):
         return np.ma.concatenate(values)  # type: ignore[no-untyped-call]  # np.concatenate forgets the masks
-    joined = np.concatenate(values)
+    dtype = values[0].dtype
+    is_alike = all(value.dtype == dtype for value in values)
+    joined = np.concatenate(values, dtype=dtype) if is_alike else np.concatenate(values)  # keeps the byte order
     return joined if type(joined) is type(values[0]) else joined.view(type(values[0]))
 
 

@@ -84,6 +84,10 @@ class Future(Generic[T]):
         future._failures.update(failures)
         return future
 
+    def while_sent(self) -> threading.Lock:
+        """A context in which the call is sent: nobody else looks at it before that is done."""
+        return self._lock
+
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result.
 

@@ -250,7 +250,7 @@ class WorkerGroup:
             state: Anything that ``on_replace`` is to get, the same on every rank.
 
         Raises:
-            UsageError: No such rank, or the class has no ``on_replace``; nothing was done.
+            UsageError: No such rank, the class has no ``on_replace``, or another rank is dead too; nothing was done.
             ConstructorError, WorkerDied, CallTimeout: As for a new group; it can be tried again.
             RemoteError: ``on_replace`` raised.
             ClosedError: The group was closed.
@@ -264,6 +264,12 @@ class WorkerGroup:
                 "on_replace(self, rank, state), or restart() the whole group"
             )
         parcel = Packed((everywhere(self._bind("on_replace", (rank, state), {}), self.world_size),))
+        crew.look_for_deaths()
+        others = [str(dead) for dead in crew.deaths if dead != rank]
+        if others:
+            raise UsageError(
+                f"rank {', '.join(others)} is dead as well, and a single one can be replaced; use restart()"
+            )
         self._end_watches()
         get_backend(self._pool.backend).replace(crew, self._launch, rank)
         self._watch_again()
@@ -394,7 +400,8 @@ class WorkerGroup:
         future = Future(crew, tickets, conclude, call, self._open_calls)
         self._open_calls.add(future)
         try:
-            crew.call(calls, tickets)
+            with future.while_sent():
+                crew.call(calls, tickets)
         except BaseException:  # Ctrl-C: the ranks that were asked must not wait for those that were not
             future.cancel()
             raise
@@ -448,5 +455,8 @@ def _random_letters() -> str:
 def _end(crew: Crew, vacate: Callable[[], object]) -> None:
     try:
         crew.stop()
+    except BaseException:  # Ctrl-C: what it left undone is done now
+        crew.stop()
+        raise
     finally:
         vacate()

@@ -170,12 +170,17 @@ class ResourcePool:
         self.reserve()
         self._check_room(name)
         places = [(part.lease, part.node, index) for part in self._parts for index in part.indices]
-        for lease, node, index in places:
-            lease.holders.setdefault((node, index), []).append(name)
-        for lease in {part.lease for part in self._parts}:
-            lease.groups.add(owner)
-        self._groups.add(owner)
-        return tuple(self._seats()), weakref.finalize(owner, _vacate, places, name)
+        vacate = weakref.finalize(owner, _vacate, places, name)  # first, so that Ctrl-C leaves no place taken
+        try:
+            for lease, node, index in places:
+                lease.holders.setdefault((node, index), []).append(name)
+            for lease in {part.lease for part in self._parts}:
+                lease.groups.add(owner)
+            self._groups.add(owner)
+            return tuple(self._seats()), vacate
+        except BaseException:
+            vacate()
+            raise
 
     def _check_room(self, name: str) -> None:
         for part in self._parts:
@@ -330,7 +335,8 @@ def _joined(parts: Sequence[_Part]) -> list[_Part]:
 
 def _vacate(places: Sequence[tuple[_Lease, int, int]], name: str) -> None:
     for lease, node, index in places:
-        lease.holders[node, index].remove(name)
+        if name in lease.holders.get((node, index), ()):
+            lease.holders[node, index].remove(name)
 
 
 def _check_pool(pool: object, function: str) -> None:

@@ -225,6 +225,18 @@ def test_a_single_rank_is_replaced(group, rank, is_dead):
     assert group.all_reduce([]) == [9.0, 9.0, 9.0], "in the rendezvous that all know of"
 
 
+def test_one_of_two_dead_ranks_cannot_be_replaced(group):
+    with pytest.raises(WorkerDied):
+        group.die_on([1, 2], kill_oneself)
+    for pid in pids(group)[1:]:
+        while psutil.pid_exists(pid):
+            time.sleep(0.01)  # polling for the kernel
+    with pytest.raises(bm.UsageError, match=r"rank 2 is dead too.*restart"):
+        group.replace(1)
+    group.restart()
+    assert group.add(1) == [11, 11, 11]
+
+
 def test_what_cannot_be_restarted_or_replaced_says_why(make_group):
     group = make_group(2, Rigid)
     before = group.pid()

@@ -5,12 +5,12 @@ The group plans and never sees a socket; a backend carries bytes and never sees 
     WorkerGroup ── Launch ──► Backend.start ──► Crew ── put, call ──► workers
                                                  └───── wait, fetch ◄── values or failures
 
-`get_backend` finds one by name.
+`get_backend` finds one by name, and `register_backend` makes one known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -23,7 +23,7 @@ from bandmaster.placement import Node, Request
 from bandmaster.wire.codec import Payload
 from bandmaster.worker import WorkerContext
 
-__all__ = ["CLOSED", "Backend", "Call", "Crew", "Launch", "Reply", "Seat", "get_backend"]
+__all__ = ["CLOSED", "Backend", "Call", "Crew", "Launch", "Reply", "Seat", "get_backend", "register_backend"]
 
 CLOSED = "the group was closed"
 
@@ -214,6 +214,29 @@ class Backend(Protocol):
         """
 
 
+_BUILT_IN = ("local", "inprocess", "ray")
+_factories: dict[str, Callable[[], Backend]] = {}
+
+
+def register_backend(name: str, factory: Callable[[], Backend]) -> None:
+    """Make a backend known: ``ResourcePool([4], backend=name)`` takes places on it from here on.
+
+    Args:
+        name: One that no backend has.
+        factory: Makes the backend: called once, without arguments, when the first pool asks for it.
+
+    Raises:
+        UsageError: The name is taken or is no text, or the factory cannot be called.
+    """
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"a backend's name is a text, not {name!r}")
+    if not callable(factory):
+        raise UsageError(f"backend {name!r} takes a function without arguments that makes it, not {factory!r}")
+    if name in _BUILT_IN or name in _factories:
+        raise UsageError(f"there is a backend called {name!r} already; register this one under another name")
+    _factories[name] = factory
+
+
 @cache
 def get_backend(name: str) -> Backend:
     """The backend called ``name``, the same object every time.
@@ -235,4 +258,7 @@ def get_backend(name: str) -> Backend:
         except ImportError as error:
             raise UsageError(f"backend 'ray' needs Ray ({error}): pip install 'bandmaster[ray]'") from error
         return RayBackend()
-    raise UsageError(f"no backend is called {name!r}; there are 'local', 'inprocess' and 'ray'")
+    if name in _factories:
+        return _factories[name]()
+    *known, last = map(repr, (*_BUILT_IN, *_factories))
+    raise UsageError(f"no backend is called {name!r}; there are {', '.join(known)} and {last}")

@@ -101,7 +101,7 @@ class LocalCrew(LaneCrew):
         self._zygote = zygote
         self._output = WorkerOutput(launch.cls.__name__)
         self.processes: dict[int, int] = {}
-        self.is_stopped = False
+        self.is_stopped = self._is_ended = False
         self.port = 0  # of the rendezvous
         self._devices = [_device_of(launch)] * len(launch.seats)
         ours: list[socket.socket] = []
@@ -149,7 +149,7 @@ class LocalCrew(LaneCrew):
 
     def stop(self, why: str = CLOSED) -> None:
         """Hang up, so that the workers end; kill those that do not."""
-        if self.is_stopped:
+        if self._is_ended:
             return
         self.is_stopped = True
         self.close_lanes(why)
@@ -160,6 +160,7 @@ class LocalCrew(LaneCrew):
             self._zygote.end(processes, 0.0)
             raise
         self._output.finish(timeout_s=2.0)
+        self._is_ended = True
 
     def _start_process(self, spawn: Spawn, rank: int) -> socket.socket:
         """Fork a worker; the controller's end of its lane."""

@@ -334,12 +334,15 @@ class LaneCrew:
                     self.deaths[rank] = Failure(FailureKind.DIED, why)
                     self._end(rank)
                 lane.close()
-            os.eventfd_write(self._wake, 1)  # closing alone would not wake who is blocked in the kernel
-            self._arrived.wait_for(lambda: self._reader is None, timeout=5.0)
-            self._poll.close()
-            os.close(self._wake)
+            if self._wake >= 0:  # else Ctrl-C came after that the last time
+                os.eventfd_write(self._wake, 1)  # closing alone would not wake who is blocked in the kernel
+            self._arrived.wait_for(lambda: self._reader in (None, threading.get_ident()), timeout=5.0)
             self._writer.close()
             self._arrived.notify_all()
+            wake, self._wake = self._wake, -1
+            if wake >= 0:
+                os.close(wake)
+            self._poll.close()
 
     def _wait_for_arrival(self, timeout_s: float | None) -> None:
         """Receive something, or let the thread that is receiving do it; the lock is held, but not while blocked."""

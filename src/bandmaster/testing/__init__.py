@@ -1,0 +1,51 @@
+"""What tests of your own workers, and of backends of your own, can build on; `docs/testing.md` has the tour.
+
+`BackendContract` needs pytest; the rest needs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bandmaster.errors import UsageError
+from bandmaster.testing.belongings import Standing, standing
+from bandmaster.testing.faults import BadResult, Delay, Exit, FailToUnpickle, Fault, Hang, Kill, Raise
+from bandmaster.testing.faulty import with_faults
+from bandmaster.testing.leaks import LeakError, no_leaks
+
+if TYPE_CHECKING:
+    from bandmaster.testing.contract import BackendContract
+
+__all__ = [
+    "BackendContract",
+    "BadResult",
+    "Delay",
+    "Exit",
+    "FailToUnpickle",
+    "Fault",
+    "Hang",
+    "Kill",
+    "LeakError",
+    "Raise",
+    "Standing",
+    "no_leaks",
+    "standing",
+    "with_faults",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "BackendContract":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import pytest
+    except ImportError as error:
+        raise UsageError(f"BackendContract is a suite for pytest ({error}): pip install pytest") from error
+    import sys
+
+    module = "bandmaster.testing.contract"
+    if module not in sys.modules:
+        pytest.register_assert_rewrite(module)  # so that an assertion that fails shows its values
+    from bandmaster.testing.contract import BackendContract
+
+    return BackendContract

@@ -1,0 +1,168 @@
+"""What a process has that it could leave behind, from /proc and Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from bandmaster.backends import get_backend
+
+__all__ = ["KINDS", "Standing", "is_connected_to_ray", "standing"]
+
+KINDS = ("threads", "processes", "descriptors", "segments", "placements")
+
+_SEGMENT = "/memfd:bandmaster "  # a worker's desk has a longer name
+_ZYGOTE_WATCH = "bandmaster-zygote-watch"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a process has at one moment.
+
+    Attributes:
+        threads: Names of its Python threads.
+        processes: Its descendants, but for those of Ray: command lines by pid and start, in ticks since the boot.
+        descriptors: Targets of its descriptors, as the kernel shows them, by number; without the segments.
+        segments: Those of memory that is shared with workers.
+        placements: Names of Ray's placement groups by their ids, if this process is connected to a Ray.
+    """
+
+    threads: tuple[str, ...]
+    processes: Mapping[tuple[int, int], str]
+    descriptors: Mapping[int, str]
+    segments: Mapping[int, str]
+    placements: Mapping[str, str]
+
+    def beyond(self, before: Standing, kinds: Collection[str] = KINDS) -> dict[str, list[str]]:
+        """What is there that was not, in words, by kind; kinds of which there is nothing are left out.
+
+        Of threads of one name, descriptors and segments there may be others than before, but not more.
+        """
+        found = {
+            "threads": sorted((Counter(self.threads) - Counter(before.threads)).elements()),
+            "processes": [f"pid {p[0]}: {self.processes[p]}" for p in sorted(self.processes.keys() - before.processes)],
+            "descriptors": _more(self.descriptors, before.descriptors),
+            "segments": _more(self.segments, before.segments),
+            "placements": [name for key, name in self.placements.items() if key not in before.placements],
+        }
+        return {kind: found[kind] for kind in KINDS if kind in kinds and found[kind]}
+
+
+def standing() -> Standing:
+    """What this process has now.
+
+    Example:
+        >>> before = standing()
+        >>> file = open("/dev/null")
+        >>> list(standing().beyond(before))
+        ['descriptors']
+        >>> file.close()
+        >>> standing().beyond(before)
+        {}
+    """
+    zygote = _zygote()
+    targets = {fd: target for fd, target in _descriptors() if fd not in zygote.descriptors}
+    threads = [thread.name for thread in threading.enumerate()]
+    if _ZYGOTE_WATCH in threads:
+        threads.remove(_ZYGOTE_WATCH)
+    return Standing(
+        threads=tuple(threads),
+        processes={process: command for process, command in _descendants() if process[0] != zygote.pid},
+        descriptors={fd: target for fd, target in targets.items() if not target.startswith(_SEGMENT)},
+        segments={fd: target for fd, target in targets.items() if target.startswith(_SEGMENT)},
+        placements=dict(_placements()),
+    )
+
+
+def is_connected_to_ray() -> bool:
+    """Whether this process is."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def _more(now: Mapping[int, str], before: Mapping[int, str]) -> list[str]:
+    """Descriptors that are new, if there are more than before."""
+    if len(now) <= len(before):
+        return []
+    return [f"{fd} -> {target}" for fd, target in now.items() if before.get(fd) != target]
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, as that of the listing is
+            yield int(fd), os.readlink(f"/proc/self/fd/{fd}")
+
+
+class _Process(NamedTuple):
+    pid: int
+    parent: int
+    start: int
+    name: str
+
+
+def _descendants() -> Iterator[tuple[tuple[int, int], str]]:
+    """Pid and start of each, and its command line; those of Ray's are Ray's."""
+    children: dict[int, list[_Process]] = {}
+    for process in _all_processes():
+        children.setdefault(process.parent, []).append(process)
+    found = list(children.get(os.getpid(), ()))
+    while found:
+        process = found.pop()
+        yield (process.pid, process.start), _command(process)
+        if process.name != "raylet":
+            found += children.get(process.pid, ())
+
+
+def _all_processes() -> Iterator[_Process]:
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError):
+                before, _, after = (path / "stat").read_text().rpartition(")")
+                fields = after.split()  # from the third on, see proc(5)
+                yield _Process(int(path.name), int(fields[1]), int(fields[19]), before.partition("(")[2])
+
+
+def _command(process: _Process) -> str:
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        if words:
+            return words
+    return f"[{process.name}], which has ended and was not waited for"
+
+
+class _Zygote(NamedTuple):
+    pid: int = 0
+    descriptors: frozenset[int] = frozenset()
+
+
+def _zygote() -> _Zygote:
+    """That of this process, if it has one, with the controller's descriptors for it."""
+    module = sys.modules.get("bandmaster.backends.local")
+    zygote = get_backend("local")._zygote if module is not None else None  # type: ignore[attr-defined]
+    if zygote is None or zygote.owner_pid != os.getpid():
+        return _Zygote()
+    watched = f"Pid:\t{zygote._process.pid}\n"
+    descriptors = {fd for fd, target in _descriptors() if "[pidfd]" in target and watched in _information(fd)}
+    return _Zygote(zygote._process.pid, frozenset({*descriptors, zygote._control.fileno()}))
+
+
+def _information(fd: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/self/fdinfo/{fd}").read_text()
+    return ""
+
+
+def _placements() -> Iterator[tuple[str, str]]:
+    """Id and name of each placement group that stands."""
+    if is_connected_to_ray():
+        for group in sys.modules["ray"].util.placement_group_table().values():
+            if group["state"] != "REMOVED":
+                key = group["placement_group_id"]
+                yield key, f"{group['name'] or 'unnamed'} {key}, {group['state']}, {len(group['bundles'])} places"

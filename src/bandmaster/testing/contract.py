@@ -1,0 +1,278 @@
+"""What every backend has to do, as a suite for pytest: laws 1 to 9 of the library in small examples, and its end.
+
+::
+
+    class TestMine(BackendContract):
+        backend = "mine"              # as `register_backend` knows it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from bandmaster.errors import (
+    ArgumentError,
+    CallCancelled,
+    CallTimeout,
+    ClosedError,
+    CollectError,
+    ConstructorError,
+    RemoteError,
+    WorkerDied,
+)
+from bandmaster.group import WorkerGroup
+from bandmaster.mesh import Mesh
+from bandmaster.pool import ResourcePool
+from bandmaster.testing.faults import BadResult, FailToUnpickle, Fault, Kill, Raise
+from bandmaster.testing.faulty import with_faults
+from bandmaster.testing.leaks import no_leaks
+from bandmaster.testing.workers import Behaves, Counted, Echo, FailsToStart, Keeps, Notes, Restarts
+from bandmaster.worker import Worker
+
+__all__ = ["BackendContract"]
+
+SMALL, LARGE = 4, 200_000  # numbers in an array: one that may travel inside a message, and one that may not
+MESHES = [Mesh(dp=1), Mesh(dp=3), Mesh(pp=1, dp=2, tp=2), Mesh(pp=2, dp=2, tp=1)]
+ROWS = [0, 1, 2, 3, 10]
+
+
+class BackendContract:
+    """Subclass it under a name that pytest collects, and say which backend is meant.
+
+    Attributes:
+        backend: Its name.
+        pool_options: Further arguments of every `ResourcePool`.
+        has_processes: Whether workers have processes of their own, so that one can die, and hang while others work.
+        can_replace: Whether one rank can be replaced.
+        timeout_s: How long any call may take, and the constructors of a group.
+    """
+
+    backend: ClassVar[str]
+    pool_options: ClassVar[Mapping[str, Any]] = {}
+    has_processes: ClassVar[bool] = True
+    can_replace: ClassVar[bool] = True
+    timeout_s: ClassVar[float] = 60.0
+
+    @contextlib.contextmanager
+    def group(self, where: int | Mesh, cls: type[Worker], *args: Any, **kwargs: Any) -> Iterator[WorkerGroup]:
+        """A group on a pool of its own; both are closed."""
+        mesh = Mesh(dp=where) if isinstance(where, int) else where
+        with ResourcePool([mesh.size], backend=self.backend, **self.pool_options) as pool:
+            group = WorkerGroup(pool, cls, *args, mesh=mesh, start_timeout_s=self.timeout_s, **kwargs)
+            group.set_default_options(timeout=self.timeout_s)
+            yield group
+
+    # --- 1 and 6: what goes out comes back, whole and in order ---
+
+    @pytest.mark.parametrize("mesh", MESHES, ids=repr)
+    def test_an_identity_method_gives_back_what_it_was_given(self, mesh: Mesh) -> None:
+        """For any number of rows, arrays, lists and dicts."""
+        with self.group(mesh, Echo) as group:
+            for rows in ROWS:
+                array = np.arange(rows * 3, dtype="f4").reshape(rows, 3)
+                for method in [group.over_dp, group.over_3d] if "pp" in mesh.axis_names else [group.over_dp]:
+                    back = method({"array": array, "names": [f"row {i}" for i in range(rows)]})
+                    assert back["array"].dtype == array.dtype
+                    assert back["array"].shape == array.shape
+                    assert (back["array"] == array).all()
+                    assert back["names"] == [f"row {i}" for i in range(rows)]
+            large = np.arange(LARGE)
+            assert (group.over_dp(large) == large).all()
+
+    def test_rows_come_back_in_the_order_they_went_out(self) -> None:
+        """And went to the ranks in their order."""
+        with self.group(3, Echo) as group:
+            assert group.who_has(list(range(7))) == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 2), (6, 2)]
+
+    # --- 2: values are isolated ---
+
+    @pytest.mark.parametrize("n", [SMALL, LARGE])
+    def test_what_a_worker_receives_is_its_own(self, n: int) -> None:
+        """It may write to it; neither the caller nor another worker sees that, nor does the next call."""
+        with self.group(2, Keeps) as group:
+            array, items = np.ones(n), ["the caller's"]
+            for _ in range(3):
+                assert group.overwrite(array, items) == [n, n]
+            assert (array == 1).all()
+            assert items == ["the caller's"]
+
+    @pytest.mark.parametrize("n", [SMALL, LARGE])
+    def test_what_the_caller_receives_is_its_own(self, n: int) -> None:
+        """It may write to it, and to what it gave away."""
+        with self.group(2, Keeps) as group:
+            given = np.ones(n)
+            group.keep(given)
+            given[:] = 2
+            first, second = group.show()
+            first[:] = 3
+            assert (second == 1).all()
+            assert all((kept == 1).all() for kept in group.show())
+
+    def test_a_call_keeps_the_values_it_was_sent_with(self) -> None:
+        """The caller may change them as soon as it was sent."""
+        with self.group(2, Behaves) as group:
+            array = np.ones(LARGE)
+            futures = [group.sum_of.submit(array)]
+            array[:] = 2
+            futures.append(group.sum_of.submit(array))
+            assert [future.result() for future in futures] == [[LARGE] * 2, [2 * LARGE] * 2]
+
+    # --- 3 and 4: nothing is encoded twice, or for nobody ---
+
+    def test_a_payload_is_encoded_once_however_many_ranks_read_it(self) -> None:
+        """One for all, and the same one for each."""
+        with self.group(3, Behaves) as group:
+            for call in (group.knows, lambda value: group.knows_its_own([value] * 3)):
+                Counted.n_pickled = 0
+                assert call(Counted()) == [True] * 3
+                assert Counted.n_pickled == 1
+
+    def test_a_rank_that_is_not_collected_does_not_encode_its_value(self) -> None:
+        """It may return what cannot be pickled."""
+        with self.group(Mesh(dp=2, tp=2), Behaves) as group:
+            assert group.only_first_of_tp() == [0, 2]
+
+    # --- 5: order ---
+
+    def test_calls_run_in_the_order_of_submission(self) -> None:
+        """Small and large ones, sync and async."""
+        with self.group(2, Notes) as group:
+            for entry in range(0, 30, 3):
+                group.note.submit(entry)
+                group.note_with.submit(entry + 1, np.ones(LARGE))
+                group.note_later.submit(entry + 2)
+            assert group.read() == [list(range(30))] * 2
+
+    # --- 7 and 8: mistakes and failures are told where they are made ---
+
+    def test_mistakes_are_errors_before_anything_is_sent(self) -> None:
+        """Neither rank has heard of the call."""
+        with self.group(2, Notes) as group:
+            with pytest.raises(ArgumentError, match="entry"):
+                group.note()
+            with pytest.raises(ArgumentError, match="pickled"):
+                group.note(n for n in range(3))
+            assert group.read() == [[], []]
+
+    def test_a_constructor_that_fails_names_rank_host_and_cause(self) -> None:
+        """It frees those that wait in theirs, and the places can be used again."""
+        with ResourcePool([2], backend=self.backend, **self.pool_options) as pool:
+            start = time.monotonic()
+            with pytest.raises(ConstructorError, match=r"rank 1.*no such weights") as caught:
+                WorkerGroup(pool, FailsToStart, 1, self.has_processes, start_timeout_s=self.timeout_s)
+            assert time.monotonic() - start < self.timeout_s
+            assert caught.value.rank == 1
+            assert isinstance(caught.value.__cause__, KeyError)
+            host = caught.value.failures[1].host
+            assert host and re.search(rf"rank 1 \(dp=1, host {re.escape(host)}", str(caught.value))
+            if not self.has_processes:
+                assert host == socket.gethostname()
+            assert WorkerGroup(pool, Behaves).echo(1) == [1, 1]
+
+    # --- 9: every wait ends ---
+
+    @pytest.mark.parametrize(
+        ("fault", "error"),
+        [
+            (Raise(1, 2, error=ValueError("boom")), RemoteError),
+            (BadResult(1, 2), CollectError),
+            (FailToUnpickle(1, 2), CollectError),
+        ],
+        ids=lambda value: type(value).__name__ if isinstance(value, Fault) else "",
+    )
+    def test_a_rank_that_fails_is_named_and_the_group_stays_usable(self, fault: Fault, error: type[Exception]) -> None:
+        """Rank 1, and no other."""
+        with self.group(3, with_faults(Behaves, fault)) as group:
+            assert group.echo(1) == [1, 1, 1]
+            with pytest.raises(error, match=r"Behaves.echo failed on rank 1 \(dp=1") as caught:
+                group.echo(2)
+            assert list(caught.value.failures) == [1]  # type: ignore[attr-defined]  # all of them have it
+            assert group.echo(3) == [3, 3, 3]
+
+    def test_a_rank_that_dies_is_named(self) -> None:
+        """By the call that waits, and by those after it."""
+        self._needs_processes()
+        with self.group(3, with_faults(Behaves, Kill(1, 2))) as group:
+            assert group.echo(1) == [1, 1, 1]
+            for _ in range(2):
+                with pytest.raises(WorkerDied, match=r"Behaves.echo lost its process on rank 1 \(dp=1"):
+                    group.echo(2)
+            assert not group.healthy
+
+    def test_a_rank_that_fails_frees_the_others(self) -> None:
+        """They are interrupted, and the group stays usable."""
+        self._needs_processes()
+        with self.group(3, Behaves) as group:
+            with pytest.raises(RemoteError, match=r"on rank 1 ") as caught:
+                group.wait_on([0, 2], raising=[1])
+            assert isinstance(caught.value.__cause__, ValueError)
+            assert group.echo(1) == [1, 1, 1]
+
+    def test_a_timeout_shows_where_the_ranks_are_and_the_call_can_be_given_up(self) -> None:
+        """The group stays usable."""
+        self._needs_processes()
+        with self.group(3, Behaves) as group:
+            with pytest.raises(CallTimeout) as caught:
+                group.wait_on.options(timeout=0.5)([0, 2], raising=[])
+            assert caught.value.missing == (0, 2)
+            assert set(caught.value.stacks) == {0, 2}
+            assert all("in wait_on" in stack for stack in caught.value.stacks.values())
+            assert caught.value.future.cancel()
+            with pytest.raises(CallCancelled):
+                caught.value.future.result()
+            assert group.echo(1) == [1, 1, 1]
+
+    # --- and its end ---
+
+    def test_closing_leaves_nothing_and_can_be_done_twice(self) -> None:
+        """Also when a worker is busy."""
+        with self.group(1, Behaves):
+            pass  # what the backend makes once and keeps is there from here on
+        with no_leaks(), ResourcePool([2], backend=self.backend, **self.pool_options) as pool:
+            groups = [WorkerGroup(pool, Behaves), WorkerGroup(pool, Behaves)]
+            groups[0].sum_of(np.ones(LARGE))
+            if self.has_processes:
+                groups[1].wait_on.submit([0], raising=[])
+            for group in groups:
+                group.close()
+                group.close()
+                with pytest.raises(ClosedError):
+                    group.echo(1)
+                assert not group.healthy
+            assert WorkerGroup(pool, Behaves).echo(1) == [1, 1]
+
+    def test_workers_have_processes_or_have_not(self) -> None:
+        """As ``has_processes`` says."""
+        with self.group(2, Behaves) as group:
+            assert len(set(group.process())) == (2 if self.has_processes else 1)
+
+    def test_a_group_can_be_restarted(self) -> None:
+        """Constructors get their arguments again, and ``on_restart`` the state."""
+        with self.group(2, Restarts, start=10) as group:
+            assert group.add(5) == [15, 15]
+            group.restart(state="state")
+            assert group.add(1) == [11, 11]
+            assert group.heard() == [["state"]] * 2
+            assert group.healthy
+
+    def test_a_rank_can_be_replaced(self) -> None:
+        """The others stay as they are, and all are told."""
+        if not self.can_replace:
+            pytest.skip("can_replace is False")
+        with self.group(2, Restarts, start=10) as group:
+            assert group.add(5) == [15, 15]
+            group.replace(1, state="state")
+            assert group.add(1) == [16, 11]
+            assert group.heard() == [[(1, "state")]] * 2
+
+    def _needs_processes(self) -> None:
+        if not self.has_processes:
+            pytest.skip("has_processes is False")
