@@ -20,6 +20,9 @@ lint: $(VENV)/.dev
 soak: $(VENV)/.dev  ## random faults for ten minutes: no leak, no hang, no wrong result
 	$(BIN)/python tests/soak.py $(SOAK_OPTIONS)
 
+soak: $(VENV)/.dev  ## random groups, calls and faults for ten minutes; SOAK_OPTIONS='--minutes 60 --seed 7'
+	$(BIN)/python tests/soak.py $(SOAK_OPTIONS)
+
 # Every peer in an environment of its own, torch first in each; one that cannot be installed is reported as absent.
 BENCH := .bench
 BENCH_ENVIRONMENTS := $(addprefix $(BENCH)/.,bandmaster monarch verl)

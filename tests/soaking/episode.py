@@ -33,7 +33,7 @@ class Episode:
     def run(self):
         self.soak.watchdog.recent.append(f"--- {self.backend}, {self.mesh!r}, {self.faults}")
         with bm.ResourcePool([self.mesh.size], backend=self.backend, max_colocate_count=1) as pool:
-            if self.may("fail to start", 0.1):
+            if self.may("fail to start", 0.05):
                 self.fail_to_start(pool)
             if self.may("interrupt start", 0.1):
                 self.interrupt_start(pool)

@@ -90,7 +90,7 @@ def misbehave(how):
 
 def random_array(rng):
     nbytes = int(2 ** rng.uniform(0, 23 if rng.random() < 0.2 else 16))
-    dtype = np.dtype(rng.choice(["u1", "i8", "f4", "c16", "?"]))
+    dtype = np.dtype(rng.choice(["u1", "i8", "f4", "c16", ">i4", "?"]))
     n_rows = rng.choice([0, 1, 2, 3, rng.randrange(4, 100)])
     width = max(1, nbytes // max(1, n_rows) // dtype.itemsize)
     array = np.frombuffer(rng.randbytes(n_rows * width), "u1").reshape(n_rows, width) & 1
