@@ -41,7 +41,8 @@ def ray_cluster():
     ray.shutdown()
 
 
-collect_ignore_glob = ["*_programs/*", "soak.py", "soaking/*"]  # run in processes of their own, and must not be imported for their doctests
+# Run in processes of their own, and must not be imported for their doctests.
+collect_ignore_glob = ["*_programs/*", "soak.py", "soaking/*"]
 
 BACKENDS = ["inprocess", "local", "ray"]
 

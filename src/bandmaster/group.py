@@ -267,9 +267,7 @@ class WorkerGroup:
         crew.look_for_deaths()
         others = [str(dead) for dead in crew.deaths if dead != rank]
         if others:
-            raise UsageError(
-                f"rank {', '.join(others)} is dead as well, and a single one can be replaced; use restart()"
-            )
+            raise UsageError(f"rank {', '.join(others)} is dead too, and one can be replaced at a time; use restart()")
         self._end_watches()
         get_backend(self._pool.backend).replace(crew, self._launch, rank)
         self._watch_again()

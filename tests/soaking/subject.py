@@ -48,7 +48,8 @@ class Subject(bm.Worker):
     def through_torch(self, array):
         import torch
 
-        return torch.from_numpy(array).clone().numpy()
+        native = array.astype(array.dtype.newbyteorder("="))  # torch takes no other
+        return torch.from_numpy(native).clone().numpy().astype(array.dtype)
 
     @register(Dispatch.ONE_TO_ALL)
     def misbehave_on(self, how_by_rank):
