@@ -91,7 +91,7 @@ class _RankError(BandmasterError, RuntimeError):
         self.failures = dict(sorted(failures.items(), key=lambda item: (*self._order(item[1]), item[0])))
         self.coordinates = {rank: dict((coordinates or {}).get(rank, {})) for rank in sorted(self.failures)}
         self.rank = next(iter(self.failures))
-        self.__cause__ = next((f.exception for f in self.failures.values() if f.exception is not None), None)
+        self.__cause__ = self.failures[self.rank].exception
         super().__init__("\n".join(self._message()))
 
     @staticmethod

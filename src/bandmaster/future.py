@@ -116,11 +116,14 @@ class Future(Generic[T]):
         timeout_s = self._call.limits().timeout if timeout is None else timeout
         if not self._settle(timeout_s):
             assert timeout_s is not None, "only a deadline ends the wait early"
-            missing = tuple(self._pending)
-            error = CallTimeout(self._call.method, missing, timeout_s, self._crew.stacks(missing))
-            error.future = self
-            raise error
+            raise self._late(timeout_s)
         return self._error
+
+    def _late(self, timeout_s: float) -> CallTimeout:
+        missing = tuple(self._pending)
+        error = CallTimeout(self._call.method, missing, timeout_s, self._crew.stacks(missing))
+        error.future = self
+        return error
 
     def done(self) -> bool:
         """Whether the result or the error is there."""
@@ -144,8 +147,10 @@ class Future(Generic[T]):
             return False
         self._is_cancelled = True
         self._release = self._release or Release(self._call.limits().grace)
-        self._release.begin(time.monotonic(), patience_s=0.0)
-        self._let_go()
+        now = time.monotonic()
+        self._release.begin(now, patience_s=0.0)
+        self._release.due(now)
+        self._crew.give_up(self._pending)
         if self._others is not None:
             self._others.keep(self)
         return True
@@ -169,7 +174,12 @@ class Future(Generic[T]):
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
         self.add_done_callback(lambda _: loop.call_soon_threadsafe(arrived.set))
-        yield from arrived.wait().__await__()
+        timeout_s = self._call.limits().timeout
+        try:
+            yield from asyncio.wait_for(arrived.wait(), timeout_s).__await__()
+        except asyncio.TimeoutError:
+            assert timeout_s is not None, "only a deadline ends the wait early"
+            raise self._late(timeout_s) from None
         return self.result()
 
     def _run_callbacks(self) -> None:
@@ -187,6 +197,7 @@ class Future(Generic[T]):
         """Read answers until all are there; False when the time is over before."""
         if self._is_done:
             return True
+        timeout = None if timeout is None or timeout > threading.TIMEOUT_MAX else max(0.0, timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
             return False
@@ -248,11 +259,19 @@ class Future(Generic[T]):
             if step is Step.INTERRUPT:
                 self._crew.give_up(self._pending)
             elif step is Step.END:
-                why = f"ended by the controller, as it had not stopped in time after {self._reason()}"
-                self._crew.end(list(self._pending), why)
+                self._end_the_stuck()
             else:
                 self._has_to_stop = True
         return self._release.next
+
+    def _end_the_stuck(self) -> None:
+        """End ranks that are at this call still; those that have stopped have answered, others have not come to it."""
+        assert self._release is not None, "it says that this is due"
+        self._take(self._crew.wait(list(self._pending.values()), 0.0))
+        if self._pending:
+            why = f"ended by the controller, as it had not stopped in time after {self._reason()}"
+            self._crew.end(self._pending, why)
+            self._release.put_off_the_end(time.monotonic())
 
     def _reason(self) -> str:
         if self._failures:
@@ -322,9 +341,18 @@ class OpenCalls:
         self._calls.append(weakref.ref(call))
         self._newest = call
 
-    def give_up_newest(self) -> None:
-        """Ctrl-C came while the newest call was waited for, or before anybody had its future."""
-        if self._newest is not None:
+    @property
+    def newest(self) -> Future[Any] | None:
+        """The call that was sent last, if it is not done."""
+        return self._newest
+
+    def give_up_newest(self, but: Future[Any] | None) -> None:
+        """Ctrl-C came while the newest call was waited for, or before anybody had its future.
+
+        Args:
+            but: The newest when that call began, which it was not about.
+        """
+        if self._newest is not None and self._newest is not but:
             self._newest.cancel()
 
     def done(self, call: Future[Any]) -> None:
@@ -348,7 +376,7 @@ class OpenCalls:
                 break
             if call is not None:
                 moments.append(call._tend())
-        self._kept = {call for call in self._kept if not call._is_done}
+        self._kept = {call for call in list(self._kept) if not call._is_done}
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _forget_done(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import random
 import string
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -90,6 +91,7 @@ class WorkerGroup:
         self._n_forks = n_forks()
         self._options: dict[str, float | None] = {}
         self._infos: dict[str, CallInfo] = {}  # by method
+        self._life = threading.RLock()  # one restart or replacement at a time
         self._open_calls = OpenCalls()
         self._finalizer: weakref.finalize[Any, WorkerGroup] | None = None
         constructor = encode_constructor(cls, args, kwargs)
@@ -226,6 +228,10 @@ class WorkerGroup:
             RemoteError: ``on_restart`` raised.
             ClosedError: The group was closed.
         """
+        with self._life:
+            self._restart(state)
+
+    def _restart(self, state: Any) -> None:
         crew, hook = self._open_crew(), self._hook("on_restart", state)
         parcel = Packed((everywhere(self._bind(hook, (state,), {}), self.world_size),)) if hook else None
         self._end_watches()
@@ -264,13 +270,17 @@ class WorkerGroup:
                 "on_replace(self, rank, state), or restart() the whole group"
             )
         parcel = Packed((everywhere(self._bind("on_replace", (rank, state), {}), self.world_size),))
+        with self._life:
+            self._replace(crew, rank, parcel)
+
+    def _replace(self, crew: Crew, rank: int, parcel: Packed) -> None:
         crew.look_for_deaths()
         others = [str(dead) for dead in crew.deaths if dead != rank]
         if others:
             raise UsageError(f"rank {', '.join(others)} is dead too, and one can be replaced at a time; use restart()")
         self._end_watches()
         get_backend(self._pool.backend).replace(crew, self._launch, rank)
-        self._watch_again()
+        self._watches = [watch.again(crew) for watch in self._watches]
         self._submit("on_replace", parcel, Gather()).result()
 
     def _hook(self, name: str, state: Any) -> str | None:
@@ -396,9 +406,9 @@ class WorkerGroup:
         calls = self._encode(method, packed, ranks or self._ranks, collected, Reply.VALUE)
         tickets: dict[int, Any] = {}
         future = Future(crew, tickets, conclude, call, self._open_calls)
-        self._open_calls.add(future)
         try:
             with future.while_sent():
+                self._open_calls.add(future)
                 crew.call(calls, tickets)
         except BaseException:  # Ctrl-C: the ranks that were asked must not wait for those that were not
             future.cancel()

@@ -78,11 +78,12 @@ class GroupMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method as it was registered; a `Future` if that was with ``blocking=False``."""
+        before = self._group._open_calls.newest
         try:
             future = self.submit(*args, **kwargs)
             return future.result() if self._spec.registration.is_blocking else future
         except KeyboardInterrupt:  # nobody has the future, so nobody could give the call up later
-            self._group._open_calls.give_up_newest()
+            self._group._open_calls.give_up_newest(but=before)
             raise
 
     def options(self, **options: float | None) -> GroupMethod:

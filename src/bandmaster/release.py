@@ -47,8 +47,6 @@ class Release:
     def begin(self, now: float, patience_s: float = PATIENCE_S) -> None:
         """There is one from now on; a sooner plan stays."""
         self._by(Step.INTERRUPT, now + patience_s)
-        if self._grace_s is not None:
-            self._by(Step.END, now + patience_s + self._grace_s)
 
     def after_a_death(self, now: float) -> None:
         """A rank has died."""
@@ -60,8 +58,16 @@ class Release:
         for step in Step:
             if step in self._plan and step not in self._done and self._plan[step] <= now:
                 self._done.add(step)
+                if step is Step.INTERRUPT:
+                    self.put_off_the_end(now)  # the grace begins when they are really interrupted
                 return step
         return None
+
+    def put_off_the_end(self, now: float) -> None:
+        """The grace begins now, for the first time or again: a rank has not come to the call yet, say."""
+        if self._grace_s is not None:
+            self._done.discard(Step.END)
+            self._plan[Step.END] = now + self._grace_s
 
     @property
     def next(self) -> float | None:

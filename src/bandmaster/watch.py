@@ -48,7 +48,8 @@ class DeathWatch:
                     close_all.callback(os.close, process)
                     poll.register(process, select.POLLIN)
             while not (self._crew.deaths or self._crew.is_stopped or self._is_over):
-                poll.poll(LOOK_S * 1000)
+                for process, _ in poll.poll(LOOK_S * 1000):
+                    poll.unregister(process)  # it has ended; the crew will know in a moment
                 if not self._crew.is_stopped:
                     self._crew.look_for_deaths()
         deaths = dict(self._crew.deaths)

@@ -101,6 +101,15 @@ class Faulty(bm.Worker):
         return self.rank
 
     @register(Dispatch.ONE_TO_ALL)
+    def tidy_badly(self, raising):
+        if self.rank in raising:
+            raise ValueError("the first cause")
+        try:
+            time.sleep(300)
+        finally:
+            raise RuntimeError("no way to tidy up")
+
+    @register(Dispatch.ONE_TO_ALL)
     def all_reduce(self, raising):
         import torch
         import torch.distributed as dist
@@ -303,3 +312,40 @@ def test_options_that_make_no_sense(group):
         with pytest.raises(bm.UsageError):
             bm.set_default_options(**wrong)
     assert group.echo.options(timeout=5, grace=None)(1) == [1, 1, 1]
+
+
+@pytest.mark.own_processes
+def test_ranks_that_stopped_when_they_were_told_are_not_ended_later(group):
+    before = group.echo(1)
+    future = group.spin_on.options(grace=0.2).submit([0, 1, 2])
+    assert future.cancel()
+    time.sleep(1)  # longer than the grace: nobody looks meanwhile
+    with pytest.raises(CallCancelled):
+        future.result()
+    assert group.echo(1) == before
+
+
+@pytest.mark.own_processes
+def test_a_rank_that_has_not_come_to_a_call_that_failed_is_not_ended(group):
+    earlier = group.sleep_on.submit([2], seconds=2)
+    with pytest.raises(RemoteError, match="rank 0"):
+        group.raise_on.options(grace=0.1)([0])
+    assert earlier.result(timeout=20) == [0, 1, 2]
+    assert group.echo(1) == [1, 1, 1]
+
+
+@pytest.mark.own_processes
+def test_an_error_while_tidying_up_after_an_interruption_is_not_the_cause(group):
+    with pytest.raises(RemoteError, match=r"rank 1 .*the first cause") as caught:
+        group.tidy_badly(raising=[1])
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.own_processes
+def test_awaiting_a_call_has_its_timeout(group):
+    async def wait():
+        return await group.sleep_on.options(timeout=0.3).submit([1])
+
+    with pytest.raises(CallTimeout, match=r"after 0\.3 s") as caught:
+        asyncio.run(wait())
+    caught.value.future.cancel()

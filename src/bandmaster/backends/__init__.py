@@ -167,8 +167,8 @@ class Crew(Protocol):
     def stacks(self, ranks: Sequence[int]) -> Mapping[int, str]:
         """Where ranks are: their Python stacks, innermost frame last; without those that cannot be had."""
 
-    def end(self, ranks: Sequence[int], why: str) -> None:
-        """End the processes of ranks; `deaths` will say why."""
+    def end(self, tickets: Mapping[int, Any], why: str) -> None:
+        """End the processes of ranks that are at these calls, not those that have not come to them yet."""
 
     def look_for_deaths(self) -> None:
         """Notice deaths that nobody has waited for."""

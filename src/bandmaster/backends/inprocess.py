@@ -101,7 +101,7 @@ class InProcessCrew:
         """Nobody is anywhere."""
         return {}
 
-    def end(self, ranks: Sequence[int], why: str) -> None:
+    def end(self, tickets: Mapping[int, Any], why: str) -> None:
         """Nobody can be ended alone."""
 
     def look_for_deaths(self) -> None:

@@ -18,7 +18,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class LocalBackend(MachineBackend):
         try:
             _construct(crew, launch, [rank])
         except BaseException:
-            crew.end([rank], "ended by the controller, as it could not be constructed")
+            crew.kill([rank], "ended by the controller, as it could not be constructed")
             crew.bury(rank)
             raise
 
@@ -139,13 +139,14 @@ class LocalCrew(LaneCrew):
 
     def start_again(self, launch: Launch, rank: int) -> None:
         """A new process for a rank; the old one is ended if it still runs."""
-        self.end([rank], "ended by the controller, to be replaced")
+        self.kill([rank], "ended by the controller, to be replaced")
         self.bury(rank)
-        self.remove_lane(rank)
         mine = self._start_process(_spawn_of(launch, rank), rank)
+        pid = self.processes[rank]
         self._output.start()
-        self._handles[rank] = LocalWorker(launch.worker_names[rank], rank, self.processes[rank])
-        self.add_lane(rank, mine, self.processes[rank])
+        self._handles[rank] = LocalWorker(launch.worker_names[rank], rank, pid)
+        self.remove_lane(rank)
+        self.add_lane(rank, mine, pid)
 
     def stop(self, why: str = CLOSED) -> None:
         """Hang up, so that the workers end; kill those that do not."""
@@ -173,8 +174,12 @@ class LocalCrew(LaneCrew):
             self.processes[rank] = self._zygote.spawn(spawn, [theirs.fileno(), *writers])
         return mine
 
-    def end(self, ranks: Sequence[int], why: str) -> None:
-        """Kill them, with all processes that they started."""
+    def end(self, tickets: Mapping[int, Any], why: str) -> None:
+        """Kill those that are at these calls, with all processes that they started."""
+        self.kill([rank for rank, ticket in tickets.items() if self.is_at(rank, ticket)], why)
+
+    def kill(self, ranks: Sequence[int], why: str) -> None:
+        """Kill ranks, whatever they do."""
         for rank in ranks:
             self.note_end(rank, why)
         self._zygote.end([self.processes[rank] for rank in ranks], 0.0)

@@ -133,14 +133,14 @@ class RayBackend:
 
     def replace(self, crew: RayCrew, launch: Launch, rank: int) -> None:
         """Start a new actor on a seat, and construct it."""
-        crew.end([rank], "ended by the controller, to be replaced")
+        crew.kill([rank], "ended by the controller, to be replaced")
         crew.bury(rank)
         crew.actors[rank] = self._start_actor(replace(launch, is_again=True), rank)
         crew.revive(rank)
         try:
             _construct(crew, launch, [rank])
         except BaseException:
-            crew.end([rank], "ended by the controller, as it could not be constructed")
+            crew.kill([rank], "ended by the controller, as it could not be constructed")
             crew.bury(rank)
             raise
 

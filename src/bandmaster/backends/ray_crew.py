@@ -182,8 +182,13 @@ class RayCrew:
                     texts[rank] = found[pid]
         return texts
 
-    def end(self, ranks: Sequence[int], why: str) -> None:
-        """Kill the actors."""
+    def end(self, tickets: Mapping[int, Any], why: str) -> None:
+        """Kill the actors; of calls by Ray's own means it is not known whether an actor has come to them."""
+        lanes = self._lanes
+        self.kill([r for r, t in tickets.items() if not isinstance(t, Ticket) or (lanes and lanes.is_at(r, t))], why)
+
+    def kill(self, ranks: Sequence[int], why: str) -> None:
+        """Kill actors, whatever they do."""
         for rank in ranks:
             self._ended.setdefault(rank, why)
             if self._lanes is not None:

@@ -165,10 +165,14 @@ class LaneCrew:
                 if rank in self.deaths:
                     self._finish(ticket, self.deaths[rank], is_failure=True)
                     continue
-                for segment in segments:
-                    self._writer.lend(segment, rank)
-                self._pending[rank].append(ticket)
-                self._send_or_queue(rank, (message, segments, ticket))
+                try:
+                    for segment in segments:
+                        self._writer.lend(segment, rank)
+                    self._pending[rank].append(ticket)
+                    self._send_or_queue(rank, (message, segments, ticket))
+                except BaseException:  # Ctrl-C
+                    self._lose(rank, ticket)
+                    raise
 
     def _send_or_queue(self, rank: int, outgoing: _Outgoing) -> None:
         """Send a message, or have it sent once the worker reads again; it gets its messages in order."""
@@ -253,6 +257,12 @@ class LaneCrew:
         """The Python stacks of ranks, as far as they can be had."""
         texts = desk.stacks([self.processes[rank] for rank in ranks])
         return {rank: texts[self.processes[rank]] for rank in ranks if self.processes[rank] in texts}
+
+    def is_at(self, rank: int, ticket: Ticket) -> bool:
+        """Whether a worker has come to a call: it answers them in order."""
+        with self._lock:
+            pending = self._pending.get(rank)
+            return bool(pending) and pending[0] is ticket  # type: ignore[index]  # it is not None
 
     def note_end(self, rank: int, why: str) -> None:
         """The process of a rank is ended on purpose: when its lane breaks, that is why."""

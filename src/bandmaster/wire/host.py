@@ -75,7 +75,7 @@ class WorkerHost:
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
         """Describe what was raised in this worker."""
         failure = Failure.of(error, kind, self._device)
-        if isinstance(error, Interrupted):
+        if _follows_interruption(error):
             return replace(failure, kind=FailureKind.CANCELLED, summary="interrupted by the controller")
         return failure
 
@@ -101,6 +101,13 @@ class WorkerHost:
         assert self.rendezvous is not None, "who calls this has looked"
         if self.rendezvous.hand_over():
             self.rendezvous = None
+
+
+def _follows_interruption(error: BaseException | None) -> bool:
+    """Whether it is one, or was raised while the method tidied up after one."""
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return error is not None
 
 
 class _EventLoopThread:
