@@ -17,9 +17,6 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-soak: $(VENV)/.dev  ## random faults for ten minutes: no leak, no hang, no wrong result
-	$(BIN)/python tests/soak.py $(SOAK_OPTIONS)
-
 soak: $(VENV)/.dev  ## random groups, calls and faults for ten minutes; SOAK_OPTIONS='--minutes 60 --seed 7'
 	$(BIN)/python tests/soak.py $(SOAK_OPTIONS)
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 import time
 from types import SimpleNamespace
@@ -16,6 +17,9 @@ settings.register_profile("default", deadline=None, derandomize=bool(os.environ.
 settings.load_profile("default")
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray's next version does by itself
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job, and so in what tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 N_FAKE_GPUS = 8  # what Ray is told it has, so that GPU placement can be tried anywhere
 
