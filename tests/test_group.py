@@ -269,6 +269,47 @@ def test_registered_batch_types_are_split_and_joined(make_group):
     assert group.upper(Prompts(["a", "b", "c"])).texts == ["A0", "B0", "C1"]
 
 
+class Fragile(bm.Worker):
+    def __init__(self, refusal):
+        if refusal.exists():
+            raise ValueError("not now")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+    def on_replace(self, rank, state):
+        pass
+
+
+def test_a_rank_that_could_not_be_replaced_is_dead_until_it_is(make_group, tmp_path):
+    group = make_group(2, Fragile, tmp_path / "refusal")
+    (tmp_path / "refusal").touch()
+    with pytest.raises(bm.ConstructorError, match=r"rank 1 .*not now"):
+        group.replace(1)
+    assert not group.healthy
+    with pytest.raises(bm.WorkerDied, match=r"rank 1 .*could not be constructed"):
+        group.echo(1)
+    (tmp_path / "refusal").unlink()
+    group.replace(1)
+    assert group.healthy
+    assert group.echo(1) == [1, 1]
+
+
+def test_a_group_that_could_not_be_restarted_is_dead_until_it_is(make_group, tmp_path):
+    group = make_group(2, Fragile, tmp_path / "refusal")
+    (tmp_path / "refusal").touch()
+    with pytest.raises(bm.ConstructorError, match="not now"):
+        group.restart()
+    assert not group.healthy
+    with pytest.raises(bm.WorkerDied, match="the group was restarted"):
+        group.echo(1)
+    (tmp_path / "refusal").unlink()
+    group.restart()
+    assert group.healthy
+    assert group.echo(1) == [1, 1]
+
+
 def test_groups_meshes_and_pools_can_be_read(make_group, backend):
     group = make_group(Mesh(pp=1, dp=2), Adder, name_prefix="my")
     assert repr(group) == f"<WorkerGroup myAdder of 2 on ResourcePool([2], backend={backend!r}), Mesh(pp=1, dp=2)>"

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,7 @@ def test_results_are_fetched_from_collected_ranks_only(ray_cluster):
         group = bm.WorkerGroup(pool, Big, mesh=Mesh(pp=2, dp=1, tp=1))
         assert len(group.workers) == 2  # from here on, calls are Ray's own
         future = group.from_last.submit(np.zeros(300_000))
-        tickets = [ticket.reference for ticket in future._pending.values()]
+        tickets = [ticket.reference for ticket in future._call._tickets.values()]
         first, last = ray_cluster.get(tickets)
         assert first is None, "the rank that is not collected sent nothing"
         assert last.shape == (300_000,)
@@ -139,6 +140,50 @@ def test_options_of_a_class_wrapped_by_ray_remote_reach_its_actors(ray_cluster):
 
     with bm.ResourcePool([1], backend="ray") as pool:
         assert bm.WorkerGroup(pool, Wrapped).execute_all_sync("mine") == ["yes"]
+
+
+@pytest.mark.parametrize("options", [{"max_concurrency": 4}, {"max_restarts": -1, "max_task_retries": 2}])
+def test_options_that_break_the_order_of_calls_are_refused(ray_cluster, options):
+    class Plain(bm.Worker):
+        pass
+
+    with bm.ResourcePool([1], backend="ray") as pool:
+        with pytest.raises(bm.UsageError, match=rf"Plain asks Ray for .*{next(iter(options))}.*leave this out"):
+            bm.WorkerGroup(pool, ray_cluster.remote(**options)(Plain))
+        bm.WorkerGroup(pool, ray_cluster.remote(max_concurrency=1)(Plain))
+
+
+def test_a_future_that_was_not_read_says_that_the_group_was_closed(ray_cluster):
+    with bm.ResourcePool([1], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, Log)
+        assert len(group.workers) == 1  # from here on, calls are Ray's own
+        future = group.note.submit(1)
+    with pytest.raises(bm.WorkerDied, match="the group was closed"):
+        future.result()
+
+
+class Naps(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def nap_on(self, rank, seconds):
+        if self.rank == rank:
+            time.sleep(seconds)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def raise_on(self, rank):
+        if self.rank == rank:
+            raise ValueError("boom")
+
+
+def test_a_rank_that_has_not_come_to_a_call_that_failed_is_not_ended_without_lanes_either(ray_cluster):
+    with bm.ResourcePool([2], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, Naps)
+        assert len(group.workers) == 2  # from here on, calls are Ray's own
+        earlier = group.nap_on.submit(1, 3)
+        with pytest.raises(bm.RemoteError, match="rank 0"):
+            group.raise_on.options(grace=0.1)(0)
+        assert earlier.result(timeout=30) == [0, 1]
+        assert group.nap_on(0, 0) == [0, 1]
 
 
 def test_a_dead_worker_is_named(ray_cluster):

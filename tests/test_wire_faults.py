@@ -1,6 +1,7 @@
 """Ctrl-C, threads, forks and garbage at awkward moments: no answer is lost, shifted or seen by the wrong reader."""
 
 import os
+import signal
 import threading
 import time
 
@@ -72,11 +73,12 @@ def test_closing_a_group_wakes_who_waits_for_it(group):
 
 @pytest.mark.timeout(60)
 def test_an_interrupted_send_does_not_shift_the_answers(group, monkeypatch):
-    lane = group._crew._lanes[0]
+    lane = group._tenancy.crew._lanes[0]
     real = lane.send
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
+    def interrupted(*message):
+        signal.raise_signal(signal.SIGINT)
+        real(*message)
 
     monkeypatch.setattr(lane, "send", interrupted)
     with pytest.raises(KeyboardInterrupt):

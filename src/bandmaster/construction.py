@@ -1,15 +1,36 @@
-"""Waiting for the constructors of a group: all of them, or the first that fails."""
+"""What all backends do to construct workers: ask them, and wait for all or the first that fails."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from bandmaster.backends import Crew, Launch
+from bandmaster.calls import CallInfo, GroupCall
 from bandmaster.errors import ConstructorError, RemoteError
-from bandmaster.future import CallInfo, Future
+from bandmaster.future import Future
 from bandmaster.options import CallOptions
 
-__all__ = ["await_construction", "construction"]
+__all__ = ["Mortal", "answers", "await_construction", "replacement"]
+
+
+class Mortal(Protocol):
+    """A crew whose ranks can be ended one by one."""
+
+    def kill(self, ranks: Sequence[int], why: str) -> None:
+        """End ranks, whatever they do."""
+
+    def bury(self, rank: int) -> None:
+        """Note the death of a rank that was ended."""
+
+
+def answers(crew: Crew, tickets: dict[int, Any], launch: Launch) -> dict[int, Any]:
+    """Wait for what ranks answer while the group is made, as long as its construction may take."""
+    # Nobody waits for constructors that others have failed to meet.
+    options = CallOptions(launch.start_timeout_s, grace=0.0)
+    info = CallInfo(f"{launch.cls.__name__}.__init__", launch.mesh, launch.group, options)
+    return Future(GroupCall(crew, tickets, info), dict).result()
 
 
 def await_construction(crew: Crew, tickets: dict[int, Any], launch: Launch) -> None:
@@ -20,14 +41,20 @@ def await_construction(crew: Crew, tickets: dict[int, Any], launch: Launch) -> N
         WorkerDied: A process ended before its constructor did.
         CallTimeout: They did not end in time.
     """
-    call = construction(launch)
     try:
-        Future(crew, tickets, dict, call).result()
+        answers(crew, tickets, launch)
     except RemoteError as error:
         raise ConstructorError(error.method, error.failures, error.coordinates, error.group) from error.__cause__
 
 
-def construction(launch: Launch) -> CallInfo:
-    """The construction of a group as a call. Nobody waits for constructors that others have failed to meet."""
-    options = CallOptions(launch.start_timeout_s, grace=0.0)
-    return CallInfo(f"{launch.cls.__name__}.__init__", launch.mesh, launch.group, options)
+@contextlib.contextmanager
+def replacement(crew: Mortal, rank: int) -> Iterator[None]:
+    """End a rank; what takes its place is ended too if it cannot be constructed."""
+    crew.kill([rank], "ended by the controller, to be replaced")
+    crew.bury(rank)
+    try:
+        yield
+    except BaseException:
+        crew.kill([rank], "ended by the controller, as it could not be constructed")
+        crew.bury(rank)
+        raise

@@ -63,6 +63,12 @@ class Failure:
         host, pid, now = socket.gethostname(), os.getpid(), time.time()
         return cls(kind, summary, text, error, host, pid, device, in_collective, now)
 
+    @classmethod
+    def of_death(cls, summary: str, last_errors: str, host: str, pid: int, device: str) -> Failure:
+        """Describe how another process ended, with the last that it wrote to standard error."""
+        text = f"{summary}; the last it wrote to standard error:\n{last_errors}" if last_errors else summary
+        return cls(FailureKind.DIED, text, host=host, pid=pid, device=device, at=time.time())
+
     @property
     def may_follow(self) -> tuple[bool, bool, float]:
         """To sort by: what can be the first cause comes before what another rank's failure may have led to."""

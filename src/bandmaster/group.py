@@ -13,26 +13,27 @@ import difflib
 import random
 import string
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from bandmaster.backends import Call, Crew, Launch, Reply, get_backend
+from bandmaster.backends import Call, Launch, Reply, get_backend
 from bandmaster.binding import bind, signature_without_self
+from bandmaster.calls import CallInfo, GroupCall, OpenCalls
 from bandmaster.checks import check_names, checked_mesh, unwrap
 from bandmaster.collect import collect
 from bandmaster.envelope import encode_constructor, encode_parcel
-from bandmaster.errors import ArgumentError, ClosedError, CollectError, UsageError, WorkerDied
-from bandmaster.forks import n_forks
-from bandmaster.future import CallInfo, Future, OpenCalls
+from bandmaster.errors import ArgumentError, CallTimeout, CollectError, UsageError, WorkerDied
+from bandmaster.failure import Failure
+from bandmaster.future import Future
 from bandmaster.mesh import Mesh
 from bandmaster.method import GroupMethod, MethodSpec
 from bandmaster.options import CallOptions, default_options
 from bandmaster.planning import Packed, Slot, alike, everywhere, scatter, sources
 from bandmaster.pool import ResourcePool
 from bandmaster.render import html_table, text_table
+from bandmaster.tenancy import Tenancy
 from bandmaster.transfer import Gather, Incoming, Only
 from bandmaster.watch import DeathWatch
 from bandmaster.worker import registrations
@@ -88,17 +89,18 @@ class WorkerGroup:
         self._pool = pool
         self._mesh = checked_mesh(mesh, pool)
         self._ranks = tuple(range(self._mesh.size))
-        self._n_forks = n_forks()
         self._options: dict[str, float | None] = {}
         self._infos: dict[str, CallInfo] = {}  # by method
         self._life = threading.RLock()  # one restart or replacement at a time
         self._open_calls = OpenCalls()
-        self._finalizer: weakref.finalize[Any, WorkerGroup] | None = None
+        self._watches: list[DeathWatch] = []
         constructor = encode_constructor(cls, args, kwargs)
         prefix = pool.name_prefix + _random_letters() if name_prefix is None else name_prefix
         self._name = f"{prefix}{cls.__name__}"
-        seats, vacate = pool._occupy(self, self._name)
+        self._tenancy = Tenancy(self, self._name)
         try:
+            seats, vacate = pool._occupy(self, self._name)
+            self._tenancy.take(vacate)
             names = tuple(f"{self._name}_{seat.node_rank}:{seat.local_rank}" for seat in seats)
             self._launch = Launch(
                 self._name,
@@ -112,14 +114,10 @@ class WorkerGroup:
                 options,
                 start_timeout_s,
             )
-            self._crew = get_backend(pool.backend).start(self._launch)
+            self._tenancy.move_in(get_backend(pool.backend).start(self._launch))
         except BaseException:
-            vacate()
+            self._tenancy.close()
             raise
-        self._worker_names = list(names)
-        self._finalizer = weakref.finalize(self, _end, self._crew, vacate)
-        self._vacate = vacate
-        self._watches: list[DeathWatch] = []
 
     @property
     def world_size(self) -> int:
@@ -139,12 +137,12 @@ class WorkerGroup:
     @property
     def worker_names(self) -> list[str]:
         """``{name_prefix}{ClassName}_{node}:{local_rank}`` of every rank."""
-        return list(self._worker_names)
+        return list(self._launch.worker_names)
 
     @property
     def workers(self) -> list[Any]:
         """The backend's own handles, one per rank: actor handles on Ray, the objects themselves in-process."""
-        return list(self._open_crew().handles)
+        return list(self._tenancy.crew.handles)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a method, registered or not, on every rank, and wait.
@@ -159,14 +157,12 @@ class WorkerGroup:
             ArgumentError: No such method, or arguments that do not fit it.
             RemoteError: It raised on some rank.
         """
-        packed = self._pack_all(method_name, args, kwargs)
-        values: list[Any] = self._submit(method_name, packed, Gather()).result()
+        values: list[Any] = self._submit(method_name, self._pack_all(method_name, args, kwargs), Gather(), waits=True)
         return values
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """The same without waiting: for every rank an ObjectRef on Ray, a `Future` elsewhere."""
-        packed = self._pack_all(method_name, args, kwargs)
-        return self._references(method_name, packed, self._ranks)
+        return self._references(method_name, self._pack_all(method_name, args, kwargs), self._ranks)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method, registered or not, on rank 0 with the arguments as they are; its plain value.
@@ -175,13 +171,11 @@ class WorkerGroup:
             ArgumentError: No such method, or arguments that do not fit it.
             RemoteError: It raised.
         """
-        packed = Packed((everywhere(self._bind(method_name, args, kwargs), 1),))
-        return self._submit(method_name, packed, Only(), ranks=(0,)).result()
+        return self._submit(method_name, self._same(method_name, args, kwargs, 1), Only(), ranks=(0,), waits=True)
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """The same without waiting: an ObjectRef on Ray, a `Future` elsewhere."""
-        packed = Packed((everywhere(self._bind(method_name, args, kwargs), 1),))
-        return self._references(method_name, packed, (0,))[0]
+        return self._references(method_name, self._same(method_name, args, kwargs, 1), (0,))[0]
 
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async
@@ -192,15 +186,16 @@ class WorkerGroup:
         Raises:
             ClosedError: The group was closed.
         """
-        return text_table(repr(self), *self._table(self._open_crew().describe()))
+        return text_table(repr(self), *self._table(self._tenancy.crew.describe()))
 
     @property
     def healthy(self) -> bool:
         """Whether every worker's process is there, as far as is known without asking it; False once closed."""
-        if self._finalizer is None or not self._finalizer.alive:
+        if not self._tenancy.is_open:
             return False
-        self._crew.look_for_deaths()
-        return not self._crew.deaths
+        crew = self._tenancy.crew
+        crew.look_for_deaths()
+        return not crew.deaths
 
     def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
         """Call ``callback(error)`` from a thread as soon as a worker dies, once until `restart` or `replace`.
@@ -211,7 +206,7 @@ class WorkerGroup:
             ClosedError: The group was closed.
         """
         call = CallInfo(self._cls.__name__, self._mesh, self._name)
-        self._watches.append(DeathWatch(self._open_crew(), call, callback))
+        self._watches.append(DeathWatch(self._tenancy.crew, call, callback))
 
     def restart(self, state: Any = None) -> None:
         """End all workers, whatever they do, and start and construct new ones on the same places.
@@ -229,27 +224,24 @@ class WorkerGroup:
             ClosedError: The group was closed.
         """
         with self._life:
-            self._restart(state)
-
-    def _restart(self, state: Any) -> None:
-        crew, hook = self._open_crew(), self._hook("on_restart", state)
-        parcel = Packed((everywhere(self._bind(hook, (state,), {}), self.world_size),)) if hook else None
-        self._end_watches()
-        crew.stop("the group was restarted")
-        self._finalizer.detach()  # type: ignore[union-attr]  # it is open
-        self._finalizer = weakref.finalize(self, _end, crew, self._vacate)
-        self._crew = get_backend(self._pool.backend).start(replace(self._launch, is_again=True))
-        self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _end, self._crew, self._vacate)
-        self._watch_again()
-        if hook and parcel:
-            self._submit(hook, parcel, Gather()).result()
+            crew, has_hook = self._tenancy.crew, callable(getattr(self._cls, "on_restart", None))
+            if state is not None and not has_hook:
+                raise UsageError(f"{self._cls.__name__} has no method on_restart(self, state) to take the state")
+            hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
+            self._end_watches()
+            crew.stop("the group was restarted")
+            self._open_calls = OpenCalls()  # what was pending has failed
+            self._tenancy.move_in(get_backend(self._pool.backend).start(replace(self._launch, is_again=True)))
+            self._watch_again()
+            if hook is not None:
+                self._submit("on_restart", hook, Gather(), waits=True)
 
     def replace(self, rank: int, state: Any = None) -> None:
         """End the worker of one rank, if it still runs, and start and construct a new one on its place.
 
         The class allows it by having a method ``on_replace(self, rank, state)``, which is called on every rank when
-        the new worker stands: there the others can, for example, leave their process group and join a new one.
+        the new worker stands: there the others can, for example, leave their process group and join a new one. Calls
+        that are pending are given up first; a rank that does not stop within their grace is ended as ever.
 
         Args:
             rank: Whose worker.
@@ -261,7 +253,7 @@ class WorkerGroup:
             RemoteError: ``on_replace`` raised.
             ClosedError: The group was closed.
         """
-        crew = self._open_crew()
+        crew = self._tenancy.crew
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise UsageError(f"{rank!r} is no rank of {self._name}, which has 0 to {self.world_size - 1}")
         if not callable(getattr(self._cls, "on_replace", None)):
@@ -269,41 +261,34 @@ class WorkerGroup:
                 f"{self._cls.__name__} does not say that one rank can be replaced: give it a method "
                 "on_replace(self, rank, state), or restart() the whole group"
             )
-        parcel = Packed((everywhere(self._bind("on_replace", (rank, state), {}), self.world_size),))
+        hook = self._same("on_replace", (rank, state), {}, self.world_size)
         with self._life:
-            self._replace(crew, rank, parcel)
+            self._check_alive_but(rank)
+            self._open_calls.give_up_all()
+            self._check_alive_but(rank)
+            self._end_watches()
+            get_backend(self._pool.backend).replace(crew, self._launch, rank)
+            self._watch_again()
+            self._submit("on_replace", hook, Gather(), waits=True)
 
-    def _replace(self, crew: Crew, rank: int, parcel: Packed) -> None:
+    def _check_alive_but(self, rank: int) -> None:
+        crew = self._tenancy.crew
         crew.look_for_deaths()
         others = [str(dead) for dead in crew.deaths if dead != rank]
         if others:
             raise UsageError(f"rank {', '.join(others)} is dead too, and one can be replaced at a time; use restart()")
-        self._end_watches()
-        get_backend(self._pool.backend).replace(crew, self._launch, rank)
-        self._watches = [watch.again(crew) for watch in self._watches]
-        self._submit("on_replace", parcel, Gather()).result()
-
-    def _hook(self, name: str, state: Any) -> str | None:
-        """Name of a method of the class if it has it."""
-        if callable(getattr(self._cls, name, None)):
-            return name
-        if state is not None:
-            raise UsageError(f"{self._cls.__name__} has no method {name}(self, state) that could take the state")
-        return None
 
     def _end_watches(self) -> None:
         for watch in self._watches:
             watch.end()
 
     def _watch_again(self) -> None:
-        """What was pending has failed; who watches for deaths watches the new workers."""
-        self._open_calls = OpenCalls()
-        self._watches = [watch.again(self._crew) for watch in self._watches]
+        """Who watches for deaths watches the new workers."""
+        self._watches = [watch.again(self._tenancy.crew) for watch in self._watches]
 
     def close(self) -> None:
         """End the workers and give their places back. Closing twice is fine."""
-        if self._finalizer is not None and self._n_forks == n_forks():
-            self._finalizer()
+        self._tenancy.close()
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -327,7 +312,7 @@ class WorkerGroup:
         return sorted({*super().__dir__(), *self._methods})
 
     def __repr__(self) -> str:
-        closed = ", closed" if self._finalizer is None or not self._finalizer.alive else ""
+        closed = "" if self._tenancy.is_open else ", closed"
         return f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{closed}>"
 
     def _repr_html_(self) -> str:
@@ -338,7 +323,7 @@ class WorkerGroup:
         known = list(facts[0])
         rows = [
             [rank, name, *self._mesh.coordinates(rank).values(), *(fact[key] for key in known)]
-            for rank, (name, fact) in enumerate(zip(self._worker_names, facts, strict=True))
+            for rank, (name, fact) in enumerate(zip(self._launch.worker_names, facts, strict=True))
         ]
         return ["rank", "worker", *self._mesh.axis_names, *known], rows
 
@@ -347,6 +332,10 @@ class WorkerGroup:
         if slots and all(isinstance(slot.value, list) and len(slot.value) == self.world_size for slot in slots):
             return Packed(tuple(scatter(slots, self.world_size, self._label(method))))
         return Packed((everywhere(slots, self.world_size),))
+
+    def _same(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], n_ranks: int) -> Packed:
+        """The same arguments for the first ranks."""
+        return Packed((everywhere(self._bind(method, args, kwargs), n_ranks),))
 
     def _bind(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Slot]:
         if not (isinstance(method, str) and callable(getattr(self._cls, method, None))):
@@ -386,51 +375,64 @@ class WorkerGroup:
         ranks: tuple[int, ...] | None = None,
         finish: Callable[[list[Any]], Any] | None = None,
         options: CallOptions | None = None,
-    ) -> Future[Any]:
-        """Send a call to ``ranks`` (all by default); its future collects by ``incoming``, then calls ``finish``."""
-        call = self._call_info(method, options)
-        crew = self._open_crew()
-        if crew.deaths:
-            return Future.failed(crew, crew.deaths, call)
+        waits: bool = False,
+    ) -> Any:
+        """Send a call to ``ranks`` (all by default); its future collects by ``incoming``, then calls ``finish``.
+
+        Returns:
+            The future, or its result if the caller ``waits`` for it: then Ctrl-C gives the call up, as nobody else has
+            the future.
+        """
+        crew, info = self._tenancy.crew, self._call_info(method, options)
         collected = sources(self._mesh, incoming)
 
         def conclude(values: Mapping[int, Any]) -> Any:
             in_order = [values[rank] for rank in collected]
             try:
-                result = collect(incoming, collected, in_order, call.method, packed.real_rows)
+                result = collect(incoming, collected, in_order, info.method, packed.real_rows)
             except CollectError as error:
                 where = {rank: self._mesh.coordinates(rank) for rank in error.failures}
                 raise CollectError(error.method, error.failures, where) from error.__cause__
             return result if finish is None else finish(result)
 
-        calls = self._encode(method, packed, ranks or self._ranks, collected, Reply.VALUE)
         tickets: dict[int, Any] = {}
-        future = Future(crew, tickets, conclude, call, self._open_calls)
+        call = GroupCall(crew, tickets, info, self._open_calls, dict(crew.deaths))
+        future = Future(call, conclude)
         try:
-            with future.while_sent():
-                self._open_calls.add(future)
-                crew.call(calls, tickets)
+            if not call.failures:
+                outgoing = self._encode(method, packed, ranks or self._ranks, collected, Reply.VALUE)
+                with call.reading:
+                    self._open_calls.add(call)
+                    crew.call(outgoing, tickets)
+            return future.result() if waits else future
+        except CallTimeout:
+            raise  # it can still be waited for
         except BaseException:  # Ctrl-C: the ranks that were asked must not wait for those that were not
             future.cancel()
             raise
-        return future
 
     def _references(self, method: str, packed: Packed, ranks: tuple[int, ...]) -> list[Any]:
         """Send a call; what the backend's own users know for each rank's value, or a future of its own."""
-        crew, tickets = self._open_crew(), dict[int, Any]()
-        crew.call(self._encode(method, packed, ranks, ranks, Reply.NATIVE), tickets)
-        if self._crew.has_native_tickets:
+        crew, tickets, info = self._tenancy.crew, dict[int, Any](), self._call_info(method, None)
+        outgoing = self._encode(method, packed, ranks, ranks, Reply.NATIVE)
+        try:
+            crew.call(outgoing, tickets)
+        except BaseException:  # Ctrl-C
+            crew.give_up(tickets)
+            raise
+        if crew.has_native_tickets:
             return list(tickets.values())
-        call = self._call_info(method, None)
-        return [
-            Future(self._crew, {rank: ticket}, partial(_value_of, self, rank), call) for rank, ticket in tickets.items()
-        ]
+        failures: dict[int, Failure] = {}  # which all know, so that none is left in a collective with one that failed
+        calls = {rank: GroupCall(crew, {rank: t}, info, self._open_calls, failures) for rank, t in tickets.items()}
+        for call in calls.values():
+            self._open_calls.add(call)
+        return [Future(call, partial(_value_of, self, rank)) for rank, call in calls.items()]
 
     def _encode(
         self, method: str, packed: Packed, ranks: tuple[int, ...], collected: tuple[int, ...], reply: Reply
     ) -> list[Call]:
         """Encode and put everything: what cannot be encoded is known before anything is sent."""
-        label, put = self._call_info(method, None).method, self._crew.put
+        label, put = self._call_info(method, None).method, self._tenancy.crew.put
         parcels = [parcel for parcel in packed.parcels if parcel.items]
         payloads = [encode_parcel(parcel, label) for parcel in parcels]
         references = [put(payload) for payload in payloads]
@@ -440,16 +442,6 @@ class WorkerGroup:
             for members, numbers, is_collected in same
         ]
 
-    def _open_crew(self) -> Crew:
-        if self._finalizer is None or not self._finalizer.alive:
-            raise ClosedError(f"group {self._name!r} was closed; make a new WorkerGroup")
-        if self._n_forks != n_forks():
-            raise UsageError(
-                f"group {self._name!r} belongs to the process that this one was forked from; "
-                "call it there, or make a group here in a process that was started afresh"
-            )
-        return self._crew
-
 
 def _value_of(group: WorkerGroup, rank: int, values: Mapping[int, Any]) -> Any:
     """The value of the one rank; ``group`` is named so that it lives as long as the future that holds this."""
@@ -458,13 +450,3 @@ def _value_of(group: WorkerGroup, rank: int, values: Mapping[int, Any]) -> Any:
 
 def _random_letters() -> str:
     return "".join(random.choices(string.ascii_letters + string.digits, k=6))
-
-
-def _end(crew: Crew, vacate: Callable[[], object]) -> None:
-    try:
-        crew.stop()
-    except BaseException:  # Ctrl-C: what it left undone is done now
-        crew.stop()
-        raise
-    finally:
-        vacate()

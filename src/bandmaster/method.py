@@ -78,13 +78,7 @@ class GroupMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method as it was registered; a `Future` if that was with ``blocking=False``."""
-        before = self._group._open_calls.newest
-        try:
-            future = self.submit(*args, **kwargs)
-            return future.result() if self._spec.registration.is_blocking else future
-        except KeyboardInterrupt:  # nobody has the future, so nobody could give the call up later
-            self._group._open_calls.give_up_newest(but=before)
-            raise
+        return self._send(args, kwargs, waits=self._spec.registration.is_blocking)
 
     def options(self, **options: float | None) -> GroupMethod:
         """The same method with other limits on how long a call may take.
@@ -106,28 +100,28 @@ class GroupMethod:
         Raises:
             UsageError: The arguments do not fit the method or its protocol; nothing was sent.
         """
-        protocol = self._spec.registration.protocol
+        future: Future[Any] = self._send(args, kwargs, waits=False)
+        return future
+
+    def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
+        """Send the call; its future, or its result if the caller ``waits``."""
+        group, spec, protocol = self._group, self._spec, self._spec.registration.protocol
         if isinstance(protocol, Custom):
-            return self._submit_custom(protocol, args, kwargs)
-        group, spec = self._group, self._spec
+            slots = bind_per_rank(spec.label, spec.signature, group, protocol, args, kwargs)
+            packed = Packed(tuple(scatter(slots, group.world_size, spec.label)))
+            finish = partial(protocol.collect, group)
+            return group._submit(spec.name, packed, Gather(), finish=finish, options=self._options, waits=waits)
         slots = spec.bind(args, kwargs)
         if spec.registration.execute is Execute.RANK_ZERO:
             packed = Packed((everywhere(slots, 1),))
-            return group._submit(spec.name, packed, Only(), ranks=(0,), options=self._options)
+            return group._submit(spec.name, packed, Only(), ranks=(0,), options=self._options, waits=waits)
         try:
             packed = pack(slots, protocol.outgoing, spec.registration.arguments, group.mesh, spec.label)
-            return group._submit(spec.name, packed, protocol.incoming, options=self._options)
+            return group._submit(spec.name, packed, protocol.incoming, options=self._options, waits=waits)
         except MeshError as error:
             raise MeshError(
                 f"{spec.label} goes by {protocol!r}, but {error}; give the group a mesh= with that"
             ) from None
-
-    def _submit_custom(self, custom: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        group, spec = self._group, self._spec
-        slots = bind_per_rank(spec.label, spec.signature, group, custom, args, kwargs)
-        packed = Packed(tuple(scatter(slots, group.world_size, spec.label)))
-        finish = partial(custom.collect, group)
-        return group._submit(spec.name, packed, Gather(), finish=finish, options=self._options)
 
     def __repr__(self) -> str:
         return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

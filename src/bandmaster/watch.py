@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 
 from bandmaster.backends import Crew
+from bandmaster.calls import CallInfo
 from bandmaster.errors import WorkerDied
-from bandmaster.future import CallInfo
 
 __all__ = ["DeathWatch"]
 

@@ -1,9 +1,11 @@
 """Calls that fail, hang or are given up: one error with its cause, in time; the group is usable or says it is not."""
 
 import asyncio
+import gc
 import socket
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -301,6 +303,48 @@ def test_a_call_nobody_waits_for_does_not_hold_up_those_behind_it(group):
     with within(10):
         assert group.echo.submit(1).result() == [1, 1, 1]
     assert isinstance(forgotten.exception(timeout=5), RemoteError)
+
+
+@pytest.mark.own_processes
+def test_a_call_nobody_knows_any_more_does_not_hold_up_those_behind_it(group):
+    group.spin_on.submit([0], raising=[1])
+    with within(10):
+        assert group.echo(1) == [1, 1, 1]
+
+
+@pytest.mark.own_processes
+def test_a_call_nobody_knows_any_more_does_not_keep_the_group(make_pool):
+    group = bm.WorkerGroup(make_pool([2]), Faulty)
+    gone = weakref.ref(group)
+    group.sleep_on.submit([0])
+    gc.disable()
+    try:
+        del group
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_many_calls_that_nobody_waits_for(group):
+    for n in range(500):
+        group.echo.submit(n)
+    assert group.echo(1) == [1, 1, 1]
+
+
+@pytest.mark.own_processes
+def test_ranks_that_were_asked_one_by_one_are_not_left_with_one_that_failed(make_pool):
+    """On Ray these are Ray's own references, of which we know nothing."""
+    pool = make_pool([3])
+    if pool.backend == "ray":
+        return
+    group = bm.WorkerGroup(pool, Faulty)
+    first, second, third = group.execute_all_async("spin_on", [0], raising=[1])
+    with within(10), pytest.raises(RemoteError, match=r"rank 1 .*the first cause"):
+        first.result()
+    with pytest.raises(RemoteError, match=r"rank 1 .*the first cause"):
+        second.result()
+    assert third.result() == 2
+    assert group.echo(1) == [1, 1, 1]
 
 
 def test_options_that_make_no_sense(group):

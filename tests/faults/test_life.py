@@ -1,5 +1,6 @@
 """Workers that die, and groups that are restarted: in time, with the cause, and nothing is left behind."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -8,6 +9,7 @@ import time
 
 import psutil
 import pytest
+from ends import exit_three, kill_oneself, segfault, wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
@@ -42,6 +44,14 @@ class Mortal(bm.Worker):
             time.sleep(300)
 
     @register(Dispatch.ONE_TO_ALL)
+    def deadlock_on(self, ranks):
+        """A mutex that is taken twice: no signal gets the thread out of there."""
+        if self.rank in ranks:
+            libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+            libc.pthread_mutex_lock(mutex)
+            libc.pthread_mutex_lock(mutex)
+
+    @register(Dispatch.ONE_TO_ALL)
     def all_reduce(self, dying):
         import torch
         import torch.distributed as dist
@@ -71,18 +81,6 @@ class Rigid(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def pid(self):
         return os.getpid()
-
-
-def exit_three():
-    os._exit(3)
-
-
-def kill_oneself():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def segfault():
-    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def close_all_descriptors():
@@ -118,6 +116,27 @@ def test_a_death_fails_the_call_and_all_after_it(group, how):
     assert not group.healthy
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [(exit_three, "exit code 3"), (kill_oneself, "killed by SIGKILL"), (segfault, "killed by SIGSEGV")],
+)
+def test_a_local_death_is_told_by_exit_code_or_signal(zygote, how, words):
+    with bm.ResourcePool([2], backend="local") as pool:
+        group = bm.WorkerGroup(pool, Mortal)
+        with pytest.raises(WorkerDied, match=rf"(?s)lost its process on rank 1 \(dp=1, .*\): {words}.*my last words"):
+            group.die_on([1], how)
+        with pytest.raises(WorkerDied, match=words):
+            group.add(1)
+
+
+def test_a_death_while_nothing_is_pending_is_told_by_the_next_call(group):
+    victim = pids(group)[1]
+    os.kill(victim, signal.SIGKILL)
+    wait_until_gone([victim], timeout_s=30)
+    with pytest.raises(WorkerDied, match="rank 1"):
+        group.add(1)
+
+
 def test_a_worker_that_closes_its_output_works_on(group):
     assert group.die_on([1], close_output) == [0, 1, 2]
     assert group.add(1) == [11, 11, 11]
@@ -125,7 +144,7 @@ def test_a_worker_that_closes_its_output_works_on(group):
 
 def test_a_death_while_others_hang(group):
     pending = group.hang_on.submit([0, 2])
-    os.kill(group.pid_of(1) if hasattr(group, "pid_of") else pids(group)[1], signal.SIGKILL)
+    os.kill(pids(group)[1], signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(WorkerDied, match="rank 1"):
         pending.result(timeout=30)
@@ -228,12 +247,34 @@ def test_a_single_rank_is_replaced(group, rank, is_dead):
 def test_one_of_two_dead_ranks_cannot_be_replaced(group):
     with pytest.raises(WorkerDied):
         group.die_on([1, 2], kill_oneself)
-    for pid in pids(group)[1:]:
-        while psutil.pid_exists(pid):
-            time.sleep(0.01)  # polling for the kernel
+    wait_until_gone(pids(group)[1:], timeout_s=30)
     with pytest.raises(bm.UsageError, match=r"rank 2 is dead too.*restart"):
         group.replace(1)
     group.restart()
+    assert group.add(1) == [11, 11, 11]
+
+
+def test_a_rank_is_not_replaced_while_another_is_stuck_for_good(group):
+    """`on_replace` would wait for it for ever: it is ended after its grace, and then there is only `restart`."""
+    group.set_default_options(grace=0.5)
+    stuck = group.deadlock_on.submit([2])
+    os.kill(pids(group)[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="rank 1"):
+        stuck.result(timeout=30)
+    start = time.monotonic()
+    with pytest.raises(bm.UsageError, match=r"rank 2 is dead too.*restart"):
+        group.replace(1)
+    assert took(start) < 10
+    group.restart()
+    assert group.add(1) == [11, 11, 11]
+
+
+def test_what_is_pending_is_given_up_for_a_replacement(group):
+    pending = group.hang_on.submit([0])
+    start = time.monotonic()
+    group.replace(1)
+    assert took(start) < 20
+    assert isinstance(pending.exception(timeout=5), bm.CallCancelled | WorkerDied)
     assert group.add(1) == [11, 11, 11]
 
 
@@ -312,10 +353,7 @@ def test_children_of_local_workers_end_with_them_whatever_their_session(zygote, 
         else:
             for pid in pids(group):
                 os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 2
-        while left := [pid for pid in children if psutil.pid_exists(pid)]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.01)  # polling for the kernel
+        wait_until_gone(children)
 
 
 def test_a_group_is_not_for_forks_of_the_controller(group):

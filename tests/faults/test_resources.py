@@ -18,6 +18,9 @@ class Echo(bm.Worker):
     def echo(self, value):
         return value
 
+    def on_replace(self, rank, state):
+        pass
+
     @register(Dispatch.ONE_TO_ALL)
     def nap(self, seconds):
         time.sleep(seconds)
@@ -86,6 +89,18 @@ def test_large_values_wait_for_a_busy_worker_unharmed(group, is_busy):
     for array, future in zip(arrays, futures, strict=True):
         for echoed in future.result(timeout=30):
             np.testing.assert_array_equal(echoed, array)
+
+
+def test_the_controller_has_no_descriptor_for_a_new_worker(group):
+    before = limited(resource.RLIMIT_NOFILE, 0)
+    try:
+        with pytest.raises(bm.ResourceError, match=r"cannot start rank 1 of 2.*ulimit -n"):
+            group.replace(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert not group.healthy
+    group.replace(1)
+    assert group.echo(1) == [1, 1]
 
 
 def test_a_worker_has_no_room_for_its_answer(group):

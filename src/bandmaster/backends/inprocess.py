@@ -14,8 +14,9 @@ from typing import Any
 
 from bandmaster.backends import CLOSED, Call, Launch, Reply
 from bandmaster.backends.machine import MachineBackend
+from bandmaster.construction import replacement
 from bandmaster.errors import ConstructorError
-from bandmaster.failure import Failure
+from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire.codec import Payload, decode
 from bandmaster.wire.host import WorkerHost
 
@@ -27,34 +28,46 @@ class InProcessBackend(MachineBackend):
 
     def start(self, launch: Launch) -> InProcessCrew:
         """Construct the workers in rank order."""
-        crew = InProcessCrew([WorkerHost() for _ in launch.seats])
-        for rank in range(len(launch.seats)):
-            self.replace(crew, launch, rank)
+        crew = InProcessCrew(launch)
+        try:
+            for rank in range(len(launch.seats)):
+                crew.construct(launch, rank)
+        except BaseException:
+            crew.stop()
+            raise
         return crew
 
     def replace(self, crew: InProcessCrew, launch: Launch, rank: int) -> None:
-        """Make one of the objects, again or for the first time."""
-        seat, host = launch.seats[rank], WorkerHost()
-        device = f"cuda:{seat.reservation.gpus[seat.node][seat.index]}" if launch.uses_gpu else "cpu"
-        failure = host.construct(launch.context(rank, device), launch.constructor.private())
-        crew.hosts[rank] = host
-        if failure is not None:
-            crew.stop()
-            where = {rank: launch.mesh.coordinates(rank)}
-            failures = {rank: _delivered(failure)}
-            raise ConstructorError(f"{launch.cls.__name__}.__init__", failures, where, launch.group)
+        """Make one of the objects again."""
+        with replacement(crew, rank):
+            crew.construct(launch, rank)
 
 
 class InProcessCrew:
     """A call runs as it is sent, so a ticket is done from the start: it holds the outcome."""
 
     has_native_tickets = False
-    deaths: Mapping[int, Failure] = MappingProxyType({})
     processes: Mapping[int, int] = MappingProxyType({})
     is_stopped = False
 
-    def __init__(self, hosts: list[WorkerHost]) -> None:
-        self.hosts = hosts
+    def __init__(self, launch: Launch) -> None:
+        self.hosts = [WorkerHost() for _ in launch.seats]
+        self.deaths: dict[int, Failure] = {}
+
+    def construct(self, launch: Launch, rank: int) -> None:
+        """Make the worker of a rank.
+
+        Raises:
+            ConstructorError: Its constructor raised.
+        """
+        seat = launch.seats[rank]
+        device = f"cuda:{seat.reservation.gpus[seat.node][seat.index]}" if launch.uses_gpu else "cpu"
+        failure = self.hosts[rank].construct(launch.context(rank, device), launch.constructor.private())
+        if failure is not None:
+            where = {rank: launch.mesh.coordinates(rank)}
+            failures = {rank: _delivered(failure)}
+            raise ConstructorError(f"{launch.cls.__name__}.__init__", failures, where, launch.group)
+        self.deaths.pop(rank, None)
 
     @property
     def handles(self) -> list[Any]:
@@ -74,7 +87,7 @@ class InProcessCrew:
         """Run the calls, one rank after the other."""
         by_rank = {rank: call for call in calls for rank in call.ranks}
         for rank in sorted(by_rank):
-            tickets[rank] = self._run(rank, by_rank[rank])
+            tickets[rank] = Ticket(self.deaths[rank]) if rank in self.deaths else self._run(rank, by_rank[rank])
 
     def _run(self, rank: int, call: Call) -> Ticket:
         parts = [part.private() for part in call.parts]
@@ -107,11 +120,19 @@ class InProcessCrew:
     def look_for_deaths(self) -> None:
         """Nobody can have died."""
 
+    def kill(self, ranks: Sequence[int], why: str) -> None:
+        """Let some of the workers go."""
+        for rank in ranks:
+            self.deaths[rank] = Failure(FailureKind.DIED, why)
+            self.hosts[rank].close()
+
+    def bury(self, rank: int) -> None:
+        """Nothing to wait for."""
+
     def stop(self, why: str = CLOSED) -> None:
-        """Let the workers go."""
+        """Let all of them go."""
         self.is_stopped = True
-        for host in self.hosts:
-            host.close()
+        self.kill(range(len(self.hosts)), why)
 
 
 class Ticket:

@@ -17,7 +17,6 @@ import importlib.util
 import os
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +25,9 @@ from bandmaster.backends import CLOSED, Launch
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.backends.output import WorkerOutput
 from bandmaster.backends.zygote import THREAD_VARIABLES, Spawn, Zygote
-from bandmaster.construction import await_construction, construction
+from bandmaster.construction import answers, await_construction, replacement
 from bandmaster.errors import ResourceError, UsageError
-from bandmaster.failure import Failure, FailureKind
-from bandmaster.future import Future
+from bandmaster.failure import Failure
 from bandmaster.hardware import count_cores, visible_devices
 from bandmaster.wire.crew import LaneCrew
 from bandmaster.wire.desk import Nameplate
@@ -70,13 +68,9 @@ class LocalBackend(MachineBackend):
 
     def replace(self, crew: LocalCrew, launch: Launch, rank: int) -> None:
         """Fork a new worker for a seat, and construct it."""
-        crew.start_again(launch, rank)
-        try:
+        with replacement(crew, rank):
+            crew.start_again(launch, rank)
             _construct(crew, launch, [rank])
-        except BaseException:
-            crew.kill([rank], "ended by the controller, as it could not be constructed")
-            crew.bury(rank)
-            raise
 
     def _living_zygote(self) -> Zygote:
         if self._zygote is not None and self._zygote.owner_pid != os.getpid():
@@ -108,16 +102,11 @@ class LocalCrew(LaneCrew):
         try:
             for rank in range(len(launch.seats)):
                 ours.append(self._start_process(_spawn_of(launch, rank), rank))
-        except BaseException as error:
+        except BaseException:
             for sock in ours:
                 sock.close()
             zygote.end(list(self.processes.values()), 0.0)
             self._output.finish(0.0)
-            if isinstance(error, OSError):
-                raise ResourceError(
-                    f"cannot start {len(launch.seats)} workers, only {len(ours)}: {error}; a worker takes three "
-                    "descriptors of the controller, so raise the limit on open files (ulimit -n), or ask for fewer"
-                ) from error
             raise
         self._output.start()
         super().__init__(dict(enumerate(ours)), self.processes, self._how_it_died)
@@ -138,14 +127,12 @@ class LocalCrew(LaneCrew):
         ]
 
     def start_again(self, launch: Launch, rank: int) -> None:
-        """A new process for a rank; the old one is ended if it still runs."""
-        self.kill([rank], "ended by the controller, to be replaced")
-        self.bury(rank)
+        """A new process for a rank that was buried."""
         mine = self._start_process(_spawn_of(launch, rank), rank)
         pid = self.processes[rank]
         self._output.start()
         self._handles[rank] = LocalWorker(launch.worker_names[rank], rank, pid)
-        self.remove_lane(rank)
+        self.forget_death(rank)
         self.add_lane(rank, mine, pid)
 
     def stop(self, why: str = CLOSED) -> None:
@@ -165,13 +152,21 @@ class LocalCrew(LaneCrew):
 
     def _start_process(self, spawn: Spawn, rank: int) -> socket.socket:
         """Fork a worker; the controller's end of its lane."""
-        mine, theirs = lane_pair()
-        with contextlib.ExitStack() as close_here:
-            close_here.enter_context(theirs)
-            writers = self._output.add(rank)
-            for fd in writers:
-                close_here.callback(os.close, fd)
-            self.processes[rank] = self._zygote.spawn(spawn, [theirs.fileno(), *writers])
+        with contextlib.ExitStack() as if_it_fails, contextlib.ExitStack() as close_here:
+            try:
+                mine, theirs = lane_pair()
+                if_it_fails.enter_context(mine)
+                close_here.enter_context(theirs)
+                writers = self._output.add(rank)
+                for fd in writers:
+                    close_here.callback(os.close, fd)
+                self.processes[rank] = self._zygote.spawn(spawn, [theirs.fileno(), *writers])
+            except OSError as error:
+                raise ResourceError(
+                    f"cannot start rank {rank} of {spawn.nameplate.world_size}: {error}; a worker takes three "
+                    "descriptors of the controller: raise the limit on open files (ulimit -n), or ask for fewer"
+                ) from error
+            if_it_fails.pop_all()
         return mine
 
     def end(self, tickets: Mapping[int, Any], why: str) -> None:
@@ -186,18 +181,15 @@ class LocalCrew(LaneCrew):
 
     def _how_it_died(self, rank: int) -> Failure:
         pid = self.processes[rank]
-        ended = self._zygote.how_it_ended(pid)
-        last = self._output.last_errors(rank)
-        summary = f"{ended}; the last it wrote to standard error:\n{last}" if last else ended
-        host = socket.gethostname()
-        return Failure(FailureKind.DIED, summary, host=host, pid=pid, device=self._devices[rank], at=time.time())
+        ended, last = self._zygote.how_it_ended(pid), self._output.last_errors(rank)
+        return Failure.of_death(ended, last, socket.gethostname(), pid, self._devices[rank])
 
 
 def _construct(crew: LocalCrew, launch: Launch, ranks: Sequence[int]) -> None:
     """Construct these ranks; when one of them is rank 0, all learn of its new rendezvous."""
     if 0 in ranks:
         listening = crew.send(0, "listen", (LOOPBACK,))
-        crew.port = Future(crew, {0: listening}, lambda values: int(values[0]), construction(launch)).result()
+        crew.port = int(answers(crew, {0: listening}, launch)[0])
     rendezvous = rendezvous_environment(LOOPBACK, crew.port)
     part = crew.put(launch.constructor)
     tickets = {}

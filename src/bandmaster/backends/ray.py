@@ -38,10 +38,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bandmaster.backends import Launch
 from bandmaster.backends.ray_actor import CONSTRUCTION, actor_class, host_identity
-from bandmaster.backends.ray_crew import POLL_S, RayCrew, RayTicket
-from bandmaster.construction import await_construction, construction
+from bandmaster.backends.ray_crew import POLL_S, RayCrew
+from bandmaster.construction import answers, await_construction, replacement
 from bandmaster.errors import PlacementError, UsageError
-from bandmaster.future import Future
 from bandmaster.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
 from bandmaster.wire.desk import Nameplate
 from bandmaster.wire.rendezvous import rendezvous_environment
@@ -53,6 +52,7 @@ START_TIMEOUT_S = 300.0  # for actor processes, not for constructors
 RENAME_TIMEOUT_S = 10.0  # for Ray to forget the name of an actor that was killed
 _UNIQUE = " #"  # Ray wants names of placement groups to be unique; what follows is not shown
 UNPLACEABLE = {"resources", "accelerator_type", "memory", "object_store_memory"}  # no bundle of ours has them
+DISORDERING = {"max_concurrency", "concurrency_groups", "max_restarts", "max_task_retries"}
 PLACED_BY_POOL = {"name", "num_cpus", "num_gpus", "resources", "scheduling_strategy", "lifetime", "get_if_exists"}
 
 
@@ -115,6 +115,12 @@ class RayBackend:
 
     def start(self, launch: Launch) -> RayCrew:
         """Start an actor on every seat, then construct all workers concurrently."""
+        disordering = {key: launch.options[key] for key in DISORDERING & launch.options.keys() if launch.options[key]}
+        if disordering and disordering != {"max_concurrency": 1}:
+            raise UsageError(
+                f"{launch.cls.__name__} asks Ray for {disordering}, but on a rank one call runs after the other, and "
+                "workers are started again by restart() and replace(); leave this out of @ray.remote(...)"
+            )
         unplaceable = {key: launch.options[key] for key in UNPLACEABLE & launch.options.keys() if launch.options[key]}
         if unplaceable:
             raise UsageError(
@@ -133,16 +139,10 @@ class RayBackend:
 
     def replace(self, crew: RayCrew, launch: Launch, rank: int) -> None:
         """Start a new actor on a seat, and construct it."""
-        crew.kill([rank], "ended by the controller, to be replaced")
-        crew.bury(rank)
-        crew.actors[rank] = self._start_actor(replace(launch, is_again=True), rank)
-        crew.revive(rank)
-        try:
+        with replacement(crew, rank):
+            crew.actors[rank] = self._start_actor(replace(launch, is_again=True), rank)
+            crew.revive(rank)
             _construct(crew, launch, [rank])
-        except BaseException:
-            crew.kill([rank], "ended by the controller, as it could not be constructed")
-            crew.bury(rank)
-            raise
 
     def _start_actor(self, launch: Launch, rank: int) -> Any:
         seat = launch.seats[rank]
@@ -232,11 +232,12 @@ def _construct(crew: RayCrew, launch: Launch, ranks: Sequence[int]) -> None:
     standing = {}
     for rank in ranks:
         nameplate = Nameplate(0, os.getpid(), rank, len(crew.actors), launch.group)
-        standing[rank] = crew.actors[rank].bandmaster_stand.remote(launch.uses_gpu, nameplate, here)
-    _, missing = ray.wait(list(standing.values()), num_returns=len(standing), timeout=START_TIMEOUT_S)
+        standing[rank] = crew.ask(rank, "bandmaster_stand", launch.uses_gpu, nameplate, here)
+    stood = [ticket.reference for ticket in standing.values()]
+    _, missing = ray.wait(stood, num_returns=len(stood), timeout=START_TIMEOUT_S)
     if missing:
         raise PlacementError(f"{len(missing)} of {len(standing)} actors did not start in {START_TIMEOUT_S:g} s")
-    crew.standings.update(Future(crew, standing, dict, construction(launch)).result())
+    crew.standings.update(answers(crew, standing, launch))
     first = crew.standings[0]
     rendezvous = rendezvous_environment(first.address, first.rendezvous_port)
     constructor = ray.put(launch.constructor)
@@ -244,8 +245,8 @@ def _construct(crew: RayCrew, launch: Launch, ranks: Sequence[int]) -> None:
     for rank in ranks:
         context = launch.context(rank, crew.standings[rank].device)
         environment = {**context.environment(), **rendezvous}
-        made = crew.actors[rank].bandmaster_construct.remote(context, environment, sys.path, constructor)
-        tickets[rank] = RayTicket(made, rank, CONSTRUCTION)
+        asked = ("bandmaster_construct", context, environment, sys.path, constructor)
+        tickets[rank] = crew.ask(rank, *asked, number=CONSTRUCTION)
     if 0 in ranks:
         tickets.update(crew.update_environment([r for r in crew.standings if r not in ranks], rendezvous))
     await_construction(crew, tickets, launch)

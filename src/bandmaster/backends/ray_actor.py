@@ -117,6 +117,7 @@ class WorkerActor:
 
     def _at_desk(self, number: int, run: Callable[..., Any], *args: Any) -> Any:
         """Run a call that can be given up by its number."""
+        self._desk.announce(number)
         try:
             self._desk.begin(number)
             outcome = run(*args)
@@ -125,6 +126,8 @@ class WorkerActor:
         except KeyboardInterrupt as error:  # given up, or raised by the method
             self._desk.end()
             return self._host.failure(error)
+        finally:
+            self._desk.announce(0)
 
 
 class _Encoded:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import socket
 import threading
 import time
 from collections import Counter
@@ -30,6 +32,8 @@ CONNECT_TIMEOUT_S = 10.0
 LAST_WORDS_TIMEOUT_S = 2.0  # for Ray to notice why an actor died whose lane broke
 LAST_NBYTES = 2000  # of standard error that are shown when an actor has died
 FAR_TIMEOUT_S = 10.0  # for a task on another node
+STANDING = -1  # number of what an actor is asked itself; it cannot be given up
+_log = logging.getLogger(__name__)
 
 
 class RayCrew:
@@ -37,6 +41,8 @@ class RayCrew:
 
     Attributes:
         actors: Their handles, one per rank.
+        standings: What each says of itself.
+        deaths: Of those that broke a lane or failed a call; otherwise Ray tells of a death only to who asks.
     """
 
     has_native_tickets = True
@@ -44,16 +50,16 @@ class RayCrew:
     def __init__(self) -> None:
         self.actors: list[Any] = []
         self.standings: dict[int, Standing] = {}
+        self.is_stopped = False
         self._here = host_identity()
-        self._lanes: LaneCrew | None = None
-        self._has_lane: set[int] = set()
+        self._lanes = LaneCrew({}, {}, self._how_it_died)
+        self.deaths: Mapping[int, Failure] = self._lanes.deaths
+        self._has_lane: set[int] = set()  # those that are to be called by it
         self._is_left = False  # whether the lanes are not to be used any more
         self._lock = threading.RLock()  # which way a call goes, and the order in which calls are sent
         self._serving: dict[int, Any] = {}  # the task that serves each lane that is not paused
         self._n_called: Counter[int] = Counter()  # by Ray's calls
-        self._deaths: dict[int, Failure] = {}  # that Ray's calls have told of
-        self._ended: dict[int, str] = {}
-        self.is_stopped = False
+        self._told: dict[int, RayError] = {}  # what Ray's calls said of actors that have died
 
     @property
     def handles(self) -> Sequence[Any]:
@@ -70,11 +76,6 @@ class RayCrew:
         """Those on this host."""
         return {rank: standing.pid for rank, standing in self.standings.items() if self._is_near(rank)}
 
-    @property
-    def deaths(self) -> Mapping[int, Failure]:
-        """Those that broke a lane or failed a call; otherwise Ray tells of a death only to who waits for that actor."""
-        return {**self._deaths, **self._lanes.deaths} if self._lanes is not None else self._deaths
-
     def describe(self) -> list[dict[str, Any]]:
         """Where each worker is, and whether it has a lane."""
         return [
@@ -87,20 +88,26 @@ class RayCrew:
         near = [rank for rank in ranks if self._is_near(rank)]
         if not near:
             return
-        with LaneListener() as listener:
-            asked = {rank: listener.introduction(rank) for rank in near}
-            refs = [self.actors[rank].bandmaster_connect.remote(listener.name, asked[rank]) for rank in near]
-            connected = [rank for rank, ok in zip(near, ray.get(refs, timeout=CONNECT_TIMEOUT_S), strict=True) if ok]
-            sockets = listener.accept(connected, CONNECT_TIMEOUT_S)
-        pids = {rank: self.standings[rank].pid for rank in sockets}
+        try:
+            sockets = self._connected(near)
+        except (OSError, GetTimeoutError) as error:
+            _log.warning("calls of %d workers on this host go by Ray, as they have no lanes: %r", len(near), error)
+            return
         with self._lock:
-            if self._lanes is None:
-                self._lanes = LaneCrew(sockets, pids, self._how_it_died)
-            else:
-                for rank, sock in sockets.items():
-                    self._lanes.add_lane(rank, sock, pids[rank])
+            for rank, sock in sockets.items():
+                self._lanes.add_lane(rank, sock, self.standings[rank].pid)
             if not self._is_left:
                 self._has_lane.update(sockets)
+
+    def _connected(self, ranks: Sequence[int]) -> dict[int, socket.socket]:
+        with LaneListener() as listener:
+            introductions = [listener.introduction(rank) for rank in ranks]
+            refs = [
+                self.actors[rank].bandmaster_connect.remote(listener.name, introduction)
+                for rank, introduction in zip(ranks, introductions, strict=True)
+            ]
+            can = ray.get(refs, timeout=CONNECT_TIMEOUT_S)
+            return listener.accept([rank for rank, it_can in zip(ranks, can, strict=True) if it_can], CONNECT_TIMEOUT_S)
 
     def put(self, payload: Payload) -> Part:
         """The payload, written at most once for the lanes and once for Ray, as soon as a call names it."""
@@ -115,7 +122,6 @@ class RayCrew:
         for call in calls:
             by_lane = [rank for rank in call.ranks if rank in self._has_lane and call.reply is not Reply.NATIVE]
             if by_lane:
-                assert self._lanes is not None, "there are lanes"
                 for rank in by_lane:
                     if rank not in self._serving:
                         self._serving[rank] = self.actors[rank].bandmaster_serve.remote()
@@ -133,29 +139,31 @@ class RayCrew:
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """Wait for all, but look at what is done every now and then."""
         by_lane = [ticket for ticket in tickets if isinstance(ticket, Ticket)]
-        if len(by_lane) == len(tickets) and self._lanes is not None:
+        if len(by_lane) == len(tickets):
             return self._lanes.wait(by_lane, timeout_s)
-        by_reference = {_reference(ticket): ticket for ticket in tickets if not isinstance(ticket, Ticket)}
+        by_reference = {ticket.reference: ticket for ticket in tickets if isinstance(ticket, RayTicket)}
         references = list(by_reference)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while True:
+        while not self.is_stopped:
             left = max(0.0, min(POLL_S, deadline - time.monotonic()))
             ready = ray.wait(references, num_returns=len(references), timeout=left)[0]
-            done = [by_reference[reference] for reference in ready]
-            if by_lane and self._lanes is not None:
+            done: list[Any] = [by_reference[reference] for reference in ready]
+            if by_lane:
                 done += self._lanes.wait(by_lane, 0.0)
             if done or time.monotonic() >= deadline:
                 return done
+        return list(tickets)
 
     def fetch(self, ticket: Any) -> Any | Failure:
         """The decoded value; exceptions of Ray's own become failures."""
         if isinstance(ticket, Ticket):
-            assert self._lanes is not None, "it gave the ticket"
             return self._lanes.fetch(ticket)
+        if self.is_stopped:
+            return self.deaths[ticket.rank]
         try:
-            return ray.get(_reference(ticket))
+            return ray.get(ticket.reference)
         except RayActorError as error:
-            return self._death(ticket.rank if isinstance(ticket, RayTicket) else None, error)
+            return self._note_death(ticket.rank, error)
         except RaySystemError as error:  # what Ray makes of an exception while it unpickles
             return Failure.unreadable(getattr(error, "client_exc", error))
         except RayTaskError as error:
@@ -166,7 +174,7 @@ class RayCrew:
     def give_up(self, tickets: Mapping[int, Any]) -> None:
         """Through the desk of each, on its own node."""
         for rank, ticket in tickets.items():
-            if isinstance(ticket, Ticket) and self._lanes is not None:
+            if isinstance(ticket, Ticket):
                 self._lanes.give_up({rank: ticket})
             elif isinstance(ticket, RayTicket):
                 self._on_its_node(rank, desk.give_up, self.standings[rank].pid, ticket.number)
@@ -183,56 +191,58 @@ class RayCrew:
         return texts
 
     def end(self, tickets: Mapping[int, Any], why: str) -> None:
-        """Kill the actors; of calls by Ray's own means it is not known whether an actor has come to them."""
-        lanes = self._lanes
-        self.kill([r for r, t in tickets.items() if not isinstance(t, Ticket) or (lanes and lanes.is_at(r, t))], why)
+        """Kill the actors."""
+        self.kill([rank for rank, ticket in tickets.items() if self._is_at(rank, ticket)], why)
+
+    def _is_at(self, rank: int, ticket: Any) -> bool:
+        """Whether an actor has come to a call; what does not say so has not."""
+        if isinstance(ticket, Ticket):
+            return self._lanes.is_at(rank, ticket)
+        return ticket.number in (STANDING, self._on_its_node(rank, desk.announced, self.standings[rank].pid))
 
     def kill(self, ranks: Sequence[int], why: str) -> None:
         """Kill actors, whatever they do."""
         for rank in ranks:
-            self._ended.setdefault(rank, why)
-            if self._lanes is not None:
-                self._lanes.note_end(rank, why)
+            self._lanes.note_end(rank, why)
             ray.kill(self.actors[rank])
 
     def bury(self, rank: int) -> None:
         """Note the death of a rank that was ended."""
-        if self._lanes is not None and rank in self._lanes.processes:
-            self._lanes.bury(rank)
-        self._death(rank, None)
+        self._note_death(rank)
         self._has_lane.discard(rank)
         self._serving.pop(rank, None)
 
     def revive(self, rank: int) -> None:
         """A new actor for a rank that was buried."""
-        if self._lanes is not None and rank in self._lanes.processes:
-            self._lanes.remove_lane(rank)
-        del self._deaths[rank]
-        self._ended.pop(rank, None)
+        self._lanes.forget_death(rank)
+        self._told.pop(rank, None)
+        self.standings.pop(rank, None)
 
     def update_environment(self, ranks: Sequence[int], environment: Mapping[str, str]) -> dict[int, Any]:
         """Tell ranks of variables that have changed; a ticket by rank."""
         for rank in ranks:
             self._pause(rank)
-        return {rank: self.actors[rank].bandmaster_update_environment.remote(environment) for rank in ranks}
+        return {rank: self.ask(rank, "bandmaster_update_environment", environment) for rank in ranks}
+
+    def ask(self, rank: int, method: str, *args: Any, number: int = STANDING) -> RayTicket:
+        """Call a method of an actor's own, not of its worker's."""
+        return RayTicket(getattr(self.actors[rank], method).remote(*args), rank, number)
 
     def look_for_deaths(self) -> None:
         """Ask Ray about the actors, and look at the lanes."""
-        if self._lanes is not None:
-            self._lanes.look_for_deaths()
+        self._lanes.look_for_deaths()
         for rank, actor in enumerate(self.actors):
             if rank not in self.deaths:
                 state = ray._private.state.actors(actor._actor_id.hex())
                 if state.get("State") == "DEAD":
-                    self._death(rank, None)
+                    self._note_death(rank)
 
     def stop(self, why: str = CLOSED) -> None:
         """Hang up and kill the actors."""
-        self.is_stopped = True
+        self._lanes.close_lanes(why)
         for rank in range(len(self.actors)):
-            self._deaths.setdefault(rank, Failure(FailureKind.DIED, why))
-        if self._lanes is not None:
-            self._lanes.close_lanes(why)
+            self._lanes.deaths.setdefault(rank, Failure(FailureKind.DIED, why))
+        self.is_stopped = True
         self._has_lane.clear()
         actors, self.actors = self.actors, []
         if ray.is_initialized():
@@ -241,40 +251,33 @@ class RayCrew:
 
     def _pause(self, rank: int) -> None:
         """Let the actor come back from its lane, once it has done what was sent there."""
-        if self._serving.pop(rank, None) is not None and self._lanes is not None:
+        if self._serving.pop(rank, None) is not None:
             self._lanes.pause(rank)
 
+    def _note_death(self, rank: int, error: RayError | None = None) -> Failure:
+        """An actor has died, as Ray says."""
+        if error is not None:
+            self._told.setdefault(rank, error)
+        self._lanes.bury(rank)
+        return self.deaths[rank]
+
     def _how_it_died(self, rank: int) -> Failure:
-        """Of a rank whose lane broke: what Ray says about the task that served it."""
+        error = self._told.get(rank) or self._served_until(rank)
+        summary = "its process is gone" if error is None else f"{type(error).__name__}: {error}".strip()
+        standing = self.standings.get(rank)
+        if standing is None:
+            return Failure(FailureKind.DIED, summary)
+        return Failure.of_death(summary, self._last_errors(rank), standing.address, standing.pid, standing.device)
+
+    def _served_until(self, rank: int) -> RayError | None:
+        """What Ray says about the task that served a lane that broke."""
         served = self._serving.get(rank)
         if served is not None:
             try:
                 ray.get(served, timeout=LAST_WORDS_TIMEOUT_S)
             except RayError as error:
-                return self._death(rank, error)
-        return self._death(rank, None)
-
-    def _death(self, rank: int | None, error: RayError | None) -> Failure:
-        summary = "its process is gone" if error is None else f"{type(error).__name__}: {error}".strip()
-        if rank is None or rank not in self.standings:
-            return Failure(FailureKind.DIED, summary)
-        if rank in self._deaths:
-            return self._deaths[rank]
-        if rank in self._ended:
-            failure = Failure(FailureKind.CANCELLED, self._ended[rank])
-        else:
-            standing, last = self.standings[rank], self._last_errors(rank)
-            summary = f"{summary}\nthe last it wrote to standard error:\n{last}" if last else summary
-            failure = Failure(
-                FailureKind.DIED,
-                summary,
-                host=standing.address,
-                pid=standing.pid,
-                device=standing.device,
-                at=time.time(),
-            )
-        self._deaths[rank] = failure
-        return failure
+                return error
+        return None
 
     def _last_errors(self, rank: int) -> str:
         if not self._is_near(rank):
@@ -322,14 +325,10 @@ class RayTicket(NamedTuple):
     number: int
 
 
-def _reference(ticket: Any) -> Any:
-    return ticket.reference if isinstance(ticket, RayTicket) else ticket
-
-
 class Part:
     """A payload that was put, in the form that each way takes it."""
 
-    def __init__(self, payload: Payload, lanes: LaneCrew | None) -> None:
+    def __init__(self, payload: Payload, lanes: LaneCrew) -> None:
         self._payload = payload
         self._lanes = lanes
         self._by_lane: Any = None
@@ -338,7 +337,6 @@ class Part:
     def on_lane(self) -> Any:
         """As `LaneCrew.put` returns it."""
         if self._by_lane is None:
-            assert self._lanes is not None, "a call goes by lane"
             self._by_lane = self._lanes.put(self._payload)
         return self._by_lane
 

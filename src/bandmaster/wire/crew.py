@@ -8,12 +8,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +29,7 @@ from bandmaster.wire.codec import Payload, decode
 from bandmaster.wire.lane import INLINE_NBYTES, MAX_MESSAGE_NBYTES, Closed, Lane, SegmentPart, inline
 from bandmaster.wire.loop import UNANSWERED, message_of, read_answer, read_number
 from bandmaster.wire.segments import OWNER, Segment, SegmentWriter, fill
+from bandmaster.wire.steady import SteadyLock
 
 __all__ = ["LaneCrew", "Ticket", "Written"]
 
@@ -55,21 +58,24 @@ class Written:
     It is copied there by the first call that names it, so that one worker is at work while the next one's is copied.
     """
 
-    def __init__(self, crew: LaneCrew, segment: Segment, payload: Payload) -> None:
-        self._segment = segment
+    def __init__(self, segment: Segment, payload: Payload) -> None:
+        self.segment_to_fill = segment
         self._payload: Payload | None = payload
-        self._crew = crew
 
     @property
     def segment(self) -> Segment:
         """With the payload in it."""
         if self._payload is not None:
-            fill(self._segment, [self._payload.head, *self._payload.buffers])
+            fill(self.segment_to_fill, [self._payload.head, *self._payload.buffers])
             self._payload = None
-        return self._segment
+        return self.segment_to_fill
 
-    def __del__(self) -> None:
-        self._crew.give_back(self._segment)
+
+class _Trace(weakref.ref[Written]):
+    """What is left of a payload when nobody can call with it any more."""
+
+    __slots__ = ("segment",)
+    segment: Segment
 
 
 _Outgoing = tuple[bytes, Sequence[Segment], Ticket | None]  # a message, and the ticket of its answer if it has one
@@ -99,6 +105,8 @@ class LaneCrew:
         self._ended: dict[int, str] = {}  # why, where that was on purpose
         self._writer = SegmentWriter()
         self._buffer = bytearray(MAX_MESSAGE_NBYTES)
+        self._traces: set[_Trace] = set()
+        self._unneeded: deque[_Trace] = deque()
         self._lanes: dict[int, Lane] = {}
         self._by_fd: dict[int, int] = {}
         self._pending: dict[int, deque[Ticket]] = {}
@@ -109,9 +117,9 @@ class LaneCrew:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.epoll()
         self._poll.register(self._wake, select.EPOLLIN)
-        self._lock = threading.RLock()  # the lanes, the writer and what is pending
-        self._arrived = threading.Condition(self._lock)
-        self._reader: int | None = None  # the thread that is blocked in the kernel for all of them
+        self._lock = SteadyLock(self._wake_up)  # the lanes, the writer and what is pending
+        self._arrived = threading.Condition(self._lock.lock)
+        self._is_reading = False  # whether a thread is blocked in the kernel for all of them
         for rank, sock in sockets.items():
             self.add_lane(rank, sock, pids[rank])
 
@@ -121,13 +129,24 @@ class LaneCrew:
             return inline(payload)
         sizes = [memoryview(chunk).nbytes for chunk in (payload.head, *payload.buffers)]
         with self._lock:
+            self._give_back_unneeded()
             try:
-                return Written(self, self._writer.reserve(sizes), payload)
+                written = Written(self._writer.reserve(sizes), payload)
             except OSError as error:
                 raise ResourceError(
                     f"cannot share {payload.nbytes:,} bytes with the workers ({error}); free memory, or raise the "
                     "limit on open files (ulimit -n)"
                 ) from error
+            trace = _Trace(written, self._unneeded.append)  # C code, which Ctrl-C does not break
+            trace.segment = written.segment_to_fill
+            self._traces.add(trace)
+            return written
+
+    def _give_back_unneeded(self) -> None:
+        while self._unneeded:
+            trace = self._unneeded.popleft()
+            self._traces.discard(trace)
+            self._writer.give_back([trace.segment.id], OWNER)
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """Send the calls, each encoded once."""
@@ -165,14 +184,10 @@ class LaneCrew:
                 if rank in self.deaths:
                     self._finish(ticket, self.deaths[rank], is_failure=True)
                     continue
-                try:
-                    for segment in segments:
-                        self._writer.lend(segment, rank)
-                    self._pending[rank].append(ticket)
-                    self._send_or_queue(rank, (message, segments, ticket))
-                except BaseException:  # Ctrl-C
-                    self._lose(rank, ticket)
-                    raise
+                for segment in segments:
+                    self._writer.lend(segment, rank)
+                self._pending[rank].append(ticket)
+                self._send_or_queue(rank, (message, segments, ticket))
 
     def _send_or_queue(self, rank: int, outgoing: _Outgoing) -> None:
         """Send a message, or have it sent once the worker reads again; it gets its messages in order."""
@@ -200,19 +215,7 @@ class LaneCrew:
             self._read_to_the_end(rank)
         except OSError as error:
             self._drop(rank, outgoing, Failure.of(error))
-        except BaseException:  # Ctrl-C: it may have been sent, but nobody will look for the answer
-            if ticket is not None:
-                self._lose(rank, ticket)
-            raise
         return True
-
-    def _lose(self, rank: int, ticket: Ticket) -> None:
-        """An answer that may come or not: if it does, it will find no ticket of its number, and is dropped."""
-        if ticket in self._pending[rank]:
-            self._pending[rank].remove(ticket)
-        if not ticket.is_done:
-            why = Failure(FailureKind.RAISED, "its answer was lost: the controller was interrupted in the middle of it")
-            self._finish(ticket, why, is_failure=True)
 
     def _drop(self, rank: int, outgoing: _Outgoing, why: Failure) -> None:
         """A message that was not sent and will not be: answers come in order, and none is for this one."""
@@ -268,33 +271,36 @@ class LaneCrew:
         """The process of a rank is ended on purpose: when its lane breaks, that is why."""
         self._ended.setdefault(rank, why)
 
-    def give_back(self, segment: Segment) -> None:
-        """The controller itself needs a segment no longer."""
-        with self._lock:
-            self._writer.give_back([segment.id], OWNER)
-
     def wait(self, tickets: Sequence[Ticket], timeout_s: float | None) -> list[Ticket]:
         """Wait until all are done, some call has failed, or the time is over; those that are done."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        with self._lock:
-            n_done, n_failed, n_dead = 0, self._n_failed, len(self.deaths)
-            is_new, n_tickets = True, len(tickets)
-            while True:
-                while n_done < n_tickets and tickets[n_done].is_done:
-                    n_done += 1
-                if n_done == n_tickets:
-                    return list(tickets)
-                if n_dead != len(self.deaths) or n_failed != self._n_failed:
-                    break
-                if is_new and any(ticket.is_failure for ticket in tickets):
-                    break
-                is_new = False
-                left = None if deadline == math.inf else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    self._receive_all()
-                    break
-                self._wait_for_arrival(left)
+        while True:
+            with self._lock:  # Ctrl-C comes when it is left, and may be the user's to handle without an exception
+                done = self._wait(tickets, deadline)
+            if done is not None:
+                return done
+
+    def _wait(self, tickets: Sequence[Ticket], deadline: float) -> list[Ticket] | None:
+        """The tickets that are done; None when Ctrl-C has come before any of that."""
+        n_done, n_failed, n_dead = 0, self._n_failed, len(self.deaths)
+        n_tickets = len(tickets)
+        if any(ticket.is_failure for ticket in tickets):
             return [ticket for ticket in tickets if ticket.is_done]
+        while True:
+            while n_done < n_tickets and tickets[n_done].is_done:
+                n_done += 1
+            if n_done == n_tickets:
+                return list(tickets)
+            if n_dead != len(self.deaths) or n_failed != self._n_failed:
+                break
+            left = None if deadline == math.inf else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                self._receive_all()
+                break
+            if self._lock.is_interrupted:
+                return None
+            self._wait_for_arrival(left)
+        return [ticket for ticket in tickets if ticket.is_done]
 
     def fetch(self, ticket: Ticket) -> Any | Failure:
         """The decoded value, or the failure."""
@@ -311,17 +317,18 @@ class LaneCrew:
         with self._lock:
             self._receive_all()
 
-    def remove_lane(self, rank: int) -> None:
-        """Forget a worker that has died."""
+    def forget_death(self, rank: int) -> None:
+        """There is a new worker for a rank that has died; `add_lane` if it has a lane."""
         with self._lock:
-            assert rank in self.deaths, "the worker is gone"
-            lane = self._lanes.pop(rank)
-            del self._by_fd[lane.fileno()], self.deaths[rank], self.processes[rank]
-            lane.close()
+            del self.deaths[rank]
             self._ended.pop(rank, None)
+            lane = self._lanes.pop(rank, None)
+            if lane is not None:
+                del self._by_fd[lane.fileno()], self.processes[rank]
+                lane.close()
 
     def add_lane(self, rank: int, sock: socket.socket, pid: int) -> None:
-        """A worker for a rank that has none. The socket is owned from here on."""
+        """A lane for a rank that has none. The socket is owned from here on."""
         with self._lock:
             lane = Lane(sock, self._writer, rank, blocks=False, buffer=self._buffer)
             self._lanes[rank], self.processes[rank] = lane, pid
@@ -330,7 +337,7 @@ class LaneCrew:
             self._poll.register(lane.fileno(), select.EPOLLIN)
 
     def bury(self, rank: int) -> None:
-        """Note the death of a rank that was ended, if its lane has not told yet."""
+        """Note the death of a rank that its lane has not told of yet, or that has no lane."""
         with self._lock:
             self._note_death(rank)
 
@@ -344,31 +351,26 @@ class LaneCrew:
                     self.deaths[rank] = Failure(FailureKind.DIED, why)
                     self._end(rank)
                 lane.close()
-            if self._wake >= 0:  # else Ctrl-C came after that the last time
-                os.eventfd_write(self._wake, 1)  # closing alone would not wake who is blocked in the kernel
-            self._arrived.wait_for(lambda: self._reader in (None, threading.get_ident()), timeout=5.0)
+            self._wake_up()  # closing alone would not wake who is blocked in the kernel
+            self._arrived.wait_for(lambda: not self._is_reading, timeout=5.0)
             self._writer.close()
             self._arrived.notify_all()
             wake, self._wake = self._wake, -1
-            if wake >= 0:
-                os.close(wake)
+            os.close(wake)
             self._poll.close()
 
     def _wait_for_arrival(self, timeout_s: float | None) -> None:
         """Receive something, or let the thread that is receiving do it; the lock is held, but not while blocked."""
-        me = threading.get_ident()
-        if self._reader not in (None, me):  # if it is this thread, it was interrupted at an unlucky moment
+        if self._is_reading:
             self._arrived.wait(timeout_s)
             return
-        self._reader = me
-        ready: Sequence[tuple[int, int]] = ()
+        self._is_reading = True
+        self._lock.lock.release()
         try:
-            self._lock.release()
             ready = self._poll.poll(timeout_s)
         finally:
-            if not self._lock._is_owned():  # type: ignore[attr-defined]  # Ctrl-C may have come before the release
-                self._lock.acquire()
-            self._reader = None
+            self._lock.lock.acquire()
+            self._is_reading = False
             self._arrived.notify_all()  # one of those who waited for this thread goes on in its place
         if not self._poll.closed:
             self._receive(ready)
@@ -382,14 +384,18 @@ class LaneCrew:
         self._note_death(rank)
 
     def _receive_all(self) -> None:
-        """Take an answer of every lane that has one; the lock is held."""
-        if not self._poll.closed:
-            self._receive(self._poll.poll(0))
+        """Take what has arrived; the lock is held."""
+        while not self._poll.closed and (ready := self._poll.poll(0)):
+            self._receive(ready)
 
     def _receive(self, ready: Sequence[tuple[int, int]]) -> None:
+        """Take an answer of each lane that has one, and send what waits for it; they may be other threads' calls."""
         for fd, events in ready:
             rank = self._by_fd.get(fd)
-            if rank is None or rank in self.deaths:
+            if rank is None:
+                self._awake()
+                continue
+            if rank in self.deaths:
                 continue
             if events & select.EPOLLOUT:
                 self._flush(rank)
@@ -397,36 +403,32 @@ class LaneCrew:
                     continue
             self._receive_from(rank)
 
+    def _wake_up(self) -> None:
+        """Have the thread that is blocked in the kernel look around."""
+        with contextlib.suppress(OSError):  # it was closed
+            os.eventfd_write(self._wake, 1)
+
+    def _awake(self) -> None:
+        with contextlib.suppress(OSError):  # nothing was written, or it was closed
+            os.eventfd_read(self._wake)
+
     def _receive_from(self, rank: int) -> None:
         """Take one answer, if there is one."""
-        lane, ticket = self._lanes[rank], None
+        lane = self._lanes[rank]
         try:
             body = lane.receive(block=False)
             if body is not None:
-                ticket = self._ticket_of(rank, read_number(body))
                 outcome = read_answer(lane, body)
-                if ticket is not None:
-                    self._finish(ticket, *outcome)
+                self._finish(self._ticket_of(rank, body), *outcome)
         except Closed:
             self._note_death(rank)
         except OSError as error:  # the answer came, but there was no descriptor left for what it is in
-            ticket = self._ticket_of(rank, read_number(lane.body))
-            if ticket is not None:
-                self._finish(ticket, Failure.of(error), is_failure=True)
-        except BaseException:  # Ctrl-C: the answer may be lost
-            ticket = ticket or (self._pending[rank][0] if self._pending[rank] else None)
-            if ticket is not None:
-                self._lose(rank, ticket)
-            raise
+            self._finish(self._ticket_of(rank, lane.body), Failure.of(error), is_failure=True)
 
-    def _ticket_of(self, rank: int, number: int) -> Ticket | None:
-        """Whom an answer is for: the one that has waited longest, unless an answer was lost."""
-        pending = self._pending[rank]
-        if pending and pending[0].number == number:
-            return pending.popleft()
-        ticket = next((ticket for ticket in pending if ticket.number == number), None)
-        if ticket is not None:
-            pending.remove(ticket)
+    def _ticket_of(self, rank: int, body: memoryview) -> Ticket:
+        """Whom an answer is for: the one that has waited longest."""
+        ticket = self._pending[rank].popleft()
+        assert ticket.number == read_number(body), "answers come in the order of their messages"
         return ticket
 
     def _finish(self, ticket: Ticket, outcome: Payload | Failure | None, is_failure: bool) -> None:
@@ -439,8 +441,9 @@ class LaneCrew:
             if rank in self._ended:
                 failure = replace(failure, kind=FailureKind.CANCELLED, summary=self._ended[rank])
             self.deaths[rank] = failure
-            self._poll.unregister(self._lanes[rank].fileno())
-            self._end(rank)
+            if rank in self._lanes:
+                self._poll.unregister(self._lanes[rank].fileno())
+                self._end(rank)
 
     def _end(self, rank: int) -> None:
         self._writer.forget_reader(rank)

@@ -5,6 +5,7 @@
     worker                                             anybody of the same user on its host
     Desk(Nameplate)  a memfd with a telling name ◄──── look(pid), everybody() find it among its descriptors
       a page: numbers of calls given up          ◄──── give_up(pid, number), and a signal: the method is interrupted
+      at its end: the call that runs, if asked   ────► announced(pid)
       behind it: stacks, by faulthandler         ────► stacks(pids), after a signal: also where C code is stuck
 
 No thread and no socket is needed for it, so it works whatever the worker does; and nothing is left when it is gone.
@@ -26,11 +27,12 @@ from pathlib import Path
 
 from bandmaster.wire.stacks import readable
 
-__all__ = ["Desk", "Interrupted", "Nameplate", "everybody", "give_up", "look", "stacks"]
+__all__ = ["Desk", "Interrupted", "Nameplate", "announced", "everybody", "give_up", "look", "stacks"]
 
 GIVE_UP_SIGNAL = signal.SIGRTMAX - 7
 STACKS_SIGNAL = signal.SIGRTMAX - 8
-N_SLOTS = mmap.PAGESIZE // 8  # of numbers; more calls than that are not on their way to one worker
+N_SLOTS = mmap.PAGESIZE // 8 - 1  # of numbers; more calls than that are not on their way to one worker
+ANNOUNCED = N_SLOTS  # where a worker says which call it runs
 STACKS_TIMEOUT_S = 0.5
 
 _MARK = "bandmaster-worker"
@@ -100,6 +102,10 @@ class Desk:
         if self._slots[number % N_SLOTS] == number:
             self._interrupt()
 
+    def announce(self, number: int) -> None:
+        """Let others know that this call runs, which cannot tell from the order of its answers."""
+        self._slots[ANNOUNCED] = number
+
     def end(self) -> None:
         """It has ended: it cannot be interrupted any more."""
         self.running = 0
@@ -142,6 +148,16 @@ def give_up(pid: int, number: int) -> bool:
         _signal(pid, GIVE_UP_SIGNAL)
         return True
     return False
+
+
+def announced(pid: int) -> int:
+    """Number of the call that a worker says it runs; 0 if it says nothing, or is not there."""
+    found = look(pid)
+    with contextlib.suppress(OSError):
+        if found is not None:
+            with open(found[1], "rb", buffering=0) as desk:
+                return int.from_bytes(os.pread(desk.fileno(), 8, ANNOUNCED * 8), "little")
+    return 0
 
 
 def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int, str]:

@@ -14,6 +14,7 @@ Small payloads travel inside the body; larger ones lie in segments, which the bo
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import os
 import pickle
@@ -87,16 +88,18 @@ class LaneListener:
         """The controller's ends of the lanes of workers that have connected, by rank."""
         lanes: dict[int, socket.socket] = {}
         self._socket.settimeout(timeout_s)
-        while len(lanes) < len(ranks):
-            sock, _ = self._socket.accept()
-            _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            sock.settimeout(timeout_s)
-            said = sock.recv(64)
-            if uid != os.getuid() or said[:16] != self._secret:
-                sock.close()
-                continue
-            sock.settimeout(None)
-            lanes[int.from_bytes(said[16:], "little")] = sock
+        with contextlib.ExitStack() as if_it_fails:
+            while len(lanes) < len(ranks):
+                sock = if_it_fails.enter_context(self._socket.accept()[0])
+                _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                sock.settimeout(timeout_s)
+                said = sock.recv(64)
+                if uid != os.getuid() or said[:16] != self._secret:
+                    sock.close()
+                    continue
+                sock.settimeout(None)
+                lanes[int.from_bytes(said[16:], "little")] = sock
+            if_it_fails.pop_all()
         return lanes
 
     def __enter__(self) -> LaneListener:

@@ -1,0 +1,26 @@
+"""Ways in which a worker's process ends, and waiting until processes have ended."""
+
+import os
+import signal
+import time
+
+import psutil
+
+
+def exit_three():
+    os._exit(3)
+
+
+def kill_oneself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segfault():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def wait_until_gone(pids, timeout_s=2.0):
+    deadline = time.monotonic() + timeout_s
+    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, f"still there after {timeout_s} s: {left}"
+        time.sleep(0.01)  # polling for the kernel

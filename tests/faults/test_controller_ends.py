@@ -1,0 +1,73 @@
+"""However the controller ends, nothing of it is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from ends import wait_until_gone
+
+CONTROLLER = """
+import os, signal, subprocess, sys, time
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+class Busy(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def start(self):
+        child = subprocess.Popen(["sleep", "300"])
+        return [os.getpid(), os.getppid(), child.pid]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def work(self):
+        while True:
+            pass
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have let its background jobs ignore it
+pool = bm.ResourcePool([2])
+group = bm.WorkerGroup(pool, Busy)
+print(*sum(group.start(), []), flush=True)
+if sys.argv[1] == "busy":
+    group.work.submit()
+    print("busy", flush=True)
+if sys.argv[1] == "exit":
+    sys.exit(0)
+if sys.argv[1] == "raise":
+    raise ValueError("the script fails")
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "end"),
+    [
+        ("idle", signal.SIGKILL),
+        ("busy", signal.SIGKILL),
+        ("idle", signal.SIGTERM),
+        ("busy", signal.SIGTERM),
+        ("busy", signal.SIGINT),
+        ("exit", None),
+        ("raise", None),
+    ],
+)
+def test_nothing_outlives_the_controller(state, end):
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, state],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "BANDMASTER_PRELOAD": "numpy"},
+    )
+    with controller:
+        pids = [int(word) for word in controller.stdout.readline().split()]
+        assert len(pids) == 6
+        if state == "busy":
+            assert controller.stdout.readline().strip() == "busy"
+        if end is not None:
+            controller.send_signal(end)
+        try:
+            controller.wait(timeout=10)
+        finally:
+            controller.kill()
+    wait_until_gone(pids)
