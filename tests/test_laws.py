@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import bandmaster as bm
 from bandmaster import Broadcast, Concat, Dispatch, Gather, Mesh, Split, TransferProtocol, register
+from bandmaster.testing import standing
 
 # --- 1 and 6: what goes out comes back, whole and in order -------------------------------------------------------
 
@@ -147,8 +148,16 @@ class Counted:
 
 class Receiver(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
+    def keep(self, value):
+        self.kept = value  # so that the memory it lies in is not used again
+
+    @register(Dispatch.ONE_TO_ALL)
     def broadcast(self, value, other=None):
         return isinstance(value, Counted)
+
+    @register(TransferProtocol(Split("dp"), Gather("dp")))
+    def keep_rows(self, rows):
+        self.kept = rows
 
     @register(Dispatch.DP_PROTO, arguments={"table": Broadcast()})
     def split(self, rows, table):
@@ -177,6 +186,21 @@ def test_a_payload_is_encoded_once_however_many_ranks_read_it(make_group):
     shared = Counted()
     assert times_encoded(lambda: group.per_rank([shared] * 4)) == (1, [True] * 4)
     assert times_encoded(lambda: group.execute_all_sync("broadcast", Counted())) == (1, [True] * 4)
+
+
+@pytest.mark.own_processes
+def test_a_large_payload_is_written_once_however_many_ranks_of_this_host_read_it(make_pool):
+    def n_written(n_ranks, method, *args):
+        with bm.WorkerGroup(make_pool([n_ranks]), Receiver) as group:
+            before = len(standing().segments)
+            getattr(group, method)(*args)
+            return len(standing().segments) - before
+
+    large = np.ones(100_000)
+    once = n_written(1, "keep", large)
+    assert once > 0
+    assert n_written(4, "keep", large) == once
+    assert n_written(4, "keep_rows", large) == 4 * once, "each rank its own quarter"
 
 
 def test_a_rank_that_is_not_collected_does_not_encode_its_value(make_group):

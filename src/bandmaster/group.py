@@ -99,8 +99,7 @@ class WorkerGroup:
         self._name = f"{prefix}{cls.__name__}"
         self._tenancy = Tenancy(self, self._name)
         try:
-            seats, vacate = pool._occupy(self, self._name)
-            self._tenancy.take(vacate)
+            seats = pool._occupy(self, self._name, self._tenancy.take)
             names = tuple(f"{self._name}_{seat.node_rank}:{seat.local_rank}" for seat in seats)
             self._launch = Launch(
                 self._name,

@@ -11,9 +11,11 @@ were made from::
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bandmaster.backends import Seat, get_backend
@@ -165,22 +167,20 @@ class ResourcePool:
         if self._is_closed or any(part.lease.is_closed for part in self._parts):
             raise ClosedError(f"{self!r} was closed; make a new pool")
 
-    def _occupy(self, owner: WorkerGroup, name: str) -> tuple[tuple[Seat, ...], weakref.finalize[Any, WorkerGroup]]:
-        """Seats for a new group, and what gives them back (called by itself when ``owner`` is collected)."""
+    def _occupy(
+        self, owner: WorkerGroup, name: str, take: Callable[[Callable[[], object]], object]
+    ) -> tuple[Seat, ...]:
+        """Seats for a new group; ``take`` gets what gives them back, before anything is taken."""
         self.reserve()
         self._check_room(name)
         places = [(part.lease, part.node, index) for part in self._parts for index in part.indices]
-        vacate = weakref.finalize(owner, _vacate, places, name)  # first, so that Ctrl-C leaves no place taken
-        try:
-            for lease, node, index in places:
-                lease.holders.setdefault((node, index), []).append(name)
-            for lease in {part.lease for part in self._parts}:
-                lease.groups.add(owner)
-            self._groups.add(owner)
-            return tuple(self._seats()), vacate
-        except BaseException:
-            vacate()
-            raise
+        take(partial(_vacate, places, name))
+        for lease, node, index in places:
+            lease.holders.setdefault((node, index), []).append(name)
+        for lease in {part.lease for part in self._parts}:
+            lease.groups.add(owner)
+        self._groups.add(owner)
+        return tuple(self._seats())
 
     def _check_room(self, name: str) -> None:
         for part in self._parts:
@@ -293,14 +293,16 @@ class _Lease:
         self.reservation: Any = None
         self.is_closed = False
         self._timeout_s = timeout_s
+        self._lock = threading.Lock()  # of those that reserve
         self._release: weakref.finalize[Any, _Lease] | None = None
 
     def open(self) -> None:
         ClassLoading.check()
-        if self._release is None:
-            backend = get_backend(self.backend)
-            self.reservation = backend.reserve(self.request, self._timeout_s)
-            self._release = weakref.finalize(self, backend.release, self.reservation)
+        with self._lock:
+            if self._release is None:
+                backend = get_backend(self.backend)
+                self.reservation = backend.reserve(self.request, self._timeout_s)
+                self._release = weakref.finalize(self, backend.release, self.reservation)
 
     def close(self) -> None:
         self.is_closed = True

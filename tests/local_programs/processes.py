@@ -22,6 +22,15 @@ class Looks(bm.Worker):
         return os.getpid(), os.getcwd(), os.environ.get("SET_LATE"), FROM_MAIN, threads, sys.argv[0]
 
     @register(Dispatch.ONE_TO_ALL)
+    def use_threads(self):
+        """How many torch would use, and how many this process has once OpenBLAS has worked."""
+        import torch
+
+        matrix = np.ones((800, 800))
+        assert (matrix @ matrix)[0, 0] == 800
+        return torch.get_num_threads(), len(os.listdir("/proc/self/task"))
+
+    @register(Dispatch.ONE_TO_ALL)
     def draw(self):
         return random.random(), np.random.random()
 
@@ -45,8 +54,13 @@ with bm.ResourcePool([2]) as first:
         share = str(max(1, len(os.sched_getaffinity(0)) // 2))
         expected = (os.getcwd(), "yes", 17, {"OMP_NUM_THREADS": share, "OPENBLAS_NUM_THREADS": "7"}, sys.argv[0])
         assert [rest for _, *rest in seen] == [list(expected)] * 2, seen
+        for n_torch, n_tasks in group.use_threads():
+            assert n_torch == int(share), "libraries that the zygote has imported obey as well"
+            assert n_tasks >= 7, "OpenBLAS, too"
         draws = group.draw()
         assert len({*draws[0], *draws[1]}) == 4, "forks do not draw the same numbers"
         assert [pathlib.Path(f"/proc/{pid}").exists() for pid in pids] == [True, True]
         assert [w.pid for w in group.workers] == pids
     assert [pathlib.Path(f"/proc/{pid}").exists() for pid in pids] == [False, False]
+    os.environ["OMP_NUM_THREADS"] = "3"
+    assert bm.WorkerGroup(first, Looks).use_threads()[0][0] == 3, "the user's word counts"

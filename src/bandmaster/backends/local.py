@@ -17,6 +17,7 @@ import importlib.util
 import os
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,8 @@ from typing import Any
 from bandmaster.backends import CLOSED, Launch
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.backends.output import WorkerOutput
-from bandmaster.backends.zygote import THREAD_VARIABLES, Spawn, Zygote
+from bandmaster.backends.threads import THREAD_VARIABLES
+from bandmaster.backends.zygote import Spawn, Zygote
 from bandmaster.construction import answers, await_construction, replacement
 from bandmaster.errors import ResourceError, UsageError
 from bandmaster.failure import Failure
@@ -55,6 +57,7 @@ class LocalBackend(MachineBackend):
     def __init__(self) -> None:
         super().__init__()
         self._zygote: Zygote | None = None
+        self._lock = threading.Lock()  # of those that start it
 
     def start(self, launch: Launch) -> LocalCrew:
         """Fork a worker for every seat, then construct all of them concurrently."""
@@ -73,13 +76,14 @@ class LocalBackend(MachineBackend):
             _construct(crew, launch, [rank])
 
     def _living_zygote(self) -> Zygote:
-        if self._zygote is not None and self._zygote.owner_pid != os.getpid():
+        if self._zygote is not None and not self._zygote.is_ours:
             raise UsageError("this process was forked from the one that has the workers; make pools in that one")
-        if self._zygote is None or not self._zygote.is_alive:
-            self._end_zygote()
-            self._zygote = Zygote(_modules_to_preload())
-            atexit.register(self._end_zygote)
-        return self._zygote
+        with self._lock:
+            if self._zygote is None or not self._zygote.is_alive:
+                self._end_zygote()
+                self._zygote = Zygote(_modules_to_preload())
+                atexit.register(self._end_zygote)
+            return self._zygote
 
     def _end_zygote(self) -> None:
         atexit.unregister(self._end_zygote)
@@ -210,12 +214,11 @@ def _spawn_of(launch: Launch, rank: int) -> Spawn:
     environment = dict(os.environ)
     if launch.uses_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = visible_devices()[seat.reservation.gpus[seat.node][seat.index]]
-    n_threads = None
     if "OMP_NUM_THREADS" not in os.environ:
-        n_threads = max(1, count_cores() // len(launch.seats))
-        environment.update({name: str(n_threads) for name in THREAD_VARIABLES if name not in os.environ})
+        share = str(max(1, count_cores() // len(launch.seats)))
+        environment.update({name: share for name in THREAD_VARIABLES if name not in os.environ})
     nameplate = Nameplate(0, os.getpid(), rank, len(launch.seats), launch.group)
-    return Spawn(nameplate, environment, os.getcwd(), tuple(sys.path), tuple(sys.argv), n_threads)
+    return Spawn(nameplate, environment, os.getcwd(), tuple(sys.path), tuple(sys.argv))
 
 
 def _modules_to_preload() -> list[str]:

@@ -9,6 +9,8 @@ import sys
 import threading
 from collections import deque
 
+from bandmaster.wire.steady import SteadyLock
+
 __all__ = ["WorkerOutput"]
 
 N_LAST_LINES = 20  # of standard error that are kept for when a worker dies
@@ -27,21 +29,21 @@ class WorkerOutput:
         self._partial: dict[int, bytes] = {}
         self._last: dict[int, deque[str]] = {}
         self._poll = select.epoll()
-        self._lock = threading.Lock()  # the sources, and whether the thread runs
+        self._lock = SteadyLock(lambda: None)  # the sources, and whether the thread runs
         self._thread: threading.Thread | None = None
         self._is_finished = False  # whether no worker will be added any more
 
     def add(self, rank: int) -> tuple[int, int]:
         """Descriptors for a worker to write its standard output and error to; close them once it has them."""
         self._last[rank] = deque(maxlen=N_LAST_LINES)
-        out_reader, out_writer = os.pipe2(os.O_CLOEXEC)
-        try:
-            err_reader, err_writer = os.pipe2(os.O_CLOEXEC)
-        except OSError:
-            os.close(out_writer)
-            os.close(out_reader)
-            raise
         with self._lock:
+            out_reader, out_writer = os.pipe2(os.O_CLOEXEC)
+            try:
+                err_reader, err_writer = os.pipe2(os.O_CLOEXEC)
+            except OSError:
+                os.close(out_writer)
+                os.close(out_reader)
+                raise
             for reader, stream in ((out_reader, "stdout"), (err_reader, "stderr")):
                 self._sources[reader] = (rank, stream)
                 self._poll.register(reader, select.EPOLLIN)

@@ -1,4 +1,4 @@
-"""What Linux knows of processes: how they ended, who their children are, and whether memory ran out."""
+"""What Linux knows of processes that have ended: how, and whether memory ran out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO
 
 from bandmaster.cgroups import Cgroups
 
-__all__ = ["Ended", "MemoryPressure", "children_of", "memory_file", "prctl"]
+__all__ = ["Ended", "MemoryPressure", "memory_file", "prctl"]
 
 GiB = 1 << 30
 
@@ -56,11 +56,6 @@ class MemoryPressure:
         return f", and the kernel killed for want of memory meanwhile ({', '.join(places)})" if places else ""
 
 
-def children_of(pid: int) -> list[int]:
-    """The processes whose parent is ``pid``."""
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit() and _parent(path) == pid]
-
-
 @contextlib.contextmanager
 def memory_file(content: bytes) -> Iterator[IO[bytes]]:
     """A file without a name, to be read from its beginning by whoever is given its descriptor."""
@@ -91,10 +86,3 @@ def _limit() -> str:
     if limit is not None:
         return f"the {limit.most / GiB:.1f} GiB that its control group may have"
     return f"the {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GiB:.1f} GiB that this machine has"
-
-
-def _parent(process: Path) -> int | None:
-    with contextlib.suppress(OSError):
-        _, _, fields = (process / "stat").read_text().rpartition(")")  # the name before it may hold anything
-        return int(fields.split()[1])
-    return None

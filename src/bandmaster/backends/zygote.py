@@ -34,8 +34,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bandmaster.backends.processes import Ended, MemoryPressure, children_of, memory_file, prctl
+from bandmaster.backends.processes import Ended, MemoryPressure, memory_file, prctl
+from bandmaster.backends.threads import THREAD_VARIABLES, set_threads
 from bandmaster.errors import PlacementError
+from bandmaster.forks import n_forks
+from bandmaster.proc import children_of
 from bandmaster.wire.desk import Desk, Nameplate
 from bandmaster.wire.host import WorkerHost
 from bandmaster.wire.lane import Lane
@@ -44,7 +47,6 @@ from bandmaster.wire.segments import SegmentWriter
 
 __all__ = ["Spawn", "Zygote"]
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _MESSAGE_NBYTES = 150 * 1024
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -60,7 +62,6 @@ class Spawn:
         directory: Its working directory.
         path: What it adds to ``sys.path``.
         argv: Its ``sys.argv``.
-        n_threads: For numerical libraries.
     """
 
     nameplate: Nameplate
@@ -68,7 +69,6 @@ class Spawn:
     directory: str
     path: Sequence[str]
     argv: Sequence[str]
-    n_threads: int | None
 
 
 class Zygote:
@@ -83,7 +83,7 @@ class Zygote:
         self._lock = threading.RLock()  # a group that is collected as garbage while this is held may come back here
         self._n_asked = 0
         self._answers: dict[int, Any] = {}  # by number of the question; None where it is still awaited
-        self.owner_pid = os.getpid()
+        self._n_forks = n_forks()
         source = str(Path(__file__).parents[2])
         program = (
             f"import sys; sys.path[:] = [{source!r}, *filter(None, sys.path)]; "
@@ -100,6 +100,11 @@ class Zygote:
         self._workers: set[int] = set()
         watched = (os.pidfd_open(self._process.pid), self._workers)
         threading.Thread(target=_end_after, args=watched, name="bandmaster-zygote-watch", daemon=True).start()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has started it, rather than one that this process was forked from."""
+        return self._n_forks == n_forks()
 
     @property
     def is_alive(self) -> bool:
@@ -139,7 +144,7 @@ class Zygote:
 
     def close(self) -> None:
         """End it, and whatever it has forked."""
-        if os.getpid() == self.owner_pid:
+        if self.is_ours:
             with contextlib.suppress(OSError):
                 self._control.shutdown(socket.SHUT_RDWR)  # also where a fork of the controller has the socket too
             self._process.wait()
@@ -366,8 +371,7 @@ def _take_on(spawn: Spawn) -> None:
     random.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # forks would all draw the same numbers
-    if spawn.n_threads is not None and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(spawn.n_threads)
+    set_threads(spawn.environment)
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from bandmaster.proc import pids, stat
 from bandmaster.wire.desk import Nameplate, everybody
 
 __all__ = ["Census", "Group", "Process", "take_census"]
@@ -40,10 +41,10 @@ class Process:
     def of(cls, pid: int) -> Process | None:
         """As it is now; None if it is gone, or has ended and only its parent has not noticed."""
         with contextlib.suppress(OSError):
-            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            if state not in "ZX":
-                return cls(pid, int(fields[18]) / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE"))
+            found = stat(pid)
+            if found is not None and found.state not in "ZX":
+                return cls(pid, found.start / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE"))
         return None
 
 
@@ -100,11 +101,7 @@ def _group(name: str, controller: int, world_size: int, members: list[tuple[Name
 
 
 def _orphaned_zygotes() -> Iterator[Process]:
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit() and is_orphaned_zygote(int(directory.name)):
-            process = Process.of(int(directory.name))
-            if process is not None:
-                yield process
+    yield from filter(None, map(Process.of, filter(is_orphaned_zygote, pids())))
 
 
 def is_orphaned_zygote(pid: int) -> bool:

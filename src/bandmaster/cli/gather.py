@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bandmaster.backends.zygote import THREAD_VARIABLES
+from bandmaster.backends.threads import THREAD_VARIABLES
 from bandmaster.cgroups import Cgroups, Limit
 from bandmaster.cli.facts import Cores, Facts, Gpus, Kernel, Memory, Software
 from bandmaster.hardware import visible_devices

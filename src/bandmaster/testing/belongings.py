@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bandmaster.backends import get_backend
+from bandmaster.proc import Stat, everyone
 
 __all__ = ["KINDS", "Standing", "is_connected_to_ray", "standing"]
 
@@ -100,17 +101,10 @@ def _descriptors() -> Iterator[tuple[int, str]]:
             yield int(fd), os.readlink(f"/proc/self/fd/{fd}")
 
 
-class _Process(NamedTuple):
-    pid: int
-    parent: int
-    start: int
-    name: str
-
-
 def _descendants() -> Iterator[tuple[tuple[int, int], str]]:
     """Pid and start of each, and its command line; those of Ray's are Ray's."""
-    children: dict[int, list[_Process]] = {}
-    for process in _all_processes():
+    children: dict[int, list[Stat]] = {}
+    for process in everyone():
         children.setdefault(process.parent, []).append(process)
     found = list(children.get(os.getpid(), ()))
     while found:
@@ -120,16 +114,7 @@ def _descendants() -> Iterator[tuple[tuple[int, int], str]]:
             found += children.get(process.pid, ())
 
 
-def _all_processes() -> Iterator[_Process]:
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError):
-                before, _, after = (path / "stat").read_text().rpartition(")")
-                fields = after.split()  # from the third on, see proc(5)
-                yield _Process(int(path.name), int(fields[1]), int(fields[19]), before.partition("(")[2])
-
-
-def _command(process: _Process) -> str:
+def _command(process: Stat) -> str:
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         if words:
@@ -146,7 +131,7 @@ def _zygote() -> _Zygote:
     """That of this process, if it has one, with the controller's descriptors for it."""
     module = sys.modules.get("bandmaster.backends.local")
     zygote = get_backend("local")._zygote if module is not None else None  # type: ignore[attr-defined]
-    if zygote is None or zygote.owner_pid != os.getpid():
+    if zygote is None or not zygote.is_ours:
         return _Zygote()
     watched = f"Pid:\t{zygote._process.pid}\n"
     descriptors = {fd for fd, target in _descriptors() if "[pidfd]" in target and watched in _information(fd)}

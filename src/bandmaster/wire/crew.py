@@ -15,23 +15,22 @@ import select
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from bandmaster.backends import CLOSED, Call, Reply
-from bandmaster.errors import ResourceError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire import desk
 from bandmaster.wire.codec import Payload, decode
 from bandmaster.wire.lane import INLINE_NBYTES, MAX_MESSAGE_NBYTES, Closed, Lane, SegmentPart, inline
 from bandmaster.wire.loop import UNANSWERED, message_of, read_answer, read_number
-from bandmaster.wire.segments import OWNER, Segment, SegmentWriter, fill
+from bandmaster.wire.segments import Segment, SegmentWriter
+from bandmaster.wire.shelf import Shelf, Written
 from bandmaster.wire.steady import SteadyLock
 
-__all__ = ["LaneCrew", "Ticket", "Written"]
+__all__ = ["LaneCrew", "Ticket"]
 
 
 class Ticket:
@@ -50,32 +49,6 @@ class Ticket:
         self.is_done = False
         self.is_failure = False
         self.outcome: Payload | Failure | None = None
-
-
-class Written:
-    """A payload in a segment: what `LaneCrew.put` returns, kept as long as somebody may still call with it.
-
-    It is copied there by the first call that names it, so that one worker is at work while the next one's is copied.
-    """
-
-    def __init__(self, segment: Segment, payload: Payload) -> None:
-        self.segment_to_fill = segment
-        self._payload: Payload | None = payload
-
-    @property
-    def segment(self) -> Segment:
-        """With the payload in it."""
-        if self._payload is not None:
-            fill(self.segment_to_fill, [self._payload.head, *self._payload.buffers])
-            self._payload = None
-        return self.segment_to_fill
-
-
-class _Trace(weakref.ref[Written]):
-    """What is left of a payload when nobody can call with it any more."""
-
-    __slots__ = ("segment",)
-    segment: Segment
 
 
 _Outgoing = tuple[bytes, Sequence[Segment], Ticket | None]  # a message, and the ticket of its answer if it has one
@@ -104,9 +77,8 @@ class LaneCrew:
         self._how_it_died = how_it_died
         self._ended: dict[int, str] = {}  # why, where that was on purpose
         self._writer = SegmentWriter()
+        self._shelf = Shelf(self._writer)
         self._buffer = bytearray(MAX_MESSAGE_NBYTES)
-        self._traces: set[_Trace] = set()
-        self._unneeded: deque[_Trace] = deque()
         self._lanes: dict[int, Lane] = {}
         self._by_fd: dict[int, int] = {}
         self._pending: dict[int, deque[Ticket]] = {}
@@ -127,26 +99,8 @@ class LaneCrew:
         """The payload itself if it is small, else a segment for one copy of it."""
         if payload.nbytes <= INLINE_NBYTES:
             return inline(payload)
-        sizes = [memoryview(chunk).nbytes for chunk in (payload.head, *payload.buffers)]
         with self._lock:
-            self._give_back_unneeded()
-            try:
-                written = Written(self._writer.reserve(sizes), payload)
-            except OSError as error:
-                raise ResourceError(
-                    f"cannot share {payload.nbytes:,} bytes with the workers ({error}); free memory, or raise the "
-                    "limit on open files (ulimit -n)"
-                ) from error
-            trace = _Trace(written, self._unneeded.append)  # C code, which Ctrl-C does not break
-            trace.segment = written.segment_to_fill
-            self._traces.add(trace)
-            return written
-
-    def _give_back_unneeded(self) -> None:
-        while self._unneeded:
-            trace = self._unneeded.popleft()
-            self._traces.discard(trace)
-            self._writer.give_back([trace.segment.id], OWNER)
+            return self._shelf.put(payload)
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """Send the calls, each encoded once."""

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bandmaster.proc import pids
 from bandmaster.wire.stacks import readable
 
 __all__ = ["Desk", "Interrupted", "Nameplate", "announced", "everybody", "give_up", "look", "stacks"]
@@ -119,11 +120,7 @@ class Desk:
 
 def everybody() -> Iterator[Nameplate]:
     """The workers of this user on this host, whoever their controllers are."""
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            found = look(int(directory.name))
-            if found is not None:
-                yield found[0]
+    yield from (found[0] for found in map(look, pids()) if found is not None)
 
 
 def look(pid: int) -> tuple[Nameplate, str] | None:
