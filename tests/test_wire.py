@@ -18,10 +18,10 @@ from hypothesis.extra import numpy as hnp
 from tensordict import TensorDict
 
 import bandmaster as bm
-from bandmaster import Dispatch, register
+from bandmaster import Broadcast, Dispatch, Gather, PerRank, Split, TransferProtocol, register
 
 PROGRAMS = sorted((Path(__file__).parent / "local_programs").glob("*.py"))
-LARGE = 50_000  # elements: more than a message holds
+LARGE = 100_000  # elements: more than a message holds
 
 
 class Echo(bm.Worker):
@@ -42,6 +42,10 @@ class Echo(bm.Worker):
         seen = array.copy()
         array[:] = self.rank - 100
         return seen
+
+    @register(TransferProtocol(Split("dp"), Gather("dp")), arguments={"same": Broadcast(), "own": PerRank()})
+    def all_sums(self, rows, same, own):
+        return [int(array.sum()) for array in (rows, same, own)]
 
     @register(Dispatch.ONE_TO_ALL)
     def make(self, n):
@@ -118,6 +122,15 @@ def test_tensordicts(group):
     for back in group.echo(data):
         assert back.batch_size == data.batch_size
         assert bool((back == data).all())
+
+
+@pytest.mark.parametrize("nbytes", [1_000, 45_000, 60_000, 70_000, 1_000_000])
+def test_parts_of_one_call_that_fit_into_a_message_alone_but_not_together(group, nbytes):
+    array = np.ones(nbytes, np.uint8)
+    n = group.world_size
+    assert group.all_sums(np.ones(n * nbytes, np.uint8), array, [array * (rank + 1) for rank in range(n)]) == [
+        [nbytes, nbytes, nbytes * (rank + 1)] for rank in range(n)
+    ]
 
 
 def test_bytes(group):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -60,7 +58,7 @@ class Failure:
         text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
         summary = "".join(traceback.format_exception_only(error)).strip()
         in_collective = _COLLECTIVES in _innermost_file(error.__traceback__)
-        host, pid, now = socket.gethostname(), os.getpid(), time.time()
+        host, pid, now = os.uname().nodename, os.getpid(), time.time()
         return cls(kind, summary, text, error, host, pid, device, in_collective, now)
 
     @classmethod
@@ -87,7 +85,7 @@ class Failure:
 
 
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
-_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_PACKAGE = f"{os.path.dirname(__file__)}{os.sep}"
 
 
 def _user_frames(frames: TracebackType | None) -> TracebackType | None:

@@ -9,10 +9,9 @@
 
 from __future__ import annotations
 
-import difflib
-import random
 import string
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -338,6 +337,8 @@ class WorkerGroup:
 
     def _bind(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Slot]:
         if not (isinstance(method, str) and callable(getattr(self._cls, method, None))):
+            import difflib  # here, as few need it, and the import of everything is to be quick
+
             near = difflib.get_close_matches(str(method), dir(self._cls), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ArgumentError(f"{self._cls.__name__} has no method {method!r}{hint}")
@@ -448,4 +449,5 @@ def _value_of(group: WorkerGroup, rank: int, values: Mapping[int, Any]) -> Any:
 
 
 def _random_letters() -> str:
-    return "".join(random.choices(string.ascii_letters + string.digits, k=6))
+    """Whatever the user has seeded."""
+    return "".join(string.ascii_letters[byte % 52] for byte in uuid.uuid4().bytes[:6])

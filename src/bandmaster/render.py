@@ -5,7 +5,6 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 __all__ = ["Box", "html_table", "svg_bands", "text_table"]
 
@@ -22,9 +21,9 @@ def text_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object
 
 def html_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """The same table for a notebook."""
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<p><code>{escape(title)}</code></p><table><tr>{head}</tr>{body}</table>"
+    head = "".join(f"<th>{_escape(cell)}</th>" for cell in header)
+    body = "".join("<tr>" + "".join(f"<td>{_escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<p><code>{_escape(title)}</code></p><table><tr>{head}</tr>{body}</table>"
 
 
 @dataclass(frozen=True)
@@ -81,4 +80,10 @@ def _drawn(box: Box, x: float, y: float, width: float, height: float, n_colours:
 
 
 def _text(x: float, y: float, text: str, options: str = "") -> str:
-    return f"<text x='{x:.0f}' y='{y:.0f}' fill='#222'{options and ' ' + options}>{escape(text)}</text>"
+    return f"<text x='{x:.0f}' y='{y:.0f}' fill='#222'{options and ' ' + options}>{_escape(text)}</text>"
+
+
+def _escape(text: str) -> str:
+    import html  # here, as only notebooks need it, and the import of everything is to be quick
+
+    return html.escape(text)

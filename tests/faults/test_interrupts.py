@@ -214,7 +214,7 @@ def call(group):
         if value % 3 == 0:
             assert group.echo(value) == [value, value]
         elif value % 3 == 1:
-            array = np.full(30_000, value % 251, np.uint8)
+            array = np.full(90_000, value % 251, np.uint8)
             assert all((echoed == value % 251).all() for echoed in group.echo(array))
         else:
             futures = [group.echo.submit(value + n) for n in range(3)]

@@ -84,7 +84,7 @@ def test_the_controller_has_no_descriptor_for_an_answer(group):
 def test_large_values_wait_for_a_busy_worker_unharmed(group, is_busy):
     if is_busy:
         group.nap.submit(0.5)
-    arrays = [np.full(50_000, n % 251, np.uint8) for n in range(400)]
+    arrays = [np.full(90_000, n % 251, np.uint8) for n in range(400)]
     futures = [group.echo.submit(array) for array in arrays]
     for array, future in zip(arrays, futures, strict=True):
         for echoed in future.result(timeout=30):

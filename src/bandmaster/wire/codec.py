@@ -16,6 +16,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 import cloudpickle
@@ -29,6 +30,7 @@ __all__ = ["Payload", "decode", "encode"]
 OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
 
 Reducer = Callable[[Any], Any]
+_OURS = {"bandmaster.wire.arrays", "bandmaster.wire.tensors"}
 _reducers: dict[type, Reducer] = {np.ndarray: reduce_array}
 
 
@@ -149,6 +151,8 @@ class _LargeBytes:
 
 class _Encoder(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is FunctionType and obj.__module__ in _OURS:
+            return NotImplemented  # by its name, without cloudpickle's looking for it
         reducer = _reducers.get(type(obj))
         if reducer is not None:
             reduced = reducer(obj)

@@ -24,7 +24,15 @@ from bandmaster.backends import CLOSED, Call, Reply
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire import desk
 from bandmaster.wire.codec import Payload, decode
-from bandmaster.wire.lane import INLINE_NBYTES, MAX_MESSAGE_NBYTES, Closed, Lane, SegmentPart, inline
+from bandmaster.wire.lane import (
+    INLINE_NBYTES,
+    MAX_MESSAGE_NBYTES,
+    MAX_PARTS_NBYTES,
+    Closed,
+    Lane,
+    SegmentPart,
+    inline,
+)
 from bandmaster.wire.loop import UNANSWERED, message_of, read_answer, read_number
 from bandmaster.wire.segments import Segment, SegmentWriter
 from bandmaster.wire.shelf import Shelf, Written
@@ -128,6 +136,8 @@ class LaneCrew:
         parts: Sequence[Any],
     ) -> None:
         """Send the same message to some ranks; where the worker is gone, the ticket says so."""
+        if len(parts) > 1:
+            parts = self._that_fit(parts)
         segments = [part.segment for part in parts if isinstance(part, Written)]
         named = tuple([SegmentPart(part.segment.id) if isinstance(part, Written) else part for part in parts])
         with self._lock:
@@ -142,6 +152,17 @@ class LaneCrew:
                     self._writer.lend(segment, rank)
                 self._pending[rank].append(ticket)
                 self._send_or_queue(rank, (message, segments, ticket))
+
+    def _that_fit(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """The parts of one message; those that are too large together have gone into segments, the largest first."""
+        sizes = [0 if isinstance(part, Written) else Payload(*part).nbytes for part in parts]
+        fitting = list(parts)
+        while sum(sizes) > MAX_PARTS_NBYTES:
+            largest = sizes.index(max(sizes))
+            with self._lock:
+                fitting[largest] = self._shelf.put(Payload(*parts[largest]))
+            sizes[largest] = 0
+        return fitting
 
     def _send_or_queue(self, rank: int, outgoing: _Outgoing) -> None:
         """Send a message, or have it sent once the worker reads again; it gets its messages in order."""

@@ -32,6 +32,7 @@ from bandmaster.wire.segments import Segment, SegmentReader, SegmentWriter
 __all__ = [
     "INLINE_NBYTES",
     "MAX_MESSAGE_NBYTES",
+    "MAX_PARTS_NBYTES",
     "Closed",
     "Lane",
     "LaneListener",
@@ -40,8 +41,9 @@ __all__ = [
     "lane_pair",
 ]
 
-INLINE_NBYTES = 16 * 1024  # larger payloads go into a segment
-MAX_MESSAGE_NBYTES = 160 * 1024  # fits the kernel's default socket buffer; far more than any message has
+INLINE_NBYTES = 64 * 1024  # larger payloads go into a segment, which takes longer for smaller ones
+MAX_MESSAGE_NBYTES = 160 * 1024  # fits the kernel's default socket buffer
+MAX_PARTS_NBYTES = 144 * 1024  # of all parts of one message together
 MAX_DESCRIPTORS = 64  # in one message
 
 _SEND_FLAGS = int(socket.MSG_NOSIGNAL)
@@ -165,13 +167,13 @@ class Lane:
             BlockingIOError: The other end does not read, and this one does not wait; the lane is as it was.
             OSError: The message could not be sent; the lane is as it was.
         """
-        if not (segments or self.reader.has_returned or self._closed_ids or self._refused):
+        new = [segment for segment in segments if segment.id not in self._attached] if segments else segments
+        if not (new or self.reader.has_returned or self._closed_ids or self._refused):
             try:
                 self.socket.send(message, self._send_flags)
             except ConnectionError:
                 raise Closed from None
             return
-        new = [segment for segment in segments if segment.id not in self._attached]
         returned = self.reader.returned()
         control = pickle.dumps(([(s.id, s.nbytes) for s in new], self._closed_ids, returned, self._refused), protocol=5)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd for segment in new]))
