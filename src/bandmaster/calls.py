@@ -260,9 +260,12 @@ class OpenCalls:
 
     def tend(self, waiting: GroupCall) -> float | None:
         """Look after those sent before one, and those sent as one with it; the moment at which there is more to do."""
+        calls = list(self._calls)
+        if calls == [waiting]:
+            return None
         self._forget_over()
         moments, is_behind = [], False
-        for call in list(self._calls):
+        for call in calls:
             if call is waiting:
                 is_behind = True
             elif is_behind and call.failures is not waiting.failures:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from bandmaster.backends import Call, Launch, Reply, get_backend
+from bandmaster.backends import Call, Crew, Launch, Reply, get_backend
 from bandmaster.binding import bind, signature_without_self
 from bandmaster.calls import CallInfo, GroupCall, OpenCalls
 from bandmaster.checks import check_names, checked_mesh, unwrap
@@ -400,7 +400,7 @@ class WorkerGroup:
         future = Future(call, conclude)
         try:
             if not call.failures:
-                outgoing = self._encode(method, packed, ranks or self._ranks, collected, Reply.VALUE)
+                outgoing = self._encode(crew, info, method, packed, ranks or self._ranks, collected, Reply.VALUE)
                 with call.reading:
                     self._open_calls.add(call)
                     crew.call(outgoing, tickets)
@@ -414,7 +414,7 @@ class WorkerGroup:
     def _references(self, method: str, packed: Packed, ranks: tuple[int, ...]) -> list[Any]:
         """Send a call; what the backend's own users know for each rank's value, or a future of its own."""
         crew, tickets, info = self._tenancy.crew, dict[int, Any](), self._call_info(method, None)
-        outgoing = self._encode(method, packed, ranks, ranks, Reply.NATIVE)
+        outgoing = self._encode(crew, info, method, packed, ranks, ranks, Reply.NATIVE)
         try:
             crew.call(outgoing, tickets)
         except BaseException:  # Ctrl-C
@@ -428,14 +428,20 @@ class WorkerGroup:
             self._open_calls.add(call)
         return [Future(call, partial(_value_of, self, rank)) for rank, call in calls.items()]
 
+    @staticmethod
     def _encode(
-        self, method: str, packed: Packed, ranks: tuple[int, ...], collected: tuple[int, ...], reply: Reply
+        crew: Crew,
+        info: CallInfo,
+        method: str,
+        packed: Packed,
+        ranks: tuple[int, ...],
+        collected: tuple[int, ...],
+        reply: Reply,
     ) -> list[Call]:
         """Encode and put everything: what cannot be encoded is known before anything is sent."""
-        label, put = self._call_info(method, None).method, self._tenancy.crew.put
         parcels = [parcel for parcel in packed.parcels if parcel.items]
-        payloads = [encode_parcel(parcel, label) for parcel in parcels]
-        references = [put(payload) for payload in payloads]
+        payloads = [encode_parcel(parcel, info.method) for parcel in parcels]
+        references = [crew.put(payload) for payload in payloads]
         same = alike(ranks, tuple([parcel.ranks for parcel in parcels]), collected)
         return [
             Call(members, method, tuple([references[n] for n in numbers]), reply if is_collected else Reply.NOTHING)

@@ -100,6 +100,7 @@ class LaneCrew:
         self._lock = SteadyLock(self._wake_up)  # the lanes, the writer and what is pending
         self._arrived = threading.Condition(self._lock.lock)
         self._is_reading = False  # whether a thread is blocked in the kernel for all of them
+        self._n_waiting = 0  # how many wait for that one
         for rank, sock in sockets.items():
             self.add_lane(rank, sock, pids[rank])
 
@@ -259,7 +260,7 @@ class LaneCrew:
         """The tickets that are done; None when Ctrl-C has come before any of that."""
         n_done, n_failed, n_dead = 0, self._n_failed, len(self.deaths)
         n_tickets = len(tickets)
-        if any(ticket.is_failure for ticket in tickets):
+        if n_failed and any(ticket.is_failure for ticket in tickets):
             return [ticket for ticket in tickets if ticket.is_done]
         while True:
             while n_done < n_tickets and tickets[n_done].is_done:
@@ -327,7 +328,9 @@ class LaneCrew:
                     self._end(rank)
                 lane.close()
             self._wake_up()  # closing alone would not wake who is blocked in the kernel
-            self._arrived.wait_for(lambda: not self._is_reading, timeout=5.0)
+            deadline = time.monotonic() + 5.0
+            while self._is_reading and (left := deadline - time.monotonic()) > 0:
+                self._await_the_reader(left)
             self._writer.close()
             self._arrived.notify_all()
             wake, self._wake = self._wake, -1
@@ -337,7 +340,7 @@ class LaneCrew:
     def _wait_for_arrival(self, timeout_s: float | None) -> None:
         """Receive something, or let the thread that is receiving do it; the lock is held, but not while blocked."""
         if self._is_reading:
-            self._arrived.wait(timeout_s)
+            self._await_the_reader(timeout_s)
             return
         self._is_reading = True
         self._lock.lock.release()
@@ -346,9 +349,18 @@ class LaneCrew:
         finally:
             self._lock.lock.acquire()
             self._is_reading = False
-            self._arrived.notify_all()  # one of those who waited for this thread goes on in its place
+            if self._n_waiting:
+                self._arrived.notify_all()  # one of those who waited for this thread goes on in its place
         if not self._poll.closed:
             self._receive(ready)
+
+    def _await_the_reader(self, timeout_s: float | None) -> None:
+        """Until it is back from the kernel, and perhaps longer."""
+        self._n_waiting += 1
+        try:
+            self._arrived.wait(timeout_s)
+        finally:
+            self._n_waiting -= 1
 
     def _read_to_the_end(self, rank: int) -> None:
         """Take what a worker answered before it hung up."""
