@@ -254,8 +254,9 @@ class OpenCalls:
     def add(self, call: GroupCall) -> None:
         """A call is about to be sent."""
         self._forget_over()
-        if len(self._calls) >= MANY:  # nobody may be waiting for them
-            self._calls[0].tend()
+        oldest = next(iter(self._calls), None)
+        if oldest is not None and len(self._calls) >= MANY:  # nobody may be waiting for them
+            oldest.tend()
         self._calls.append(call)
 
     def tend(self, waiting: GroupCall) -> float | None:
