@@ -23,7 +23,7 @@ from bandmaster.calls import CallInfo, GroupCall, OpenCalls
 from bandmaster.checks import check_names, checked_mesh, unwrap
 from bandmaster.collect import collect
 from bandmaster.envelope import encode_constructor, encode_parcel
-from bandmaster.errors import ArgumentError, CallTimeout, CollectError, UsageError, WorkerDied
+from bandmaster.errors import ArgumentError, CallTimeout, ClosedError, CollectError, UsageError, WorkerDied
 from bandmaster.failure import Failure
 from bandmaster.future import Future
 from bandmaster.mesh import Mesh
@@ -189,9 +189,10 @@ class WorkerGroup:
     @property
     def healthy(self) -> bool:
         """Whether every worker's process is there, as far as is known without asking it; False once closed."""
-        if not self._tenancy.is_open:
+        try:
+            crew = self._tenancy.crew
+        except ClosedError:
             return False
-        crew = self._tenancy.crew
         crew.look_for_deaths()
         return not crew.deaths
 
@@ -251,7 +252,7 @@ class WorkerGroup:
             RemoteError: ``on_replace`` raised.
             ClosedError: The group was closed.
         """
-        crew = self._tenancy.crew
+        self._tenancy.check()
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise UsageError(f"{rank!r} is no rank of {self._name}, which has 0 to {self.world_size - 1}")
         if not callable(getattr(self._cls, "on_replace", None)):
@@ -265,7 +266,7 @@ class WorkerGroup:
             self._open_calls.give_up_all()
             self._check_alive_but(rank)
             self._end_watches()
-            get_backend(self._pool.backend).replace(crew, self._launch, rank)
+            get_backend(self._pool.backend).replace(self._tenancy.crew, self._launch, rank)
             self._watch_again()
             self._submit("on_replace", hook, Gather(), waits=True)
 

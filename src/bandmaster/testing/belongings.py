@@ -56,8 +56,11 @@ class Standing:
         return {kind: found[kind] for kind in KINDS if kind in kinds and found[kind]}
 
 
-def standing() -> Standing:
+def standing(kinds: Collection[str] = KINDS) -> Standing:
     """What this process has now.
+
+    Args:
+        kinds: Of `KINDS`, those to look at, which takes some milliseconds each; of the others it says nothing.
 
     Example:
         >>> before = standing()
@@ -68,17 +71,16 @@ def standing() -> Standing:
         >>> standing().beyond(before)
         {}
     """
-    zygote = _zygote()
-    targets = {fd: target for fd, target in _descriptors() if fd not in zygote.descriptors}
-    threads = [thread.name for thread in threading.enumerate()]
-    if _ZYGOTE_WATCH in threads:
-        threads.remove(_ZYGOTE_WATCH)
+    zygote = _zygote() if {"processes", "descriptors", "segments"} & set(kinds) else _Zygote()
+    processes = _descendants() if "processes" in kinds else ()
+    targets = _descriptors() if {"descriptors", "segments"} & set(kinds) else ()
+    ours = {fd: target for fd, target in targets if fd not in zygote.descriptors}
     return Standing(
-        threads=tuple(threads),
-        processes={process: command for process, command in _descendants() if process[0] != zygote.pid},
-        descriptors={fd: target for fd, target in targets.items() if not target.startswith(_SEGMENT)},
-        segments={fd: target for fd, target in targets.items() if target.startswith(_SEGMENT)},
-        placements=dict(_placements()),
+        threads=tuple(_threads()) if "threads" in kinds else (),
+        processes={process: command for process, command in processes if process[0] != zygote.pid},
+        descriptors={fd: target for fd, target in ours.items() if not target.startswith(_SEGMENT)},
+        segments={fd: target for fd, target in ours.items() if target.startswith(_SEGMENT)},
+        placements=dict(_placements()) if "placements" in kinds else {},
     )
 
 
@@ -86,6 +88,14 @@ def is_connected_to_ray() -> bool:
     """Whether this process is."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
+
+
+def _threads() -> list[str]:
+    """Their names, but for that of the thread that stays with the zygote."""
+    names = [thread.name for thread in threading.enumerate()]
+    if _ZYGOTE_WATCH in names:
+        names.remove(_ZYGOTE_WATCH)
+    return names
 
 
 def _more(now: Mapping[int, str], before: Mapping[int, str]) -> list[str]:

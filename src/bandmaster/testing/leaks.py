@@ -19,11 +19,12 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 
 from bandmaster.errors import UsageError
-from bandmaster.testing.belongings import KINDS, is_connected_to_ray, standing
+from bandmaster.testing.belongings import KINDS, Standing, is_connected_to_ray, standing
 
 __all__ = ["LeakError", "no_leaks"]
 
 POLL_S = 0.02  # how often the operating system and Ray are asked whether they have noticed
+GARBAGE_S = 0.1  # what is left for longer may be garbage
 COLLECT_S = 0.5  # where torch is loaded, a collection takes a fifth of a second
 
 
@@ -67,11 +68,11 @@ def no_leaks(timeout_s: float = 10.0, kinds: Collection[str] | None = None) -> I
     unknown = set(kinds or ()) - set(KINDS)
     if unknown:
         raise UsageError(f"nothing is known of {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
-    before = standing()
+    before = standing(KINDS if kinds is None else kinds)
     yield
     deadline = time.monotonic() + timeout_s
-    collect_at = 0.0
-    while left := standing().beyond(before, _usual_kinds() if kinds is None else kinds):
+    collect_at = time.monotonic() + GARBAGE_S
+    while left := _standing_beyond(before, kinds):
         now = time.monotonic()
         if now >= deadline:
             raise LeakError(left, timeout_s)
@@ -80,6 +81,11 @@ def no_leaks(timeout_s: float = 10.0, kinds: Collection[str] | None = None) -> I
             collect_at = now + COLLECT_S
         else:
             time.sleep(POLL_S)
+
+
+def _standing_beyond(before: Standing, kinds: Collection[str] | None) -> dict[str, list[str]]:
+    looked_at = _usual_kinds() if kinds is None else kinds
+    return standing(looked_at).beyond(before, looked_at)
 
 
 def _usual_kinds() -> Collection[str]:
