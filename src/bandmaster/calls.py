@@ -164,15 +164,16 @@ class GroupCall:
             return CallCancelled(f"{self.info.method} was given up; make the call again")
         if not (self._has_failed or self._tickets):
             return None
-        kinds = {failure.kind for failure in self.failures.values()}
-        where = {rank: self.info.mesh.coordinates(rank) for rank in self.failures}
+        failures = dict(self.failures)  # others may share them, and add to them
+        kinds = {failure.kind for failure in failures.values()}
+        where = {rank: self.info.mesh.coordinates(rank) for rank in failures}
         if FailureKind.DIED in kinds or kinds == {FailureKind.CANCELLED}:
             kind: Callable[..., BaseException] = WorkerDied
         elif kinds <= {FailureKind.RESULT, FailureKind.CANCELLED}:
             kind = CollectError
         else:
             kind = RemoteError
-        return kind(self.info.method, self.failures, where, self.info.group)
+        return kind(self.info.method, failures, where, self.info.group)
 
     def forget(self) -> None:
         """Its values are needed no longer."""
@@ -254,9 +255,9 @@ class OpenCalls:
     def add(self, call: GroupCall) -> None:
         """A call is about to be sent."""
         self._forget_over()
-        oldest = next(iter(self._calls), None)
-        if oldest is not None and len(self._calls) >= MANY:  # nobody may be waiting for them
-            oldest.tend()
+        if len(self._calls) >= MANY:  # nobody may be waiting for them
+            for oldest in list(self._calls)[:1]:
+                oldest.tend()
         self._calls.append(call)
 
     def tend(self, waiting: GroupCall) -> float | None:
@@ -277,9 +278,13 @@ class OpenCalls:
 
     def give_up_all(self) -> None:
         """Give up whatever is not over, and wait until it is: at most for the grace of each."""
-        for call in list(self._calls):
+        calls = list(self._calls)
+        for call in calls:
+            call.tend()  # what has been answered counts
+        open_calls = [call for call in calls if not call.is_over]
+        for call in open_calls:
             call.give_up()
-        for call in list(self._calls):
+        for call in open_calls:
             with call.reading:
                 call.read(None, is_patient=True)
 

@@ -87,7 +87,7 @@ class Future(Generic[T]):
             Whether it was given up; False when it was done already.
         """
         self._call.tend()  # what has been answered counts
-        if self._call.is_over:
+        if self._is_done or self._call.is_over:
             return False
         self._call.give_up()
         return True
@@ -120,9 +120,11 @@ class Future(Generic[T]):
         return self.result()
 
     def _run_callbacks(self) -> None:
-        self._settle(None)
-        while self._callbacks:
-            self._run_callback(self._callbacks.pop(0))
+        try:
+            self._settle(None)
+        finally:  # whoever asked must not wait for ever
+            while self._callbacks:
+                self._run_callback(self._callbacks.pop(0))
 
     def _run_callback(self, fn: Callable[[Future[T]], object]) -> None:
         try:

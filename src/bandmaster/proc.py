@@ -33,7 +33,7 @@ class Stat(NamedTuple):
 def stat(pid: int) -> Stat | None:
     """As it is now; None if it is gone."""
     with contextlib.suppress(OSError):
-        before, _, after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")  # the name may hold anything
+        before, _, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")  # any name
         fields = after.split()  # from the third on
         return Stat(pid, before.partition("(")[2], fields[0], int(fields[1]), int(fields[19]))
     return None

@@ -347,6 +347,46 @@ def test_ranks_that_were_asked_one_by_one_are_not_left_with_one_that_failed(make
     assert group.echo(1) == [1, 1, 1]
 
 
+def test_ranks_that_were_asked_one_by_one_and_all_fail_can_be_awaited_together(make_pool):
+    pool = make_pool([4])
+    if pool.backend == "ray":
+        return  # where they are Ray's own references
+    group = bm.WorkerGroup(pool, Faulty)
+
+    async def wait():
+        return await asyncio.gather(
+            *group.execute_all_async(
+                "raise_on",
+                [0, 1, 2, 3],
+                "boom",
+            ),
+            return_exceptions=True,
+        )
+
+    for _ in range(20):
+        assert {type(error) for error in asyncio.run(wait())} == {RemoteError}
+
+
+@pytest.mark.own_processes
+def test_who_asks_whether_a_call_is_done_does_not_hold_up_who_waits(group):
+    """Both read answers: the one that is blocked has to hear of what the other one has read for it."""
+    is_over = threading.Event()
+
+    def ask():
+        while not is_over.is_set():
+            group.echo.submit(1).done()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        with within(20):
+            for n in range(300):
+                assert group.echo(n) == [n] * 3
+    finally:
+        is_over.set()
+        asking.join()
+
+
 def test_options_that_make_no_sense(group):
     for wrong in ({"timeout": -1}, {"timeout": "long"}, {"grace": True}, {"patience": 1}):
         with pytest.raises(bm.UsageError, match=next(iter(wrong))):

@@ -156,6 +156,80 @@ def test_an_interrupted_call_is_not_another_threads(make_group):
     assert newer[0].result(timeout=20) == [0.1, 0.1]
 
 
+@pytest.mark.own_processes
+def test_a_signal_handler_can_call_the_group_while_a_call_is_waited_for(make_group):
+    """As one that saves a checkpoint before the machine is taken away."""
+    group, seen = make_group(2, Slow), []
+
+    def call(*_):
+        start = time.monotonic()
+        seen.append(group.echo(7))
+        seen.append(time.monotonic() - start)
+
+    before = signal.signal(signal.SIGUSR1, call)
+    try:
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+        assert group.nap(1) == [1, 1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen[0] == [7, 7]
+    assert seen[1] < 3
+
+
+@pytest.mark.own_processes
+def test_a_handler_of_ctrl_c_that_does_not_raise_is_called_once_and_the_call_goes_on(make_group):
+    group, seen = make_group(2, Slow), []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    try:
+        interrupted_in(0.3)
+        assert group.nap(1) == [1, 1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [1]
+
+
+FORK = """
+import os, signal, threading, time
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Slow(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def nap(self):
+        time.sleep(1)
+
+def fork():
+    time.sleep(0.3)
+    child = os.fork()
+    if child == 0:
+        try:
+            print("child", flush=True)
+            time.sleep(30)
+        except KeyboardInterrupt:
+            os._exit(7)
+    time.sleep(0.3)
+    os.kill(child, signal.SIGINT)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+with bm.ResourcePool([1]) as pool:
+    group = bm.WorkerGroup(pool, Slow)
+    forking = threading.Thread(target=fork)
+    forking.start()
+    group.nap()
+    forking.join()
+"""
+
+
+def test_what_is_forked_while_a_call_is_waited_for_has_its_ctrl_c():
+    environment = {**os.environ, "BANDMASTER_PRELOAD": "numpy"}
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=50, env=environment, check=False
+    )
+    assert done.stdout.split() == ["child", "7"], done.stderr
+
+
 def as_given(group, *args):
     return args, {}
 

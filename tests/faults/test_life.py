@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -276,6 +277,30 @@ def test_what_is_pending_is_given_up_for_a_replacement(group):
     assert took(start) < 20
     assert isinstance(pending.exception(timeout=5), bm.CallCancelled | WorkerDied)
     assert group.add(1) == [11, 11, 11]
+
+
+def test_a_replacement_does_not_take_back_what_was_answered(group):
+    future = group.add.submit(1)
+    group.add(0)
+    group.replace(1)
+    assert future.result(timeout=5) == [11, 11, 11]
+    assert not future.cancelled()
+
+
+def test_workers_do_not_care_what_other_processes_are_called(zygote):
+    """One name that is no text must not end the process that all workers are forked from."""
+    strange = subprocess.Popen(
+        [sys.executable, "-c", r"open('/proc/self/comm', 'wb').write(b'\xff\xfe)'); print(flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with strange, bm.ResourcePool([1], backend="local") as pool:
+        assert strange.stdout.readline()
+        stays = bm.WorkerGroup(pool, Mortal)
+        bm.WorkerGroup(pool, Mortal).close()
+        assert bm.WorkerGroup(pool, Mortal).add(1) == [1]
+        assert stays.add(1) == [1]
+        strange.communicate(b"\n")
 
 
 def test_what_cannot_be_restarted_or_replaced_says_why(make_group):

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bandmaster.backends import CLOSED, Call, Reply
 from bandmaster.backends.ray_actor import CONSTRUCTION, Standing, host_identity
+from bandmaster.errors import ClosedError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire import desk
 from bandmaster.wire.codec import Payload
@@ -90,7 +91,7 @@ class RayCrew:
             return
         try:
             sockets = self._connected(near)
-        except (OSError, GetTimeoutError) as error:
+        except (OSError, RayError) as error:  # of an actor that has died meanwhile, the next call will tell
             _log.warning("calls of %d workers on this host go by Ray, as they have no lanes: %r", len(near), error)
             return
         with self._lock:
@@ -116,6 +117,8 @@ class RayCrew:
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """By lane where there is one and the ticket is not the user's; else one actor task each."""
         with self._lock:
+            if self.is_stopped:
+                raise ClosedError(CLOSED)
             self._call(calls, tickets)
 
     def _call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
@@ -159,7 +162,7 @@ class RayCrew:
         if isinstance(ticket, Ticket):
             return self._lanes.fetch(ticket)
         if self.is_stopped:
-            return self.deaths[ticket.rank]
+            return self.deaths.get(ticket.rank) or Failure(FailureKind.DIED, CLOSED)
         try:
             return ray.get(ticket.reference)
         except RayActorError as error:
@@ -176,7 +179,7 @@ class RayCrew:
         for rank, ticket in tickets.items():
             if isinstance(ticket, Ticket):
                 self._lanes.give_up({rank: ticket})
-            elif isinstance(ticket, RayTicket):
+            elif isinstance(ticket, RayTicket) and ticket.number != STANDING:
                 self._on_its_node(rank, desk.give_up, self.standings[rank].pid, ticket.number)
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -198,7 +201,9 @@ class RayCrew:
         """Whether an actor has come to a call; what does not say so has not."""
         if isinstance(ticket, Ticket):
             return self._lanes.is_at(rank, ticket)
-        return ticket.number in (STANDING, self._on_its_node(rank, desk.announced, self.standings[rank].pid))
+        if rank not in self.standings:
+            return True  # it has not even said where it is
+        return bool(ticket.number == self._on_its_node(rank, desk.announced, self.standings[rank].pid))
 
     def kill(self, ranks: Sequence[int], why: str) -> None:
         """Kill actors, whatever they do."""
@@ -239,10 +244,10 @@ class RayCrew:
 
     def stop(self, why: str = CLOSED) -> None:
         """Hang up and kill the actors."""
+        self.is_stopped = True
         self._lanes.close_lanes(why)
         for rank in range(len(self.actors)):
             self._lanes.deaths.setdefault(rank, Failure(FailureKind.DIED, why))
-        self.is_stopped = True
         self._has_lane.clear()
         actors, self.actors = self.actors, []
         if ray.is_initialized():

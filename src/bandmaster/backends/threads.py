@@ -23,10 +23,9 @@ def set_threads(environment: Mapping[str, str]) -> None:
         sys.modules["torch"].set_num_threads(n_threads)
     n_threads = _number(environment.get("OPENBLAS_NUM_THREADS", "")) or n_threads
     for path in _loaded("openblas") if n_threads else ():
-        library = ctypes.CDLL(path)
         for name in _SETTERS:
-            with contextlib.suppress(AttributeError):
-                getattr(library, name)(n_threads)
+            with contextlib.suppress(AttributeError, OSError):  # it has been replaced on disk since, say
+                getattr(ctypes.CDLL(path), name)(n_threads)
 
 
 def _number(text: str) -> int:
@@ -37,6 +36,6 @@ def _number(text: str) -> int:
 
 def _loaded(name: str) -> Iterator[str]:
     """Paths of the shared libraries of this process that are called so."""
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", errors="surrogateescape") as maps:
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if name in line}
     return (path for path in paths if name in os.path.basename(path) and ".so" in path)

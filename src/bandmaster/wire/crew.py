@@ -99,7 +99,7 @@ class LaneCrew:
         self._poll.register(self._wake, select.EPOLLIN)
         self._lock = SteadyLock(self._wake_up)  # the lanes, the writer and what is pending
         self._arrived = threading.Condition(self._lock.lock)
-        self._is_reading = False  # whether a thread is blocked in the kernel for all of them
+        self._reader: int | None = None  # the thread that is blocked in the kernel for all of them
         self._n_waiting = 0  # how many wait for that one
         for rank, sock in sockets.items():
             self.add_lane(rank, sock, pids[rank])
@@ -273,7 +273,7 @@ class LaneCrew:
             if left is not None and left <= 0:
                 self._receive_all()
                 break
-            if self._lock.is_interrupted:
+            if self._lock.has_to_let_go:
                 return None
             self._wait_for_arrival(left)
         return [ticket for ticket in tickets if ticket.is_done]
@@ -329,7 +329,7 @@ class LaneCrew:
                 lane.close()
             self._wake_up()  # closing alone would not wake who is blocked in the kernel
             deadline = time.monotonic() + 5.0
-            while self._is_reading and (left := deadline - time.monotonic()) > 0:
+            while self._reader not in (None, threading.get_ident()) and (left := deadline - time.monotonic()) > 0:
                 self._await_the_reader(left)
             self._writer.close()
             self._arrived.notify_all()
@@ -339,16 +339,19 @@ class LaneCrew:
 
     def _wait_for_arrival(self, timeout_s: float | None) -> None:
         """Receive something, or let the thread that is receiving do it; the lock is held, but not while blocked."""
-        if self._is_reading:
+        me = threading.get_ident()
+        if self._reader not in (None, me):  # if it is this thread, a signal handler of the user's makes a call
             self._await_the_reader(timeout_s)
             return
-        self._is_reading = True
-        self._lock.lock.release()
+        before = self._reader
+        ready: Sequence[tuple[int, int]] = ()
         try:
+            self._reader = me
+            self._lock.lock.release()
             ready = self._poll.poll(timeout_s)
         finally:
-            self._lock.lock.acquire()
-            self._is_reading = False
+            self._lock.own()
+            self._reader = before
             if self._n_waiting:
                 self._arrived.notify_all()  # one of those who waited for this thread goes on in its place
         if not self._poll.closed:
@@ -372,17 +375,16 @@ class LaneCrew:
 
     def _receive_all(self) -> None:
         """Take what has arrived; the lock is held."""
-        while not self._poll.closed and (ready := self._poll.poll(0)):
+        while not self._poll.closed and (ready := [event for event in self._poll.poll(0) if event[0] != self._wake]):
             self._receive(ready)
 
     def _receive(self, ready: Sequence[tuple[int, int]]) -> None:
         """Take an answer of each lane that has one, and send what waits for it; they may be other threads' calls."""
         for fd, events in ready:
             rank = self._by_fd.get(fd)
-            if rank is None:
+            if fd == self._wake:
                 self._awake()
-                continue
-            if rank in self.deaths:
+            if rank is None or rank in self.deaths:
                 continue
             if events & select.EPOLLOUT:
                 self._flush(rank)
@@ -404,13 +406,21 @@ class LaneCrew:
         lane = self._lanes[rank]
         try:
             body = lane.receive(block=False)
-            if body is not None:
-                outcome = read_answer(lane, body)
-                self._finish(self._ticket_of(rank, body), *outcome)
         except Closed:
             self._note_death(rank)
+            return
         except OSError as error:  # the answer came, but there was no descriptor left for what it is in
             self._finish(self._ticket_of(rank, lane.body), Failure.of(error), is_failure=True)
+            return
+        if body is None:
+            return
+        ticket = self._ticket_of(rank, body)
+        try:
+            self._finish(ticket, *read_answer(lane, body))
+        except BaseException as error:  # the user's exceptions may do anything when they are unpickled
+            self._finish(ticket, Failure.of(error), is_failure=True)
+            if not isinstance(error, Exception | SystemExit):
+                raise
 
     def _ticket_of(self, rank: int, body: memoryview) -> Ticket:
         """Whom an answer is for: the one that has waited longest."""
@@ -421,6 +431,8 @@ class LaneCrew:
     def _finish(self, ticket: Ticket, outcome: Payload | Failure | None, is_failure: bool) -> None:
         ticket.outcome, ticket.is_failure, ticket.is_done = outcome, is_failure, True
         self._n_failed += is_failure
+        if self._reader is not None:  # it waits for this, perhaps
+            self._wake_up()
 
     def _note_death(self, rank: int) -> None:
         if rank not in self.deaths:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 
 # C's own functions: those around them make enums of numbers, and take ten times as long.
@@ -10,6 +12,7 @@ from _signal import getsignal as _handler  # type: ignore[import-not-found]
 from _signal import signal as _set_handler
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 __all__ = ["SteadyLock"]
 
@@ -23,38 +26,75 @@ class SteadyLock:
 
     Attributes:
         lock: The lock itself, for a `threading.Condition`.
-        is_interrupted: Whether Ctrl-C has come: the main thread is to let go soon.
 
     Args:
-        on_interrupt: Called when it has come, at any moment, to wake whom the main thread waits for.
+        on_interrupt: Called when Ctrl-C has come, at any moment, to wake whom the main thread waits for.
     """
 
     def __init__(self, on_interrupt: Callable[[], object]) -> None:
         self.lock = threading.RLock()
-        self.is_interrupted = False
         self._on_interrupt = on_interrupt
         self._main = threading.main_thread().ident
-        self._before: object = None  # what handled it
+        self._before: Any = None  # what handled it
         self._depth = 0
+        self._is_interrupted = False
+
+    @property
+    def has_to_let_go(self) -> bool:
+        """Whether Ctrl-C has come, and would be let through if this thread left the lock now."""
+        return self._is_interrupted and self._depth == 1 and threading.get_ident() == self._main
+
+    def own(self) -> None:
+        """Take it again after it was let go of inside, whatever signal handlers raise meanwhile; it is raised then."""
+        raised: BaseException | None = None
+        while not self.lock._is_owned():  # type: ignore[attr-defined]
+            try:
+                self.lock.acquire()
+            except BaseException as error:
+                raised = error
+        if raised is not None:
+            raise raised
 
     def __enter__(self) -> None:
         if threading.get_ident() == self._main:
             if not self._depth and _handler(_SIGINT) is not None:  # else it was set by other means than Python's
                 self._before = _set_handler(_SIGINT, self._note)
             self._depth += 1
-        self.lock.acquire()
+            try:
+                self.lock.acquire()
+            except BaseException:  # of the handler of another signal
+                self._leave()
+                raise
+        else:
+            self.lock.acquire()
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
         if threading.get_ident() == self._main:
-            self._depth -= 1
-            if not self._depth and self._before is not None:
-                before, self._before = self._before, None
-                _set_handler(_SIGINT, before)
-                if self.is_interrupted:
-                    self.is_interrupted = False
+            self._leave()
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if not self._depth and self._before is not None:
+            before, self._before = self._before, None
+            _set_handler(_SIGINT, before)
+            if self._is_interrupted:
+                self._is_interrupted = False
+                if callable(before):
+                    before(_SIGINT, sys._getframe())
+                else:
                     signal.raise_signal(signal.SIGINT)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.is_interrupted = True
+        self._is_interrupted = True
         self._on_interrupt()
+
+
+def _let_go_in_child() -> None:
+    """A process that was forked while the main thread held such locks gets its Ctrl-C back."""
+    while isinstance(holder := getattr(_handler(_SIGINT), "__self__", None), SteadyLock):
+        _set_handler(_SIGINT, holder._before)
+        holder._before, holder._depth = None, 0
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
