@@ -35,6 +35,7 @@ from bandmaster.wire.crew import LaneCrew
 from bandmaster.wire.desk import Nameplate
 from bandmaster.wire.lane import lane_pair
 from bandmaster.wire.rendezvous import rendezvous_environment
+from bandmaster.wire.steady import SteadyLock
 
 __all__ = ["LocalBackend", "LocalWorker"]
 
@@ -158,12 +159,13 @@ class LocalCrew(LaneCrew):
         """Fork a worker; the controller's end of its lane."""
         with contextlib.ExitStack() as if_it_fails, contextlib.ExitStack() as close_here:
             try:
-                mine, theirs = lane_pair()
-                if_it_fails.enter_context(mine)
-                close_here.enter_context(theirs)
-                writers = self._output.add(rank)
-                for fd in writers:
-                    close_here.callback(os.close, fd)
+                with SteadyLock(lambda: None):  # so that Ctrl-C leaves no descriptor that nobody closes
+                    mine, theirs = lane_pair()
+                    if_it_fails.enter_context(mine)
+                    close_here.enter_context(theirs)
+                    writers = self._output.add(rank)
+                    for fd in writers:
+                        close_here.callback(os.close, fd)
                 self.processes[rank] = self._zygote.spawn(spawn, [theirs.fileno(), *writers])
             except OSError as error:
                 raise ResourceError(

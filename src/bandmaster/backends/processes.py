@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from bandmaster.cgroups import Cgroups
+from bandmaster.wire.steady import SteadyLock
 
 __all__ = ["Ended", "MemoryPressure", "memory_file", "prctl"]
 
@@ -59,7 +60,9 @@ class MemoryPressure:
 @contextlib.contextmanager
 def memory_file(content: bytes) -> Iterator[IO[bytes]]:
     """A file without a name, to be read from its beginning by whoever is given its descriptor."""
-    with open(os.memfd_create("bandmaster-spawn", os.MFD_CLOEXEC), "w+b", buffering=0) as file:
+    with SteadyLock(lambda: None):  # so that Ctrl-C leaves no descriptor that nobody closes
+        made = open(os.memfd_create("bandmaster-spawn", os.MFD_CLOEXEC), "w+b", buffering=0)  # noqa: SIM115
+    with made as file:
         view = memoryview(content)
         while view:
             view = view[file.write(view) :]

@@ -94,10 +94,13 @@ class LaneCrew:
         self._queues: dict[int, deque[_Outgoing]] = {}  # what a worker that is busy has not taken yet
         self._sender: threading.Thread | None = None
         self._n_failed = 0
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = -1
+        self._lock = SteadyLock(self._wake_up)  # the lanes, the writer and what is pending
+        with self._lock:  # a file closes itself when Ctrl-C leaves nobody who would
+            self._wake_file = open(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+b", buffering=0)  # noqa: SIM115
+        self._wake = self._wake_file.fileno()
         self._poll = select.epoll()
         self._poll.register(self._wake, select.EPOLLIN)
-        self._lock = SteadyLock(self._wake_up)  # the lanes, the writer and what is pending
         self._arrived = threading.Condition(self._lock.lock)
         self._reader: int | None = None  # the thread that is blocked in the kernel for all of them
         self._n_waiting = 0  # how many wait for that one
@@ -333,8 +336,8 @@ class LaneCrew:
                 self._await_the_reader(left)
             self._writer.close()
             self._arrived.notify_all()
-            wake, self._wake = self._wake, -1
-            os.close(wake)
+            self._wake = -1
+            self._wake_file.close()
             self._poll.close()
 
     def _wait_for_arrival(self, timeout_s: float | None) -> None:
