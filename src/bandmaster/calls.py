@@ -11,6 +11,7 @@ Nothing runs in the background: whoever waits for one call reads its answers, an
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -72,12 +73,10 @@ class GroupCall:
     """
 
     __slots__ = (
-        "__weakref__",
         "_crew",
         "_given_up_at",
         "_has_failed",
         "_has_to_stop",
-        "_n_asked",
         "_others",
         "_release",
         "_tickets",
@@ -249,16 +248,14 @@ class OpenCalls:
     """
 
     def __init__(self) -> None:
-        self._calls: deque[GroupCall] = deque()
-        self._lock = threading.Lock()  # of those that look at the first and remove it
+        self._calls: deque[GroupCall] = deque()  # without a lock: a signal's handler may make calls, too
 
     def add(self, call: GroupCall) -> None:
         """A call is about to be sent."""
-        self._forget_over()
-        if len(self._calls) >= MANY:  # nobody may be waiting for them
-            for oldest in list(self._calls)[:1]:
-                oldest.tend()
         self._calls.append(call)
+        self._forget_over()
+        if len(self._calls) > MANY:
+            self._calls[0].tend()  # nobody may be waiting for it
 
     def tend(self, waiting: GroupCall) -> float | None:
         """Look after those sent before one, and those sent as one with it; the moment at which there is more to do."""
@@ -289,6 +286,6 @@ class OpenCalls:
                 call.read(None, is_patient=True)
 
     def _forget_over(self) -> None:
-        with self._lock:
-            while self._calls and self._calls[0].is_over:
-                self._calls.popleft()
+        with contextlib.suppress(IndexError, ValueError):  # it is empty, or somebody else was faster
+            while (first := self._calls[0]).is_over:
+                self._calls.remove(first)

@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import os
+import signal
 import socket
 import threading
 import time
@@ -85,6 +87,27 @@ class Faulty(bm.Worker):
         if self.rank in ranks:
             await asyncio.sleep(300)
         return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_for_a_signal_in_the_first_await(self, fifo):
+        """The event loop tells through a fifo that it is about to be made, and is made once a signal has come."""
+        number = signal.SIGRTMAX - 7  # what a call is interrupted with
+        interrupt, new_event_loop, has_come = signal.getsignal(number), asyncio.new_event_loop, threading.Event()
+
+        def note(*args):
+            has_come.set()
+            interrupt(*args)
+
+        def new_event_loop_later():
+            asyncio.new_event_loop = new_event_loop
+            with open(fifo, "w"):
+                pass
+            while not has_come.is_set():
+                pass
+            return new_event_loop()
+
+        signal.signal(number, note)
+        asyncio.new_event_loop = new_event_loop_later
 
     @register(Dispatch.ONE_TO_ALL)
     def hang_in_c_on(self, ranks, raising=()):
@@ -331,40 +354,43 @@ def test_many_calls_that_nobody_waits_for(group):
     assert group.echo(1) == [1, 1, 1]
 
 
-@pytest.mark.own_processes
-def test_ranks_that_were_asked_one_by_one_are_not_left_with_one_that_failed(make_pool):
-    """On Ray these are Ray's own references, of which we know nothing."""
-    pool = make_pool([3])
-    if pool.backend == "ray":
-        return
-    group = bm.WorkerGroup(pool, Faulty)
-    first, second, third = group.execute_all_async("spin_on", [0], raising=[1])
-    with within(10), pytest.raises(RemoteError, match=r"rank 1 .*the first cause"):
-        first.result()
-    with pytest.raises(RemoteError, match=r"rank 1 .*the first cause"):
-        second.result()
-    assert third.result() == 2
-    assert group.echo(1) == [1, 1, 1]
+def test_an_async_method_that_is_interrupted_before_it_begins_is_neither_run_nor_complained_of(zygote, tmp_path, capfd):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    with bm.ResourcePool([1], backend="local") as pool:
+        group = bm.WorkerGroup(pool, Faulty)
+        group.wait_for_a_signal_in_the_first_await(fifo)
+        future = group.await_on.submit([0])
+        with open(fifo):  # once the worker opens it
+            pass
+        assert future.cancel()
+        with within(10), pytest.raises(CallCancelled):
+            future.result()
+        assert group.await_on([]) == [0]
+    assert capfd.readouterr().err == ""
 
 
-def test_ranks_that_were_asked_one_by_one_and_all_fail_can_be_awaited_together(make_pool):
-    pool = make_pool([4])
-    if pool.backend == "ray":
-        return  # where they are Ray's own references
-    group = bm.WorkerGroup(pool, Faulty)
+def test_ranks_that_were_asked_one_by_one_are_not_left_with_one_that_failed(zygote):
+    """On Ray, `execute_all_async` gives Ray's own references, of which we know nothing."""
+    with bm.ResourcePool([3], backend="local") as pool:
+        group = bm.WorkerGroup(pool, Faulty)
+        first, second, third = group.execute_all_async("spin_on", [0], raising=[1])
+        with within(10), pytest.raises(RemoteError, match=r"rank 1 .*the first cause"):
+            first.result()
+        with pytest.raises(RemoteError, match=r"rank 1 .*the first cause"):
+            second.result()
+        assert third.result() == 2
+        assert group.echo(1) == [1, 1, 1]
 
-    async def wait():
-        return await asyncio.gather(
-            *group.execute_all_async(
-                "raise_on",
-                [0, 1, 2, 3],
-                "boom",
-            ),
-            return_exceptions=True,
-        )
 
-    for _ in range(20):
-        assert {type(error) for error in asyncio.run(wait())} == {RemoteError}
+@pytest.mark.parametrize("backend_with_futures", ["inprocess", "local"])
+def test_ranks_that_were_asked_one_by_one_and_all_fail_can_be_awaited_together(zygote, backend_with_futures):
+    async def wait(group):
+        return await asyncio.gather(*group.execute_all_async("raise_on", [0, 1, 2, 3]), return_exceptions=True)
+
+    with bm.ResourcePool([4], backend=backend_with_futures) as pool:
+        group = bm.WorkerGroup(pool, Faulty)
+        for _ in range(20):
+            assert {type(error) for error in asyncio.run(wait(group))} == {RemoteError}
 
 
 @pytest.mark.own_processes

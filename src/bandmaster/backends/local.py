@@ -159,7 +159,7 @@ class LocalCrew(LaneCrew):
         """Fork a worker; the controller's end of its lane."""
         with contextlib.ExitStack() as if_it_fails, contextlib.ExitStack() as close_here:
             try:
-                with SteadyLock(lambda: None):  # so that Ctrl-C leaves no descriptor that nobody closes
+                with SteadyLock():  # so that Ctrl-C leaves no descriptor that nobody closes
                     mine, theirs = lane_pair()
                     if_it_fails.enter_context(mine)
                     close_here.enter_context(theirs)

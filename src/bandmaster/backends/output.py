@@ -29,7 +29,7 @@ class WorkerOutput:
         self._partial: dict[int, bytes] = {}
         self._last: dict[int, deque[str]] = {}
         self._poll = select.epoll()
-        self._lock = SteadyLock(lambda: None)  # the sources, and whether the thread runs
+        self._lock = SteadyLock()  # the sources, and whether the thread runs
         self._thread: threading.Thread | None = None
         self._is_finished = False  # whether no worker will be added any more
 

@@ -60,7 +60,7 @@ class MemoryPressure:
 @contextlib.contextmanager
 def memory_file(content: bytes) -> Iterator[IO[bytes]]:
     """A file without a name, to be read from its beginning by whoever is given its descriptor."""
-    with SteadyLock(lambda: None):  # so that Ctrl-C leaves no descriptor that nobody closes
+    with SteadyLock():  # so that Ctrl-C leaves no descriptor that nobody closes
         made = open(os.memfd_create("bandmaster-spawn", os.MFD_CLOEXEC), "w+b", buffering=0)  # noqa: SIM115
     with made as file:
         view = memoryview(content)

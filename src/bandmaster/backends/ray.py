@@ -51,8 +51,16 @@ PLACE = "bandmaster_place"  # what a place costs in a Ray of our own
 START_TIMEOUT_S = 300.0  # for actor processes, not for constructors
 RENAME_TIMEOUT_S = 10.0  # for Ray to forget the name of an actor that was killed
 _UNIQUE = " #"  # Ray wants names of placement groups to be unique; what follows is not shown
-UNPLACEABLE = {"resources", "accelerator_type", "memory", "object_store_memory"}  # no bundle of ours has them
-DISORDERING = {"max_concurrency", "concurrency_groups", "max_restarts", "max_task_retries"}
+REFUSED_OPTIONS = (  # of actors, and why they cannot be had here
+    (
+        {"max_concurrency", "concurrency_groups", "max_restarts", "max_task_retries"},
+        "on a rank one call runs after the other, and workers are started again by restart() and replace()",
+    ),
+    (
+        {"resources", "accelerator_type", "memory", "object_store_memory"},
+        "the places of a pool have only CPUs and GPUs, so it could never start",
+    ),
+)
 PLACED_BY_POOL = {"name", "num_cpus", "num_gpus", "resources", "scheduling_strategy", "lifetime", "get_if_exists"}
 
 
@@ -115,18 +123,12 @@ class RayBackend:
 
     def start(self, launch: Launch) -> RayCrew:
         """Start an actor on every seat, then construct all workers concurrently."""
-        disordering = {key: launch.options[key] for key in DISORDERING & launch.options.keys() if launch.options[key]}
-        if disordering and disordering != {"max_concurrency": 1}:
-            raise UsageError(
-                f"{launch.cls.__name__} asks Ray for {disordering}, but on a rank one call runs after the other, and "
-                "workers are started again by restart() and replace(); leave this out of @ray.remote(...)"
-            )
-        unplaceable = {key: launch.options[key] for key in UNPLACEABLE & launch.options.keys() if launch.options[key]}
-        if unplaceable:
-            raise UsageError(
-                f"{launch.cls.__name__} asks Ray for {unplaceable}, but the places of a pool have only CPUs and GPUs, "
-                "so it could never start; leave this out of @ray.remote(...)"
-            )
+        for keys, why in REFUSED_OPTIONS:
+            asked = {key: launch.options[key] for key in keys & launch.options.keys() if launch.options[key]}
+            if asked and asked != {"max_concurrency": 1}:
+                raise UsageError(
+                    f"{launch.cls.__name__} asks Ray for {asked}, but {why}; leave this out of @ray.remote(...)"
+                )
         crew = RayCrew()
         try:
             for rank in range(len(launch.seats)):

@@ -73,6 +73,7 @@ class WorkerActor:
         """Say where this is; on rank 0, open the rendezvous."""
         controller = nameplate.controller if controllers_host == host_identity() else 0
         self._desk = Desk(replace(nameplate, pid=os.getpid(), controller=controller))
+        self._host.hold = self._desk.hold
         address = ray.util.get_node_ip_address()
         device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
         if nameplate.rank == 0:

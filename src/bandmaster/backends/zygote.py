@@ -346,10 +346,11 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int) -> N
         sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         _take_on(spawn)
-        host = WorkerHost()
+        desk = Desk(replace(spawn.nameplate, pid=os.getpid()))
+        host = WorkerHost(desk.hold)
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter())
         os.register_at_fork(after_in_child=lane.socket.close)  # or the controller would not hear of this one's end
-        serve(lane, host, Desk(replace(spawn.nameplate, pid=os.getpid())))
+        serve(lane, host, desk)
         host.close()
     except BaseException:
         sys.excepthook(*sys.exc_info())

@@ -111,6 +111,19 @@ class Desk:
         """It has ended: it cannot be interrupted any more."""
         self.running = 0
 
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Interruptions wait until this is left.
+
+        Raises:
+            Interrupted: The call was given up, perhaps meanwhile.
+        """
+        number, self.running = self.running, 0
+        try:
+            yield
+        finally:
+            self.begin(number)
+
     def _interrupt(self, *_: object) -> None:
         number = self.running
         if number and self._slots[number % N_SLOTS] == number:

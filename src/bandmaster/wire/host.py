@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from types import CoroutineType
 from typing import Any
@@ -20,9 +21,14 @@ __all__ = ["WorkerHost"]
 
 
 class WorkerHost:
-    """One worker, its calls, and the event loop of its async methods."""
+    """One worker, its calls, and the event loop of its async methods.
 
-    def __init__(self) -> None:
+    Args:
+        hold: A context in which calls are not interrupted.
+    """
+
+    def __init__(self, hold: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self.hold = hold
         self.worker: Worker | None = None
         self.rendezvous: Rendezvous | None = None  # on rank 0 of workers with a process of their own
         self._loop: _EventLoopThread | None = None
@@ -83,11 +89,27 @@ class WorkerHost:
         """Run a method on plain values; an async one is awaited."""
         value = getattr(self.worker, method)(*args, **kwargs)
         if type(value) is CoroutineType:
-            self._loop = self._loop or _EventLoopThread()
-            value = self._loop.run(value)
+            value = self._await(value)
         if self.rendezvous is not None:
             self._hand_over()
         return value
+
+    def _await(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        future = None
+        try:
+            with self.hold():  # so that it is handed over, or is not
+                self._loop = self._loop or _EventLoopThread()
+                future = self._loop.start(coroutine)
+            error = future.exception()
+        except BaseException:  # the call was given up
+            if future is None:
+                coroutine.close()
+            else:
+                future.cancel()
+            raise
+        if error is not None:
+            raise error
+        return future.result()
 
     def close(self) -> None:
         """End the event loop, if there is one, and let the worker go."""
@@ -127,16 +149,8 @@ class _EventLoopThread:
             with suppress(SystemExit, KeyboardInterrupt):  # from a coroutine, whose caller gets it: the loop goes on
                 self._loop.run_forever()
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            error = future.exception()
-        except BaseException:  # the call was given up
-            future.cancel()
-            raise
-        if error is not None:
-            raise error
-        return future.result()
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
         self._is_closed = True

@@ -28,10 +28,11 @@ class SteadyLock:
         lock: The lock itself, for a `threading.Condition`.
 
     Args:
-        on_interrupt: Called when Ctrl-C has come, at any moment, to wake whom the main thread waits for.
+        on_interrupt: Called when Ctrl-C has come, at any moment, to wake whom the main thread waits for; None if it
+            never waits long.
     """
 
-    def __init__(self, on_interrupt: Callable[[], object]) -> None:
+    def __init__(self, on_interrupt: Callable[[], object] | None = None) -> None:
         self.lock = threading.RLock()
         self._on_interrupt = on_interrupt
         self._main = threading.main_thread().ident
@@ -87,7 +88,8 @@ class SteadyLock:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._is_interrupted = True
-        self._on_interrupt()
+        if self._on_interrupt is not None:
+            self._on_interrupt()
 
 
 def _let_go_in_child() -> None:
