@@ -11,7 +11,6 @@ Nothing runs in the background: whoever waits for one call reads its answers, an
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -159,7 +158,7 @@ class GroupCall:
 
     def error(self) -> BaseException | None:
         """What is to be raised; None if all that were asked have answered with a value. To be asked when it is over."""
-        if self.is_given_up:
+        if self._given_up_at is not None:
             return CallCancelled(f"{self.info.method} was given up; make the call again")
         if not (self._has_failed or self._tickets):
             return None
@@ -286,6 +285,8 @@ class OpenCalls:
                 call.read(None, is_patient=True)
 
     def _forget_over(self) -> None:
-        with contextlib.suppress(IndexError, ValueError):  # it is empty, or somebody else was faster
+        try:
             while (first := self._calls[0]).is_over:
                 self._calls.remove(first)
+        except (IndexError, ValueError):  # it is empty, or somebody else was faster
+            pass

@@ -23,7 +23,7 @@ def encode_parcel(parcel: Parcel, method: str) -> Payload:
     try:
         return encode(parcel.items)
     except Exception as error:
-        for (_, value), name in zip(parcel.items, parcel.names, strict=True):
+        for (_, value), name in zip(parcel.items, parcel.names, strict=False):
             _check_picklable(value, f"argument {name!r} of {method}")
         raise ArgumentError(f"the arguments of {method} cannot be pickled together: {error}") from error
 

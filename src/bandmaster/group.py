@@ -296,10 +296,11 @@ class WorkerGroup:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        methods: Mapping[str, MethodSpec] = self.__dict__.get("_methods", {})
-        if name in methods:
-            return GroupMethod(self, methods[name])
-        cls = self.__dict__.get("_cls")
+        known = self.__dict__  # may lack anything, when `__init__` has failed
+        spec = known.get("_methods", {}).get(name)
+        if spec is not None:
+            return GroupMethod(self, spec)
+        cls = known.get("_cls")
         if cls is not None and callable(getattr(cls, name, None)) and not name.startswith("_"):
             raise AttributeError(
                 f"{cls.__name__}.{name} is not registered: put @register(...) above it, or call "
@@ -440,13 +441,14 @@ class WorkerGroup:
         reply: Reply,
     ) -> list[Call]:
         """Encode and put everything: what cannot be encoded is known before anything is sent."""
-        parcels = [parcel for parcel in packed.parcels if parcel.items]
-        payloads = [encode_parcel(parcel, info.method) for parcel in parcels]
-        references = [crew.put(payload) for payload in payloads]
-        same = alike(ranks, tuple([parcel.ranks for parcel in parcels]), collected)
+        references, receivers = [], []
+        for parcel in packed.parcels:
+            if parcel.items:
+                references.append(crew.put(encode_parcel(parcel, info.method)))
+                receivers.append(parcel.ranks)
         return [
             Call(members, method, tuple([references[n] for n in numbers]), reply if is_collected else Reply.NOTHING)
-            for members, numbers, is_collected in same
+            for members, numbers, is_collected in alike(ranks, tuple(receivers), collected)
         ]
 
 

@@ -53,7 +53,7 @@ class Mesh:
         self._axes = dict(axes)  # every axis by name, as the factors that it is made of
         self._suffix = suffix  # what `refine` added to the repr
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks: the product of the axes given to the constructor."""
         return math.prod(self._shape.values())

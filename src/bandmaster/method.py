@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from bandmaster.binding import bind, bind_per_rank, signature_without_self
 from bandmaster.errors import MeshError
+from bandmaster.mesh import Mesh
 from bandmaster.options import CallOptions, default_options
-from bandmaster.planning import Packed, Slot, everywhere, pack, scatter
-from bandmaster.transfer import Custom, Execute, Gather, Only
+from bandmaster.planning import Packed, Parcel, Slot, everywhere, first_ranks, pack, scatter
+from bandmaster.transfer import Broadcast, Custom, Execute, Gather, Only, Outgoing
 from bandmaster.worker import Registration
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class MethodSpec:
         signature: Without ``self``.
         positional: Names of its parameters where all of them can go by position and none is ``*args``; else None.
         n_required: How many have no default.
+        is_for_zero: Whether it runs on rank 0 alone.
+        goes_everywhere: Whether all arguments go, as they are, to every rank that it runs on.
         registration: What `register` was told.
     """
 
@@ -42,6 +45,8 @@ class MethodSpec:
     signature: inspect.Signature
     positional: tuple[str, ...] | None
     n_required: int
+    is_for_zero: bool
+    goes_everywhere: bool
     registration: Registration
 
     @classmethod
@@ -54,14 +59,29 @@ class MethodSpec:
         goes_by_position = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
         n_required = sum(p.default is p.empty for p in parameters)
         positional = tuple(signature.parameters) if goes_by_position else None
-        return cls(function, name, label, signature, positional, n_required, registration)
+        is_for_zero = registration.execute is Execute.RANK_ZERO
+        outgoing = getattr(registration.protocol, "outgoing", None)
+        goes_everywhere = is_for_zero or (isinstance(outgoing, Broadcast) and not registration.arguments)
+        return cls(function, name, label, signature, positional, n_required, is_for_zero, goes_everywhere, registration)
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Slot]:
-        """The arguments of a call as `bandmaster.binding.bind` has them, sooner where the call is a plain one."""
+    def pack(self, args: Sequence[Any], kwargs: Mapping[str, Any], outgoing: Outgoing, mesh: Mesh) -> Packed:
+        """Decide which argument of a call goes where, as `bind` and `bandmaster.planning` do, but plain calls sooner.
+
+        Raises:
+            ArgumentError: They do not fit the method.
+            BatchError, MeshError: They cannot be split as asked.
+        """
         names = self.positional
-        if kwargs or names is None or not self.n_required <= len(args) <= len(names):
-            return bind(self.label, self.signature, args, kwargs)
-        return [Slot(index, names[index], value) for index, value in enumerate(args)]
+        n_ranks = 1 if self.is_for_zero else mesh.size
+        if names is None or kwargs or not self.n_required <= len(args) <= len(names):
+            slots = bind(self.label, self.signature, args, kwargs)
+        elif self.goes_everywhere:
+            return Packed((Parcel(tuple(enumerate(args)), names, first_ranks(n_ranks)),))
+        else:
+            slots = [Slot(index, names[index], value) for index, value in enumerate(args)]
+        if self.goes_everywhere:
+            return Packed((everywhere(slots, n_ranks),))
+        return pack(slots, outgoing, self.registration.arguments, mesh, self.label)
 
 
 class GroupMethod:
@@ -111,12 +131,10 @@ class GroupMethod:
             packed = Packed(tuple(scatter(slots, group.world_size, spec.label)))
             finish = partial(protocol.collect, group)
             return group._submit(spec.name, packed, Gather(), finish=finish, options=self._options, waits=waits)
-        slots = spec.bind(args, kwargs)
-        if spec.registration.execute is Execute.RANK_ZERO:
-            packed = Packed((everywhere(slots, 1),))
-            return group._submit(spec.name, packed, Only(), ranks=(0,), options=self._options, waits=waits)
         try:
-            packed = pack(slots, protocol.outgoing, spec.registration.arguments, group.mesh, spec.label)
+            packed = spec.pack(args, kwargs, protocol.outgoing, group._mesh)
+            if spec.is_for_zero:
+                return group._submit(spec.name, packed, Only(), ranks=(0,), options=self._options, waits=waits)
             return group._submit(spec.name, packed, protocol.incoming, options=self._options, waits=waits)
         except MeshError as error:
             raise MeshError(

@@ -45,6 +45,7 @@ __all__ = [
     "TransferPlan",
     "alike",
     "everywhere",
+    "first_ranks",
     "pack",
     "plan",
     "row_ranges",
@@ -66,7 +67,7 @@ class Parcel(NamedTuple):
 
     Attributes:
         items: ``(position or keyword, value)`` of each.
-        names: The parameter that each belongs to.
+        names: The parameter that each belongs to; there may be more names than items.
         ranks: The ranks that get them.
     """
 
@@ -190,11 +191,12 @@ def pack(slots: Sequence[Slot], outgoing: Outgoing, rules: Mapping[str, Outgoing
 def everywhere(slots: Sequence[Slot], n_ranks: int) -> Parcel:
     """The same values for the ranks 0 … n_ranks-1."""
     items = tuple([(slot.key, slot.value) for slot in slots])
-    return Parcel(items, tuple([slot.name for slot in slots]), _first_ranks(n_ranks))
+    return Parcel(items, tuple([slot.name for slot in slots]), first_ranks(n_ranks))
 
 
 @lru_cache(maxsize=64)
-def _first_ranks(n: int) -> tuple[int, ...]:
+def first_ranks(n: int) -> tuple[int, ...]:
+    """0 … n-1."""
     return tuple(range(n))
 
 

@@ -50,6 +50,7 @@ class Tenancy:
         """
         self._held.crew = crew
         if not self.is_open:
+            self._held.crew = None
             crew.stop()
             self.check()
 
@@ -71,9 +72,11 @@ class Tenancy:
     @property
     def crew(self) -> Crew:
         """The workers; raises what `check` does."""
-        self.check()
-        assert self._held.crew is not None, "the group is made when its workers stand"
-        return self._held.crew
+        crew = self._held.crew
+        if crew is None or self._n_forks != n_forks():
+            self.check()
+        assert crew is not None, "the group is made when its workers stand"
+        return crew
 
     def close(self) -> None:
         """Stop the workers and give the places back, unless that was done, or is for another process to do."""
@@ -83,8 +86,9 @@ class Tenancy:
 
 def _end(held: _Held) -> None:
     try:
-        if held.crew is not None:
-            _stop(held.crew)
+        crew, held.crew = held.crew, None
+        if crew is not None:
+            _stop(crew)
     finally:
         if held.vacate is not None:
             held.vacate()

@@ -33,7 +33,7 @@ from bandmaster.wire.lane import (
     SegmentPart,
     inline,
 )
-from bandmaster.wire.loop import UNANSWERED, message_of, read_answer, read_number
+from bandmaster.wire.loop import UNANSWERED, message_of, read_answer
 from bandmaster.wire.segments import Segment, SegmentWriter
 from bandmaster.wire.shelf import Shelf, Written
 from bandmaster.wire.steady import SteadyLock
@@ -49,13 +49,11 @@ class Ticket:
         is_queued: Whether it has still to be sent.
     """
 
-    __slots__ = ("is_done", "is_failure", "is_queued", "number", "outcome")
+    __slots__ = ("is_done", "is_queued", "number", "outcome")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.is_queued = False
-        self.is_done = False
-        self.is_failure = False
+        self.is_queued = self.is_done = False
         self.outcome: Payload | Failure | None = None
 
 
@@ -143,14 +141,16 @@ class LaneCrew:
         if len(parts) > 1:
             parts = self._that_fit(parts)
         segments = [part.segment for part in parts if isinstance(part, Written)]
-        named = tuple([SegmentPart(part.segment.id) if isinstance(part, Written) else part for part in parts])
+        named = tuple(parts)
+        if segments:
+            named = tuple([SegmentPart(part.segment.id) if isinstance(part, Written) else part for part in parts])
         with self._lock:
             self._n_messages += 1
             message = message_of(self._n_messages, operation, arguments, named)
             for rank in ranks:
                 tickets[rank] = ticket = Ticket(self._n_messages)
                 if rank in self.deaths:
-                    self._finish(ticket, self.deaths[rank], is_failure=True)
+                    self._finish(ticket, self.deaths[rank])
                     continue
                 for segment in segments:
                     self._writer.lend(segment, rank)
@@ -183,11 +183,9 @@ class LaneCrew:
 
     def _send(self, rank: int, outgoing: _Outgoing) -> bool:
         """Send a message; False if the worker does not read now."""
-        message, segments, ticket = outgoing
+        message, segments, _ = outgoing
         try:
             self._lanes[rank].send(message, segments)
-            if ticket is not None:
-                ticket.is_queued = False
         except BlockingIOError:
             return False
         except Closed:
@@ -202,7 +200,7 @@ class LaneCrew:
         self._writer.give_back([segment.id for segment in segments], rank)
         if ticket is not None:
             self._pending[rank].remove(ticket)
-            self._finish(ticket, why, is_failure=True)
+            self._finish(ticket, why)
 
     def _send_queued(self) -> None:
         """A thread's: see to it that queued messages are sent though nobody may wait for anything.
@@ -219,7 +217,9 @@ class LaneCrew:
         queue = self._queues[rank]
         while queue and self._send(rank, queue[0]):
             if queue:  # it is cleared when the worker turns out to be dead
-                queue.popleft()
+                _, _, ticket = queue.popleft()
+                if ticket is not None:
+                    ticket.is_queued = False
         if not queue and rank not in self.deaths:
             self._poll.modify(self._lanes[rank].fileno(), select.EPOLLIN)
 
@@ -263,7 +263,7 @@ class LaneCrew:
         """The tickets that are done; None when Ctrl-C has come before any of that."""
         n_done, n_failed, n_dead = 0, self._n_failed, len(self.deaths)
         n_tickets = len(tickets)
-        if n_failed and any(ticket.is_failure for ticket in tickets):
+        if n_failed and any(type(ticket.outcome) is Failure for ticket in tickets):
             return [ticket for ticket in tickets if ticket.is_done]
         while True:
             while n_done < n_tickets and tickets[n_done].is_done:
@@ -413,27 +413,22 @@ class LaneCrew:
             self._note_death(rank)
             return
         except OSError as error:  # the answer came, but there was no descriptor left for what it is in
-            self._finish(self._ticket_of(rank, lane.body), Failure.of(error), is_failure=True)
+            self._finish(self._pending[rank].popleft(), Failure.of(error))
             return
         if body is None:
             return
-        ticket = self._ticket_of(rank, body)
+        ticket = self._pending[rank].popleft()  # the one that has waited longest
         try:
-            self._finish(ticket, *read_answer(lane, body))
+            self._finish(ticket, read_answer(lane, body, ticket.number))
         except BaseException as error:  # the user's exceptions may do anything when they are unpickled
-            self._finish(ticket, Failure.of(error), is_failure=True)
+            self._finish(ticket, Failure.of(error))
             if not isinstance(error, Exception | SystemExit):
                 raise
 
-    def _ticket_of(self, rank: int, body: memoryview) -> Ticket:
-        """Whom an answer is for: the one that has waited longest."""
-        ticket = self._pending[rank].popleft()
-        assert ticket.number == read_number(body), "answers come in the order of their messages"
-        return ticket
-
-    def _finish(self, ticket: Ticket, outcome: Payload | Failure | None, is_failure: bool) -> None:
-        ticket.outcome, ticket.is_failure, ticket.is_done = outcome, is_failure, True
-        self._n_failed += is_failure
+    def _finish(self, ticket: Ticket, outcome: Payload | Failure | None) -> None:
+        ticket.outcome, ticket.is_done = outcome, True
+        if type(outcome) is Failure:
+            self._n_failed += 1
         if self._reader is not None:  # it waits for this, perhaps
             self._wake_up()
 
@@ -451,4 +446,4 @@ class LaneCrew:
         self._writer.forget_reader(rank)
         self._queues[rank].clear()
         while self._pending[rank]:
-            self._finish(self._pending[rank].popleft(), self.deaths[rank], is_failure=True)
+            self._finish(self._pending[rank].popleft(), self.deaths[rank])

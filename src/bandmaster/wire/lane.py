@@ -50,6 +50,8 @@ _SEND_FLAGS = int(socket.MSG_NOSIGNAL)
 _TRUNCATED = int(socket.MSG_CTRUNC)
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
 _RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
+_RECEIVE_NOW_FLAGS = _RECEIVE_FLAGS | _DONT_WAIT
+_LENGTH = struct.Struct("<I")
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 
 
@@ -168,13 +170,13 @@ class Lane:
             OSError: The message could not be sent; the lane is as it was.
         """
         new = [segment for segment in segments if segment.id not in self._attached] if segments else segments
-        if not (new or self.reader.has_returned or self._closed_ids or self._refused):
+        if not (new or self.reader.returned or self._closed_ids or self._refused):
             try:
                 self.socket.send(message, self._send_flags)
             except ConnectionError:
                 raise Closed from None
             return
-        returned = self.reader.returned()
+        returned = self.reader.take_returned()
         control = pickle.dumps(([(s.id, s.nbytes) for s in new], self._closed_ids, returned, self._refused), protocol=5)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd for segment in new]))
         parts: list[bytes | memoryview] = [
@@ -214,7 +216,7 @@ class Lane:
             Closed: The other end is gone.
             OSError: A segment that came with it cannot be opened here; `body` is there nevertheless.
         """
-        flags = _RECEIVE_FLAGS if block else _RECEIVE_FLAGS | _DONT_WAIT
+        flags = _RECEIVE_FLAGS if block else _RECEIVE_NOW_FLAGS
         try:
             n, ancillary, message_flags, _ = self.socket.recvmsg_into(self._buffers, _ANCILLARY_NBYTES, flags)
         except BlockingIOError:
@@ -223,11 +225,10 @@ class Lane:
             raise Closed from None
         if not n:
             raise Closed
-        view = self._view
-        start = 4 + int.from_bytes(view[:4], "little")
-        self.body = view[start:n]
-        if start > 4:
-            self._take_control(pickle.loads(view[4:start]), _descriptors(ancillary), message_flags)
+        (n_control,) = _LENGTH.unpack_from(self._view)
+        self.body = self._view[4 + n_control : n]
+        if n_control:
+            self._take_control(pickle.loads(self._view[4 : 4 + n_control]), _descriptors(ancillary), message_flags)
         return self.body
 
     def pack(self, payload: Payload) -> tuple[Any, list[Segment]]:

@@ -20,9 +20,11 @@ from bandmaster.wire.lane import INLINE_NBYTES, Closed, Lane
 from bandmaster.wire.rendezvous import Rendezvous
 from bandmaster.wire.segments import OWNER, Segment
 
-__all__ = ["UNANSWERED", "message_of", "read_answer", "read_number", "serve"]
+__all__ = ["UNANSWERED", "message_of", "read_answer", "serve"]
 
-HEADER_NBYTES = 9
+_HEADER = struct.Struct("<IBQ")  # no control, kind, number
+_KIND_AND_NUMBER = struct.Struct("<BQ")
+HEADER_NBYTES = _KIND_AND_NUMBER.size
 UNANSWERED = 0
 
 
@@ -49,14 +51,14 @@ def serve(lane: Lane, host: WorkerHost, desk: Desk) -> None:
         try:
             message = lane.receive()
             assert message is not None, "this end blocks"
-            number = read_number(message)
+            kind, number = _KIND_AND_NUMBER.unpack_from(message)
             if number == UNANSWERED:
                 return  # the one such message there is says pause
             desk.begin(number)
-            if message[0] != Message.OPERATION:
+            if kind != Message.OPERATION:
                 end = HEADER_NBYTES + 1 + message[HEADER_NBYTES]
                 name = str(message[HEADER_NBYTES + 1 : end], "utf-8")
-                outcome = host.call(name, [Payload(message[end:])], message[0] == Message.CALL)
+                outcome = host.call(name, [Payload(message[end:])], kind == Message.CALL)
             else:
                 operation, *arguments = pickle.loads(message[HEADER_NBYTES:])
                 outcome = _OPERATIONS[operation](lane, host, *arguments)
@@ -67,7 +69,7 @@ def serve(lane: Lane, host: WorkerHost, desk: Desk) -> None:
             desk.end()
             outcome = host.failure(error)
         except OSError as error:  # no descriptor or no memory for a segment that came with the message
-            outcome, number = Failure.of(error), read_number(lane.body)
+            outcome, number = Failure.of(error), _KIND_AND_NUMBER.unpack_from(lane.body)[1]
         try:
             kind, content, segments = _encode(lane, outcome)
             del outcome
@@ -91,24 +93,25 @@ def message_of(number: int, operation: str, arguments: tuple[Any, ...], parts: t
         name = method.encode()
         if len(name) < 256:
             kind = Message.CALL if is_collected else Message.CALL_UNCOLLECTED
-            return _body(kind, number, b"".join((bytes((len(name),)), name, parts[0][0])))
+            return b"".join((_HEADER.pack(0, kind, number), len(name).to_bytes(1, "little"), name, parts[0][0]))
     return _body(Message.OPERATION, number, pickle.dumps((operation, *arguments, parts), protocol=5))
 
 
-def read_number(body: memoryview) -> int:
-    """The number of a message, or of the message that an answer is to."""
-    return int.from_bytes(body[1:HEADER_NBYTES], "little")
-
-
-def read_answer(lane: Lane, body: memoryview) -> tuple[Payload | Failure | None, bool]:
-    """The controller's end of it: the outcome, and whether it is a failure."""
-    kind = body[0]
+def read_answer(lane: Lane, body: memoryview, number: int) -> Payload | Failure | None:
+    """The controller's end of it: the outcome of the message of that number."""
+    kind, answered = _KIND_AND_NUMBER.unpack_from(body)
+    assert answered == number, "answers come in the order of their messages"
     if kind == Answer.VALUE:
-        return Payload(bytes(body[HEADER_NBYTES:])), False
+        return Payload(bytes(body[HEADER_NBYTES:]))
     if kind == Answer.NOTHING:
-        return None, False
+        return None
     payload = lane.unpack(pickle.loads(body[HEADER_NBYTES:]))
-    return (decode(payload), True) if kind == Answer.FAILURE else (payload, False)
+    return _failure(payload) if kind == Answer.FAILURE else payload
+
+
+def _failure(payload: Payload) -> Failure:
+    failure: Failure = decode(payload)
+    return failure
 
 
 def _call(lane: Lane, host: WorkerHost, method: str, is_collected: bool, parts: Any) -> Payload | Failure | None:
@@ -156,6 +159,3 @@ def _encode(lane: Lane, outcome: Payload | Failure | None) -> tuple[int, Any, li
             outcome = Failure.of(error)
     part, segments = lane.pack(encode(outcome))
     return Answer.FAILURE, pickle.dumps(part, protocol=5), segments
-
-
-_HEADER = struct.Struct("<IBQ")  # no control, kind, number

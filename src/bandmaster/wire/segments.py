@@ -176,14 +176,18 @@ def fill(segment: Segment, chunks: Sequence[Any]) -> None:
 
 
 class SegmentReader:
-    """The mappings of one reading side, of the segments of one writer."""
+    """The mappings of one reading side, of the segments of one writer.
+
+    Attributes:
+        returned: Ids of the segments in which nothing lies any more, as the writer has to be told.
+    """
 
     def __init__(self) -> None:
+        self.returned: list[int] = []
         self._maps: dict[int, tuple[mmap.mmap, int]] = {}  # and the address of each
         self._lent: set[int] = set()  # segments in which something may lie
         self._kept: set[int] = set()  # those that are never given back
         self._were_read: set[int] = set()
-        self._returned: list[int] = []
         if not _readers:
             os.register_at_fork(before=_keep_all)
         _readers.add(self)
@@ -218,22 +222,17 @@ class SegmentReader:
     def _give_back(self, number: int) -> None:
         if number not in self._kept:
             self._lent.discard(number)
-            self._returned.append(number)
+            self.returned.append(number)
 
-    @property
-    def has_returned(self) -> bool:
-        """Whether `returned` would give any."""
-        return bool(self._returned)
-
-    def returned(self) -> list[int]:
-        """Ids of the segments in which nothing lies any more, since this was asked last."""
-        n = len(self._returned)
-        ids, self._returned[:n] = self._returned[:n], []
+    def take_returned(self) -> list[int]:
+        """What `returned` has; it has nothing afterwards."""
+        n = len(self.returned)
+        ids, self.returned[:n] = self.returned[:n], []
         return ids
 
     def return_again(self, ids: Sequence[int]) -> None:
-        """What `returned` gave could not be told to the writer."""
-        self._returned[:0] = ids
+        """What was taken could not be told to the writer."""
+        self.returned[:0] = ids
 
     def forget(self, ids: Iterable[int]) -> None:
         """Unmap segments that their writer has closed."""

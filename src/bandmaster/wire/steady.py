@@ -11,6 +11,7 @@ import threading
 from _signal import getsignal as _handler  # type: ignore[import-not-found]
 from _signal import signal as _set_handler
 from collections.abc import Callable
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -43,7 +44,7 @@ class SteadyLock:
     @property
     def has_to_let_go(self) -> bool:
         """Whether Ctrl-C has come, and would be let through if this thread left the lock now."""
-        return self._is_interrupted and self._depth == 1 and threading.get_ident() == self._main
+        return self._is_interrupted and self._depth == 1 and get_ident() == self._main
 
     def own(self) -> None:
         """Take it again after it was let go of inside, whatever signal handlers raise meanwhile; it is raised then."""
@@ -57,7 +58,7 @@ class SteadyLock:
             raise raised
 
     def __enter__(self) -> None:
-        if threading.get_ident() == self._main:
+        if get_ident() == self._main:
             if not self._depth and _handler(_SIGINT) is not None:  # else it was set by other means than Python's
                 self._before = _set_handler(_SIGINT, self._note)
             self._depth += 1
@@ -71,7 +72,7 @@ class SteadyLock:
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
-        if threading.get_ident() == self._main:
+        if get_ident() == self._main:
             self._leave()
 
     def _leave(self) -> None:
