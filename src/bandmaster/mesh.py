@@ -44,6 +44,7 @@ class Mesh:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(f"axis {name!r} has size {size!r}; a size is an integer of at least 1")
         self._shape = dict(axes)
+        self._size = math.prod(axes.values())
         self._set_factors(tuple(axes.items()), {name: (name,) for name in axes}, "")
 
     def _set_factors(
@@ -53,10 +54,10 @@ class Mesh:
         self._axes = dict(axes)  # every axis by name, as the factors that it is made of
         self._suffix = suffix  # what `refine` added to the repr
 
-    @cached_property
+    @property
     def size(self) -> int:
         """Number of ranks: the product of the axes given to the constructor."""
-        return math.prod(self._shape.values())
+        return self._size
 
     @property
     def shape(self) -> dict[str, int]:

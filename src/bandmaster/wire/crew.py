@@ -8,10 +8,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import select
 import socket
 import threading
 import time
@@ -23,6 +20,7 @@ from typing import Any
 from bandmaster.backends import CLOSED, Call, Reply
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire import desk
+from bandmaster.wire.arrivals import HAS_ROOM, Arrivals, Event
 from bandmaster.wire.codec import Payload, decode
 from bandmaster.wire.lane import (
     INLINE_NBYTES,
@@ -36,7 +34,6 @@ from bandmaster.wire.lane import (
 from bandmaster.wire.loop import UNANSWERED, message_of, read_answer
 from bandmaster.wire.segments import Segment, SegmentWriter
 from bandmaster.wire.shelf import Shelf, Written
-from bandmaster.wire.steady import SteadyLock
 
 __all__ = ["LaneCrew", "Ticket"]
 
@@ -92,16 +89,8 @@ class LaneCrew:
         self._queues: dict[int, deque[_Outgoing]] = {}  # what a worker that is busy has not taken yet
         self._sender: threading.Thread | None = None
         self._n_failed = 0
-        self._wake = -1
-        self._lock = SteadyLock(self._wake_up)  # the lanes, the writer and what is pending
-        with self._lock:  # a file closes itself when Ctrl-C leaves nobody who would
-            self._wake_file = open(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+b", buffering=0)  # noqa: SIM115
-        self._wake = self._wake_file.fileno()
-        self._poll = select.epoll()
-        self._poll.register(self._wake, select.EPOLLIN)
-        self._arrived = threading.Condition(self._lock.lock)
-        self._reader: int | None = None  # the thread that is blocked in the kernel for all of them
-        self._n_waiting = 0  # how many wait for that one
+        self._arrivals = Arrivals()
+        self._lock = self._arrivals.lock  # of the lanes, the writer and what is pending
         for rank, sock in sockets.items():
             self.add_lane(rank, sock, pids[rank])
 
@@ -176,7 +165,7 @@ class LaneCrew:
             if outgoing[2] is not None:
                 outgoing[2].is_queued = True
             if len(queue) == 1:
-                self._poll.modify(self._lanes[rank].fileno(), select.EPOLLIN | select.EPOLLOUT)
+                self._arrivals.ask_for_room(self._lanes[rank].fileno(), True)
                 if self._sender is None:
                     self._sender = threading.Thread(target=self._send_queued, name="bandmaster-sender", daemon=True)
                     self._sender.start()
@@ -201,6 +190,7 @@ class LaneCrew:
         if ticket is not None:
             self._pending[rank].remove(ticket)
             self._finish(ticket, why)
+            self._arrivals.tell()
 
     def _send_queued(self) -> None:
         """A thread's: see to it that queued messages are sent though nobody may wait for anything.
@@ -208,8 +198,8 @@ class LaneCrew:
         It goes on until all is answered: a worker whose answers nobody reads stops as well.
         """
         with self._lock:
-            while any(self._pending.values()) and not self._poll.closed:
-                self._wait_for_arrival(None)
+            while any(self._pending.values()) and not self._arrivals.is_closed:
+                self._receive(self._arrivals.wait(None))
             self._sender = None
 
     def _flush(self, rank: int) -> None:
@@ -221,7 +211,7 @@ class LaneCrew:
                 if ticket is not None:
                     ticket.is_queued = False
         if not queue and rank not in self.deaths:
-            self._poll.modify(self._lanes[rank].fileno(), select.EPOLLIN)
+            self._arrivals.ask_for_room(self._lanes[rank].fileno(), False)
 
     def give_up(self, tickets: Mapping[int, Ticket]) -> None:
         """Interrupt what is asked for where it runs, and have it passed over where it does not run yet."""
@@ -278,7 +268,7 @@ class LaneCrew:
                 break
             if self._lock.has_to_let_go:
                 return None
-            self._wait_for_arrival(left)
+            self._receive(self._arrivals.wait(left))
         return [ticket for ticket in tickets if ticket.is_done]
 
     def fetch(self, ticket: Ticket) -> Any | Failure:
@@ -313,7 +303,7 @@ class LaneCrew:
             self._lanes[rank], self.processes[rank] = lane, pid
             self._by_fd[lane.fileno()] = rank
             self._pending[rank], self._queues[rank] = deque(), deque()
-            self._poll.register(lane.fileno(), select.EPOLLIN)
+            self._arrivals.watch(lane.fileno())
 
     def bury(self, rank: int) -> None:
         """Note the death of a rank that its lane has not told of yet, or that has no lane."""
@@ -323,50 +313,15 @@ class LaneCrew:
     def close_lanes(self, why: str = CLOSED) -> None:
         """Hang up on every worker; whoever waits is told that it is gone."""
         with self._lock:
-            if self._poll.closed:
+            if self._arrivals.is_closed:
                 return
             for rank, lane in self._lanes.items():
                 if rank not in self.deaths:
                     self.deaths[rank] = Failure(FailureKind.DIED, why)
                     self._end(rank)
                 lane.close()
-            self._wake_up()  # closing alone would not wake who is blocked in the kernel
-            deadline = time.monotonic() + 5.0
-            while self._reader not in (None, threading.get_ident()) and (left := deadline - time.monotonic()) > 0:
-                self._await_the_reader(left)
+            self._arrivals.close()
             self._writer.close()
-            self._arrived.notify_all()
-            self._wake = -1
-            self._wake_file.close()
-            self._poll.close()
-
-    def _wait_for_arrival(self, timeout_s: float | None) -> None:
-        """Receive something, or let the thread that is receiving do it; the lock is held, but not while blocked."""
-        me = threading.get_ident()
-        if self._reader not in (None, me):  # if it is this thread, a signal handler of the user's makes a call
-            self._await_the_reader(timeout_s)
-            return
-        before = self._reader
-        ready: Sequence[tuple[int, int]] = ()
-        try:
-            self._reader = me
-            self._lock.lock.release()
-            ready = self._poll.poll(timeout_s)
-        finally:
-            self._lock.own()
-            self._reader = before
-            if self._n_waiting:
-                self._arrived.notify_all()  # one of those who waited for this thread goes on in its place
-        if not self._poll.closed:
-            self._receive(ready)
-
-    def _await_the_reader(self, timeout_s: float | None) -> None:
-        """Until it is back from the kernel, and perhaps longer."""
-        self._n_waiting += 1
-        try:
-            self._arrived.wait(timeout_s)
-        finally:
-            self._n_waiting -= 1
 
     def _read_to_the_end(self, rank: int) -> None:
         """Take what a worker answered before it hung up."""
@@ -378,31 +333,24 @@ class LaneCrew:
 
     def _receive_all(self) -> None:
         """Take what has arrived; the lock is held."""
-        while not self._poll.closed and (ready := [event for event in self._poll.poll(0) if event[0] != self._wake]):
+        while ready := self._arrivals.now():
             self._receive(ready)
 
-    def _receive(self, ready: Sequence[tuple[int, int]]) -> None:
+    def _receive(self, ready: Sequence[Event]) -> None:
         """Take an answer of each lane that has one, and send what waits for it; they may be other threads' calls."""
-        for fd, events in ready:
-            rank = self._by_fd.get(fd)
-            if fd == self._wake:
-                self._awake()
-            if rank is None or rank in self.deaths:
-                continue
-            if events & select.EPOLLOUT:
-                self._flush(rank)
-                if not events & ~select.EPOLLOUT or rank in self.deaths:
+        if not ready:
+            return
+        try:
+            for fd, events in ready:
+                rank = self._by_fd.get(fd)
+                if rank is None or rank in self.deaths:
                     continue
-            self._receive_from(rank)
-
-    def _wake_up(self) -> None:
-        """Have the thread that is blocked in the kernel look around."""
-        with contextlib.suppress(OSError):  # it was closed
-            os.eventfd_write(self._wake, 1)
-
-    def _awake(self) -> None:
-        with contextlib.suppress(OSError):  # nothing was written, or it was closed
-            os.eventfd_read(self._wake)
+                if events & HAS_ROOM:
+                    self._flush(rank)
+                if events != HAS_ROOM and rank not in self.deaths:
+                    self._receive_from(rank)
+        finally:
+            self._arrivals.tell()
 
     def _receive_from(self, rank: int) -> None:
         """Take one answer, if there is one."""
@@ -429,8 +377,6 @@ class LaneCrew:
         ticket.outcome, ticket.is_done = outcome, True
         if type(outcome) is Failure:
             self._n_failed += 1
-        if self._reader is not None:  # it waits for this, perhaps
-            self._wake_up()
 
     def _note_death(self, rank: int) -> None:
         if rank not in self.deaths:
@@ -439,7 +385,7 @@ class LaneCrew:
                 failure = replace(failure, kind=FailureKind.CANCELLED, summary=self._ended[rank])
             self.deaths[rank] = failure
             if rank in self._lanes:
-                self._poll.unregister(self._lanes[rank].fileno())
+                self._arrivals.ignore(self._lanes[rank].fileno())
                 self._end(rank)
 
     def _end(self, rank: int) -> None:
@@ -447,3 +393,4 @@ class LaneCrew:
         self._queues[rank].clear()
         while self._pending[rank]:
             self._finish(self._pending[rank].popleft(), self.deaths[rank])
+        self._arrivals.tell()
