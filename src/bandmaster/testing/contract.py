@@ -12,7 +12,7 @@ import contextlib
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -101,6 +101,7 @@ class BackendContract:
             array, items = np.ones(n), ["the caller's"]
             for _ in range(3):
                 assert group.overwrite(array, items) == [n, n]
+            group.overwrite_rows(array)
             assert (array == 1).all()
             assert items == ["the caller's"]
 
@@ -128,12 +129,18 @@ class BackendContract:
     # --- 3 and 4: nothing is encoded twice, or for nobody ---
 
     def test_a_payload_is_encoded_once_however_many_ranks_read_it(self) -> None:
-        """One for all, and the same one for each."""
+        """One for all, the same one for each, and rows."""
         with self.group(3, Behaves) as group:
-            for call in (group.knows, lambda value: group.knows_its_own([value] * 3)):
+            calls: list[tuple[Callable[[], list[bool]], int]] = [
+                (lambda: group.knows(Counted()), 1),
+                (lambda: group.knows_its_own([Counted()] * 3), 1),
+                (lambda: group.execute_all_sync("knows", Counted()), 1),
+                (lambda: group.know([Counted() for _ in range(5)], table=Counted()), 6),
+            ]
+            for call, n_values in calls:
                 Counted.n_pickled = 0
-                assert call(Counted()) == [True] * 3
-                assert Counted.n_pickled == 1
+                assert all(call())
+                assert Counted.n_pickled == n_values
 
     def test_a_rank_that_is_not_collected_does_not_encode_its_value(self) -> None:
         """It may return what cannot be pickled."""
@@ -143,13 +150,15 @@ class BackendContract:
     # --- 5: order ---
 
     def test_calls_run_in_the_order_of_submission(self) -> None:
-        """Small and large ones, sync and async."""
+        """Small and large ones, sync and async, of all ranks and of one."""
         with self.group(2, Notes) as group:
-            for entry in range(0, 30, 3):
+            for entry in range(0, 30, 5):
                 group.note.submit(entry)
                 group.note_with.submit(entry + 1, np.ones(LARGE))
                 group.note_later.submit(entry + 2)
-            assert group.read() == [list(range(30))] * 2
+                group.note_on_zero.submit(entry + 3)
+                group.execute_all_async("note", entry + 4)
+            assert group.read() == [list(range(30)), [entry for entry in range(30) if entry % 5 != 3]]
 
     # --- 7 and 8: mistakes and failures are told where they are made ---
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bandmaster.transfer import Broadcast, Dispatch, Gather, TransferProtocol
+from bandmaster.transfer import Broadcast, Dispatch, Execute, Gather, TransferProtocol
 from bandmaster.worker import Worker, register
 
 __all__ = ["Behaves", "Counted", "Echo", "FailsToStart", "Keeps", "Notes", "Restarts"]
@@ -44,6 +44,11 @@ class Keeps(Worker):
         array += 1 + self.rank
         items.append("a worker was here")
         return total
+
+    @register(Dispatch.DP_PROTO)
+    def overwrite_rows(self, rows: Any) -> None:
+        """Those of this rank."""
+        rows[:] = -1
 
     @register(Dispatch.ONE_TO_ALL)
     def keep(self, array: Any) -> None:
@@ -82,6 +87,11 @@ class Notes(Worker):
         """One with a large argument, which may travel another way."""
         self.entries.append(entry)
 
+    @register(Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def note_on_zero(self, entry: int) -> None:
+        """One on a single rank."""
+        self.entries.append(entry)
+
     @register(Dispatch.ONE_TO_ALL)
     async def note_later(self, entry: int) -> None:
         """An async one."""
@@ -111,6 +121,11 @@ class Behaves(Worker):
     def knows_its_own(self, value: Any) -> bool:
         """The same for what only this rank is given."""
         return isinstance(value, Counted)
+
+    @register(Dispatch.DP_PROTO, arguments={"table": Broadcast()})
+    def know(self, rows: list[Any], table: Any) -> list[bool]:
+        """The same of rows, each of which goes to one rank, and of what goes to all."""
+        return [isinstance(row, Counted) and isinstance(table, Counted) for row in rows]
 
     @register(TransferProtocol(Broadcast(), Gather("dp", tp=0)))
     def only_first_of_tp(self) -> Any:
