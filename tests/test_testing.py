@@ -109,9 +109,12 @@ def test_results_that_cannot_travel(make_group, method, fault, words):
 
 
 @pytest.mark.own_processes
-@pytest.mark.parametrize("method", ["echo", "echo_async"])
-@pytest.mark.parametrize("fault", [Kill(1, 2), Kill(1, 2, signal=signal.SIGUSR1), Exit(1, 2)], ids=repr)
-def test_a_process_that_ends(make_group, method, fault):
+@pytest.mark.parametrize(
+    ("fault", "method"),
+    [(Kill(1, 2), "echo"), (Kill(1, 2, signal=signal.SIGUSR1), "echo_async"), (Exit(1, 2), "echo_async")],
+    ids=repr,
+)
+def test_a_process_that_ends(make_group, fault, method):
     group = make_group(2, with_faults(Plain, fault))
     assert getattr(group, method)([1, 2])
     with pytest.raises(bm.WorkerDied, match="rank 1") as caught:
