@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,9 @@ class Log(bm.Worker):
         self.entries.append(entry)
         return list(self.entries)
 
+    def count(self):
+        return len(self.entries)
+
 
 def test_calls_by_lane_by_ray_and_past_us_run_in_the_order_of_submission(ray_cluster):
     with bm.ResourcePool([2], backend="ray") as pool:
@@ -117,6 +121,36 @@ def test_calls_by_lane_by_ray_and_past_us_run_in_the_order_of_submission(ray_clu
         assert [future.result()[0] for future in futures] == [
             list(range(n + 1)) for n in range(12) if n % 3 != 2
         ]  # fmt: skip
+
+
+def test_an_actor_that_was_found_by_its_name_answers_while_the_group_uses_its_lane(ray_cluster):
+    with bm.ResourcePool([2], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, Log)
+        assert group.note(0) == [[0], [0]]
+        found = ray_cluster.get_actor(group.worker_names[1])
+        for entry in range(1, 20):
+            assert ray_cluster.get(found.note.remote(entry), timeout=20) == list(range(entry + 1))
+        references = [found.note.remote(entry) for entry in range(20, 25)]
+        while ray_cluster.wait(references, num_returns=5, timeout=0)[1]:
+            group.note(None)  # the group's calls come all the time
+        assert [entry for entry in group.note(25)[1] if entry is not None] == list(range(26))
+        assert group.describe().count("yes") == 2, "both workers still have a lane"
+
+
+def test_calls_are_in_order_while_the_lane_is_left_for_calls_of_others(ray_cluster):
+    with bm.ResourcePool([2], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, Log)
+        group.note(0)
+        others = ray_cluster.get_actor(group.worker_names[0])
+        entry, until = 0, time.monotonic() + 2
+        while time.monotonic() < until:
+            others.count.remote()
+            for way in (group.note.submit, group.note, group.note.submit, partial(group.execute_all_async, "note")):
+                entry += 1
+                way(entry)
+        assert group.note(entry + 1) == [list(range(entry + 2))] * 2
+        raw = group.workers[1].note.remote(entry + 2)
+        assert ray_cluster.get(raw, timeout=20) == list(range(entry + 3))
 
 
 def test_a_reference_that_fails_raises_the_original_exception(ray_cluster):
@@ -169,6 +203,12 @@ class Naps(bm.Worker):
             time.sleep(seconds)
         return self.rank
 
+    def nap_once_told(self, fifo, seconds):
+        with open(fifo, "w"):
+            pass
+        time.sleep(seconds)
+        return self.rank
+
     @register(Dispatch.ONE_TO_ALL)
     def raise_on(self, rank):
         if self.rank == rank:
@@ -183,6 +223,20 @@ def test_a_rank_that_has_not_come_to_a_call_that_failed_is_not_ended_without_lan
         with pytest.raises(bm.RemoteError, match="rank 0"):
             group.raise_on.options(grace=0.1)(0)
         assert earlier.result(timeout=30) == [0, 1]
+        assert group.nap_on(0, 0) == [0, 1]
+
+
+def test_a_rank_that_is_busy_for_others_is_not_ended_with_a_call_that_failed(ray_cluster, tmp_path):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    with bm.ResourcePool([2], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, Naps)
+        assert group.nap_on(0, 0) == [0, 1]
+        busy = ray_cluster.get_actor(group.worker_names[1]).nap_once_told.remote(fifo, 2)
+        with open(fifo):  # once the worker opens it
+            pass
+        with pytest.raises(bm.RemoteError, match="rank 0"):
+            group.raise_on.options(grace=0.1)(0)
+        assert ray_cluster.get(busy, timeout=20) == 1
         assert group.nap_on(0, 0) == [0, 1]
 
 

@@ -33,6 +33,9 @@ from bandmaster.worker import WorkerContext
 __all__ = ["CONSTRUCTION", "Standing", "actor_class", "host_identity"]
 
 CONSTRUCTION = 1 << 62  # its number; Ray's calls are numbered from there, and those of the lane from 1
+OTHERS = CONSTRUCTION - 1  # that of calls that are not the group's
+SHORT_S, LONG_S = 0.05, 5.0  # how long a lane is served before Ray's calls have a turn
+AT_ONCE_S = 1e-5
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,9 @@ class WorkerActor:
         self._host = WorkerHost()
         self._lane: Lane | None = None
         self._desk: Desk
+        self._patience_s = SHORT_S  # how long the lane is served before it is left for others' calls
+        self._is_away = False  # whether it is to be served again after that
+        self._n_left = 0
 
     def bandmaster_stand(self, uses_gpu: bool, nameplate: Nameplate, controllers_host: str) -> Standing:
         """Say where this is; on rank 0, open the rendezvous."""
@@ -93,6 +99,7 @@ class WorkerActor:
 
     def bandmaster_call(self, number: int, method: str, reply: Reply, *parts: Payload) -> Any:
         """Run a method. Failures are values for the controller, and exceptions for users of the ObjectRef."""
+        self._catch_up(None)  # the lane was paused before
         private = [part.private() for part in parts]
         outcome = self._at_desk(number, self._host.call, method, private, reply is not Reply.NOTHING)
         if isinstance(outcome, Failure) and reply is Reply.NATIVE:
@@ -101,6 +108,7 @@ class WorkerActor:
 
     def bandmaster_update_environment(self, environment: Mapping[str, str]) -> None:
         """The rendezvous is elsewhere now."""
+        self._catch_up(None)
         os.environ.update(environment)
 
     def bandmaster_connect(self, name: str, introduction: bytes) -> bool:
@@ -111,10 +119,26 @@ class WorkerActor:
             self._lane = Lane(sock, SegmentWriter())
         return sock is not None
 
-    def bandmaster_serve(self) -> None:
-        """Answer calls from the lane until it is paused or closed."""
+    def bandmaster_serve(self, n_left: int = 0) -> None:
+        """Answer calls from the lane until it is paused or closed.
+
+        Every now and then the actor asks itself to do so once more, behind the calls that have come from those who have
+        found it by its name. The less often there are any, the less often it does: a call of Ray's takes a millisecond.
+        """
+        if n_left and not (self._is_away and n_left == self._n_left):
+            return  # a call of the group's has come first
         assert self._lane is not None, "it was connected"
-        serve(self._lane, self._host, self._desk)
+        self._is_away = serve(self._lane, self._host, self._desk, self._patience_s, self._patience_s)
+        if self._is_away:
+            self._patience_s = min(2 * self._patience_s, LONG_S)
+            self._n_left += 1
+            ray.get_runtime_context().current_actor.bandmaster_serve.remote(self._n_left)
+
+    def _catch_up(self, patience_s: float | None) -> None:
+        """What was sent by the lane before a call of Ray's is done before it."""
+        if self._is_away:
+            assert self._lane is not None, "it was served"
+            self._is_away = serve(self._lane, self._host, self._desk, patience_s)
 
     def _at_desk(self, number: int, run: Callable[..., Any], *args: Any) -> Any:
         """Run a call that can be given up by its number."""
@@ -154,7 +178,13 @@ def actor_class(cls: type) -> Any:
 
 def _forward(name: str, function: Any) -> Any:
     def forward(self: WorkerActor, *args: Any, **kwargs: Any) -> Any:
-        return self._host.run(name, args, kwargs)
+        self._catch_up(AT_ONCE_S)
+        self._patience_s = SHORT_S
+        self._desk.announce(OTHERS)
+        try:
+            return self._host.run(name, args, kwargs)
+        finally:
+            self._desk.announce(0)
 
     forward.__name__ = forward.__qualname__ = name
     forward.__doc__ = function.__doc__

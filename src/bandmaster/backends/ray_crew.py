@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemEr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bandmaster.backends import CLOSED, Call, Reply
-from bandmaster.backends.ray_actor import CONSTRUCTION, Standing, host_identity
+from bandmaster.backends.ray_actor import CONSTRUCTION, OTHERS, Standing, host_identity
 from bandmaster.errors import ClosedError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire import desk
@@ -58,7 +58,7 @@ class RayCrew:
         self._has_lane: set[int] = set()  # those that are to be called by it
         self._is_left = False  # whether the lanes are not to be used any more
         self._lock = threading.RLock()  # which way a call goes, and the order in which calls are sent
-        self._serving: dict[int, Any] = {}  # the task that serves each lane that is not paused
+        self._serving: set[int] = set()  # ranks whose lane is not paused
         self._n_called: Counter[int] = Counter()  # by Ray's calls
         self._told: dict[int, RayError] = {}  # what Ray's calls said of actors that have died
 
@@ -127,7 +127,8 @@ class RayCrew:
             if by_lane:
                 for rank in by_lane:
                     if rank not in self._serving:
-                        self._serving[rank] = self.actors[rank].bandmaster_serve.remote()
+                        self._serving.add(rank)
+                        self.actors[rank].bandmaster_serve.remote()
                 parts = tuple(part.on_lane() for part in call.parts)
                 self._lanes.call([call._replace(ranks=by_lane, parts=parts)], tickets)
             for rank in call.ranks:
@@ -200,7 +201,7 @@ class RayCrew:
     def _is_at(self, rank: int, ticket: Any) -> bool:
         """Whether an actor has come to a call; what does not say so has not."""
         if isinstance(ticket, Ticket):
-            return self._lanes.is_at(rank, ticket)
+            return self._lanes.is_at(rank, ticket) and desk.announced(self._lanes.processes[rank]) != OTHERS
         if rank not in self.standings:
             return True  # it has not even said where it is
         return bool(ticket.number == self._on_its_node(rank, desk.announced, self.standings[rank].pid))
@@ -215,7 +216,7 @@ class RayCrew:
         """Note the death of a rank that was ended."""
         self._note_death(rank)
         self._has_lane.discard(rank)
-        self._serving.pop(rank, None)
+        self._serving.discard(rank)
 
     def revive(self, rank: int) -> None:
         """A new actor for a rank that was buried."""
@@ -256,7 +257,8 @@ class RayCrew:
 
     def _pause(self, rank: int) -> None:
         """Let the actor come back from its lane, once it has done what was sent there."""
-        if self._serving.pop(rank, None) is not None:
+        if rank in self._serving:
+            self._serving.remove(rank)
             self._lanes.pause(rank)
 
     def _note_death(self, rank: int, error: RayError | None = None) -> Failure:
@@ -267,19 +269,18 @@ class RayCrew:
         return self.deaths[rank]
 
     def _how_it_died(self, rank: int) -> Failure:
-        error = self._told.get(rank) or self._served_until(rank)
+        error = self._told.get(rank) or self._last_words(rank)
         summary = "its process is gone" if error is None else f"{type(error).__name__}: {error}".strip()
         standing = self.standings.get(rank)
         if standing is None:
             return Failure(FailureKind.DIED, summary)
         return Failure.of_death(summary, self._last_errors(rank), standing.address, standing.pid, standing.device)
 
-    def _served_until(self, rank: int) -> RayError | None:
-        """What Ray says about the task that served a lane that broke."""
-        served = self._serving.get(rank)
-        if served is not None:
+    def _last_words(self, rank: int) -> RayError | None:
+        """What Ray says about an actor whose lane broke."""
+        if rank in self._serving:
             try:
-                ray.get(served, timeout=LAST_WORDS_TIMEOUT_S)
+                ray.get(self.actors[rank].__ray_ready__.remote(), timeout=LAST_WORDS_TIMEOUT_S)
             except RayError as error:
                 return error
         return None

@@ -153,6 +153,7 @@ class Lane:
         self._closed_ids: list[int] = []
         self._refused: list[int] = []  # segments of the other end's that could not be taken in
         self.body = memoryview(b"")  # what was received last
+        self._patience_s: float | None = None
         self._send_flags = _SEND_FLAGS | (0 if blocks else _DONT_WAIT)
         self._buffers = [bytearray(MAX_MESSAGE_NBYTES) if buffer is None else buffer]
         self._view = memoryview(self._buffers[0])
@@ -160,6 +161,15 @@ class Lane:
     def fileno(self) -> int:
         """For select and its kin."""
         return self.socket.fileno()
+
+    def wait_at_most(self, seconds: float | None) -> None:
+        """How long `receive` blocks: for ever at first."""
+        if seconds != self._patience_s:
+            whole, rest = divmod(seconds or 0.0, 1.0)  # zero is what the kernel takes for ever to be
+            self.socket.setsockopt(
+                socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(whole), int(rest * 1e6))
+            )
+            self._patience_s = seconds
 
     def send(self, message: bytes, segments: Sequence[Segment] = ()) -> None:
         """Send a message: a body with four zero bytes before it. The segments that it names have been lent already.
@@ -210,7 +220,7 @@ class Lane:
             self._closed_ids.append(number)
 
     def receive(self, block: bool = True) -> memoryview | None:
-        """The next body, valid until the next one is received; None when there is none and ``block`` is False.
+        """The next body, valid until the next one is received; None when there is none in time, or if not ``block``.
 
         Raises:
             Closed: The other end is gone.

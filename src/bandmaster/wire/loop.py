@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -45,15 +46,31 @@ class Answer:
     FAILURE = 3  # pickled: the part that the payload of a `Failure` is
 
 
-def serve(lane: Lane, host: WorkerHost, desk: Desk) -> None:
-    """Answer messages until the controller is gone or says ``pause``."""
-    while True:
+def serve(
+    lane: Lane, host: WorkerHost, desk: Desk, patience_s: float | None = None, most_s: float | None = None
+) -> bool:
+    """Answer messages until the controller is gone or says ``pause``, or there is no time left.
+
+    Args:
+        lane: To the controller.
+        host: Does what the messages say.
+        desk: Of this worker.
+        patience_s: How long to wait for a message; for ever by default.
+        most_s: For how long to begin with new ones; for ever by default.
+
+    Returns:
+        Whether there may be more messages: the time was over.
+    """
+    deadline = None if most_s is None else time.monotonic() + most_s
+    lane.wait_at_most(patience_s)
+    while deadline is None or time.monotonic() < deadline:
         try:
             message = lane.receive()
-            assert message is not None, "this end blocks"
+            if message is None:
+                break
             kind, number = _KIND_AND_NUMBER.unpack_from(message)
             if number == UNANSWERED:
-                return  # the one such message there is says pause
+                return False  # the one such message there is says pause
             desk.begin(number)
             if kind != Message.OPERATION:
                 end = HEADER_NBYTES + 1 + message[HEADER_NBYTES]
@@ -64,7 +81,7 @@ def serve(lane: Lane, host: WorkerHost, desk: Desk) -> None:
                 outcome = _OPERATIONS[operation](lane, host, *arguments)
             desk.end()
         except Closed:
-            return
+            return False
         except KeyboardInterrupt as error:  # given up, or raised by the method: nobody presses keys here
             desk.end()
             outcome = host.failure(error)
@@ -83,7 +100,8 @@ def serve(lane: Lane, host: WorkerHost, desk: Desk) -> None:
             for segment in segments:
                 lane.writer.give_back([segment.id], OWNER)
         except Closed:
-            return
+            return False
+    return True
 
 
 def message_of(number: int, operation: str, arguments: tuple[Any, ...], parts: tuple[Any, ...]) -> bytes:
