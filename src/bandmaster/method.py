@@ -13,7 +13,7 @@ from bandmaster.errors import MeshError
 from bandmaster.mesh import Mesh
 from bandmaster.options import CallOptions, default_options
 from bandmaster.planning import Packed, Parcel, Slot, everywhere, first_ranks, pack, scatter
-from bandmaster.transfer import Broadcast, Custom, Execute, Gather, Only, Outgoing
+from bandmaster.transfer import Broadcast, Custom, Execute, Gather, Only, Outgoing, TransferProtocol
 from bandmaster.worker import Registration
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class MethodSpec:
         n_required = sum(p.default is p.empty for p in parameters)
         positional = tuple(signature.parameters) if goes_by_position else None
         is_for_zero = registration.execute is Execute.RANK_ZERO
-        outgoing = getattr(registration.protocol, "outgoing", None)
+        outgoing = registration.protocol.outgoing if isinstance(registration.protocol, TransferProtocol) else None
         goes_everywhere = is_for_zero or (isinstance(outgoing, Broadcast) and not registration.arguments)
         return cls(function, name, label, signature, positional, n_required, is_for_zero, goes_everywhere, registration)
 

@@ -167,8 +167,6 @@ def pack(slots: Sequence[Slot], outgoing: Outgoing, rules: Mapping[str, Outgoing
         BatchError: A batch that cannot be split as asked.
         MeshError: An axis that ``mesh`` does not have.
     """
-    if slots and not rules and isinstance(outgoing, Broadcast):
-        return Packed((everywhere(slots, mesh.size),))
     by_rule: dict[Outgoing, list[Slot]] = {}
     for slot in slots:
         by_rule.setdefault(_rule_of(slot, outgoing, rules, method), []).append(slot)

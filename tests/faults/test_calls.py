@@ -84,9 +84,14 @@ class Faulty(bm.Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     async def await_on(self, ranks):
+        self.n = getattr(self, "n", 0) + 1
         if self.rank in ranks:
             await asyncio.sleep(300)
         return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def n_awaited(self):
+        return self.n
 
     @register(Dispatch.ONE_TO_ALL)
     def wait_for_a_signal_in_the_first_await(self, fifo):
@@ -366,6 +371,7 @@ def test_an_async_method_that_is_interrupted_before_it_begins_is_neither_run_nor
         with within(10), pytest.raises(CallCancelled):
             future.result()
         assert group.await_on([]) == [0]
+        assert group.n_awaited() == [1], "of the two, one was begun"
     assert capfd.readouterr().err == ""
 
 

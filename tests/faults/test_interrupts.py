@@ -1,5 +1,6 @@
 """Ctrl-C returns within a second or so, and the group is usable or cleanly closed: in scripts as a user runs them."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -111,6 +112,15 @@ class Slow(bm.Worker):
         return value
 
 
+@contextlib.contextmanager
+def handler(number, function):
+    before = signal.signal(number, function)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 def interrupted_in(seconds):
     threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT]).start()
 
@@ -162,29 +172,69 @@ def test_a_signal_handler_can_call_the_group_while_a_call_is_waited_for(make_gro
     group, seen = make_group(2, Slow), []
 
     def call(*_):
-        start = time.monotonic()
+        start, worked = time.monotonic(), time.process_time()
         seen.append(group.echo(7))
         seen.append(time.monotonic() - start)
+        seen.append(time.process_time() - worked)
 
-    before = signal.signal(signal.SIGUSR1, call)
-    try:
+    with handler(signal.SIGUSR1, call):
         threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
         assert group.nap(1) == [1, 1]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
     assert seen[0] == [7, 7]
     assert seen[1] < 3
+    assert seen[2] < 0.4, "it does not spin"
+
+
+@pytest.mark.own_processes
+def test_a_call_of_a_signal_handler_that_ends_in_a_timeout_does_not_hold_up_the_one_it_interrupted(make_group):
+    group, seen = make_group(2, Slow), []
+
+    def call(*_):
+        with pytest.raises(bm.CallTimeout) as caught:
+            group.nap.options(timeout=0.5)(60)
+        seen.append(caught.value.future)
+
+    with handler(signal.SIGUSR1, call):
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+        start = time.monotonic()
+        assert group.nap(0.4) == [0.4, 0.4]
+        assert time.monotonic() - start < 3
+    assert seen[0].cancel()
+
+
+def test_a_signal_handler_can_call_the_group_at_any_moment(make_group):
+    """Whatever it comes between: the messages, answers, locks and buffers of the call that it interrupts."""
+    group, seen = make_group(2, Slow), []
+    is_calling = False
+
+    def call(*_):
+        nonlocal is_calling
+        if not is_calling:
+            is_calling = True
+            assert group.echo(-len(seen)) == [-len(seen)] * 2
+            seen.append(len(seen))
+            is_calling = False
+
+    with handler(signal.SIGPROF, call):
+        signal.setitimer(signal.ITIMER_PROF, 0.002, 0.002)
+        try:
+            n, until = 0, time.monotonic() + 2
+            while time.monotonic() < until:
+                n += 2
+                future = group.echo.submit(n)
+                assert group.echo(n + 1) == [n + 1] * 2
+                assert future.result() == [n] * 2
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    assert len(seen) > 10
 
 
 @pytest.mark.own_processes
 def test_a_handler_of_ctrl_c_that_does_not_raise_is_called_once_and_the_call_goes_on(make_group):
     group, seen = make_group(2, Slow), []
-    before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
-    try:
+    with handler(signal.SIGINT, lambda *_: seen.append(1)):
         interrupted_in(0.3)
         assert group.nap(1) == [1, 1]
-    finally:
-        signal.signal(signal.SIGINT, before)
     assert seen == [1]
 
 

@@ -35,7 +35,7 @@ __all__ = ["CONSTRUCTION", "Standing", "actor_class", "host_identity"]
 CONSTRUCTION = 1 << 62  # its number; Ray's calls are numbered from there, and those of the lane from 1
 OTHERS = CONSTRUCTION - 1  # that of calls that are not the group's
 SHORT_S, LONG_S = 0.05, 5.0  # how long a lane is served before Ray's calls have a turn
-AT_ONCE_S = 1e-5
+A_TICK_S = 1e-5  # is rounded up to one of the kernel's ticks: what was sent before has come by then
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,9 @@ class WorkerActor:
         Every now and then the actor asks itself to do so once more, behind the calls that have come from those who have
         found it by its name. The less often there are any, the less often it does: a call of Ray's takes a millisecond.
         """
-        if n_left and not (self._is_away and n_left == self._n_left):
+        if not n_left:
+            self._catch_up(None)  # the group asks for this at first, and after it has paused the lane
+        elif not self._is_away or n_left != self._n_left:
             return  # a call of the group's has come first
         assert self._lane is not None, "it was connected"
         self._is_away = serve(self._lane, self._host, self._desk, self._patience_s, self._patience_s)
@@ -178,7 +180,7 @@ def actor_class(cls: type) -> Any:
 
 def _forward(name: str, function: Any) -> Any:
     def forward(self: WorkerActor, *args: Any, **kwargs: Any) -> Any:
-        self._catch_up(AT_ONCE_S)
+        self._catch_up(A_TICK_S)
         self._patience_s = SHORT_S
         self._desk.announce(OTHERS)
         try:

@@ -24,6 +24,7 @@ from bandmaster.wire import desk
 from bandmaster.wire.codec import Payload
 from bandmaster.wire.crew import LaneCrew, Ticket
 from bandmaster.wire.lane import LaneListener
+from bandmaster.wire.steady import SteadyLock
 
 __all__ = ["POLL_S", "RayCrew", "RayTicket"]
 
@@ -59,6 +60,7 @@ class RayCrew:
         self._is_left = False  # whether the lanes are not to be used any more
         self._lock = threading.RLock()  # which way a call goes, and the order in which calls are sent
         self._serving: set[int] = set()  # ranks whose lane is not paused
+        self._turns = SteadyLock()  # so that Ctrl-C does not part what the actors are told from what is noted of it
         self._n_called: Counter[int] = Counter()  # by Ray's calls
         self._told: dict[int, RayError] = {}  # what Ray's calls said of actors that have died
 
@@ -127,8 +129,9 @@ class RayCrew:
             if by_lane:
                 for rank in by_lane:
                     if rank not in self._serving:
-                        self._serving.add(rank)
-                        self.actors[rank].bandmaster_serve.remote()
+                        with self._turns:
+                            self._serving.add(rank)
+                            self.actors[rank].bandmaster_serve.remote()
                 parts = tuple(part.on_lane() for part in call.parts)
                 self._lanes.call([call._replace(ranks=by_lane, parts=parts)], tickets)
             for rank in call.ranks:
@@ -258,8 +261,9 @@ class RayCrew:
     def _pause(self, rank: int) -> None:
         """Let the actor come back from its lane, once it has done what was sent there."""
         if rank in self._serving:
-            self._serving.remove(rank)
-            self._lanes.pause(rank)
+            with self._turns:
+                self._serving.remove(rank)
+                self._lanes.pause(rank)
 
     def _note_death(self, rank: int, error: RayError | None = None) -> Failure:
         """An actor has died, as Ray says."""

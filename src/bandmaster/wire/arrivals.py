@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from bandmaster.wire.steady import SteadyLock
 
-__all__ = ["ARRIVED", "HAS_ROOM", "Arrivals", "Event"]
+__all__ = ["HAS_ROOM", "Arrivals", "Event"]
 
 ARRIVED, HAS_ROOM = int(select.EPOLLIN), int(select.EPOLLOUT)
 CLOSE_TIMEOUT_S = 5.0
@@ -47,7 +47,7 @@ class Arrivals:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was."""
+        """Whether `close` was called."""
         return self._poll.closed
 
     def watch(self, fd: int) -> None:
@@ -70,20 +70,22 @@ class Arrivals:
             return ()
         before = self._blocked
         ready: Sequence[Event] = ()
+        taken = None
         try:
             self._blocked = me
-            self.lock.lock.release()
+            taken = self.lock.let_go()
             ready = self._poll.poll(timeout_s)
         finally:
-            self.lock.own()
+            self.lock.own(taken)
             self._blocked = before
             if self._n_waiting:
                 self._is_back.notify_all()  # one of those who waited for this thread goes on in its place
         if self._poll.closed:
             return ()
-        for fd, _ in ready:
-            if fd == self._wake:
+        for event in ready:
+            if event[0] == self._wake:
                 self._acknowledge()
+                return [event for event in ready if event[0] != self._wake]
         return ready
 
     def now(self) -> Sequence[Event]:
@@ -91,8 +93,13 @@ class Arrivals:
         return [] if self._poll.closed else [event for event in self._poll.poll(0) if event[0] != self._wake]
 
     def tell(self) -> None:
-        """Something was read or has changed: who is blocked in the kernel is to look whether that was his."""
-        if self._blocked is not None:
+        """Something was read or has changed: another thread that is blocked in the kernel is to look around."""
+        if self._blocked is not None and self._blocked != threading.get_ident():
+            self.wake()
+
+    def leave(self) -> None:
+        """Nobody waits here any more: if this was a signal handler's wait, the one that it interrupted looks around."""
+        if self._blocked is not None and self._blocked == threading.get_ident():
             self.wake()
 
     def wake(self) -> None:

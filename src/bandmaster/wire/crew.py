@@ -24,14 +24,14 @@ from bandmaster.wire.arrivals import HAS_ROOM, Arrivals, Event
 from bandmaster.wire.codec import Payload, decode
 from bandmaster.wire.lane import (
     INLINE_NBYTES,
-    MAX_MESSAGE_NBYTES,
     MAX_PARTS_NBYTES,
+    Buffer,
     Closed,
     Lane,
     SegmentPart,
     inline,
 )
-from bandmaster.wire.loop import UNANSWERED, message_of, read_answer
+from bandmaster.wire.loop import UNANSWERED, message_of, read_answer, read_header
 from bandmaster.wire.segments import Segment, SegmentWriter
 from bandmaster.wire.shelf import Shelf, Written
 
@@ -43,14 +43,13 @@ class Ticket:
 
     Attributes:
         number: Of the message.
-        is_queued: Whether it has still to be sent.
     """
 
-    __slots__ = ("is_done", "is_queued", "number", "outcome")
+    __slots__ = ("is_done", "number", "outcome")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.is_queued = self.is_done = False
+        self.is_done = False
         self.outcome: Payload | Failure | None = None
 
 
@@ -81,10 +80,10 @@ class LaneCrew:
         self._ended: dict[int, str] = {}  # why, where that was on purpose
         self._writer = SegmentWriter()
         self._shelf = Shelf(self._writer)
-        self._buffer = bytearray(MAX_MESSAGE_NBYTES)
+        self._buffers = [Buffer()]  # those that are not in use
         self._lanes: dict[int, Lane] = {}
         self._by_fd: dict[int, int] = {}
-        self._pending: dict[int, deque[Ticket]] = {}
+        self._pending: dict[int, dict[int, Ticket]] = {}  # by rank and number, in the order they were asked
         self._n_messages = 0
         self._queues: dict[int, deque[_Outgoing]] = {}  # what a worker that is busy has not taken yet
         self._sender: threading.Thread | None = None
@@ -134,16 +133,16 @@ class LaneCrew:
         if segments:
             named = tuple([SegmentPart(part.segment.id) if isinstance(part, Written) else part for part in parts])
         with self._lock:
-            self._n_messages += 1
-            message = message_of(self._n_messages, operation, arguments, named)
+            self._n_messages = number = self._n_messages + 1
+            message = message_of(number, operation, arguments, named)
             for rank in ranks:
-                tickets[rank] = ticket = Ticket(self._n_messages)
+                tickets[rank] = ticket = Ticket(number)
                 if rank in self.deaths:
                     self._finish(ticket, self.deaths[rank])
                     continue
                 for segment in segments:
                     self._writer.lend(segment, rank)
-                self._pending[rank].append(ticket)
+                self._pending[rank][number] = ticket
                 self._send_or_queue(rank, (message, segments, ticket))
 
     def _that_fit(self, parts: Sequence[Any]) -> Sequence[Any]:
@@ -161,10 +160,9 @@ class LaneCrew:
         """Send a message, or have it sent once the worker reads again; it gets its messages in order."""
         queue = self._queues[rank]
         if queue or not self._send(rank, outgoing):
+            is_first = not queue
             queue.append(outgoing)
-            if outgoing[2] is not None:
-                outgoing[2].is_queued = True
-            if len(queue) == 1:
+            if is_first:
                 self._arrivals.ask_for_room(self._lanes[rank].fileno(), True)
                 if self._sender is None:
                     self._sender = threading.Thread(target=self._send_queued, name="bandmaster-sender", daemon=True)
@@ -188,7 +186,7 @@ class LaneCrew:
         _, segments, ticket = outgoing
         self._writer.give_back([segment.id for segment in segments], rank)
         if ticket is not None:
-            self._pending[rank].remove(ticket)
+            del self._pending[rank][ticket.number]
             self._finish(ticket, why)
             self._arrivals.tell()
 
@@ -205,11 +203,11 @@ class LaneCrew:
     def _flush(self, rank: int) -> None:
         """Send what is queued for a rank as far as it reads."""
         queue = self._queues[rank]
-        while queue and self._send(rank, queue[0]):
-            if queue:  # it is cleared when the worker turns out to be dead
-                _, _, ticket = queue.popleft()
-                if ticket is not None:
-                    ticket.is_queued = False
+        while queue:
+            outgoing = queue.popleft()
+            if not self._send(rank, outgoing):
+                queue.appendleft(outgoing)
+                break
         if not queue and rank not in self.deaths:
             self._arrivals.ask_for_room(self._lanes[rank].fileno(), False)
 
@@ -217,11 +215,11 @@ class LaneCrew:
         """Interrupt what is asked for where it runs, and have it passed over where it does not run yet."""
         with self._lock:
             sent = {rank: ticket for rank, ticket in tickets.items() if not ticket.is_done}
-            for rank in [rank for rank, ticket in sent.items() if ticket.is_queued]:
-                ticket = sent.pop(rank)
-                (outgoing,) = (queued for queued in self._queues[rank] if queued[2] is ticket)
-                self._queues[rank].remove(outgoing)
-                self._drop(rank, outgoing, Failure(FailureKind.CANCELLED, "given up before it was sent"))
+            for rank, ticket in list(sent.items()):
+                for outgoing in [queued for queued in self._queues[rank] if queued[2] is ticket]:
+                    self._queues[rank].remove(outgoing)
+                    self._drop(rank, outgoing, Failure(FailureKind.CANCELLED, "given up before it was sent"))
+                    del sent[rank]
         for rank, ticket in sent.items():
             desk.give_up(self.processes[rank], ticket.number)
 
@@ -233,8 +231,7 @@ class LaneCrew:
     def is_at(self, rank: int, ticket: Ticket) -> bool:
         """Whether a worker has come to a call: it answers them in order."""
         with self._lock:
-            pending = self._pending.get(rank)
-            return bool(pending) and pending[0] is ticket  # type: ignore[index]  # it is not None
+            return next(iter(self._pending.get(rank, {}).values()), None) is ticket
 
     def note_end(self, rank: int, why: str) -> None:
         """The process of a rank is ended on purpose: when its lane breaks, that is why."""
@@ -245,7 +242,10 @@ class LaneCrew:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._lock:  # Ctrl-C comes when it is left, and may be the user's to handle without an exception
-                done = self._wait(tickets, deadline)
+                try:
+                    done = self._wait(tickets, deadline)
+                finally:
+                    self._arrivals.leave()
             if done is not None:
                 return done
 
@@ -299,10 +299,10 @@ class LaneCrew:
     def add_lane(self, rank: int, sock: socket.socket, pid: int) -> None:
         """A lane for a rank that has none. The socket is owned from here on."""
         with self._lock:
-            lane = Lane(sock, self._writer, rank, blocks=False, buffer=self._buffer)
+            lane = Lane(sock, self._writer, rank, blocks=False)
             self._lanes[rank], self.processes[rank] = lane, pid
             self._by_fd[lane.fileno()] = rank
-            self._pending[rank], self._queues[rank] = deque(), deque()
+            self._pending[rank], self._queues[rank] = {}, deque()
             self._arrivals.watch(lane.fileno())
 
     def bury(self, rank: int) -> None:
@@ -354,20 +354,24 @@ class LaneCrew:
 
     def _receive_from(self, rank: int) -> None:
         """Take one answer, if there is one."""
-        lane = self._lanes[rank]
+        buffer = self._buffers.pop() if self._buffers else Buffer()  # a signal handler's call needs another one
         try:
-            body = lane.receive(block=False)
+            body = self._lanes[rank].receive(block=False, buffer=buffer)
+            if body is not None:
+                self._take_answer(rank, body)
         except Closed:
             self._note_death(rank)
-            return
         except OSError as error:  # the answer came, but there was no descriptor left for what it is in
-            self._finish(self._pending[rank].popleft(), Failure.of(error))
-            return
-        if body is None:
-            return
-        ticket = self._pending[rank].popleft()  # the one that has waited longest
+            _, number = read_header(self._lanes[rank].body)
+            self._finish(self._pending[rank].pop(number), Failure.of(error))
+        finally:
+            self._buffers.append(buffer)
+
+    def _take_answer(self, rank: int, body: memoryview) -> None:
+        kind, number = read_header(body)
+        ticket = self._pending[rank].pop(number)
         try:
-            self._finish(ticket, read_answer(lane, body, ticket.number))
+            self._finish(ticket, read_answer(self._lanes[rank], kind, body))
         except BaseException as error:  # the user's exceptions may do anything when they are unpickled
             self._finish(ticket, Failure.of(error))
             if not isinstance(error, Exception | SystemExit):
@@ -392,5 +396,6 @@ class LaneCrew:
         self._writer.forget_reader(rank)
         self._queues[rank].clear()
         while self._pending[rank]:
-            self._finish(self._pending[rank].popleft(), self.deaths[rank])
+            _, ticket = self._pending[rank].popitem()
+            self._finish(ticket, self.deaths[rank])
         self._arrivals.tell()

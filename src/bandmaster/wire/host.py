@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from types import CoroutineType
 from typing import Any
@@ -15,6 +15,7 @@ from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire.codec import Payload, decode, encode
 from bandmaster.wire.desk import Interrupted
 from bandmaster.wire.rendezvous import Rendezvous
+from bandmaster.wire.steady import SteadyLock
 from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
 
 __all__ = ["WorkerHost"]
@@ -23,11 +24,12 @@ __all__ = ["WorkerHost"]
 class WorkerHost:
     """One worker, its calls, and the event loop of its async methods.
 
-    Args:
-        hold: A context in which calls are not interrupted.
+    Attributes:
+        hold: Makes a context in which calls are not interrupted: in a process of their own as its desk says, else
+            by Ctrl-C.
     """
 
-    def __init__(self, hold: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(self, hold: Callable[[], AbstractContextManager[None]] = SteadyLock) -> None:
         self.hold = hold
         self.worker: Worker | None = None
         self.rendezvous: Rendezvous | None = None  # on rank 0 of workers with a process of their own
@@ -97,8 +99,9 @@ class WorkerHost:
     def _await(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         future = None
         try:
-            with self.hold():  # so that it is handed over, or is not
+            with self.hold():
                 self._loop = self._loop or _EventLoopThread()
+            with self.hold():  # so that it is handed over, or is not
                 future = self._loop.start(coroutine)
             error = future.exception()
         except BaseException:  # the call was given up

@@ -33,6 +33,7 @@ __all__ = [
     "INLINE_NBYTES",
     "MAX_MESSAGE_NBYTES",
     "MAX_PARTS_NBYTES",
+    "Buffer",
     "Closed",
     "Lane",
     "LaneListener",
@@ -125,6 +126,16 @@ def connect(name: str, introduction: bytes) -> socket.socket | None:
     return sock
 
 
+class Buffer:
+    """Where a message is received."""
+
+    __slots__ = ("memory", "view")
+
+    def __init__(self) -> None:
+        self.memory = [bytearray(MAX_MESSAGE_NBYTES)]  # as `socket.recvmsg_into` takes it
+        self.view = memoryview(self.memory[0])
+
+
 class Lane:
     """One end of a lane.
 
@@ -133,7 +144,6 @@ class Lane:
         writer: The segments of this side, which other lanes may share.
         reader_id: How the other end is known to ``writer``.
         blocks: Whether sending waits while the other end does not read.
-        buffer: Where messages are received, of `MAX_MESSAGE_NBYTES`; lanes that one thread reads can share it.
     """
 
     def __init__(
@@ -142,7 +152,6 @@ class Lane:
         writer: SegmentWriter,
         reader_id: int = 0,
         blocks: bool = True,
-        buffer: bytearray | None = None,
     ) -> None:
         self.socket = sock
         self.reader = SegmentReader()
@@ -155,8 +164,7 @@ class Lane:
         self.body = memoryview(b"")  # what was received last
         self._patience_s: float | None = None
         self._send_flags = _SEND_FLAGS | (0 if blocks else _DONT_WAIT)
-        self._buffers = [bytearray(MAX_MESSAGE_NBYTES) if buffer is None else buffer]
-        self._view = memoryview(self._buffers[0])
+        self._buffer: Buffer | None = None
 
     def fileno(self) -> int:
         """For select and its kin."""
@@ -219,27 +227,33 @@ class Lane:
             self._attached.remove(number)
             self._closed_ids.append(number)
 
-    def receive(self, block: bool = True) -> memoryview | None:
+    def receive(self, block: bool = True, buffer: Buffer | None = None) -> memoryview | None:
         """The next body, valid until the next one is received; None when there is none in time, or if not ``block``.
+
+        Args:
+            block: Whether to wait for it.
+            buffer: Where it is to lie; by default in one that this lane keeps.
 
         Raises:
             Closed: The other end is gone.
             OSError: A segment that came with it cannot be opened here; `body` is there nevertheless.
         """
         flags = _RECEIVE_FLAGS if block else _RECEIVE_NOW_FLAGS
+        if buffer is None:
+            buffer = self._buffer = self._buffer or Buffer()
         try:
-            n, ancillary, message_flags, _ = self.socket.recvmsg_into(self._buffers, _ANCILLARY_NBYTES, flags)
+            n, ancillary, message_flags, _ = self.socket.recvmsg_into(buffer.memory, _ANCILLARY_NBYTES, flags)
         except BlockingIOError:
             return None
         except ConnectionError:
             raise Closed from None
         if not n:
             raise Closed
-        (n_control,) = _LENGTH.unpack_from(self._view)
-        self.body = self._view[4 + n_control : n]
+        (n_control,) = _LENGTH.unpack_from(buffer.view)
+        body = self.body = buffer.view[4 + n_control : n]
         if n_control:
-            self._take_control(pickle.loads(self._view[4 : 4 + n_control]), _descriptors(ancillary), message_flags)
-        return self.body
+            self._take_control(pickle.loads(buffer.view[4 : 4 + n_control]), _descriptors(ancillary), message_flags)
+        return body
 
     def pack(self, payload: Payload) -> tuple[Any, list[Segment]]:
         """What a body says of a payload: the payload itself, or the segment that it was written to.

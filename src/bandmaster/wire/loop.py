@@ -21,7 +21,7 @@ from bandmaster.wire.lane import INLINE_NBYTES, Closed, Lane
 from bandmaster.wire.rendezvous import Rendezvous
 from bandmaster.wire.segments import OWNER, Segment
 
-__all__ = ["UNANSWERED", "message_of", "read_answer", "serve"]
+__all__ = ["UNANSWERED", "message_of", "read_answer", "read_header", "serve"]
 
 _HEADER = struct.Struct("<IBQ")  # no control, kind, number
 _KIND_AND_NUMBER = struct.Struct("<BQ")
@@ -68,7 +68,7 @@ def serve(
             message = lane.receive()
             if message is None:
                 break
-            kind, number = _KIND_AND_NUMBER.unpack_from(message)
+            kind, number = read_header(message)
             if number == UNANSWERED:
                 return False  # the one such message there is says pause
             desk.begin(number)
@@ -86,7 +86,7 @@ def serve(
             desk.end()
             outcome = host.failure(error)
         except OSError as error:  # no descriptor or no memory for a segment that came with the message
-            outcome, number = Failure.of(error), _KIND_AND_NUMBER.unpack_from(lane.body)[1]
+            outcome, number = Failure.of(error), read_header(lane.body)[1]
         try:
             kind, content, segments = _encode(lane, outcome)
             del outcome
@@ -115,19 +115,21 @@ def message_of(number: int, operation: str, arguments: tuple[Any, ...], parts: t
     return _body(Message.OPERATION, number, pickle.dumps((operation, *arguments, parts), protocol=5))
 
 
-def read_answer(lane: Lane, body: memoryview, number: int) -> Payload | Failure | None:
-    """The controller's end of it: the outcome of the message of that number."""
-    kind, answered = _KIND_AND_NUMBER.unpack_from(body)
-    assert answered == number, "answers come in the order of their messages"
+def read_header(body: memoryview) -> tuple[int, int]:
+    """The kind of a message or answer, and the number of the message."""
+    kind, number = _KIND_AND_NUMBER.unpack_from(body)
+    return kind, number
+
+
+def read_answer(lane: Lane, kind: int, body: memoryview) -> Payload | Failure | None:
+    """The controller's end of it: the outcome."""
     if kind == Answer.VALUE:
         return Payload(bytes(body[HEADER_NBYTES:]))
     if kind == Answer.NOTHING:
         return None
     payload = lane.unpack(pickle.loads(body[HEADER_NBYTES:]))
-    return _failure(payload) if kind == Answer.FAILURE else payload
-
-
-def _failure(payload: Payload) -> Failure:
+    if kind == Answer.PART:
+        return payload
     failure: Failure = decode(payload)
     return failure
 

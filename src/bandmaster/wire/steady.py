@@ -46,16 +46,14 @@ class SteadyLock:
         """Whether Ctrl-C has come, and would be let through if this thread left the lock now."""
         return self._is_interrupted and self._depth == 1 and get_ident() == self._main
 
-    def own(self) -> None:
-        """Take it again after it was let go of inside, whatever signal handlers raise meanwhile; it is raised then."""
-        raised: BaseException | None = None
-        while not self.lock._is_owned():  # type: ignore[attr-defined]
-            try:
-                self.lock.acquire()
-            except BaseException as error:
-                raised = error
-        if raised is not None:
-            raise raised
+    def let_go(self) -> Any:
+        """Let go of it inside, however often this thread has taken it; what `own` needs to have it again."""
+        return self.lock._release_save()  # type: ignore[attr-defined]
+
+    def own(self, taken: Any) -> None:
+        """Have it again. To be called in any case: where `let_go` was not come to, or was and did not return."""
+        if not self.lock._is_owned():  # type: ignore[attr-defined]
+            self.lock._acquire_restore(taken or (1, get_ident()))  # type: ignore[attr-defined]
 
     def __enter__(self) -> None:
         if get_ident() == self._main:
