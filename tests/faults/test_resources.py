@@ -26,12 +26,16 @@ class Echo(bm.Worker):
         time.sleep(seconds)
 
     @register(Dispatch.ONE_TO_ALL)
-    def make(self, n_bytes, limit):
-        """An array, made while the process may map only a little more than it has."""
-        array = np.ones(n_bytes, np.uint8)
+    def make(self, n_bytes):
+        """An array, to be had later: that takes a while, and ranks that are late to fail are interrupted."""
+        self.array = np.ones(n_bytes, np.uint8)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def give(self, limit):
+        """The array, while the process may map only a little more than it has."""
         before = limited(resource.RLIMIT_AS, limit)
         self.restore = lambda: resource.setrlimit(resource.RLIMIT_AS, before)
-        return array
+        return self.array
 
     @register(Dispatch.ONE_TO_ALL)
     def relieve(self):
@@ -70,14 +74,15 @@ def test_the_controller_has_no_room_for_a_segment(group, what):
 
 
 def test_the_controller_has_no_descriptor_for_an_answer(group):
+    group.make(200 << 20)
     before = limited(resource.RLIMIT_NOFILE, -1)
     try:
         with pytest.raises(bm.RemoteError, match=r"segment of shared memory cannot be opened.*ulimit -n"):
-            group.make(200 << 20, 1 << 40)
+            group.give(1 << 40)
         assert group.echo(1) == [1, 1], "what fits goes on"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert [value.sum() for value in group.make(200 << 20, 1 << 40)] == [200 << 20] * 2
+    assert [value.sum() for value in group.give(1 << 40)] == [200 << 20] * 2
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
@@ -104,7 +109,8 @@ def test_the_controller_has_no_descriptor_for_a_new_worker(group):
 
 
 def test_a_worker_has_no_room_for_its_answer(group):
+    group.make(200 << 20)
     with pytest.raises(bm.RemoteError, match=r"memory|Memory"):
-        group.make(200 << 20, 50 << 20)
+        group.give(50 << 20)
     assert group.relieve() == [None, None]
     assert group.echo(1) == [1, 1]
