@@ -64,7 +64,8 @@ class Expected:
     Attributes:
         may_be_dead: Ranks that were killed, or ended, as far as this knows.
         is_dead: Whether a call has told of that, so that all calls must.
-        is_certain: Whether the number of calls that each rank has had is known; not after one that was given up.
+        is_certain: Whether the number of calls that each rank has had is known; not after one that was given up, or
+            that told of a death.
     """
 
     def __init__(self, mesh, faults, stats):
@@ -121,7 +122,7 @@ class Expected:
                 raise Wrong(f"rank {error.rank} has died of nothing, only {might_die} might") from error
             died = {rank for rank, failure in error.failures.items() if failure.kind is FailureKind.DIED}
             self.may_be_dead |= died | prediction.died | {error.rank}
-            self.is_dead = True
+            self.is_dead, self.is_certain = True, False  # calls that are made from then on are not sent to any rank
         elif prediction.is_hopeless:
             raise Wrong(f"this is not WorkerDied, though ranks {self.may_be_dead} are dead") from error
         elif not isinstance(error, bm.RemoteError) or not error.failures:
