@@ -129,8 +129,7 @@ class WorkerActor:
             self._catch_up(None)  # the group asks for this at first, and after it has paused the lane
         elif not self._is_away or n_left != self._n_left:
             return  # a call of the group's has come first
-        assert self._lane is not None, "it was connected"
-        self._is_away = serve(self._lane, self._host, self._desk, self._patience_s, self._patience_s)
+        self._serve(self._patience_s, self._patience_s)
         if self._is_away:
             self._patience_s = min(2 * self._patience_s, LONG_S)
             self._n_left += 1
@@ -139,22 +138,23 @@ class WorkerActor:
     def _catch_up(self, patience_s: float | None) -> None:
         """What was sent by the lane before a call of Ray's is done before it."""
         if self._is_away:
-            assert self._lane is not None, "it was served"
-            self._is_away = serve(self._lane, self._host, self._desk, patience_s)
+            self._serve(patience_s)
+
+    def _serve(self, patience_s: float | None, most_s: float | None = None) -> None:
+        assert self._lane is not None, "it was connected"
+        self._is_away = serve(self._lane, self._host, self._desk, patience_s, most_s)
 
     def _at_desk(self, number: int, run: Callable[..., Any], *args: Any) -> Any:
         """Run a call that can be given up by its number."""
-        self._desk.announce(number)
-        try:
-            self._desk.begin(number)
-            outcome = run(*args)
-            self._desk.end()
-            return outcome
-        except KeyboardInterrupt as error:  # given up, or raised by the method
-            self._desk.end()
-            return self._host.failure(error)
-        finally:
-            self._desk.announce(0)
+        with self._desk.announce(number):
+            try:
+                self._desk.begin(number)
+                outcome = run(*args)
+                self._desk.end()
+                return outcome
+            except KeyboardInterrupt as error:  # given up, or raised by the method
+                self._desk.end()
+                return self._host.failure(error)
 
 
 class _Encoded:
@@ -182,11 +182,8 @@ def _forward(name: str, function: Any) -> Any:
     def forward(self: WorkerActor, *args: Any, **kwargs: Any) -> Any:
         self._catch_up(A_TICK_S)
         self._patience_s = SHORT_S
-        self._desk.announce(OTHERS)
-        try:
+        with self._desk.announce(OTHERS):
             return self._host.run(name, args, kwargs)
-        finally:
-            self._desk.announce(0)
 
     forward.__name__ = forward.__qualname__ = name
     forward.__doc__ = function.__doc__

@@ -128,10 +128,7 @@ class RayCrew:
             by_lane = [rank for rank in call.ranks if rank in self._has_lane and call.reply is not Reply.NATIVE]
             if by_lane:
                 for rank in by_lane:
-                    if rank not in self._serving:
-                        with self._turns:
-                            self._serving.add(rank)
-                            self.actors[rank].bandmaster_serve.remote()
+                    self._resume(rank)
                 parts = tuple(part.on_lane() for part in call.parts)
                 self._lanes.call([call._replace(ranks=by_lane, parts=parts)], tickets)
             for rank in call.ranks:
@@ -257,6 +254,13 @@ class RayCrew:
         if ray.is_initialized():
             for actor in actors:
                 ray.kill(actor)
+
+    def _resume(self, rank: int) -> None:
+        """Have the actor serve its lane, once it has done what Ray has for it."""
+        if rank not in self._serving:
+            with self._turns:
+                self._serving.add(rank)
+                self.actors[rank].bandmaster_serve.remote()
 
     def _pause(self, rank: int) -> None:
         """Let the actor come back from its lane, once it has done what was sent there."""

@@ -152,20 +152,22 @@ class BackendContract:
     def test_calls_run_in_the_order_of_submission(self) -> None:
         """Small and large ones, sync and async, of all ranks and of one."""
         with self.group(2, Notes) as group:
+            futures = []
             for entry in range(0, 30, 5):
-                group.note.submit(entry)
-                group.note_with.submit(entry + 1, np.ones(LARGE))
-                group.note_later.submit(entry + 2)
-                group.note_on_zero.submit(entry + 3)
+                futures.append(group.note.submit(entry))
+                futures.append(group.note_with.submit(entry + 1, np.ones(LARGE)))
+                futures.append(group.note_later.submit(entry + 2))
+                futures.append(group.note_on_zero.submit(entry + 3))
                 group.execute_all_async("note", entry + 4)
             assert group.read() == [list(range(30)), [entry for entry in range(30) if entry % 5 != 3]]
+            assert all(future.done() for future in futures)
 
     # --- 7 and 8: mistakes and failures are told where they are made ---
 
     def test_mistakes_are_errors_before_anything_is_sent(self) -> None:
         """Neither rank has heard of the call."""
         with self.group(2, Notes) as group:
-            with pytest.raises(ArgumentError, match="entry"):
+            with pytest.raises(ArgumentError, match=r"Notes\.note\(entry.*missing.*'entry'"):
                 group.note()
             with pytest.raises(ArgumentError, match="pickled"):
                 group.note(n for n in range(3))

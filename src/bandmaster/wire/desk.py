@@ -103,9 +103,14 @@ class Desk:
         if self._slots[number % N_SLOTS] == number:
             self._interrupt()
 
-    def announce(self, number: int) -> None:
-        """Let others know that this call runs, which cannot tell from the order of its answers."""
+    @contextlib.contextmanager
+    def announce(self, number: int) -> Iterator[None]:
+        """Let others know that this call runs, who cannot tell from the order of its answers."""
         self._slots[ANNOUNCED] = number
+        try:
+            yield
+        finally:
+            self._slots[ANNOUNCED] = 0
 
     def end(self) -> None:
         """It has ended: it cannot be interrupted any more."""

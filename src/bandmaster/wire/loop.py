@@ -111,7 +111,7 @@ def message_of(number: int, operation: str, arguments: tuple[Any, ...], parts: t
         name = method.encode()
         if len(name) < 256:
             kind = Message.CALL if is_collected else Message.CALL_UNCOLLECTED
-            return b"".join((_HEADER.pack(0, kind, number), len(name).to_bytes(1, "little"), name, parts[0][0]))
+            return _body(kind, number, len(name).to_bytes(1, "little"), name, parts[0][0])
     return _body(Message.OPERATION, number, pickle.dumps((operation, *arguments, parts), protocol=5))
 
 
@@ -160,8 +160,8 @@ _OPERATIONS: dict[str, Callable[..., Payload | Failure | None]] = {
 }
 
 
-def _body(kind: int, number: int, content: Any) -> bytes:
-    return b"".join((_HEADER.pack(0, kind, number), content))
+def _body(kind: int, number: int, *contents: Any) -> bytes:
+    return b"".join((_HEADER.pack(0, kind, number), *contents))
 
 
 def _encode(lane: Lane, outcome: Payload | Failure | None) -> tuple[int, Any, list[Segment]]:
