@@ -14,7 +14,9 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["Failure", "FailureKind"]
+__all__ = ["N_LAST_LINES", "Failure", "FailureKind"]
+
+N_LAST_LINES = 60  # of standard error, shown of a process that has died: Ray and C libraries end with long dumps
 
 
 class FailureKind(Enum):

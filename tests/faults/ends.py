@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import psutil
@@ -17,6 +18,13 @@ def kill_oneself():
 
 def segfault():
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def abort_with_a_dump():
+    """As C libraries do that say where they were."""
+    print(*["  at some_function_of_a_library + 0x1234, in /some/directory/of/it.so"] * 30, sep="\n", file=sys.stderr)
+    sys.stderr.flush()
+    os.abort()
 
 
 def wait_until_gone(pids, timeout_s=2.0):

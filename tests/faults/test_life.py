@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from ends import exit_three, kill_oneself, segfault, wait_until_gone
+from ends import abort_with_a_dump, exit_three, kill_oneself, segfault, wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
@@ -103,7 +103,11 @@ def took(start):
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("how", [exit_three, kill_oneself, segfault, close_all_descriptors], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "how",
+    [exit_three, kill_oneself, segfault, abort_with_a_dump, close_all_descriptors],
+    ids=lambda f: f.__name__,
+)
 def test_a_death_fails_the_call_and_all_after_it(group, how):
     start = time.monotonic()
     with pytest.raises(WorkerDied, match=r"(?s)rank 1 \(dp=1, host .*, pid .*my last words") as caught:

@@ -9,11 +9,10 @@ import sys
 import threading
 from collections import deque
 
+from bandmaster.failure import N_LAST_LINES
 from bandmaster.wire.steady import SteadyLock
 
 __all__ = ["WorkerOutput"]
-
-N_LAST_LINES = 20  # of standard error that are kept for when a worker dies
 
 
 class WorkerOutput:

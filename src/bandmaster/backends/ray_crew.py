@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from bandmaster.backends import CLOSED, Call, Reply
 from bandmaster.backends.ray_actor import CONSTRUCTION, OTHERS, Standing, host_identity
 from bandmaster.errors import ClosedError
-from bandmaster.failure import Failure, FailureKind
+from bandmaster.failure import N_LAST_LINES, Failure, FailureKind
 from bandmaster.wire import desk
 from bandmaster.wire.codec import Payload
 from bandmaster.wire.crew import LaneCrew, Ticket
@@ -32,7 +32,7 @@ POLL_S = 0.1  # Ray has no event for "a resource became free" or "one of these f
 PUT_NBYTES = 100 * 1024  # smaller payloads travel inside the call, as Ray's own small arguments do
 CONNECT_TIMEOUT_S = 10.0
 LAST_WORDS_TIMEOUT_S = 2.0  # for Ray to notice why an actor died whose lane broke
-LAST_NBYTES = 2000  # of standard error that are shown when an actor has died
+LAST_NBYTES = 16 * 1024  # of standard error, among which its last lines are looked for
 FAR_TIMEOUT_S = 10.0  # for a task on another node
 STANDING = -1  # number of what an actor is asked itself; it cannot be given up
 _log = logging.getLogger(__name__)
@@ -302,7 +302,8 @@ class RayCrew:
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             return ""
-        return "\n".join(line for line in lines if not line.startswith(":"))  # Ray's own marks
+        said = [line for line in lines if not line.startswith(":")]  # Ray's own marks
+        return "\n".join(said[-N_LAST_LINES:])
 
     def _is_near(self, rank: int) -> bool:
         return rank in self.standings and self.standings[rank].host == self._here
