@@ -4,12 +4,15 @@ import os
 import signal
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+from bandmaster.backends import Call, Reply
+from bandmaster.wire.codec import encode
 
 
 class Forks(bm.Worker):
@@ -151,3 +154,35 @@ def test_threads_can_call_one_group(group):
     for thread in threads:
         thread.join()
     assert outcomes == [True] * 600
+
+
+class Something:
+    pass
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ends", ["answers", "dies"])
+def test_what_is_lent_for_a_call_is_kept_until_its_ranks_have_answered_or_died(group, tmp_path, ends):
+    """As memory of a GPU is, which this does not need: who keeps it does not look at it."""
+    crew, path, loan, tickets = group._tenancy.crew, tmp_path / "pipe", Something(), {}
+    os.mkfifo(path)
+    is_kept = weakref.ref(loan)
+    part = crew.put(encode(((0, str(path)),)))
+    crew.call([Call((0,), "write_to", (part,), Reply.VALUE, (loan,))], tickets)
+    del loan
+    assert crew.wait([tickets[0]], 0.1) == []  # it waits for somebody to read from the pipe
+    assert is_kept()
+    if ends == "dies":
+        os.kill(crew.processes[0], signal.SIGKILL)
+    else:
+        assert path.read_text() == "done"
+    assert crew.wait([tickets[0]], None) == [tickets[0]]
+    assert not is_kept()
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_without_a_gpu_says_that_it_cannot_copy_from_one(group):
+    crew = group._tenancy.crew
+    ticket = crew.send(0, "borrow", (bytes(64), 0, b"sample"))
+    crew.wait([ticket], None)
+    assert crew.fetch(ticket) is False

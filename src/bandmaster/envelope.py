@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bandmaster.binding import bind, signature_without_self
 from bandmaster.errors import ArgumentError
 from bandmaster.planning import Parcel
 from bandmaster.wire.codec import Payload, encode
+from bandmaster.wire.gpu import Loan
 from bandmaster.worker import Worker
 
 __all__ = ["encode_constructor", "encode_parcel"]
 
 
-def encode_parcel(parcel: Parcel, method: str) -> Payload:
-    """Encode ``((position or keyword, value), ...)``.
+def encode_parcel(
+    parcel: Parcel, method: str, lend: Callable[[Sequence[int], Any], Loan | None] | None = None
+) -> Payload:
+    """Encode ``((position or keyword, value), ...)``; ``lend`` is the crew's, if it may lend here.
 
     Raises:
         ArgumentError: A value cannot be pickled; names the argument.
     """
     try:
-        return encode(parcel.items)
+        return encode(parcel.items, lend and partial(lend, parcel.ranks))
     except Exception as error:
         for (_, value), name in zip(parcel.items, parcel.names, strict=False):
             _check_picklable(value, f"argument {name!r} of {method}")

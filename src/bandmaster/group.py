@@ -441,15 +441,20 @@ class WorkerGroup:
         reply: Reply,
     ) -> list[Call]:
         """Encode and put everything: what cannot be encoded is known before anything is sent."""
-        references, receivers = [], []
+        lend = None if reply is Reply.NATIVE else crew.lend
+        parts, receivers = [], []
+        loans: tuple[Any, ...] = ()
         for parcel in packed.parcels:
             if parcel.items:
-                references.append(crew.put(encode_parcel(parcel, info.method)))
+                payload = encode_parcel(parcel, info.method, lend)
+                parts.append(crew.put(payload))
                 receivers.append(parcel.ranks)
-        return [
-            Call(members, method, tuple([references[n] for n in numbers]), reply if is_collected else Reply.NOTHING)
-            for members, numbers, is_collected in alike(ranks, tuple(receivers), collected)
-        ]
+                loans += payload.loans
+        calls = []
+        for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
+            answer = reply if is_collected else Reply.NOTHING
+            calls.append(Call(members, method, tuple([parts[n] for n in numbers]), answer, loans))
+        return calls
 
 
 def _value_of(group: WorkerGroup, rank: int, values: Mapping[int, Any]) -> Any:

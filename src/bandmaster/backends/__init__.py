@@ -21,6 +21,7 @@ from bandmaster.failure import Failure
 from bandmaster.mesh import Mesh
 from bandmaster.placement import Node, Request
 from bandmaster.wire.codec import Payload
+from bandmaster.wire.gpu import Loan
 from bandmaster.worker import WorkerContext
 
 __all__ = ["CLOSED", "Backend", "Call", "Crew", "Launch", "Reply", "Seat", "get_backend", "register_backend"]
@@ -111,12 +112,14 @@ class Call(NamedTuple):
         method: Name of the method.
         parts: Payloads as `Crew.put` returned them; each decodes to ``((position or keyword, value), ...)``.
         reply: What becomes of its value.
+        loans: What `Crew.lend` has lent for it, to be kept until it was answered.
     """
 
     ranks: Sequence[int]
     method: str
     parts: tuple[Any, ...]
     reply: Reply
+    loans: tuple[Any, ...] = ()
 
 
 class Crew(Protocol):
@@ -144,6 +147,9 @@ class Crew(Protocol):
 
     def describe(self) -> Sequence[Mapping[str, Any]]:
         """For each rank: ``host``, ``pid``, ``device``, and ``lane``: whether calls take the direct way."""
+
+    def lend(self, ranks: Sequence[int], memory: Any) -> Loan | None:
+        """Lend a copy of a flat tensor of bytes on a GPU to all these ranks; None if they cannot copy from there."""
 
     def put(self, payload: Payload) -> Any:
         """Write a payload once, for however many ranks will read it. Its memory may change once `call` returns."""

@@ -79,6 +79,9 @@ class InProcessCrew:
         here = {"host": socket.gethostname(), "pid": os.getpid(), "lane": "in process"}
         return [{**here, "device": host.worker.device if host.worker else "-"} for host in self.hosts]
 
+    def lend(self, ranks: Sequence[int], memory: Any) -> None:
+        """CUDA does not lend memory to the process that has it."""
+
     def put(self, payload: Payload) -> Payload:
         """Nothing to write: every rank copies what it reads."""
         return payload

@@ -23,6 +23,7 @@ from bandmaster.failure import N_LAST_LINES, Failure, FailureKind
 from bandmaster.wire import desk
 from bandmaster.wire.codec import Payload
 from bandmaster.wire.crew import LaneCrew, Ticket
+from bandmaster.wire.gpu import Loan
 from bandmaster.wire.lane import LaneListener
 from bandmaster.wire.steady import SteadyLock
 
@@ -112,6 +113,15 @@ class RayCrew:
             can = ray.get(refs, timeout=CONNECT_TIMEOUT_S)
             return listener.accept([rank for rank, it_can in zip(ranks, can, strict=True) if it_can], CONNECT_TIMEOUT_S)
 
+    def lend(self, ranks: Sequence[int], memory: Any) -> Loan | None:
+        """To those that have a lane."""
+        with self._lock:
+            if not self._has_lane.issuperset(ranks):
+                return None
+            for rank in ranks:
+                self._resume(rank)
+            return self._lanes.lend(ranks, memory)
+
     def put(self, payload: Payload) -> Part:
         """The payload, written at most once for the lanes and once for Ray, as soon as a call names it."""
         return Part(payload, self._lanes)
@@ -125,7 +135,8 @@ class RayCrew:
 
     def _call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         for call in calls:
-            by_lane = [rank for rank in call.ranks if rank in self._has_lane and call.reply is not Reply.NATIVE]
+            can = call.ranks if call.loans else self._has_lane  # lanes are there, even if they were left meanwhile
+            by_lane = [rank for rank in call.ranks if rank in can and call.reply is not Reply.NATIVE]
             if by_lane:
                 for rank in by_lane:
                     self._resume(rank)

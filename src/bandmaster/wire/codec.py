@@ -40,13 +40,15 @@ class Payload:
     Attributes:
         head: The pickle stream.
         buffers: The large buffers that it refers to, in order.
+        loans: Memory of a GPU that its readers copy from; to be kept, by whoever made it, until they have.
     """
 
-    __slots__ = ("buffers", "head")
+    __slots__ = ("buffers", "head", "loans")
 
-    def __init__(self, head: Any, buffers: tuple[Any, ...] = ()) -> None:
+    def __init__(self, head: Any, buffers: tuple[Any, ...] = (), loans: tuple[Any, ...] = ()) -> None:
         self.head = head
         self.buffers = buffers
+        self.loans = loans
 
     @property
     def nbytes(self) -> int:
@@ -65,8 +67,12 @@ class Payload:
         return Payload, (self.head, tuple(map(wrap, self.buffers)))
 
 
-def encode(value: Any) -> Payload:
+def encode(value: Any, lend: tensors.Lend | None = None) -> Payload:
     """Encode a value; the payload's buffers share memory with it, so carry them before the value changes.
+
+    Args:
+        value: Anything that can be pickled.
+        lend: Lends the readers memory on a GPU, where they can copy from there; by default it goes by the host's.
 
     Raises:
         Exception: Whatever the value's own pickling raises; `pickle.PicklingError` and `TypeError` mostly.
@@ -84,11 +90,11 @@ def encode(value: Any) -> Payload:
         buffers.append(raw)
         return False
 
-    with io.BytesIO() as stream:
+    with io.BytesIO() as stream, tensors.lending(lend) as loans:
         with suppress(RecursionError):  # a list that holds itself, say: its bytes can go in the stream
             value = _with_bytes_out_of_band(value, {})
         _Encoder(stream, protocol=5, buffer_callback=keep).dump(value)
-        return Payload(stream.getvalue(), tuple(buffers))
+        return Payload(stream.getvalue(), tuple(buffers), tuple(loans))
 
 
 def decode(payload: Payload, device: str = "cpu") -> Any:

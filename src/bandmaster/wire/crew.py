@@ -22,6 +22,7 @@ from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire import desk
 from bandmaster.wire.arrivals import HAS_ROOM, Arrivals, Event
 from bandmaster.wire.codec import Payload, decode
+from bandmaster.wire.gpu import Loan
 from bandmaster.wire.lane import (
     INLINE_NBYTES,
     MAX_PARTS_NBYTES,
@@ -31,6 +32,7 @@ from bandmaster.wire.lane import (
     SegmentPart,
     inline,
 )
+from bandmaster.wire.lender import Lender
 from bandmaster.wire.loop import UNANSWERED, message_of, read_answer, read_header
 from bandmaster.wire.segments import Segment, SegmentWriter
 from bandmaster.wire.shelf import Shelf, Written
@@ -43,12 +45,14 @@ class Ticket:
 
     Attributes:
         number: Of the message.
+        loans: Kept until it is answered.
     """
 
-    __slots__ = ("is_done", "number", "outcome")
+    __slots__ = ("is_done", "loans", "number", "outcome")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, loans: tuple[Loan, ...] = ()) -> None:
         self.number = number
+        self.loans = loans
         self.is_done = False
         self.outcome: Payload | Failure | None = None
 
@@ -88,10 +92,20 @@ class LaneCrew:
         self._queues: dict[int, deque[_Outgoing]] = {}  # what a worker that is busy has not taken yet
         self._sender: threading.Thread | None = None
         self._n_failed = 0
+        self._lender = Lender(self._try_to_lend)
         self._arrivals = Arrivals()
         self._lock = self._arrivals.lock  # of the lanes, the writer and what is pending
         for rank, sock in sockets.items():
             self.add_lane(rank, sock, pids[rank])
+
+    def lend(self, ranks: Sequence[int], memory: Any) -> Loan | None:
+        """Lend a copy of what is on a GPU to ranks that can copy from there."""
+        return self._lender.lend(memory, ranks)
+
+    def _try_to_lend(self, rank: int, loan: Loan, sample: bytes) -> Callable[[], bool]:
+        tickets: dict[int, Ticket] = {}
+        self._submit(tickets, (rank,), "borrow", (loan.handle, loan.offset, sample), (), (loan,))
+        return lambda: tickets[rank].is_done and self.fetch(tickets[rank]) is True
 
     def put(self, payload: Payload) -> Any:
         """The payload itself if it is small, else a segment for one copy of it."""
@@ -103,7 +117,8 @@ class LaneCrew:
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """Send the calls, each encoded once."""
         for call in calls:
-            self._submit(tickets, call.ranks, "call", (call.method, call.reply is not Reply.NOTHING), call.parts)
+            arguments = call.method, call.reply is not Reply.NOTHING
+            self._submit(tickets, call.ranks, "call", arguments, call.parts, call.loans)
 
     def send(self, rank: int, operation: str, arguments: tuple[Any, ...] = (), parts: Sequence[Any] = ()) -> Ticket:
         """Send one operation to one rank, with payloads that were put."""
@@ -124,6 +139,7 @@ class LaneCrew:
         operation: str,
         arguments: tuple[Any, ...],
         parts: Sequence[Any],
+        loans: tuple[Loan, ...] = (),
     ) -> None:
         """Send the same message to some ranks; where the worker is gone, the ticket says so."""
         if len(parts) > 1:
@@ -136,7 +152,7 @@ class LaneCrew:
             self._n_messages = number = self._n_messages + 1
             message = message_of(number, operation, arguments, named)
             for rank in ranks:
-                tickets[rank] = ticket = Ticket(number)
+                tickets[rank] = ticket = Ticket(number, loans)
                 if rank in self.deaths:
                     self._finish(ticket, self.deaths[rank])
                     continue
@@ -291,6 +307,7 @@ class LaneCrew:
         with self._lock:
             del self.deaths[rank]
             self._ended.pop(rank, None)
+            self._lender.forget(rank)
             lane = self._lanes.pop(rank, None)
             if lane is not None:
                 del self._by_fd[lane.fileno()], self.processes[rank]
@@ -378,7 +395,7 @@ class LaneCrew:
                 raise
 
     def _finish(self, ticket: Ticket, outcome: Payload | Failure | None) -> None:
-        ticket.outcome, ticket.is_done = outcome, True
+        ticket.outcome, ticket.is_done, ticket.loans = outcome, True, ()
         if type(outcome) is Failure:
             self._n_failed += 1
 

@@ -27,6 +27,7 @@ class WorkerHost:
     Attributes:
         hold: Makes a context in which calls are not interrupted: in a process of their own as its desk says, else
             by Ctrl-C.
+        device: Where tensors go that come from a GPU.
     """
 
     def __init__(self, hold: Callable[[], AbstractContextManager[None]] = SteadyLock) -> None:
@@ -34,13 +35,13 @@ class WorkerHost:
         self.worker: Worker | None = None
         self.rendezvous: Rendezvous | None = None  # on rank 0 of workers with a process of their own
         self._loop: _EventLoopThread | None = None
-        self._device = "cpu"
+        self.device = "cpu"
 
     def construct(self, context: WorkerContext, constructor: Payload) -> Failure | None:
         """Make the worker from the encoded ``(cls, args, kwargs)``, which must lie in memory of its own."""
         try:
             with ClassLoading():
-                self._device = context.device
+                self.device = context.device
                 cls, args, kwargs = decode(constructor, context.device)
             self.worker = make_worker(cls, context, args, kwargs)
         except KeyboardInterrupt:
@@ -54,7 +55,7 @@ class WorkerHost:
     def call(self, method: str, parts: Sequence[Payload], is_collected: bool) -> Payload | Failure | None:
         """Run a method; ``parts`` must lie in memory of their own. The encoded value, or None if not collected."""
         try:
-            items = decode(parts[0], self._device) if len(parts) == 1 else self._merge(parts)
+            items = decode(parts[0], self.device) if len(parts) == 1 else self._merge(parts)
             args, kwargs = [], {}
             for key, argument in items:
                 if type(key) is int:
@@ -77,12 +78,12 @@ class WorkerHost:
 
     def _merge(self, parts: Sequence[Payload]) -> list[tuple[Any, Any]]:
         """The arguments of several parts, positional ones in order."""
-        items = [item for part in parts for item in decode(part, self._device)]
+        items = [item for part in parts for item in decode(part, self.device)]
         return sorted(items, key=lambda item: item[0] if type(item[0]) is int else -1)
 
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
         """Describe what was raised in this worker."""
-        failure = Failure.of(error, kind, self._device)
+        failure = Failure.of(error, kind, self.device)
         if _follows_interruption(error):
             return replace(failure, kind=FailureKind.CANCELLED, summary="interrupted by the controller")
         return failure

@@ -16,6 +16,7 @@ from typing import Any
 from bandmaster.failure import Failure
 from bandmaster.wire.codec import Payload, decode, encode
 from bandmaster.wire.desk import Desk
+from bandmaster.wire.gpu import can_borrow
 from bandmaster.wire.host import WorkerHost
 from bandmaster.wire.lane import INLINE_NBYTES, Closed, Lane
 from bandmaster.wire.rendezvous import Rendezvous
@@ -152,7 +153,12 @@ def _listen(_: Lane, host: WorkerHost, address: str, parts: Any) -> Payload:
     return encode(host.rendezvous.port)
 
 
+def _borrow(_: Lane, host: WorkerHost, handle: bytes, offset: int, expected: bytes, parts: Any) -> Payload:
+    return encode(can_borrow(handle, offset, expected, host.device))
+
+
 _OPERATIONS: dict[str, Callable[..., Payload | Failure | None]] = {
+    "borrow": _borrow,
     "call": _call,
     "construct": _construct,
     "environment": _update_environment,

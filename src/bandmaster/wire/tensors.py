@@ -2,7 +2,8 @@
 
 Torch is never imported to send anything: `add_reducers` is called once it is loaded.
 Sparse, nested and quantized tensors are left to torch's own pickling, whose inner tensors come back here.
-A CUDA tensor travels through host memory, and arrives on the receiver's own device, see `arriving_on`.
+A CUDA tensor arrives on the receiver's own device, see `arriving_on`; on its way it lies in host memory, unless its
+memory can be lent, see `lending`.
 """
 
 from __future__ import annotations
@@ -14,19 +15,36 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["add_reducers", "arriving_on"]
+from bandmaster.wire.gpu import Borrowings, Loan
 
+__all__ = ["Lend", "add_reducers", "arriving_on", "lending"]
+
+Lend = Callable[[Any], Loan | None]  # of flat bytes on a GPU
 _arrival = threading.local()
+_departure = threading.local()
 
 
 @contextlib.contextmanager
 def arriving_on(device: str) -> Iterator[None]:
     """While it lasts, tensors that this thread unpickles and that were on a GPU are put on ``device``, not the CPU."""
-    before, _arrival.device = getattr(_arrival, "device", "cpu"), device
+    before, _arrival.now = getattr(_arrival, "now", None), (device, Borrowings())
     try:
         yield
     finally:
-        _arrival.device = before
+        _, borrowings = _arrival.now
+        _arrival.now = before
+        borrowings.close()
+
+
+@contextlib.contextmanager
+def lending(lend: Lend | None) -> Iterator[list[Loan]]:
+    """While it lasts, memory of CUDA tensors that this thread pickles is lent where ``lend`` does so; the loans."""
+    loans: list[Loan] = []
+    before, _departure.now = getattr(_departure, "now", None), (lend, loans)
+    try:
+        yield loans
+    finally:
+        _departure.now = before
 
 
 def add_reducers(reducers: dict[type, Any]) -> None:
@@ -44,13 +62,17 @@ def reduce_tensor(tensor: Any) -> Any:
     is_plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
     if not is_plain or tensor.is_nested or tensor.is_quantized:
         return NotImplemented
-    data = tensor.detach().cpu().resolve_conj().resolve_neg()
+    data = tensor.detach().resolve_conj().resolve_neg()
     if not _is_dense(data):
         data = data.contiguous()
-    dtype = str(data.dtype).removeprefix("torch.")
+    flat = torch.as_strided(data, (data.numel(),), (1,)).view(torch.uint8)
+    layout = (str(data.dtype).removeprefix("torch."), tuple(data.shape), data.stride(), tensor.requires_grad)
     was_on_gpu = tensor.device.type == "cuda"
-    arguments = (_buffer_of(data), dtype, tuple(data.shape), data.stride(), tensor.requires_grad, was_on_gpu)
-    return _with_attributes(tensor, _rebuild, arguments)
+    loan = _lent(flat) if was_on_gpu else None
+    if loan is not None:
+        return _with_attributes(tensor, _rebuild_lent, (loan.handle, loan.offset, flat.numel(), *layout))
+    buffer = pickle.PickleBuffer(flat.cpu().numpy())
+    return _with_attributes(tensor, _rebuild, (buffer, *layout, was_on_gpu))
 
 
 def reduce_parameter(parameter: Any) -> Any:
@@ -77,10 +99,12 @@ def _is_dense(data: Any) -> bool:
     return True
 
 
-def _buffer_of(data: Any) -> pickle.PickleBuffer:
-    torch = sys.modules["torch"]
-    flat = torch.as_strided(data, (data.numel(),), (1,))
-    return pickle.PickleBuffer(flat.view(torch.uint8).numpy())
+def _lent(flat: Any) -> Loan | None:
+    lend, loans = _departure.now
+    loan = None if lend is None else lend(flat)
+    if loan is not None:
+        loans.append(loan)
+    return loan
 
 
 def _rebuild(
@@ -91,8 +115,24 @@ def _rebuild(
     element = getattr(torch, dtype)
     size = memoryview(buffer).nbytes
     flat = torch.frombuffer(buffer, dtype=torch.uint8).view(element) if size else torch.empty(0, dtype=element)
-    if was_on_gpu:
-        flat = flat.to(getattr(_arrival, "device", "cpu"))
+    if was_on_gpu and (now := getattr(_arrival, "now", None)) is not None:
+        flat = flat.to(now[0])
+    return torch.as_strided(flat, shape, stride).requires_grad_(requires_grad)
+
+
+def _rebuild_lent(
+    handle: bytes,
+    offset: int,
+    nbytes: int,
+    dtype: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> Any:
+    import torch
+
+    device, borrowings = _arrival.now  # memory is lent to workers with a GPU of their own
+    flat = borrowings.copy(handle, offset, nbytes, device).view(getattr(torch, dtype))
     return torch.as_strided(flat, shape, stride).requires_grad_(requires_grad)
 
 

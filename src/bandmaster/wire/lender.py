@@ -1,0 +1,59 @@
+"""Which workers can copy from the controller's GPUs: each is asked once for every GPU, by the copy of a few bytes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bandmaster.wire import gpu
+
+__all__ = ["Lender"]
+
+LEAST_NBYTES = 64 * 1024  # less goes with the message
+SAMPLE_NBYTES = 256
+
+
+class Lender:
+    """Lends copies of tensors on the controller's GPUs to workers that have shown that they can read them.
+
+    Nobody waits for the answer: until it is there, and where it is no, tensors travel through host memory. So do all of
+    them where the environment says ``BANDMASTER_CUDA_IPC=0``.
+
+    Args:
+        ask: Sends a worker a trial: ``(rank, loan, what it is to read)``. What it returns says, whenever it is called,
+            whether the worker is known to have read that.
+    """
+
+    def __init__(self, ask: Callable[[int, gpu.Loan, bytes], Callable[[], bool]]) -> None:
+        self._ask = ask
+        self._trials: dict[tuple[int, int], Callable[[], bool]] = {}  # by rank and GPU
+        self._refused: set[int] = set()  # GPUs whose memory cannot be lent
+        self._is_off = os.environ.get("BANDMASTER_CUDA_IPC") == "0"
+
+    def lend(self, memory: Any, ranks: Sequence[int]) -> gpu.Loan | None:
+        """A loan of a copy of flat bytes on a GPU; None if it is not known that all the ranks can read it."""
+        device = memory.device.index
+        if memory.numel() < LEAST_NBYTES or self._is_off or device in self._refused:
+            return None
+        try:
+            trials = [self._trial(rank, memory.device) for rank in ranks]
+            return gpu.lend(memory.clone()) if all(can_read() for can_read in trials) else None
+        except OSError:
+            self._refused.add(device)
+        except sys.modules["torch"].cuda.OutOfMemoryError:
+            pass
+        return None
+
+    def forget(self, rank: int) -> None:
+        """There is a new worker for a rank."""
+        self._trials = {key: trial for key, trial in self._trials.items() if key[0] != rank}
+
+    def _trial(self, rank: int, device: Any) -> Callable[[], bool]:
+        key = rank, device.index
+        if key not in self._trials:
+            torch, sample = sys.modules["torch"], os.urandom(SAMPLE_NBYTES)
+            memory = torch.frombuffer(bytearray(sample), dtype=torch.uint8).to(device)
+            self._trials[key] = self._ask(rank, gpu.lend(memory), sample)
+        return self._trials[key]
