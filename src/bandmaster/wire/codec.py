@@ -77,7 +77,7 @@ def encode(value: Any, lend: tensors.Lend | None = None) -> Payload:
     Raises:
         Exception: Whatever the value's own pickling raises; `pickle.PicklingError` and `TypeError` mostly.
     """
-    if _is_plain(value):
+    if type(value) in _PLAIN or _is_plain(value):
         return Payload(pickle.dumps(value, protocol=5))
     if "torch" in sys.modules:
         tensors.add_reducers(_reducers)

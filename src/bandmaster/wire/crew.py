@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import socket
 import threading
 import time
@@ -33,7 +34,7 @@ from bandmaster.wire.lane import (
     inline,
 )
 from bandmaster.wire.lender import Lender
-from bandmaster.wire.loop import UNANSWERED, message_of, read_answer, read_header
+from bandmaster.wire.loop import HEADER, HEADER_NBYTES, UNANSWERED, Answer, message_of, read_answer
 from bandmaster.wire.segments import Segment, SegmentWriter
 from bandmaster.wire.shelf import Shelf, Written
 
@@ -46,6 +47,8 @@ class Ticket:
     Attributes:
         number: Of the message.
         loans: Kept until it is answered.
+        is_done: Whether it was answered, or will not be.
+        outcome: The pickle stream of a small value, the payload of a large one, None for nothing, or what went wrong.
     """
 
     __slots__ = ("is_done", "loans", "number", "outcome")
@@ -54,7 +57,7 @@ class Ticket:
         self.number = number
         self.loans = loans
         self.is_done = False
-        self.outcome: Payload | Failure | None = None
+        self.outcome: bytes | Payload | Failure | None = None
 
 
 _Outgoing = tuple[bytes, Sequence[Segment], Ticket | None]  # a message, and the ticket of its answer if it has one
@@ -109,6 +112,8 @@ class LaneCrew:
 
     def put(self, payload: Payload) -> Any:
         """The payload itself if it is small, else a segment for one copy of it."""
+        if not payload.buffers and len(payload.head) <= INLINE_NBYTES:  # as most are
+            return payload.head, ()
         if payload.nbytes <= INLINE_NBYTES:
             return inline(payload)
         with self._lock:
@@ -130,7 +135,9 @@ class LaneCrew:
         """Have a worker leave its lane, once it has done what was sent before."""
         with self._lock:
             if rank not in self.deaths:
-                self._send_or_queue(rank, (message_of(UNANSWERED, "pause", (), ()), (), None))
+                pause = message_of(UNANSWERED, "pause", (), ()), (), None
+                if self._queues[rank] or not self._send(rank, pause):
+                    self._queue(rank, pause)
 
     def _submit(
         self,
@@ -159,7 +166,9 @@ class LaneCrew:
                 for segment in segments:
                     self._writer.lend(segment, rank)
                 self._pending[rank][number] = ticket
-                self._send_or_queue(rank, (message, segments, ticket))
+                outgoing = message, segments, ticket
+                if self._queues[rank] or not self._send(rank, outgoing):  # each gets its messages in order
+                    self._queue(rank, outgoing)
 
     def _that_fit(self, parts: Sequence[Any]) -> Sequence[Any]:
         """The parts of one message; those that are too large together have gone into segments, the largest first."""
@@ -172,17 +181,15 @@ class LaneCrew:
             sizes[largest] = 0
         return fitting
 
-    def _send_or_queue(self, rank: int, outgoing: _Outgoing) -> None:
-        """Send a message, or have it sent once the worker reads again; it gets its messages in order."""
+    def _queue(self, rank: int, outgoing: _Outgoing) -> None:
+        """Have a message sent once the worker reads again."""
         queue = self._queues[rank]
-        if queue or not self._send(rank, outgoing):
-            is_first = not queue
-            queue.append(outgoing)
-            if is_first:
-                self._arrivals.ask_for_room(self._lanes[rank].fileno(), True)
-                if self._sender is None:
-                    self._sender = threading.Thread(target=self._send_queued, name="bandmaster-sender", daemon=True)
-                    self._sender.start()
+        queue.append(outgoing)
+        if len(queue) == 1:
+            self._arrivals.ask_for_room(self._lanes[rank].fileno(), True)
+            if self._sender is None:
+                self._sender = threading.Thread(target=self._send_queued, name="bandmaster-sender", daemon=True)
+                self._sender.start()
 
     def _send(self, rank: int, outgoing: _Outgoing) -> bool:
         """Send a message; False if the worker does not read now."""
@@ -290,10 +297,10 @@ class LaneCrew:
     def fetch(self, ticket: Ticket) -> Any | Failure:
         """The decoded value, or the failure."""
         outcome = ticket.outcome
-        if not isinstance(outcome, Payload):
-            return outcome
         try:
-            return decode(outcome)
+            if type(outcome) is bytes:
+                return pickle.loads(outcome)
+            return decode(outcome) if isinstance(outcome, Payload) else outcome
         except Exception as error:  # the user's objects may not like to be unpickled here
             return Failure.unreadable(error)
 
@@ -375,18 +382,21 @@ class LaneCrew:
         try:
             body = self._lanes[rank].receive(block=False, buffer=buffer)
             if body is not None:
-                self._take_answer(rank, body)
+                kind, number = HEADER.unpack_from(body)
+                ticket = self._pending[rank].pop(number)
+                if kind == Answer.VALUE:
+                    ticket.outcome, ticket.is_done, ticket.loans = bytes(body[HEADER_NBYTES:]), True, ()
+                else:
+                    self._finish_with(ticket, rank, kind, body)
         except Closed:
             self._note_death(rank)
         except OSError as error:  # the answer came, but there was no descriptor left for what it is in
-            _, number = read_header(self._lanes[rank].body)
+            _, number = HEADER.unpack_from(self._lanes[rank].body)
             self._finish(self._pending[rank].pop(number), Failure.of(error))
         finally:
             self._buffers.append(buffer)
 
-    def _take_answer(self, rank: int, body: memoryview) -> None:
-        kind, number = read_header(body)
-        ticket = self._pending[rank].pop(number)
+    def _finish_with(self, ticket: Ticket, rank: int, kind: int, body: memoryview) -> None:
         try:
             self._finish(ticket, read_answer(self._lanes[rank], kind, body))
         except BaseException as error:  # the user's exceptions may do anything when they are unpickled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -36,12 +37,15 @@ class WorkerHost:
         self.rendezvous: Rendezvous | None = None  # on rank 0 of workers with a process of their own
         self._loop: _EventLoopThread | None = None
         self.device = "cpu"
+        self._load: Callable[[memoryview], Any] = pickle.loads
 
     def construct(self, context: WorkerContext, constructor: Payload) -> Failure | None:
         """Make the worker from the encoded ``(cls, args, kwargs)``, which must lie in memory of its own."""
         try:
             with ClassLoading():
                 self.device = context.device
+                if self.device != "cpu":
+                    self._load = self._load_with_gpu
                 cls, args, kwargs = decode(constructor, context.device)
             self.worker = make_worker(cls, context, args, kwargs)
         except KeyboardInterrupt:
@@ -52,10 +56,16 @@ class WorkerHost:
             self._hand_over()
         return None
 
-    def call(self, method: str, parts: Sequence[Payload], is_collected: bool) -> Payload | Failure | None:
-        """Run a method; ``parts`` must lie in memory of their own. The encoded value, or None if not collected."""
+    def call(self, method: str, parts: Sequence[Payload] | memoryview, is_collected: bool) -> Payload | Failure | None:
+        """Run a method; the encoded value, or None if it is not collected.
+
+        Args:
+            method: Its name.
+            parts: The arguments, in memory of their own; the pickle stream alone where that is all there is.
+            is_collected: Whether anybody wants the value.
+        """
         try:
-            items = decode(parts[0], self.device) if len(parts) == 1 else self._merge(parts)
+            items = self._load(parts) if type(parts) is memoryview else self._merge(parts)
             args, kwargs = [], {}
             for key, argument in items:
                 if type(key) is int:
@@ -63,7 +73,9 @@ class WorkerHost:
                 else:
                     kwargs[key] = argument
             del items
-            value = self.run(method, args, kwargs)
+            value = getattr(self.worker, method)(*args, **kwargs)
+            if type(value) is CoroutineType or self.rendezvous is not None:
+                value = self._settled(value)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # as above
@@ -81,6 +93,9 @@ class WorkerHost:
         items = [item for part in parts for item in decode(part, self.device)]
         return sorted(items, key=lambda item: item[0] if type(item[0]) is int else -1)
 
+    def _load_with_gpu(self, stream: memoryview) -> Any:
+        return decode(Payload(stream), self.device)
+
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
         """Describe what was raised in this worker."""
         failure = Failure.of(error, kind, self.device)
@@ -90,7 +105,9 @@ class WorkerHost:
 
     def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a method on plain values; an async one is awaited."""
-        value = getattr(self.worker, method)(*args, **kwargs)
+        return self._settled(getattr(self.worker, method)(*args, **kwargs))
+
+    def _settled(self, value: Any) -> Any:
         if type(value) is CoroutineType:
             value = self._await(value)
         if self.rendezvous is not None:

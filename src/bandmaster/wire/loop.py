@@ -22,11 +22,11 @@ from bandmaster.wire.lane import INLINE_NBYTES, Closed, Lane
 from bandmaster.wire.rendezvous import Rendezvous
 from bandmaster.wire.segments import OWNER, Segment
 
-__all__ = ["UNANSWERED", "message_of", "read_answer", "read_header", "serve"]
+__all__ = ["HEADER", "HEADER_NBYTES", "UNANSWERED", "Answer", "message_of", "read_answer", "serve"]
 
-_HEADER = struct.Struct("<IBQ")  # no control, kind, number
-_KIND_AND_NUMBER = struct.Struct("<BQ")
-HEADER_NBYTES = _KIND_AND_NUMBER.size
+HEADER = struct.Struct("<BQ")  # of a body: kind and number
+HEADER_NBYTES = HEADER.size
+_START = struct.Struct("<IBQ")  # of what is sent: no control, and the header
 UNANSWERED = 0
 
 
@@ -63,20 +63,23 @@ def serve(
         Whether there may be more messages: the time was over.
     """
     deadline = None if most_s is None else time.monotonic() + most_s
+    segments: list[Segment]
+    names: dict[bytes, str] = {}  # so that each is the same object every time, which Python finds sooner
     lane.wait_at_most(patience_s)
     while deadline is None or time.monotonic() < deadline:
         try:
             message = lane.receive()
             if message is None:
                 break
-            kind, number = read_header(message)
+            kind, number = HEADER.unpack_from(message)
             if number == UNANSWERED:
                 return False  # the one such message there is says pause
             desk.begin(number)
             if kind != Message.OPERATION:
                 end = HEADER_NBYTES + 1 + message[HEADER_NBYTES]
-                name = str(message[HEADER_NBYTES + 1 : end], "utf-8")
-                outcome = host.call(name, [Payload(message[end:])], kind == Message.CALL)
+                name = bytes(message[HEADER_NBYTES + 1 : end])
+                method = names.get(name) or names.setdefault(name, name.decode())
+                outcome = host.call(method, message[end:], kind == Message.CALL)
             else:
                 operation, *arguments = pickle.loads(message[HEADER_NBYTES:])
                 outcome = _OPERATIONS[operation](lane, host, *arguments)
@@ -87,13 +90,16 @@ def serve(
             desk.end()
             outcome = host.failure(error)
         except OSError as error:  # no descriptor or no memory for a segment that came with the message
-            outcome, number = Failure.of(error), read_header(lane.body)[1]
+            outcome, number = Failure.of(error), HEADER.unpack_from(lane.body)[1]
         try:
-            kind, content, segments = _encode(lane, outcome)
+            if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
+                kind, content, segments = Answer.VALUE, outcome.head, []  # as most are
+            else:
+                kind, content, segments = _encode(lane, outcome)
+                lane.lend(segments)
             del outcome
-            lane.lend(segments)
             try:
-                lane.send(_body(kind, number, content), segments)
+                lane.send(_START.pack(0, kind, number) + content, segments)
             except OSError as error:  # too many descriptors are on their way, say
                 lane.take_back(segments)
                 kind, content, _ = _encode(lane, Failure.of(error))
@@ -116,16 +122,8 @@ def message_of(number: int, operation: str, arguments: tuple[Any, ...], parts: t
     return _body(Message.OPERATION, number, pickle.dumps((operation, *arguments, parts), protocol=5))
 
 
-def read_header(body: memoryview) -> tuple[int, int]:
-    """The kind of a message or answer, and the number of the message."""
-    kind, number = _KIND_AND_NUMBER.unpack_from(body)
-    return kind, number
-
-
 def read_answer(lane: Lane, kind: int, body: memoryview) -> Payload | Failure | None:
-    """The controller's end of it: the outcome."""
-    if kind == Answer.VALUE:
-        return Payload(bytes(body[HEADER_NBYTES:]))
+    """The controller's end of it: the outcome, where that is not a value's pickle stream alone."""
     if kind == Answer.NOTHING:
         return None
     payload = lane.unpack(pickle.loads(body[HEADER_NBYTES:]))
@@ -167,7 +165,7 @@ _OPERATIONS: dict[str, Callable[..., Payload | Failure | None]] = {
 
 
 def _body(kind: int, number: int, *contents: Any) -> bytes:
-    return b"".join((_HEADER.pack(0, kind, number), *contents))
+    return b"".join((_START.pack(0, kind, number), *contents))
 
 
 def _encode(lane: Lane, outcome: Payload | Failure | None) -> tuple[int, Any, list[Segment]]:
@@ -176,8 +174,6 @@ def _encode(lane: Lane, outcome: Payload | Failure | None) -> tuple[int, Any, li
     if outcome is None:
         return Answer.NOTHING, b"", []
     if isinstance(outcome, Payload):
-        if not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
-            return Answer.VALUE, outcome.head, []
         try:
             part, segments = lane.pack(outcome)
             return Answer.PART, pickle.dumps(part, protocol=5), segments
