@@ -50,7 +50,10 @@ class CallInfo(NamedTuple):
 
     def limits(self) -> CallOptions:
         """How long it may take, by the closest word."""
-        return self.options or default_options().but(self.defaults)
+        if self.options is not None:
+            return self.options
+        options = default_options()
+        return options.but(self.defaults) if self.defaults else options
 
 
 class GroupCall:

@@ -29,7 +29,7 @@ from bandmaster.future import Future
 from bandmaster.mesh import Mesh
 from bandmaster.method import GroupMethod, MethodSpec
 from bandmaster.options import CallOptions, default_options
-from bandmaster.planning import Packed, Slot, alike, everywhere, scatter, sources
+from bandmaster.planning import Packed, Slot, alike, everywhere, scatter
 from bandmaster.pool import ResourcePool
 from bandmaster.render import html_table, text_table
 from bandmaster.tenancy import Tenancy
@@ -83,11 +83,11 @@ class WorkerGroup:
         cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
         registered = registrations(cls)
         check_names(cls, registered, dir(WorkerGroup))
-        self._methods = {name: MethodSpec.of(cls, name, registered[name]) for name in registered}
         self._cls = cls
         self._pool = pool
         self._mesh = checked_mesh(mesh, pool)
         self._ranks = tuple(range(self._mesh.size))
+        self._methods = {name: MethodSpec.of(cls, name, registered[name], self._mesh) for name in registered}
         self._options: dict[str, float | None] = {}
         self._infos: dict[str, CallInfo] = {}  # by method
         self._life = threading.RLock()  # one restart or replacement at a time
@@ -155,7 +155,7 @@ class WorkerGroup:
             ArgumentError: No such method, or arguments that do not fit it.
             RemoteError: It raised on some rank.
         """
-        values: list[Any] = self._submit(method_name, self._pack_all(method_name, args, kwargs), Gather(), waits=True)
+        values: list[Any] = self._on_all(method_name, self._pack_all(method_name, args, kwargs))
         return values
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -169,7 +169,8 @@ class WorkerGroup:
             ArgumentError: No such method, or arguments that do not fit it.
             RemoteError: It raised.
         """
-        return self._submit(method_name, self._same(method_name, args, kwargs, 1), Only(), ranks=(0,), waits=True)
+        packed = self._same(method_name, args, kwargs, 1)
+        return self._submit(method_name, packed, (0,), Only(), (0,), waits=True)
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """The same without waiting: an ObjectRef on Ray, a `Future` elsewhere."""
@@ -233,7 +234,7 @@ class WorkerGroup:
             self._tenancy.move_in(get_backend(self._pool.backend).start(replace(self._launch, is_again=True)))
             self._watch_again()
             if hook is not None:
-                self._submit("on_restart", hook, Gather(), waits=True)
+                self._on_all("on_restart", hook)
 
     def replace(self, rank: int, state: Any = None) -> None:
         """End the worker of one rank, if it still runs, and start and construct a new one on its place.
@@ -268,7 +269,7 @@ class WorkerGroup:
             self._end_watches()
             get_backend(self._pool.backend).replace(self._tenancy.crew, self._launch, rank)
             self._watch_again()
-            self._submit("on_replace", hook, Gather(), waits=True)
+            self._on_all("on_replace", hook)
 
     def _check_alive_but(self, rank: int) -> None:
         crew = self._tenancy.crew
@@ -337,6 +338,10 @@ class WorkerGroup:
         """The same arguments for the first ranks."""
         return Packed((everywhere(self._bind(method, args, kwargs), n_ranks),))
 
+    def _on_all(self, method: str, packed: Packed) -> Any:
+        """Call every rank, and wait for the value of each."""
+        return self._submit(method, packed, self._ranks, Gather(), self._ranks, waits=True)
+
     def _bind(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Slot]:
         if not (isinstance(method, str) and callable(getattr(self._cls, method, None))):
             import difflib  # here, as few need it, and the import of everything is to be quick
@@ -372,21 +377,20 @@ class WorkerGroup:
         self,
         method: str,
         packed: Packed,
+        ranks: tuple[int, ...],
         incoming: Incoming,
-        *,
-        ranks: tuple[int, ...] | None = None,
+        collected: tuple[int, ...],
         finish: Callable[[list[Any]], Any] | None = None,
         options: CallOptions | None = None,
         waits: bool = False,
     ) -> Any:
-        """Send a call to ``ranks`` (all by default); its future collects by ``incoming``, then calls ``finish``.
+        """Send a call to ranks; its future collects from some of them by ``incoming``, then calls ``finish``.
 
         Returns:
             The future, or its result if the caller ``waits`` for it: then Ctrl-C gives the call up, as nobody else has
             the future.
         """
         crew, info = self._tenancy.crew, self._call_info(method, options)
-        collected = sources(self._mesh, incoming)
 
         def conclude(values: Mapping[int, Any]) -> Any:
             in_order = [values[rank] for rank in collected]
@@ -402,7 +406,7 @@ class WorkerGroup:
         future = Future(call, conclude)
         try:
             if not call.failures:
-                outgoing = self._encode(crew, info, method, packed, ranks or self._ranks, collected, Reply.VALUE)
+                outgoing = self._encode(crew, info, method, packed, ranks, collected, Reply.VALUE)
                 with call.reading:
                     self._open_calls.add(call)
                     crew.call(outgoing, tickets)

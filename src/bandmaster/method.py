@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from bandmaster.binding import bind, bind_per_rank, signature_without_self
 from bandmaster.errors import MeshError
 from bandmaster.mesh import Mesh
 from bandmaster.options import CallOptions, default_options
-from bandmaster.planning import Packed, Parcel, Slot, everywhere, first_ranks, pack, scatter
-from bandmaster.transfer import Broadcast, Custom, Execute, Gather, Only, Outgoing, TransferProtocol
+from bandmaster.planning import Packed, Parcel, Slot, everywhere, first_ranks, pack, scatter, sources
+from bandmaster.transfer import Broadcast, Custom, Execute, Gather, Incoming, Only, Outgoing, TransferProtocol
 from bandmaster.worker import Registration
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class MethodSpec:
         is_for_zero: Whether it runs on rank 0 alone.
         goes_everywhere: Whether all arguments go, as they are, to every rank that it runs on.
         registration: What `register` was told.
+        mesh: The group's.
     """
 
     function: Callable[..., Any]
@@ -48,9 +49,10 @@ class MethodSpec:
     is_for_zero: bool
     goes_everywhere: bool
     registration: Registration
+    mesh: Mesh
 
     @classmethod
-    def of(cls, worker_class: type, name: str, registration: Registration) -> MethodSpec:
+    def of(cls, worker_class: type, name: str, registration: Registration, mesh: Mesh) -> MethodSpec:
         """Look at a registered method of a class."""
         function = getattr(worker_class, name)
         label = f"{worker_class.__name__}.{name}"
@@ -62,9 +64,27 @@ class MethodSpec:
         is_for_zero = registration.execute is Execute.RANK_ZERO
         outgoing = registration.protocol.outgoing if isinstance(registration.protocol, TransferProtocol) else None
         goes_everywhere = is_for_zero or (isinstance(outgoing, Broadcast) and not registration.arguments)
-        return cls(function, name, label, signature, positional, n_required, is_for_zero, goes_everywhere, registration)
+        return cls(
+            function, name, label, signature, positional, n_required, is_for_zero, goes_everywhere, registration, mesh
+        )
 
-    def pack(self, args: Sequence[Any], kwargs: Mapping[str, Any], outgoing: Outgoing, mesh: Mesh) -> Packed:
+    @cached_property
+    def incoming(self) -> Incoming:
+        """How the values come back; the `collect_fn` of a custom protocol gets them as a list."""
+        if isinstance(self.registration.protocol, TransferProtocol):
+            return Only() if self.is_for_zero else self.registration.protocol.incoming
+        return Gather()
+
+    @cached_property
+    def collected(self) -> tuple[int, ...]:
+        """The ranks whose values come back.
+
+        Raises:
+            MeshError: They are named by an axis that the mesh does not have.
+        """
+        return sources(self.mesh, self.incoming)
+
+    def pack(self, args: Sequence[Any], kwargs: Mapping[str, Any], outgoing: Outgoing) -> Packed:
         """Decide which argument of a call goes where, as `bind` and `bandmaster.planning` do, but plain calls sooner.
 
         Raises:
@@ -72,7 +92,7 @@ class MethodSpec:
             BatchError, MeshError: They cannot be split as asked.
         """
         names = self.positional
-        n_ranks = 1 if self.is_for_zero else mesh.size
+        n_ranks = 1 if self.is_for_zero else self.mesh.size
         if names is None or kwargs or not self.n_required <= len(args) <= len(names):
             slots = bind(self.label, self.signature, args, kwargs)
         elif self.goes_everywhere:
@@ -81,7 +101,7 @@ class MethodSpec:
             slots = [Slot(index, names[index], value) for index, value in enumerate(args)]
         if self.goes_everywhere:
             return Packed((everywhere(slots, n_ranks),))
-        return pack(slots, outgoing, self.registration.arguments, mesh, self.label)
+        return pack(slots, outgoing, self.registration.arguments, self.mesh, self.label)
 
 
 class GroupMethod:
@@ -127,19 +147,24 @@ class GroupMethod:
         """Send the call; its future, or its result if the caller ``waits``."""
         group, spec, protocol = self._group, self._spec, self._spec.registration.protocol
         if isinstance(protocol, Custom):
-            slots = bind_per_rank(spec.label, spec.signature, group, protocol, args, kwargs)
-            packed = Packed(tuple(scatter(slots, group.world_size, spec.label)))
-            finish = partial(protocol.collect, group)
-            return group._submit(spec.name, packed, Gather(), finish=finish, options=self._options, waits=waits)
+            return self._send_by(protocol, args, kwargs, waits)
         try:
-            packed = spec.pack(args, kwargs, protocol.outgoing, group._mesh)
-            if spec.is_for_zero:
-                return group._submit(spec.name, packed, Only(), ranks=(0,), options=self._options, waits=waits)
-            return group._submit(spec.name, packed, protocol.incoming, options=self._options, waits=waits)
+            packed = spec.pack(args, kwargs, protocol.outgoing)
+            ranks = (0,) if spec.is_for_zero else group._ranks
+            return group._submit(spec.name, packed, ranks, spec.incoming, spec.collected, None, self._options, waits)
         except MeshError as error:
             raise MeshError(
                 f"{spec.label} goes by {protocol!r}, but {error}; give the group a mesh= with that"
             ) from None
+
+    def _send_by(self, custom: Custom, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
+        group, spec = self._group, self._spec
+        slots = bind_per_rank(spec.label, spec.signature, group, custom, args, kwargs)
+        packed = Packed(tuple(scatter(slots, group.world_size, spec.label)))
+        finish = partial(custom.collect, group)
+        return group._submit(
+            spec.name, packed, group._ranks, spec.incoming, spec.collected, finish, self._options, waits
+        )
 
     def __repr__(self) -> str:
         return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"
