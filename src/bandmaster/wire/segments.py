@@ -32,6 +32,8 @@ ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
 MAX_FREE_NBYTES = 512 << 20  # of segments that are kept for reuse
 MAX_FREE_AGE = 256  # a free segment that was passed over by so many writes is closed
 
+SPARE_BITS = 4  # a segment is up to an eighth larger than what it is made for: the next batch may be
+
 OWNER = -1  # the writer itself, as a reader of its segments
 
 _LENGTH = 8  # of each number in a segment's header
@@ -143,7 +145,8 @@ class SegmentWriter:
             self._close(segment)
 
     def _create(self, nbytes: int) -> Segment:
-        capacity = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        step = max(mmap.PAGESIZE, 1 << nbytes.bit_length() >> SPARE_BITS)  # pages that are not written to cost nothing
+        capacity = -(-nbytes // step) * step
         fd = os.memfd_create("bandmaster", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, capacity)
