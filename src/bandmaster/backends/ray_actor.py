@@ -8,6 +8,7 @@ free. So all calls run in the order of their submission, whichever way they come
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import socket
 import sys
@@ -35,7 +36,7 @@ __all__ = ["CONSTRUCTION", "Standing", "actor_class", "host_identity"]
 CONSTRUCTION = 1 << 62  # its number; Ray's calls are numbered from there, and those of the lane from 1
 OTHERS = CONSTRUCTION - 1  # that of calls that are not the group's
 SHORT_S, LONG_S = 0.05, 5.0  # how long a lane is served before Ray's calls have a turn
-A_TICK_S = 1e-5  # is rounded up to one of the kernel's ticks: what was sent before has come by then
+A_TICK_S = 1e-5  # is rounded up to one of the kernel's ticks
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class WorkerActor:
 
     def bandmaster_call(self, number: int, method: str, reply: Reply, *parts: Payload) -> Any:
         """Run a method. Failures are values for the controller, and exceptions for users of the ObjectRef."""
-        self._catch_up(None)  # the lane was paused before
+        self._catch_up()
         private = [part.private() for part in parts]
         outcome = self._at_desk(number, self._host.call, method, private, reply is not Reply.NOTHING)
         if isinstance(outcome, Failure) and reply is Reply.NATIVE:
@@ -108,7 +109,7 @@ class WorkerActor:
 
     def bandmaster_update_environment(self, environment: Mapping[str, str]) -> None:
         """The rendezvous is elsewhere now."""
-        self._catch_up(None)
+        self._catch_up()
         os.environ.update(environment)
 
     def bandmaster_connect(self, name: str, introduction: bytes) -> bool:
@@ -126,7 +127,7 @@ class WorkerActor:
         found it by its name. The less often there are any, the less often it does: a call of Ray's takes a millisecond.
         """
         if not n_left:
-            self._catch_up(None)  # the group asks for this at first, and after it has paused the lane
+            self._catch_up()  # the group asks for this at first, and after it has paused the lane
         elif not self._is_away or n_left != self._n_left:
             return  # a call of the group's has come first
         self._serve(self._patience_s, self._patience_s)
@@ -135,14 +136,19 @@ class WorkerActor:
             self._n_left += 1
             ray.get_runtime_context().current_actor.bandmaster_serve.remote(self._n_left)
 
-    def _catch_up(self, patience_s: float | None) -> None:
-        """What was sent by the lane before a call of Ray's is done before it."""
+    def _catch_up(self) -> None:
+        """Before a call of the group's by Ray: the lane was paused, and what was sent there before is done first."""
         if self._is_away:
-            self._serve(patience_s)
+            self._serve(None)
 
-    def _serve(self, patience_s: float | None, most_s: float | None = None) -> None:
+    def _catch_up_with_what_is_there(self) -> None:
+        """Before a call of others, who have not paused the lane: what comes there from now on may wait."""
+        if self._is_away and self._lane is not None:
+            self._serve(A_TICK_S, most_nbytes=self._lane.waiting_nbytes())
+
+    def _serve(self, patience_s: float | None, most_s: float = math.inf, most_nbytes: float = math.inf) -> None:
         assert self._lane is not None, "it was connected"
-        self._is_away = serve(self._lane, self._host, self._desk, patience_s, most_s)
+        self._is_away = serve(self._lane, self._host, self._desk, patience_s, most_s, most_nbytes)
 
     def _at_desk(self, number: int, run: Callable[..., Any], *args: Any) -> Any:
         """Run a call that can be given up by its number."""
@@ -180,7 +186,7 @@ def actor_class(cls: type) -> Any:
 
 def _forward(name: str, function: Any) -> Any:
     def forward(self: WorkerActor, *args: Any, **kwargs: Any) -> Any:
-        self._catch_up(A_TICK_S)
+        self._catch_up_with_what_is_there()
         self._patience_s = SHORT_S
         with self._desk.announce(OTHERS):
             return self._host.run(name, args, kwargs)

@@ -16,11 +16,13 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import fcntl
 import os
 import pickle
 import secrets
 import socket
 import struct
+import termios
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from bandmaster.wire.segments import Segment, SegmentReader, SegmentWriter
 
 __all__ = [
     "INLINE_NBYTES",
+    "LENGTH_NBYTES",
     "MAX_MESSAGE_NBYTES",
     "MAX_PARTS_NBYTES",
     "Buffer",
@@ -53,6 +56,7 @@ _DONT_WAIT = int(socket.MSG_DONTWAIT)
 _RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
 _RECEIVE_NOW_FLAGS = _RECEIVE_FLAGS | _DONT_WAIT
 _LENGTH = struct.Struct("<I")
+LENGTH_NBYTES = _LENGTH.size  # of a message's control, before that
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 
 
@@ -178,6 +182,11 @@ class Lane:
                 socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(whole), int(rest * 1e6))
             )
             self._patience_s = seconds
+
+    def waiting_nbytes(self) -> int:
+        """How much has been sent to this end that it has not received."""
+        answer = fcntl.ioctl(self.socket, termios.FIONREAD, bytes(4))
+        return int.from_bytes(answer, "little")
 
     def send(self, message: bytes, segments: Sequence[Segment] = ()) -> None:
         """Send a message: a body with four zero bytes before it. The segments that it names have been lent already.

@@ -6,6 +6,7 @@ that an answer never goes to the wrong call, whatever was interrupted at whateve
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import struct
@@ -18,7 +19,7 @@ from bandmaster.wire.codec import Payload, decode, encode
 from bandmaster.wire.desk import Desk
 from bandmaster.wire.gpu import can_borrow
 from bandmaster.wire.host import WorkerHost
-from bandmaster.wire.lane import INLINE_NBYTES, Closed, Lane
+from bandmaster.wire.lane import INLINE_NBYTES, LENGTH_NBYTES, Closed, Lane
 from bandmaster.wire.rendezvous import Rendezvous
 from bandmaster.wire.segments import OWNER, Segment
 
@@ -48,9 +49,14 @@ class Answer:
 
 
 def serve(
-    lane: Lane, host: WorkerHost, desk: Desk, patience_s: float | None = None, most_s: float | None = None
+    lane: Lane,
+    host: WorkerHost,
+    desk: Desk,
+    patience_s: float | None = None,
+    most_s: float = math.inf,
+    most_nbytes: float = math.inf,
 ) -> bool:
-    """Answer messages until the controller is gone or says ``pause``, or there is no time left.
+    """Answer messages until the controller is gone or says ``pause``, or it is enough.
 
     Args:
         lane: To the controller.
@@ -58,20 +64,22 @@ def serve(
         desk: Of this worker.
         patience_s: How long to wait for a message; for ever by default.
         most_s: For how long to begin with new ones; for ever by default.
+        most_nbytes: After how many bytes of messages to begin with no new one; never by default.
 
     Returns:
-        Whether there may be more messages: the time was over.
+        Whether there may be more messages: it was enough.
     """
-    deadline = None if most_s is None else time.monotonic() + most_s
+    deadline = math.inf if most_s == math.inf else time.monotonic() + most_s
     segments: list[Segment]
     names: dict[bytes, str] = {}  # so that each is the same object every time, which Python finds sooner
     lane.wait_at_most(patience_s)
-    while deadline is None or time.monotonic() < deadline:
+    while most_nbytes > 0 and (deadline == math.inf or time.monotonic() < deadline):
         try:
             message = lane.receive()
             if message is None:
                 break
             kind, number = HEADER.unpack_from(message)
+            most_nbytes -= LENGTH_NBYTES + len(message)
             if number == UNANSWERED:
                 return False  # the one such message there is says pause
             desk.begin(number)
