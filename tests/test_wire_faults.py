@@ -12,7 +12,7 @@ import pytest
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import Call, Reply
-from bandmaster.wire.codec import encode
+from bandmaster.wire.codec import Payload, encode
 
 
 class Forks(bm.Worker):
@@ -39,6 +39,10 @@ class Forks(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def hang(self):
         time.sleep(300)
+
+    @register(Dispatch.DP_PROTO)
+    def rows_of(self, rows):
+        return rows
 
     @register(Dispatch.ONE_TO_ALL)
     def echo(self, value):
@@ -161,8 +165,8 @@ class Something:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("ends", ["answers", "dies"])
-def test_what_is_lent_for_a_call_is_kept_until_its_ranks_have_answered_or_died(group, tmp_path, ends):
+@pytest.mark.parametrize("ends", ["answers", "is closed"])
+def test_what_is_lent_for_a_call_is_kept_until_its_ranks_have_answered_or_gone(group, tmp_path, ends):
     """As memory of a GPU is, which this does not need: who keeps it does not look at it."""
     crew, path, loan, tickets = group._tenancy.crew, tmp_path / "pipe", Something(), {}
     os.mkfifo(path)
@@ -172,12 +176,28 @@ def test_what_is_lent_for_a_call_is_kept_until_its_ranks_have_answered_or_died(g
     del loan
     assert crew.wait([tickets[0]], 0.1) == []  # it waits for somebody to read from the pipe
     assert is_kept()
-    if ends == "dies":
-        os.kill(crew.processes[0], signal.SIGKILL)
+    if ends == "is closed":
+        group.close()
     else:
         assert path.read_text() == "done"
-    assert crew.wait([tickets[0]], None) == [tickets[0]]
+        assert crew.wait([tickets[0]], None) == [tickets[0]]
     assert not is_kept()
+
+
+@pytest.mark.timeout(60)
+def test_what_is_lent_to_one_rank_does_not_decide_about_the_call_of_another(zygote, monkeypatch):
+    """Each rank's call names what was lent to it alone: a rank on another host has no part in that."""
+    sent = []
+    with bm.ResourcePool([2], backend="local") as pool:
+        group = bm.WorkerGroup(pool, Forks)
+        crew = group._tenancy.crew
+        monkeypatch.setattr(crew, "call", lambda calls, tickets: sent.extend(calls))
+        monkeypatch.setattr(
+            "bandmaster.group.encode_parcel",
+            lambda parcel, *_: Payload(b"", loans=("lent",) if 0 in parcel.ranks else ()),
+        )
+        group.rows_of.submit(np.ones(2))
+    assert [(tuple(call.ranks), call.loans) for call in sent] == [((0,), ("lent",)), ((1,), ())]
 
 
 @pytest.mark.timeout(60)

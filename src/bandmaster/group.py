@@ -410,6 +410,7 @@ class WorkerGroup:
                 with call.reading:
                     self._open_calls.add(call)
                     crew.call(outgoing, tickets)
+                del outgoing  # nor does the traceback of what is raised here keep it
             return future.result() if waits else future
         except CallTimeout:
             raise  # it can still be waited for
@@ -446,18 +447,18 @@ class WorkerGroup:
     ) -> list[Call]:
         """Encode and put everything: what cannot be encoded is known before anything is sent."""
         lend = None if reply is Reply.NATIVE else crew.lend
-        parts, receivers = [], []
-        loans: tuple[Any, ...] = ()
+        parts, receivers, loans = [], [], []
         for parcel in packed.parcels:
             if parcel.items:
                 payload = encode_parcel(parcel, info.method, lend)
                 parts.append(crew.put(payload))
                 receivers.append(parcel.ranks)
-                loans += payload.loans
+                loans.append(payload.loans)
         calls = []
         for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
             answer = reply if is_collected else Reply.NOTHING
-            calls.append(Call(members, method, tuple([parts[n] for n in numbers]), answer, loans))
+            kept = tuple([loan for n in numbers for loan in loans[n]]) if any(loans) else ()
+            calls.append(Call(members, method, tuple([parts[n] for n in numbers]), answer, kept))
         return calls
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from ends import wait_until_gone
@@ -202,10 +203,16 @@ def test_a_call_of_a_signal_handler_that_ends_in_a_timeout_does_not_hold_up_the_
     assert seen[0].cancel()
 
 
-def test_a_signal_handler_can_call_the_group_at_any_moment(make_group):
-    """Whatever it comes between: the messages, answers, locks and buffers of the call that it interrupts."""
+@pytest.mark.parametrize("n_others", [0, 1])
+def test_a_signal_handler_can_call_the_group_at_any_moment(make_group, n_others):
+    """Whatever it comes between: the messages, answers, locks and buffers of the call that it interrupts, and of other
+    threads' calls."""
     group, seen = make_group(2, Slow), []
-    is_calling = False
+    is_calling = is_over = False
+
+    def call_all_the_time():
+        while not is_over:
+            assert group.echo("other") == ["other"] * 2
 
     def call(*_):
         nonlocal is_calling
@@ -215,18 +222,23 @@ def test_a_signal_handler_can_call_the_group_at_any_moment(make_group):
             seen.append(len(seen))
             is_calling = False
 
-    with handler(signal.SIGPROF, call):
+    with handler(signal.SIGPROF, call), ThreadPoolExecutor() as threads:
+        others = [threads.submit(call_all_the_time) for _ in range(n_others)]
         signal.setitimer(signal.ITIMER_PROF, 0.002, 0.002)
         try:
-            n, until = 0, time.monotonic() + 2
-            while time.monotonic() < until:
+            n, until, slowest = 0, time.monotonic() + 2, 0.0
+            while (start := time.monotonic()) < until:
                 n += 2
                 future = group.echo.submit(n)
                 assert group.echo(n + 1) == [n + 1] * 2
                 assert future.result() == [n] * 2
+                slowest = max(slowest, time.monotonic() - start)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
+            is_over = True
+        assert [other.result() for other in others] == [None] * n_others
     assert len(seen) > 10
+    assert slowest < 2, "what the handler's call has read for the other is noticed at once"
 
 
 @pytest.mark.own_processes

@@ -152,6 +152,7 @@ class LocalCrew(LaneCrew):
         except BaseException:  # Ctrl-C: nobody waits for them any longer
             self._zygote.end(processes, 0.0)
             raise
+        self.forget_loans()
         self._output.finish(timeout_s=2.0)
         self._is_ended = True
 

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,6 @@ from bandmaster.wire.codec import Payload
 from bandmaster.wire.crew import LaneCrew, Ticket
 from bandmaster.wire.gpu import Loan
 from bandmaster.wire.lane import LaneListener
-from bandmaster.wire.steady import SteadyLock
 
 __all__ = ["POLL_S", "RayCrew", "RayTicket"]
 
@@ -59,9 +57,8 @@ class RayCrew:
         self.deaths: Mapping[int, Failure] = self._lanes.deaths
         self._has_lane: set[int] = set()  # those that are to be called by it
         self._is_left = False  # whether the lanes are not to be used any more
-        self._lock = threading.RLock()  # which way a call goes, and the order in which calls are sent
+        self._lock = self._lanes.lock  # also of which way a call goes, and of the order in which calls are sent
         self._serving: set[int] = set()  # ranks whose lane is not paused
-        self._turns = SteadyLock()  # so that Ctrl-C does not part what the actors are told from what is noted of it
         self._n_called: Counter[int] = Counter()  # by Ray's calls
         self._told: dict[int, RayError] = {}  # what Ray's calls said of actors that have died
 
@@ -120,7 +117,7 @@ class RayCrew:
                 return None
             for rank in ranks:
                 self._resume(rank)
-            return self._lanes.lend(ranks, memory)
+        return self._lanes.lend(ranks, memory)  # which waits for the GPU
 
     def put(self, payload: Payload) -> Part:
         """The payload, written at most once for the lanes and once for Ray, as soon as a call names it."""
@@ -128,6 +125,10 @@ class RayCrew:
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """By lane where there is one and the ticket is not the user's; else one actor task each."""
+        for call in calls:
+            if len(self._by_lane(call)) < len(call.ranks):
+                for part in call.parts:
+                    part.on_ray()  # Ray's store may be full, and let us wait
         with self._lock:
             if self.is_stopped:
                 raise ClosedError(CLOSED)
@@ -135,8 +136,7 @@ class RayCrew:
 
     def _call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         for call in calls:
-            can = call.ranks if call.loans else self._has_lane  # lanes are there, even if they were left meanwhile
-            by_lane = [rank for rank in call.ranks if rank in can and call.reply is not Reply.NATIVE]
+            by_lane = self._by_lane(call)
             if by_lane:
                 for rank in by_lane:
                     self._resume(rank)
@@ -150,6 +150,14 @@ class RayCrew:
                     number = CONSTRUCTION + self._n_called[rank]
                     done = self.actors[rank].bandmaster_call.remote(number, call.method, call.reply, *references)
                     tickets[rank] = done if call.reply is Reply.NATIVE else RayTicket(done, rank, number)
+
+    def _by_lane(self, call: Call) -> Sequence[int]:
+        """The ranks that a call goes to by their lanes."""
+        if call.reply is Reply.NATIVE:
+            return []
+        if call.loans:
+            return call.ranks  # the lanes are there, even if they were left since they were lent to
+        return [rank for rank in call.ranks if rank in self._has_lane]
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """Wait for all, but look at what is done every now and then."""
@@ -237,8 +245,9 @@ class RayCrew:
 
     def update_environment(self, ranks: Sequence[int], environment: Mapping[str, str]) -> dict[int, Any]:
         """Tell ranks of variables that have changed; a ticket by rank."""
-        for rank in ranks:
-            self._pause(rank)
+        with self._lock:
+            for rank in ranks:
+                self._pause(rank)
         return {rank: self.ask(rank, "bandmaster_update_environment", environment) for rank in ranks}
 
     def ask(self, rank: int, method: str, *args: Any, number: int = STANDING) -> RayTicket:
@@ -269,16 +278,14 @@ class RayCrew:
     def _resume(self, rank: int) -> None:
         """Have the actor serve its lane, once it has done what Ray has for it."""
         if rank not in self._serving:
-            with self._turns:
-                self._serving.add(rank)
-                self.actors[rank].bandmaster_serve.remote()
+            self._serving.add(rank)
+            self.actors[rank].bandmaster_serve.remote()
 
     def _pause(self, rank: int) -> None:
         """Let the actor come back from its lane, once it has done what was sent there."""
         if rank in self._serving:
-            with self._turns:
-                self._serving.remove(rank)
-                self._lanes.pause(rank)
+            self._serving.remove(rank)
+            self._lanes.pause(rank)
 
     def _note_death(self, rank: int, error: RayError | None = None) -> Failure:
         """An actor has died, as Ray says."""

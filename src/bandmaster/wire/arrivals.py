@@ -31,6 +31,7 @@ class Arrivals:
     Attributes:
         lock: Held by whoever calls anything of this but `wake`. It is let go of while somebody waits, and Ctrl-C wakes
             who is blocked in the kernel.
+        n_told: How often `tell` was called.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class Arrivals:
         self._is_back = threading.Condition(self.lock.lock)  # that who was blocked in the kernel is not any more
         self._blocked: int | None = None  # the thread that is
         self._n_waiting = 0  # how many wait for that one
+        self.n_told = 0
 
     @property
     def is_closed(self) -> bool:
@@ -62,19 +64,25 @@ class Arrivals:
         """Whether to tell when it can be written to as well."""
         self._poll.modify(fd, ARRIVED | HAS_ROOM if is_asked else ARRIVED)
 
-    def wait(self, timeout_s: float | None) -> Sequence[Event]:
-        """Until something has arrived, something was read by another thread, or the time is over."""
+    def wait(self, timeout_s: float | None, n_told: int) -> Sequence[Event]:
+        """Until something has arrived, something was read by others, or the time is over.
+
+        Args:
+            timeout_s: How long; None for as long as it takes.
+            n_told: What it was when the caller looked around and found that it had to wait.
+        """
         me = threading.get_ident()
         if self._blocked not in (None, me):  # if it is this thread, a signal handler of the user's makes a call
-            self._await_the_blocked(timeout_s)
+            self._await_the_blocked(timeout_s, n_told)
             return ()
         before = self._blocked
         ready: Sequence[Event] = ()
         taken = None
         try:
-            self._blocked = me
-            taken = self.lock.let_go()
-            ready = self._poll.poll(timeout_s)
+            self._blocked = me  # from here on, a signal handler that reads something wakes this
+            if self.n_told == n_told:
+                taken = self.lock.let_go()
+                ready = self._poll.poll(timeout_s)
         finally:
             self.lock.own(taken)
             self._blocked = before
@@ -94,12 +102,13 @@ class Arrivals:
 
     def tell(self) -> None:
         """Something was read or has changed: another thread that is blocked in the kernel is to look around."""
+        self.n_told += 1
         if self._blocked is not None and self._blocked != threading.get_ident():
             self.wake()
 
     def leave(self) -> None:
         """Nobody waits here any more: if this was a signal handler's wait, the one that it interrupted looks around."""
-        if self._blocked is not None and self._blocked == threading.get_ident():
+        if self._blocked is not None and (self._n_waiting or self._blocked == threading.get_ident()):
             self.wake()
 
     def wake(self) -> None:
@@ -112,17 +121,18 @@ class Arrivals:
         self.wake()  # closing alone would not wake who is blocked in the kernel
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         while self._blocked not in (None, threading.get_ident()) and (left := deadline - time.monotonic()) > 0:
-            self._await_the_blocked(left)
+            self._await_the_blocked(left, self.n_told)
         self._is_back.notify_all()
         self._wake = -1
         self._wake_file.close()
         self._poll.close()
 
-    def _await_the_blocked(self, timeout_s: float | None) -> None:
+    def _await_the_blocked(self, timeout_s: float | None, n_told: int) -> None:
         """Until it is back from the kernel, and perhaps longer."""
-        self._n_waiting += 1
+        self._n_waiting += 1  # from here on, a signal handler that reads something has it come back
         try:
-            self._is_back.wait(timeout_s)
+            if self.n_told == n_told:
+                self._is_back.wait(timeout_s)
         finally:
             self._n_waiting -= 1
 

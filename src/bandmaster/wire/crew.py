@@ -69,6 +69,8 @@ class LaneCrew:
     Attributes:
         deaths: How each rank ended whose lane broke.
         processes: That of each rank.
+        lock: Of the lanes, what is written and what is pending. No other lock may be held while this one is taken: a
+            signal's handler may make a call, and need that one, in code that holds this.
 
     Args:
         sockets: The controller's end of the lane of each rank that has one; owned from here on.
@@ -96,8 +98,10 @@ class LaneCrew:
         self._sender: threading.Thread | None = None
         self._n_failed = 0
         self._lender = Lender(self._try_to_lend)
+        self._trials: set[int] = set()  # numbers of messages that no call waits for
+        self._left: dict[int, list[tuple[Loan, ...]]] = {}  # lent to ranks that are dead, or soon will be
         self._arrivals = Arrivals()
-        self._lock = self._arrivals.lock  # of the lanes, the writer and what is pending
+        self.lock = self._arrivals.lock
         for rank, sock in sockets.items():
             self.add_lane(rank, sock, pids[rank])
 
@@ -108,6 +112,7 @@ class LaneCrew:
     def _try_to_lend(self, rank: int, loan: Loan, sample: bytes) -> Callable[[], bool]:
         tickets: dict[int, Ticket] = {}
         self._submit(tickets, (rank,), "borrow", (loan.handle, loan.offset, sample), (), (loan,))
+        self._trials.add(tickets[rank].number)
         return lambda: tickets[rank].is_done and self.fetch(tickets[rank]) is True
 
     def put(self, payload: Payload) -> Any:
@@ -116,7 +121,7 @@ class LaneCrew:
             return payload.head, ()
         if payload.nbytes <= INLINE_NBYTES:
             return inline(payload)
-        with self._lock:
+        with self.lock:
             return self._shelf.put(payload)
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
@@ -133,7 +138,7 @@ class LaneCrew:
 
     def pause(self, rank: int) -> None:
         """Have a worker leave its lane, once it has done what was sent before."""
-        with self._lock:
+        with self.lock:
             if rank not in self.deaths:
                 pause = message_of(UNANSWERED, "pause", (), ()), (), None
                 if self._queues[rank] or not self._send(rank, pause):
@@ -155,7 +160,7 @@ class LaneCrew:
         named = tuple(parts)
         if segments:
             named = tuple([SegmentPart(part.segment.id) if isinstance(part, Written) else part for part in parts])
-        with self._lock:
+        with self.lock:
             self._n_messages = number = self._n_messages + 1
             message = message_of(number, operation, arguments, named)
             for rank in ranks:
@@ -176,7 +181,7 @@ class LaneCrew:
         fitting = list(parts)
         while sum(sizes) > MAX_PARTS_NBYTES:
             largest = sizes.index(max(sizes))
-            with self._lock:
+            with self.lock:
                 fitting[largest] = self._shelf.put(Payload(*parts[largest]))
             sizes[largest] = 0
         return fitting
@@ -218,9 +223,9 @@ class LaneCrew:
 
         It goes on until all is answered: a worker whose answers nobody reads stops as well.
         """
-        with self._lock:
+        with self.lock:
             while any(self._pending.values()) and not self._arrivals.is_closed:
-                self._receive(self._arrivals.wait(None))
+                self._receive(self._arrivals.wait(None, self._arrivals.n_told))
             self._sender = None
 
     def _flush(self, rank: int) -> None:
@@ -236,7 +241,7 @@ class LaneCrew:
 
     def give_up(self, tickets: Mapping[int, Ticket]) -> None:
         """Interrupt what is asked for where it runs, and have it passed over where it does not run yet."""
-        with self._lock:
+        with self.lock:
             sent = {rank: ticket for rank, ticket in tickets.items() if not ticket.is_done}
             for rank, ticket in list(sent.items()):
                 for outgoing in [queued for queued in self._queues[rank] if queued[2] is ticket]:
@@ -253,8 +258,9 @@ class LaneCrew:
 
     def is_at(self, rank: int, ticket: Ticket) -> bool:
         """Whether a worker has come to a call: it answers them in order."""
-        with self._lock:
-            return next(iter(self._pending.get(rank, {}).values()), None) is ticket
+        with self.lock:
+            calls = (asked for number, asked in self._pending.get(rank, {}).items() if number not in self._trials)
+            return next(calls, None) is ticket
 
     def note_end(self, rank: int, why: str) -> None:
         """The process of a rank is ended on purpose: when its lane breaks, that is why."""
@@ -264,7 +270,7 @@ class LaneCrew:
         """Wait until all are done, some call has failed, or the time is over; those that are done."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            with self._lock:  # Ctrl-C comes when it is left, and may be the user's to handle without an exception
+            with self.lock:  # Ctrl-C comes when it is left, and may be the user's to handle without an exception
                 try:
                     done = self._wait(tickets, deadline)
                 finally:
@@ -279,6 +285,7 @@ class LaneCrew:
         if n_failed and any(type(ticket.outcome) is Failure for ticket in tickets):
             return [ticket for ticket in tickets if ticket.is_done]
         while True:
+            n_told = self._arrivals.n_told
             while n_done < n_tickets and tickets[n_done].is_done:
                 n_done += 1
             if n_done == n_tickets:
@@ -289,9 +296,9 @@ class LaneCrew:
             if left is not None and left <= 0:
                 self._receive_all()
                 break
-            if self._lock.has_to_let_go:
+            if self.lock.has_to_let_go:
                 return None
-            self._receive(self._arrivals.wait(left))
+            self._receive(self._arrivals.wait(left, n_told))
         return [ticket for ticket in tickets if ticket.is_done]
 
     def fetch(self, ticket: Ticket) -> Any | Failure:
@@ -306,15 +313,16 @@ class LaneCrew:
 
     def look_for_deaths(self) -> None:
         """Read what has arrived; a lane that was hung up tells of a death."""
-        with self._lock:
+        with self.lock:
             self._receive_all()
 
     def forget_death(self, rank: int) -> None:
         """There is a new worker for a rank that has died; `add_lane` if it has a lane."""
-        with self._lock:
+        with self.lock:
             del self.deaths[rank]
             self._ended.pop(rank, None)
             self._lender.forget(rank)
+            self._left.pop(rank, None)
             lane = self._lanes.pop(rank, None)
             if lane is not None:
                 del self._by_fd[lane.fileno()], self.processes[rank]
@@ -322,7 +330,7 @@ class LaneCrew:
 
     def add_lane(self, rank: int, sock: socket.socket, pid: int) -> None:
         """A lane for a rank that has none. The socket is owned from here on."""
-        with self._lock:
+        with self.lock:
             lane = Lane(sock, self._writer, rank, blocks=False)
             self._lanes[rank], self.processes[rank] = lane, pid
             self._by_fd[lane.fileno()] = rank
@@ -331,12 +339,12 @@ class LaneCrew:
 
     def bury(self, rank: int) -> None:
         """Note the death of a rank that its lane has not told of yet, or that has no lane."""
-        with self._lock:
+        with self.lock:
             self._note_death(rank)
 
     def close_lanes(self, why: str = CLOSED) -> None:
         """Hang up on every worker; whoever waits is told that it is gone."""
-        with self._lock:
+        with self.lock:
             if self._arrivals.is_closed:
                 return
             for rank, lane in self._lanes.items():
@@ -346,6 +354,10 @@ class LaneCrew:
                 lane.close()
             self._arrivals.close()
             self._writer.close()
+
+    def forget_loans(self) -> None:
+        """No process of a dead rank is there any more, which might read what was lent to it."""
+        self._left.clear()
 
     def _read_to_the_end(self, rank: int) -> None:
         """Take what a worker answered before it hung up."""
@@ -424,5 +436,7 @@ class LaneCrew:
         self._queues[rank].clear()
         while self._pending[rank]:
             _, ticket = self._pending[rank].popitem()
+            if ticket.loans:
+                self._left.setdefault(rank, []).append(ticket.loans)
             self._finish(ticket, self.deaths[rank])
         self._arrivals.tell()

@@ -57,7 +57,7 @@ class Borrowings:
     """What is copied from other processes' GPUs while one message is read."""
 
     def __init__(self) -> None:
-        self._opened: list[tuple[Any, ctypes.c_uint64]] = []  # the stream that copies, and the allocation
+        self._opened: dict[bytes, tuple[Any, ctypes.c_uint64]] = {}  # the stream that copies, and where it begins here
 
     def copy(self, handle: bytes, offset: int, nbytes: int, device: str) -> Any:
         """Flat bytes on ``device``, this process's own.
@@ -68,22 +68,26 @@ class Borrowings:
         import torch
 
         with torch.cuda.device(device):
-            own, base = torch.empty(nbytes, dtype=torch.uint8, device=device), ctypes.c_uint64()
-            stream, flags = torch.cuda.current_stream(), ctypes.c_uint(_ENABLE_PEER_ACCESS)
+            own, stream = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.cuda.current_stream()
             stream.query()  # which makes torch's context this thread's
-            _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), _Handle.from_buffer_copy(handle), flags)
-            self._opened.append((stream, base))
-            source, target = ctypes.c_uint64(base.value + offset), ctypes.c_uint64(own.data_ptr())
-            _call("cuMemcpyAsync", target, source, ctypes.c_size_t(nbytes), ctypes.c_void_p(stream.cuda_stream))
+            if handle not in self._opened:
+                base, flags = ctypes.c_uint64(), ctypes.c_uint(_ENABLE_PEER_ACCESS)
+                _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), _Handle.from_buffer_copy(handle), flags)
+                self._opened[handle] = stream, base
+            source, target = self._opened[handle][1].value + offset, own.data_ptr()
+            size, where = ctypes.c_size_t(nbytes), ctypes.c_void_p(stream.cuda_stream)
+            _call("cuMemcpyAsync", ctypes.c_uint64(target), ctypes.c_uint64(source), size, where)
         return own
 
     def close(self) -> None:
         """Wait until all is copied; the lender may free its memory then."""
         while self._opened:
-            stream, base = self._opened.pop()
-            stream.synchronize()
-            with sys.modules["torch"].cuda.device(stream.device):
-                _call("cuIpcCloseMemHandle", base)
+            _, (stream, base) = self._opened.popitem()
+            try:
+                stream.synchronize()
+            finally:
+                with sys.modules["torch"].cuda.device(stream.device):
+                    _call("cuIpcCloseMemHandle", base)
 
 
 def can_borrow(handle: bytes, offset: int, expected: bytes, device: str) -> bool:
@@ -92,11 +96,13 @@ def can_borrow(handle: bytes, offset: int, expected: bytes, device: str) -> bool
         return False
     borrowings = Borrowings()
     try:
-        read = borrowings.copy(handle, offset, len(expected), device)
-        borrowings.close()
-    except (OSError, RuntimeError):  # the driver's, and torch's
+        try:
+            read = borrowings.copy(handle, offset, len(expected), device)
+        finally:
+            borrowings.close()
+        return bytes(read.cpu().numpy()) == expected
+    except Exception:  # the driver's, torch's, or there is no torch
         return False
-    return bytes(read.cpu().numpy()) == expected
 
 
 def _call(function: str, *args: Any) -> None:

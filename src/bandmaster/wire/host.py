@@ -90,11 +90,17 @@ class WorkerHost:
 
     def _merge(self, parts: Sequence[Payload]) -> list[tuple[Any, Any]]:
         """The arguments of several parts, positional ones in order."""
-        items = [item for part in parts for item in decode(part, self.device)]
+        items = [item for part in parts for item in self._decode(part)]
         return sorted(items, key=lambda item: item[0] if type(item[0]) is int else -1)
 
     def _load_with_gpu(self, stream: memoryview) -> Any:
-        return decode(Payload(stream), self.device)
+        return self._decode(Payload(stream))
+
+    def _decode(self, payload: Payload) -> Any:
+        if self.device == "cpu":
+            return decode(payload)
+        with self.hold():  # so that what it borrows of another process's GPU is given back
+            return decode(payload, self.device)
 
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
         """Describe what was raised in this worker."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from bandmaster.wire import gpu
 __all__ = ["Lender"]
 
 LEAST_NBYTES = 64 * 1024  # less goes with the message
+MOST_OF_A_GPU = 1 / 4  # is lent at a time: calls that wait for busy workers leave the user's own work room
 SAMPLE_NBYTES = 256
 
 
@@ -30,6 +32,7 @@ class Lender:
         self._ask = ask
         self._trials: dict[tuple[int, int], Callable[[], bool]] = {}  # by rank and GPU
         self._refused: set[int] = set()  # GPUs whose memory cannot be lent
+        self._lent: dict[tuple[int, int], int] = {}  # bytes by GPU and identity of the copy
         self._is_off = os.environ.get("BANDMASTER_CUDA_IPC") == "0"
 
     def lend(self, memory: Any, ranks: Sequence[int]) -> gpu.Loan | None:
@@ -39,7 +42,8 @@ class Lender:
             return None
         try:
             trials = [self._trial(rank, memory.device) for rank in ranks]
-            return gpu.lend(memory.clone()) if all(can_read() for can_read in trials) else None
+            if all(can_read() for can_read in trials) and self._has_room_for(memory):
+                return gpu.lend(self._copy(memory))
         except OSError:
             self._refused.add(device)
         except sys.modules["torch"].cuda.OutOfMemoryError:
@@ -49,6 +53,19 @@ class Lender:
     def forget(self, rank: int) -> None:
         """There is a new worker for a rank."""
         self._trials = {key: trial for key, trial in self._trials.items() if key[0] != rank}
+
+    def _has_room_for(self, memory: Any) -> bool:
+        device = memory.device.index
+        lent = sum(nbytes for (gpu_index, _), nbytes in list(self._lent.items()) if gpu_index == device)
+        total = sys.modules["torch"].cuda.get_device_properties(device).total_memory
+        return bool(lent + memory.numel() <= MOST_OF_A_GPU * total)
+
+    def _copy(self, memory: Any) -> Any:
+        copy = memory.clone()
+        key = memory.device.index, id(copy)
+        self._lent[key] = copy.numel()
+        weakref.finalize(copy, self._lent.pop, key).atexit = False
+        return copy
 
     def _trial(self, rank: int, device: Any) -> Callable[[], bool]:
         key = rank, device.index

@@ -114,7 +114,11 @@ def _rebuild(
 
     element = getattr(torch, dtype)
     size = memoryview(buffer).nbytes
-    flat = torch.frombuffer(buffer, dtype=torch.uint8).view(element) if size else torch.empty(0, dtype=element)
+    flat = (
+        torch.frombuffer(buffer, dtype=torch.uint8).view(element)
+        if size
+        else torch.empty(0, dtype=element, device="cpu")
+    )
     if was_on_gpu and (now := getattr(_arrival, "now", None)) is not None:
         flat = flat.to(now[0])
     return torch.as_strided(flat, shape, stride).requires_grad_(requires_grad)
