@@ -13,7 +13,7 @@ __all__ = ["reduce_array"]
 _PLAIN_KINDS = "biufcSUmMV"  # dtypes whose items are their bytes; not objects, not variable-width strings
 
 
-def reduce_array(array: Any) -> Any:
+def reduce_array(array: Any, _: object) -> Any:
     """For `pickle.Pickler.reducer_override`: the array's bytes as one buffer; NotImplemented leaves it to numpy."""
     dtype = array.dtype
     if dtype.kind not in _PLAIN_KINDS or dtype.hasobject or dtype.itemsize == 0:

@@ -29,7 +29,7 @@ __all__ = ["Payload", "decode", "encode"]
 
 OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
 
-Reducer = Callable[[Any], Any]
+Reducer = Callable[[Any, tensors.Lend], Any]
 _OURS = {"bandmaster.wire.arrays", "bandmaster.wire.tensors"}
 _reducers: dict[type, Reducer] = {np.ndarray: reduce_array}
 
@@ -82,6 +82,7 @@ def encode(value: Any, lend: tensors.Lend | None = None) -> Payload:
     if "torch" in sys.modules:
         tensors.add_reducers(_reducers)
     buffers: list[Any] = []
+    loans: list[Any] = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
@@ -90,10 +91,18 @@ def encode(value: Any, lend: tensors.Lend | None = None) -> Payload:
         buffers.append(raw)
         return False
 
-    with io.BytesIO() as stream, tensors.lending(lend) as loans:
+    def try_to_lend(memory: Any) -> Any:
+        loan = None if lend is None else lend(memory)
+        if loan is not None:
+            loans.append(loan)
+        return loan
+
+    with io.BytesIO() as stream:
         with suppress(RecursionError):  # a list that holds itself, say: its bytes can go in the stream
             value = _with_bytes_out_of_band(value, {})
-        _Encoder(stream, protocol=5, buffer_callback=keep).dump(value)
+        encoder = _Encoder(stream, protocol=5, buffer_callback=keep)
+        encoder.lend = try_to_lend
+        encoder.dump(value)
         return Payload(stream.getvalue(), tuple(buffers), tuple(loans))
 
 
@@ -156,12 +165,14 @@ class _LargeBytes:
 
 
 class _Encoder(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    lend: tensors.Lend
+
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is FunctionType and obj.__module__ in _OURS:
             return NotImplemented  # by its name, without cloudpickle's looking for it
         reducer = _reducers.get(type(obj))
         if reducer is not None:
-            reduced = reducer(obj)
+            reduced = reducer(obj, self.lend)
             if reduced is not NotImplemented:
                 return reduced
         return super().reducer_override(obj)

@@ -107,13 +107,12 @@ class LaneCrew:
 
     def lend(self, ranks: Sequence[int], memory: Any) -> Loan | None:
         """Lend a copy of what is on a GPU to ranks that can copy from there."""
-        return self._lender.lend(memory, ranks)
+        return self._lender.lend(ranks, memory)
 
     def _try_to_lend(self, rank: int, loan: Loan, sample: bytes) -> Callable[[], bool]:
-        tickets: dict[int, Ticket] = {}
-        self._submit(tickets, (rank,), "borrow", (loan.handle, loan.offset, sample), (), (loan,))
-        self._trials.add(tickets[rank].number)
-        return lambda: tickets[rank].is_done and self.fetch(tickets[rank]) is True
+        ticket = self.send(rank, "borrow", (loan.handle, loan.offset, sample), loans=(loan,))
+        self._trials.add(ticket.number)
+        return lambda: ticket.is_done and self.fetch(ticket) is True
 
     def put(self, payload: Payload) -> Any:
         """The payload itself if it is small, else a segment for one copy of it."""
@@ -130,10 +129,17 @@ class LaneCrew:
             arguments = call.method, call.reply is not Reply.NOTHING
             self._submit(tickets, call.ranks, "call", arguments, call.parts, call.loans)
 
-    def send(self, rank: int, operation: str, arguments: tuple[Any, ...] = (), parts: Sequence[Any] = ()) -> Ticket:
+    def send(
+        self,
+        rank: int,
+        operation: str,
+        arguments: tuple[Any, ...] = (),
+        parts: Sequence[Any] = (),
+        loans: tuple[Loan, ...] = (),
+    ) -> Ticket:
         """Send one operation to one rank, with payloads that were put."""
         tickets: dict[int, Ticket] = {}
-        self._submit(tickets, (rank,), operation, arguments, parts)
+        self._submit(tickets, (rank,), operation, arguments, parts, loans)
         return tickets[rank]
 
     def pause(self, rank: int) -> None:
@@ -397,7 +403,7 @@ class LaneCrew:
                 kind, number = HEADER.unpack_from(body)
                 ticket = self._pending[rank].pop(number)
                 if kind == Answer.VALUE:
-                    ticket.outcome, ticket.is_done, ticket.loans = bytes(body[HEADER_NBYTES:]), True, ()
+                    self._finish(ticket, bytes(body[HEADER_NBYTES:]))
                 else:
                     self._finish_with(ticket, rank, kind, body)
         except Closed:
@@ -416,7 +422,7 @@ class LaneCrew:
             if not isinstance(error, Exception | SystemExit):
                 raise
 
-    def _finish(self, ticket: Ticket, outcome: Payload | Failure | None) -> None:
+    def _finish(self, ticket: Ticket, outcome: bytes | Payload | Failure | None) -> None:
         ticket.outcome, ticket.is_done, ticket.loans = outcome, True, ()
         if type(outcome) is Failure:
             self._n_failed += 1

@@ -37,15 +37,12 @@ class WorkerHost:
         self.rendezvous: Rendezvous | None = None  # on rank 0 of workers with a process of their own
         self._loop: _EventLoopThread | None = None
         self.device = "cpu"
-        self._load: Callable[[memoryview], Any] = pickle.loads
 
     def construct(self, context: WorkerContext, constructor: Payload) -> Failure | None:
         """Make the worker from the encoded ``(cls, args, kwargs)``, which must lie in memory of its own."""
         try:
             with ClassLoading():
                 self.device = context.device
-                if self.device != "cpu":
-                    self._load = self._load_with_gpu
                 cls, args, kwargs = decode(constructor, context.device)
             self.worker = make_worker(cls, context, args, kwargs)
         except KeyboardInterrupt:
@@ -65,7 +62,10 @@ class WorkerHost:
             is_collected: Whether anybody wants the value.
         """
         try:
-            items = self._load(parts) if type(parts) is memoryview else self._merge(parts)
+            if type(parts) is not memoryview:
+                items = self._merge(parts)
+            else:
+                items = pickle.loads(parts) if self.device == "cpu" else self._decode(Payload(parts))
             args, kwargs = [], {}
             for key, argument in items:
                 if type(key) is int:
@@ -92,9 +92,6 @@ class WorkerHost:
         """The arguments of several parts, positional ones in order."""
         items = [item for part in parts for item in self._decode(part)]
         return sorted(items, key=lambda item: item[0] if type(item[0]) is int else -1)
-
-    def _load_with_gpu(self, stream: memoryview) -> Any:
-        return self._decode(Payload(stream))
 
     def _decode(self, payload: Payload) -> Any:
         if self.device == "cpu":

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bandmaster.wire import gpu
+from bandmaster.wire.lane import INLINE_NBYTES
 
 __all__ = ["Lender"]
 
-LEAST_NBYTES = 64 * 1024  # less goes with the message
 MOST_OF_A_GPU = 1 / 4  # is lent at a time: calls that wait for busy workers leave the user's own work room
 SAMPLE_NBYTES = 256
 
@@ -35,10 +35,10 @@ class Lender:
         self._lent: dict[tuple[int, int], int] = {}  # bytes by GPU and identity of the copy
         self._is_off = os.environ.get("BANDMASTER_CUDA_IPC") == "0"
 
-    def lend(self, memory: Any, ranks: Sequence[int]) -> gpu.Loan | None:
+    def lend(self, ranks: Sequence[int], memory: Any) -> gpu.Loan | None:
         """A loan of a copy of flat bytes on a GPU; None if it is not known that all the ranks can read it."""
         device = memory.device.index
-        if memory.numel() < LEAST_NBYTES or self._is_off or device in self._refused:
+        if memory.numel() < INLINE_NBYTES or self._is_off or device in self._refused:
             return None
         try:
             trials = [self._trial(rank, memory.device) for rank in ranks]

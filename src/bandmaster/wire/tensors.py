@@ -3,7 +3,7 @@
 Torch is never imported to send anything: `add_reducers` is called once it is loaded.
 Sparse, nested and quantized tensors are left to torch's own pickling, whose inner tensors come back here.
 A CUDA tensor arrives on the receiver's own device, see `arriving_on`; on its way it lies in host memory, unless its
-memory can be lent, see `lending`.
+memory can be lent, see `bandmaster.wire.lender`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any
 
 from bandmaster.wire.gpu import Borrowings, Loan
 
-__all__ = ["Lend", "add_reducers", "arriving_on", "lending"]
+__all__ = ["Lend", "add_reducers", "arriving_on"]
 
 Lend = Callable[[Any], Loan | None]  # of flat bytes on a GPU
 _arrival = threading.local()
-_departure = threading.local()
 
 
 @contextlib.contextmanager
@@ -36,17 +35,6 @@ def arriving_on(device: str) -> Iterator[None]:
         borrowings.close()
 
 
-@contextlib.contextmanager
-def lending(lend: Lend | None) -> Iterator[list[Loan]]:
-    """While it lasts, memory of CUDA tensors that this thread pickles is lent where ``lend`` does so; the loans."""
-    loans: list[Loan] = []
-    before, _departure.now = getattr(_departure, "now", None), (lend, loans)
-    try:
-        yield loans
-    finally:
-        _departure.now = before
-
-
 def add_reducers(reducers: dict[type, Any]) -> None:
     """Add those for `torch.Tensor` and `torch.nn.Parameter` to the codec's table; torch is loaded."""
     torch = sys.modules["torch"]
@@ -56,7 +44,7 @@ def add_reducers(reducers: dict[type, Any]) -> None:
     reducers[torch.nn.Parameter] = reduce_parameter
 
 
-def reduce_tensor(tensor: Any) -> Any:
+def reduce_tensor(tensor: Any, lend: Lend) -> Any:
     """For `pickle.Pickler.reducer_override`; NotImplemented leaves the tensor to torch."""
     torch = sys.modules["torch"]
     is_plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
@@ -68,14 +56,14 @@ def reduce_tensor(tensor: Any) -> Any:
     flat = torch.as_strided(data, (data.numel(),), (1,)).view(torch.uint8)
     layout = (str(data.dtype).removeprefix("torch."), tuple(data.shape), data.stride(), tensor.requires_grad)
     was_on_gpu = tensor.device.type == "cuda"
-    loan = _lent(flat) if was_on_gpu else None
+    loan = lend(flat) if was_on_gpu else None
     if loan is not None:
         return _with_attributes(tensor, _rebuild_lent, (loan.handle, loan.offset, flat.numel(), *layout))
     buffer = pickle.PickleBuffer(flat.cpu().numpy())
     return _with_attributes(tensor, _rebuild, (buffer, *layout, was_on_gpu))
 
 
-def reduce_parameter(parameter: Any) -> Any:
+def reduce_parameter(parameter: Any, _: Lend) -> Any:
     """The same for a parameter, which arrives as one."""
     return _with_attributes(parameter, _rebuild_parameter, (parameter.data, parameter.requires_grad))
 
@@ -97,14 +85,6 @@ def _is_dense(data: Any) -> bool:
             return False
         expected *= size
     return True
-
-
-def _lent(flat: Any) -> Loan | None:
-    lend, loans = _departure.now
-    loan = None if lend is None else lend(flat)
-    if loan is not None:
-        loans.append(loan)
-    return loan
 
 
 def _rebuild(
