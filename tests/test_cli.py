@@ -9,8 +9,8 @@ import sys
 import time
 from dataclasses import replace
 
-import psutil
 import pytest
+from ends import runs, wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
@@ -381,20 +381,6 @@ def start_controller():
     yield start
     for controller in controllers:
         controller.close()
-
-
-def runs(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # nobody may wait for orphans here
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_until_gone(pids, timeout_s=2.0):
-    deadline = time.monotonic() + timeout_s
-    while left := [pid for pid in pids if runs(pid)]:
-        assert time.monotonic() < deadline, f"still there after {timeout_s} s: {left}"
-        time.sleep(0.01)  # polling for the kernel
 
 
 def line_of(name, text):

@@ -8,9 +8,8 @@ import sys
 import threading
 import time
 
-import psutil
 import pytest
-from ends import abort_with_a_dump, exit_three, kill_oneself, segfault, wait_until_gone
+from ends import abort_with_a_dump, exit_three, kill_oneself, runs, segfault, wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
@@ -376,7 +375,7 @@ def test_children_of_local_workers_end_with_them_whatever_their_session(zygote, 
     with bm.ResourcePool([2], backend="local") as pool:
         group = bm.WorkerGroup(pool, Parent)
         children = [pid for of_rank in group.start_children() for pid in of_rank]
-        assert all(map(psutil.pid_exists, children))
+        assert all(map(runs, children))
         if end == "close":
             group.close()
         else:

@@ -2,9 +2,13 @@
 
 import os
 import subprocess
-import time
+import sys
+from pathlib import Path
 
 import psutil
+
+sys.path.append(str(Path(__file__).parents[1]))
+from ends import wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -31,8 +35,6 @@ with bm.ResourcePool([2]) as pool:
         assert "the process that workers are forked from is gone" in str(error), error
     else:
         raise AssertionError("nobody noticed")
-    deadline = time.monotonic() + 2
-    while any(map(psutil.pid_exists, pids)):
-        assert time.monotonic() < deadline
+    wait_until_gone(pids)
     group.close()
     assert len(bm.WorkerGroup(pool, Mine).pid()) == 2

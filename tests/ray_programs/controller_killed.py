@@ -5,10 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-import psutil
 import ray
 from ray.cluster_utils import Cluster
+
+sys.path.append(str(Path(__file__).parents[1]))
+from ends import runs
 
 CONTROLLER = """
 import os, time
@@ -54,7 +57,7 @@ def main():
         killed = time.monotonic()
     while True:
         groups = [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
-        left = [pid for pid in pids if psutil.pid_exists(pid)]
+        left = [pid for pid in pids if runs(pid)]
         if not groups and not left:
             break
         assert time.monotonic() - killed < 10, (groups, left)

@@ -27,8 +27,16 @@ def abort_with_a_dump():
     os.abort()
 
 
-def wait_until_gone(pids, timeout_s=2.0):
+def runs(pid):
+    """Whether a process has not ended; what is left of an orphan is for PID 1 to clear away, in its own time."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(pids, timeout_s=10.0):
     deadline = time.monotonic() + timeout_s
-    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
+    while left := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() < deadline, f"still there after {timeout_s} s: {left}"
         time.sleep(0.01)  # polling for the kernel
