@@ -63,12 +63,15 @@ def standing(kinds: Collection[str] = KINDS) -> Standing:
         kinds: Of `KINDS`, those to look at, which takes some milliseconds each; of the others it says nothing.
 
     Example:
-        >>> before = standing()
-        >>> file = open("/dev/null")
-        >>> list(standing().beyond(before))
-        ['descriptors']
-        >>> file.close()
-        >>> standing().beyond(before)
+        >>> import subprocess
+        >>> before = standing(["processes"])
+        >>> child = subprocess.Popen(["sleep", "60"])
+        >>> list(standing(["processes"]).beyond(before))
+        ['processes']
+        >>> child.kill()
+        >>> child.wait()
+        -9
+        >>> standing(["processes"]).beyond(before)
         {}
     """
     zygote = _zygote() if {"processes", "descriptors", "segments"} & set(kinds) else _Zygote()
