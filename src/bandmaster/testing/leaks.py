@@ -58,12 +58,15 @@ def no_leaks(timeout_s: float = 10.0, kinds: Collection[str] | None = None) -> I
         UsageError: There is no such kind.
 
     Example:
-        >>> with no_leaks(timeout_s=0.1, kinds=["descriptors"]):
-        ...     file = open("/dev/null")  # doctest: +ELLIPSIS
+        >>> import subprocess
+        >>> with no_leaks(timeout_s=0.1, kinds=["processes"]):
+        ...     child = subprocess.Popen(["sleep", "60"])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         bandmaster.testing.leaks.LeakError: left behind after 0.1 s:
-          descriptors: ... /dev/null
-        >>> file.close()
+          processes: pid ...: sleep 60
+        >>> child.kill()
+        >>> child.wait()
+        -9
     """
     unknown = set(kinds or ()) - set(KINDS)
     if unknown:
