@@ -207,12 +207,14 @@ def test_a_registration_holds_for_subclasses_and_comes_before_what_they_derive_f
     class Rows(list):
         pass
 
+    before = count_rows(Rows([1, 2, 3]))
     register_batch_type(Rows, rows=lambda _: 1, split=lambda value, start, stop: value, concat=lambda _: "joined")
 
     class More(Rows):
         pass
 
     assert count_rows(More([1, 2, 3])) == 1
+    assert before == 3, "what it was before it was registered"
     assert concat_rows([More([1]), Rows([2])]) == "joined"
     assert count_rows([1, 2, 3]) == 3
 

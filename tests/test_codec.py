@@ -330,6 +330,20 @@ def test_classes_and_functions_that_can_be_imported_nowhere():
     assert (point.factor, cls(5).x, function(4)) == (3, 5, 8)
 
 
+def test_functions_are_found_wherever_they_are_among_arrays():
+    class Local(Point):
+        pass
+
+    array, scale = np.arange(N), 2
+    for value in ({Local: array}, [array, ({"f": [lambda x: scale * x]}, array)], np.array([lambda x: scale * x])):
+        received = sent(value)
+        if isinstance(value, dict):
+            assert [cls(3).x for cls in received] == [3]
+        else:
+            function = received[1][0]["f"][0] if isinstance(value, list) else received[0]
+            assert function(4) == 8
+
+
 def test_classes_of_main_are_sent_whole():
     import __main__
 

@@ -171,7 +171,7 @@ def test_what_is_lent_for_a_call_is_kept_until_its_ranks_have_answered_or_gone(g
     crew, path, loan, tickets = group._tenancy.crew, tmp_path / "pipe", Something(), {}
     os.mkfifo(path)
     is_kept = weakref.ref(loan)
-    part = crew.put(encode(((0, str(path)),)))
+    (part,) = crew.put([encode(((0, str(path)),))])
     crew.call([Call((0,), "write_to", (part,), Reply.VALUE, (loan,))], tickets)
     del loan
     assert crew.wait([tickets[0]], 0.1) == []  # it waits for somebody to read from the pipe

@@ -7,9 +7,11 @@ and every type given to `register_batch_type`.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from bandmaster.errors import BatchError, UsageError
 
-__all__ = ["concat_rows", "count_rows", "is_same_kind", "pad_rows", "register_batch_type", "slice_rows"]
+__all__ = ["concat_rows", "count_rows", "is_same_kind", "pad_rows", "register_batch_type", "slice_rows", "split_rows"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def register_batch_type(
         if not callable(function):
             raise UsageError(f"{name}= of register_batch_type is not callable: {function!r}")
     _registered[cls] = BatchType(rows, split, concat)
+    _find_type.cache_clear()
 
 
 def count_rows(value: object) -> int | None:
@@ -85,6 +88,12 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
     return _require(value).split(value, start, stop)
 
 
+def split_rows(value: Any, ranges: Sequence[tuple[int, int]]) -> list[Any]:
+    """The same for every ``(start, stop)``."""
+    split = _require(value).split
+    return [split(value, start, stop) for start, stop in ranges]
+
+
 def concat_rows(values: Sequence[Any]) -> Any:
     """One batch with the rows of all ``values`` in order; the result shares no memory with a list of several.
 
@@ -92,9 +101,9 @@ def concat_rows(values: Sequence[Any]) -> Any:
         BatchError: The values are not batches of one type, or cannot be joined (both are named).
     """
     kind = _require(values[0])
-    for index, value in enumerate(values):
-        if not is_same_kind(values[0], value):
-            raise BatchError(f"cannot join {_name(values[0])} (part 0) and {_name(value)} (part {index})")
+    other = next((index for index, found in enumerate(map(_batch_type, values)) if found is not kind), None)
+    if other is not None:
+        raise BatchError(f"cannot join {_name(values[0])} (part 0) and {_name(values[other])} (part {other})")
     if len(values) == 1:
         return values[0]
     try:
@@ -127,10 +136,11 @@ def _require(value: object) -> BatchType:
 
 
 def _batch_type(value: object) -> BatchType | None:
-    kind = _find_type(type(value))
+    kind = _find_type(type(value))  # type: ignore[arg-type]  # mypy takes classes for unhashable
     return None if kind is None or kind.rows(value) is None else kind
 
 
+@lru_cache(maxsize=256)
 def _find_type(cls: type) -> BatchType | None:
     for base in cls.__mro__:
         if base in _registered:
@@ -148,6 +158,9 @@ def _find_type(cls: type) -> BatchType | None:
 
 def _slice(value: Any, start: int, stop: int) -> Any:
     return value[start:stop]
+
+
+_dtype = operator.attrgetter("dtype")
 
 
 def _array_rows(value: Any) -> int | None:
@@ -215,10 +228,10 @@ def _dict_concat(values: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
 
 
 def _array_concat(values: Sequence[Any]) -> Any:
-    if any(isinstance(value, np.ma.MaskedArray) for value in values):
+    if any(issubclass(kind, np.ma.MaskedArray) for kind in set(map(type, values))):
         return np.ma.concatenate(values)  # type: ignore[no-untyped-call]  # np.concatenate forgets the masks
     dtype = values[0].dtype
-    is_alike = all(value.dtype == dtype for value in values)
+    is_alike = all(map(dtype.__eq__, map(_dtype, values)))
     joined = np.concatenate(values, dtype=dtype) if is_alike else np.concatenate(values)  # keeps the byte order
     return joined if type(joined) is type(values[0]) else joined.view(type(values[0]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -47,24 +48,30 @@ def collect(
     assert isinstance(incoming, Concat)
     if all(value is None for value in values):
         return None
-    parts = [_rows_of(rank, value, method) for rank, value in zip(ranks, values, strict=True)]
+    rows = [_rows_of(rank, value, method) for rank, value in zip(ranks, values, strict=True)]
     if real_rows is not None:
-        parts = [_without_padding(r, part, *real_rows[r], method) for r, part in zip(ranks, parts, strict=True)]
-    return _join(ranks, parts, method)
+        sent = [real_rows[rank] for rank in ranks]
+        values = [
+            _without_padding(rank, value, n, *counts, method)
+            for rank, value, n, counts in zip(ranks, values, rows, sent, strict=True)
+        ]
+        rows = [real for _, real in sent]
+    if not all(rows) and any(rows):  # what ranks make of no rows, as np.array([]), must not decide about the others
+        ranks, values = list(compress(ranks, rows)), list(compress(values, rows))
+    return _join(ranks, values, method)
 
 
-def _rows_of(rank: int, value: Any, method: str) -> Any:
+def _rows_of(rank: int, value: Any, method: str) -> int:
     try:
         rows = count_rows(value)
     except BatchError as error:
         raise _error(rank, method, f"returned what Concat cannot join: {error}; {ADVICE}") from None
     if rows is None:
         raise _error(rank, method, f"returned {type(value).__name__}, which has no rows for Concat to join; {ADVICE}")
-    return value
+    return rows
 
 
-def _without_padding(rank: int, value: Any, sent: int, real: int, method: str) -> Any:
-    rows = count_rows(value)
+def _without_padding(rank: int, value: Any, rows: int, sent: int, real: int, method: str) -> Any:
     if rows != sent:
         raise _error(
             rank,
@@ -76,20 +83,17 @@ def _without_padding(rank: int, value: Any, sent: int, real: int, method: str) -
 
 
 def _join(ranks: Sequence[int], parts: Sequence[Any], method: str) -> Any:
-    full = [(rank, part) for rank, part in zip(ranks, parts, strict=True) if count_rows(part)]
-    if full:  # what ranks without rows make of nothing, such as np.array([]), must not decide about the others
-        ranks, parts = zip(*full, strict=True)
-    for rank, part in zip(ranks, parts, strict=True):
-        if not is_same_kind(parts[0], part):
-            raise _error(
-                rank,
-                method,
-                f"returned {type(part).__name__} where rank {ranks[0]} returned {type(parts[0]).__name__}; Concat "
-                "joins one type, so return the same on every rank",
-            )
     try:
         return concat_rows(parts)
     except BatchError as error:
+        for rank, part in zip(ranks, parts, strict=True):
+            if not is_same_kind(parts[0], part):
+                raise _error(
+                    rank,
+                    method,
+                    f"returned {type(part).__name__} where rank {ranks[0]} returned {type(parts[0]).__name__}; Concat "
+                    "joins one type, so return the same on every rank",
+                ) from None
         shapes = ", ".join(f"rank {rank}: {_describe(part)}" for rank, part in zip(ranks, parts, strict=True))
         raise _error(ranks[0], method, f"returned what Concat cannot join: {error} ({shapes})") from error
 

@@ -447,18 +447,19 @@ class WorkerGroup:
     ) -> list[Call]:
         """Encode and put everything: what cannot be encoded is known before anything is sent."""
         lend = None if reply is Reply.NATIVE else crew.lend
-        parts, receivers, loans = [], [], []
+        payloads, receivers = [], []
         for parcel in packed.parcels:
             if parcel.items:
-                payload = encode_parcel(parcel, info.method, lend)
-                parts.append(crew.put(payload))
+                payloads.append(encode_parcel(parcel, info.method, lend))
                 receivers.append(parcel.ranks)
-                loans.append(payload.loans)
+        parts = crew.put(payloads)
         calls = []
         for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
             answer = reply if is_collected else Reply.NOTHING
-            kept = tuple([loan for n in numbers for loan in loans[n]]) if any(loans) else ()
-            calls.append(Call(members, method, tuple([parts[n] for n in numbers]), answer, kept))
+            loans: tuple[Any, ...] = ()
+            for number in numbers:
+                loans += payloads[number].loans
+            calls.append(Call(members, method, tuple([parts[n] for n in numbers]), answer, loans))
         return calls
 
 

@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from bandmaster.batch import concat_rows, count_rows, pad_rows, slice_rows
+from bandmaster.batch import concat_rows, count_rows, pad_rows, slice_rows, split_rows
 from bandmaster.errors import ArgumentError, BatchError, ProtocolError
 from bandmaster.mesh import Mesh
 from bandmaster.render import Box, svg_bands, text_table
@@ -74,12 +74,6 @@ class Parcel(NamedTuple):
     items: tuple[tuple[int | str, Any], ...]
     names: tuple[str, ...]
     ranks: tuple[int, ...]
-
-    @classmethod
-    def of(cls, slots: Sequence[Slot], values: Sequence[Any], ranks: Sequence[int]) -> Parcel:
-        """``values`` in place of those of ``slots``."""
-        items = tuple([(slot.key, value) for slot, value in zip(slots, values, strict=True)])
-        return cls(items, tuple([slot.name for slot in slots]), tuple(ranks))
 
 
 class Packed(NamedTuple):
@@ -215,11 +209,15 @@ def scatter(slots: Sequence[Slot], world_size: int, method: str) -> Iterable[Par
                 f"argument {slot.name!r} of {method} has {len(slot.value)} values for {world_size} ranks; "
                 "give one value per rank"
             )
+    keys, names = [slot.key for slot in slots], tuple([slot.name for slot in slots])
     columns = [[slot.value[rank] for rank in range(world_size)] for slot in slots]  # kept: a range makes them anew
     same: dict[tuple[int, ...], list[int]] = {}
     for rank in range(world_size):
         same.setdefault(tuple(id(column[rank]) for column in columns), []).append(rank)
-    return [Parcel.of(slots, [column[ranks[0]] for column in columns], ranks) for ranks in same.values()]
+    return [
+        Parcel(tuple(zip(keys, [column[ranks[0]] for column in columns], strict=True)), names, tuple(ranks))
+        for ranks in same.values()
+    ]
 
 
 def _rule_of(slot: Slot, outgoing: Outgoing, rules: Mapping[str, Outgoing], method: str) -> Outgoing:
@@ -263,14 +261,18 @@ def _common_rows(slots: Sequence[Slot], method: str) -> int:
 
 def _split(slots: Sequence[Slot], mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]]) -> Iterable[Parcel]:
     size = ranges[0][1] - ranges[0][0]  # the largest part: the first one
-    for (start, stop), ranks in zip(ranges, shards(mesh, rule), strict=True):
-        padding = size - (stop - start) if rule.pad else 0
-        yield Parcel.of(slots, [_part(slot.value, start, stop, padding) for slot in slots], ranks)
+    keys, names = [slot.key for slot in slots], tuple([slot.name for slot in slots])
+    columns = [split_rows(slot.value, ranges) for slot in slots]
+    for (start, stop), ranks, *parts in zip(ranges, shards(mesh, rule), *columns, strict=True):
+        if rule.pad and stop - start < size:
+            missing = size - (stop - start)
+            parts = [_padded(part, slot.value, missing) for part, slot in zip(parts, slots, strict=True)]
+        yield Parcel(tuple(zip(keys, parts, strict=True)), names, ranks)
 
 
-def _part(value: Any, start: int, stop: int, padding: int) -> Any:
-    part = slice_rows(value, start, stop)
-    return concat_rows([part, slice_rows(pad_rows(value, padding), 0, padding)]) if padding else part
+def _padded(part: Any, value: Any, missing: int) -> Any:
+    """A part with rows of the whole behind it."""
+    return concat_rows([part, slice_rows(pad_rows(value, missing), 0, missing)])
 
 
 def _real_rows(mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

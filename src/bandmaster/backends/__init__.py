@@ -151,8 +151,8 @@ class Crew(Protocol):
     def lend(self, ranks: Sequence[int], memory: Any) -> Loan | None:
         """Lend a copy of a flat tensor of bytes on a GPU to all these ranks; None if they cannot copy from there."""
 
-    def put(self, payload: Payload) -> Any:
-        """Write a payload once, for however many ranks will read it. Its memory may change once `call` returns."""
+    def put(self, payloads: Sequence[Payload]) -> Sequence[Any]:
+        """Write each payload once, for however many ranks will read it. Its memory may change once `call` returns."""
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """Send calls, no two for one rank, without waiting; ``tickets`` gets one by rank as each is sent.

@@ -82,9 +82,9 @@ class InProcessCrew:
     def lend(self, ranks: Sequence[int], memory: Any) -> None:
         """CUDA does not lend memory to the process that has it."""
 
-    def put(self, payload: Payload) -> Payload:
+    def put(self, payloads: Sequence[Payload]) -> Sequence[Payload]:
         """Nothing to write: every rank copies what it reads."""
-        return payload
+        return payloads
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """Run the calls, one rank after the other."""

@@ -198,11 +198,11 @@ def _construct(crew: LocalCrew, launch: Launch, ranks: Sequence[int]) -> None:
         listening = crew.send(0, "listen", (LOOPBACK,))
         crew.port = int(answers(crew, {0: listening}, launch)[0])
     rendezvous = rendezvous_environment(LOOPBACK, crew.port)
-    part = crew.put(launch.constructor)
+    parts = crew.put([launch.constructor])
     tickets = {}
     for rank in ranks:
         context = launch.context(rank, _device_of(launch))
-        tickets[rank] = crew.send(rank, "construct", (context, {**context.environment(), **rendezvous}), (part,))
+        tickets[rank] = crew.send(rank, "construct", (context, {**context.environment(), **rendezvous}), parts)
     others = [rank for rank in range(len(launch.seats)) if rank not in ranks]
     told = {rank: crew.send(rank, "environment", (rendezvous,)) for rank in others if 0 in ranks}
     await_construction(crew, {**tickets, **told}, launch)

@@ -119,9 +119,9 @@ class RayCrew:
                 self._resume(rank)
         return self._lanes.lend(ranks, memory)  # which waits for the GPU
 
-    def put(self, payload: Payload) -> Part:
-        """The payload, written at most once for the lanes and once for Ray, as soon as a call names it."""
-        return Part(payload, self._lanes)
+    def put(self, payloads: Sequence[Payload]) -> Sequence[Part]:
+        """The payloads, written at most once for the lanes and once for Ray, as soon as a call names them."""
+        return [Part(payload, self._lanes) for payload in payloads]
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """By lane where there is one and the ticket is not the user's; else one actor task each."""
@@ -370,7 +370,7 @@ class Part:
     def on_lane(self) -> Any:
         """As `LaneCrew.put` returns it."""
         if self._by_lane is None:
-            self._by_lane = self._lanes.put(self._payload)
+            (self._by_lane,) = self._lanes.put([self._payload])
         return self._by_lane
 
     def on_ray(self) -> Any:

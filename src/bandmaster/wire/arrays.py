@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-__all__ = ["reduce_array"]
+__all__ = ["has_plain_items", "reduce_array"]
 
 _PLAIN_KINDS = "biufcSUmMV"  # dtypes whose items are their bytes; not objects, not variable-width strings
 
 
-def reduce_array(array: Any, _: object) -> Any:
-    """For `pickle.Pickler.reducer_override`: the array's bytes as one buffer; NotImplemented leaves it to numpy."""
+def has_plain_items(array: Any) -> bool:
+    """Whether its items are their bytes."""
     dtype = array.dtype
-    if dtype.kind not in _PLAIN_KINDS or dtype.hasobject or dtype.itemsize == 0:
+    return dtype.kind in _PLAIN_KINDS and not dtype.hasobject and dtype.itemsize > 0
+
+
+def reduce_array(array: Any, lend: object) -> Any:
+    """For `pickle.Pickler.reducer_override`: the array's bytes as one buffer; NotImplemented leaves it to numpy."""
+    if not has_plain_items(array):
         return NotImplemented
     order = "C"
     if not array.flags.c_contiguous:
@@ -24,8 +30,13 @@ def reduce_array(array: Any, _: object) -> Any:
             order = "F"
         else:
             array = np.ascontiguousarray(array)
-    described = dtype.str if np.dtype(dtype.str) == dtype else dtype
-    return _rebuild, (_buffer_of(array.T if order == "F" else array), described, array.shape, order)
+    return _rebuild, (_buffer_of(array.T if order == "F" else array), _described(array.dtype), array.shape, order)
+
+
+@lru_cache(maxsize=256)
+def _described(dtype: Any) -> Any:
+    """A dtype, shorter where that says it all."""
+    return dtype.str if np.dtype(dtype.str) == dtype else dtype
 
 
 def _buffer_of(array: Any) -> pickle.PickleBuffer:

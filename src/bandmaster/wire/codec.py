@@ -16,6 +16,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -23,15 +24,17 @@ import cloudpickle
 import numpy as np
 
 from bandmaster.wire import tensors
-from bandmaster.wire.arrays import reduce_array
+from bandmaster.wire.arrays import has_plain_items, reduce_array
 
 __all__ = ["Payload", "decode", "encode"]
 
 OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
+MAX_ITEMS = 100  # that are looked at to see whether a value is bare
 
-Reducer = Callable[[Any, tensors.Lend], Any]
+Reducer = Callable[..., Any]  # of a value and ``lend``, see `tensors.Lend`
 _OURS = {"bandmaster.wire.arrays", "bandmaster.wire.tensors"}
 _reducers: dict[type, Reducer] = {np.ndarray: reduce_array}
+_bare: dict[type, Callable[[Any], bool]] = {np.ndarray: has_plain_items}  # values whose parts need no other reducer
 
 
 class Payload:
@@ -80,7 +83,7 @@ def encode(value: Any, lend: tensors.Lend | None = None) -> Payload:
     if type(value) in _PLAIN or _is_plain(value):
         return Payload(pickle.dumps(value, protocol=5))
     if "torch" in sys.modules:
-        tensors.add_reducers(_reducers)
+        tensors.add_reducers(_reducers, _bare)
     buffers: list[Any] = []
     loans: list[Any] = []
 
@@ -97,13 +100,18 @@ def encode(value: Any, lend: tensors.Lend | None = None) -> Payload:
             loans.append(loan)
         return loan
 
-    with io.BytesIO() as stream:
+    stream = io.BytesIO()
+    if _is_bare(value):
+        pickler = pickle.Pickler(stream, 5, buffer_callback=keep)
+        pickler.dispatch_table = {kind: partial(_reducers[kind], lend=try_to_lend) for kind in _bare}
+        pickler.dump(value)
+    else:
         with suppress(RecursionError):  # a list that holds itself, say: its bytes can go in the stream
             value = _with_bytes_out_of_band(value, {})
         encoder = _Encoder(stream, protocol=5, buffer_callback=keep)
         encoder.lend = try_to_lend
         encoder.dump(value)
-        return Payload(stream.getvalue(), tuple(buffers), tuple(loans))
+    return Payload(stream.getvalue(), tuple(buffers), tuple(loans))
 
 
 def decode(payload: Payload, device: str = "cpu") -> Any:
@@ -131,6 +139,24 @@ def _is_plain(value: Any) -> bool:
         return type(value) in _PLAIN
     for item in value:  # noqa: SIM110  # quicker than all(...), and asked for every call
         if type(item) not in _PLAIN and not _is_plain(item):
+            return False
+    return True
+
+
+def _is_bare(value: Any) -> bool:
+    """Whether it is nothing but a few numbers, texts, arrays and tensors: with those, pickle's own pickler does the
+    same as ours, and sooner."""
+    found = [value]  # grows as it is looked through
+    for item in found:
+        kind = type(item)
+        if kind in _bare:
+            if not _bare[kind](item):
+                return False
+        elif kind in (tuple, list, dict) and len(found) + len(item) <= MAX_ITEMS:
+            found += item
+            if kind is dict:
+                found += item.values()
+        elif kind not in _PLAIN:
             return False
     return True
 

@@ -30,7 +30,6 @@ from bandmaster.wire.lane import (
     Buffer,
     Closed,
     Lane,
-    SegmentPart,
     inline,
 )
 from bandmaster.wire.lender import Lender
@@ -114,14 +113,18 @@ class LaneCrew:
         self._trials.add(ticket.number)
         return lambda: ticket.is_done and self.fetch(ticket) is True
 
-    def put(self, payload: Payload) -> Any:
-        """The payload itself if it is small, else a segment for one copy of it."""
-        if not payload.buffers and len(payload.head) <= INLINE_NBYTES:  # as most are
-            return payload.head, ()
-        if payload.nbytes <= INLINE_NBYTES:
-            return inline(payload)
-        with self.lock:
-            return self._shelf.put(payload)
+    def put(self, payloads: Sequence[Payload]) -> list[Any]:
+        """Small payloads themselves; for each large one a segment for one copy of it."""
+        parts: list[Any] = []
+        for payload in payloads:
+            if not payload.buffers and len(payload.head) <= INLINE_NBYTES:  # as most are
+                parts.append((payload.head, ()))
+            else:
+                parts.append(inline(payload) if payload.nbytes <= INLINE_NBYTES else None)
+        if None in parts:
+            with self.lock:
+                parts = [part or self._shelf.put(payload) for part, payload in zip(parts, payloads, strict=True)]
+        return parts
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """Send the calls, each encoded once."""
@@ -162,10 +165,14 @@ class LaneCrew:
         """Send the same message to some ranks; where the worker is gone, the ticket says so."""
         if len(parts) > 1:
             parts = self._that_fit(parts)
-        segments = [part.segment for part in parts if isinstance(part, Written)]
-        named = tuple(parts)
-        if segments:
-            named = tuple([SegmentPart(part.segment.id) if isinstance(part, Written) else part for part in parts])
+        segments: list[Segment] = []
+        named: list[Any] = []
+        for part in parts:
+            if isinstance(part, Written):
+                segments.append(part.segment)
+                named.append(part.segment.id)
+            else:
+                named.append(part)
         with self.lock:
             self._n_messages = number = self._n_messages + 1
             message = message_of(number, operation, arguments, named)

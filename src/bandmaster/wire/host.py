@@ -63,7 +63,7 @@ class WorkerHost:
         """
         try:
             if type(parts) is not memoryview:
-                items = self._merge(parts)
+                items = self._decode(parts[0]) if len(parts) == 1 else self._merge(parts)
             else:
                 items = pickle.loads(parts) if self.device == "cpu" else self._decode(Payload(parts))
             args, kwargs = [], {}

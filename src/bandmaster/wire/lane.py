@@ -8,7 +8,8 @@ same for many workers and is then encoded once, behind a small part for this wor
                  ids that the sender could not open)
     body      = whatever the two ends agree on (see `crew` and `loop`)
 
-Small payloads travel inside the body; larger ones lie in segments, which the body names by number.
+Small payloads travel inside the body; larger ones lie in segments, which the body names by number: the head of a
+payload is the first chunk, its buffers are the others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import struct
 import termios
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from bandmaster.wire.codec import Payload
@@ -40,7 +40,6 @@ __all__ = [
     "Closed",
     "Lane",
     "LaneListener",
-    "SegmentPart",
     "connect",
     "lane_pair",
 ]
@@ -62,13 +61,6 @@ _ANCILLARY_NBYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 
 class Closed(Exception):
     """The other end is gone."""
-
-
-@dataclass(frozen=True)
-class SegmentPart:
-    """A payload that lies in a segment of the sender's: its head is the first chunk, its buffers the others."""
-
-    number: int
 
 
 def lane_pair() -> tuple[socket.socket, socket.socket]:
@@ -197,29 +189,26 @@ class Lane:
             OSError: The message could not be sent; the lane is as it was.
         """
         new = [segment for segment in segments if segment.id not in self._attached] if segments else segments
-        if not (new or self.reader.returned or self._closed_ids or self._refused):
+        if not (new or self.reader.ended or self._closed_ids or self._refused):
             try:
                 self.socket.send(message, self._send_flags)
             except ConnectionError:
                 raise Closed from None
             return
-        returned = self.reader.take_returned()
+        ended = self.reader.take_ended()
+        returned = [loan.number for loan in ended]
         control = pickle.dumps(([(s.id, s.nbytes) for s in new], self._closed_ids, returned, self._refused), protocol=5)
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd for segment in new]))
-        parts: list[bytes | memoryview] = [
-            len(control).to_bytes(4, "little"),
-            control,
-            memoryview(message)[4:],
-        ]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [s.fd for s in new]))] if new else []
+        parts: list[bytes | memoryview] = [_LENGTH.pack(len(control)), control, memoryview(message)[LENGTH_NBYTES:]]
         try:
-            self.socket.sendmsg(parts, [rights] if new else [], self._send_flags)
+            self.socket.sendmsg(parts, rights, self._send_flags)
         except ConnectionError:
             raise Closed from None
         except OSError:
-            self.reader.return_again(returned)
+            self.reader.put_back(ended)
             raise
         self._closed_ids, self._refused = [], []
-        self._attached.update(segment.id for segment in new)
+        self._attached.update([segment.id for segment in new])
 
     def lend(self, segments: Sequence[Segment]) -> None:
         """The other end is about to be told of these segments."""
@@ -259,13 +248,16 @@ class Lane:
         if not n:
             raise Closed
         (n_control,) = _LENGTH.unpack_from(buffer.view)
-        body = self.body = buffer.view[4 + n_control : n]
+        body = self.body = buffer.view[LENGTH_NBYTES + n_control : n]
         if n_control:
-            self._take_control(pickle.loads(buffer.view[4 : 4 + n_control]), _descriptors(ancillary), message_flags)
+            new, closed, returned, refused = pickle.loads(buffer.view[LENGTH_NBYTES : LENGTH_NBYTES + n_control])
+            self.writer.give_back(returned, self._reader_id)
+            if new or closed or refused:
+                self._take_control(new, closed, refused, _descriptors(ancillary), message_flags)
         return body
 
     def pack(self, payload: Payload) -> tuple[Any, list[Segment]]:
-        """What a body says of a payload: the payload itself, or the segment that it was written to.
+        """What a body says of a payload: the payload itself, or the number of the segment that it was written to.
 
         Raises:
             OSError: There is no memory or no descriptor for it.
@@ -273,12 +265,12 @@ class Lane:
         if payload.nbytes <= INLINE_NBYTES:
             return inline(payload), []
         segment = self.writer.write([payload.head, *payload.buffers])
-        return SegmentPart(segment.id), [segment]
+        return segment.id, [segment]
 
     def unpack(self, part: Any) -> Payload:
         """The payload that a part of a body stands for, in memory of this end's own."""
-        if isinstance(part, SegmentPart):
-            head, *buffers = self.reader.chunks(part.number)
+        if type(part) is int:
+            head, *buffers = self.reader.chunks(part)
             return Payload(head, tuple(buffers))
         return Payload(*part)
 
@@ -290,11 +282,17 @@ class Lane:
             self.writer.on_close.remove(self._segment_closed)
         self.writer.forget_reader(self._reader_id)
 
-    def _take_control(self, control: Any, descriptors: list[int], message_flags: int) -> None:
-        new, closed, returned, refused = control
+    def _take_control(
+        self,
+        new: Sequence[tuple[int, int]],
+        closed: Sequence[int],
+        refused: Sequence[int],
+        descriptors: list[int],
+        message_flags: int,
+    ) -> None:
         self.reader.forget(closed)
         self._attached.difference_update(refused)
-        self.writer.give_back([*returned, *refused], self._reader_id)
+        self.writer.give_back(refused, self._reader_id)
         reason = "no descriptor is left for it" if message_flags & _TRUNCATED or len(descriptors) != len(new) else ""
         while descriptors:
             fd = descriptors.pop(0)

@@ -11,7 +11,7 @@ import os
 import pickle
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bandmaster.failure import Failure
@@ -119,7 +119,7 @@ def serve(
     return True
 
 
-def message_of(number: int, operation: str, arguments: tuple[Any, ...], parts: tuple[Any, ...]) -> bytes:
+def message_of(number: int, operation: str, arguments: tuple[Any, ...], parts: Sequence[Any]) -> bytes:
     """A message for `Lane.send`; ``parts`` as `Lane.unpack` takes them. `UNANSWERED` is the number of a pause."""
     if operation == "call" and len(parts) == 1 and isinstance(parts[0], tuple) and not parts[0][1]:
         method, is_collected = arguments

@@ -20,6 +20,7 @@ import mmap
 import os
 import struct
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,13 +32,14 @@ __all__ = ["OWNER", "Segment", "SegmentReader", "SegmentWriter", "fill"]
 ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
 MAX_FREE_NBYTES = 512 << 20  # of segments that are kept for reuse
 MAX_FREE_AGE = 256  # a free segment that was passed over by so many writes is closed
+LOOK_AT_AGE = 16  # every so many writes
 
 SPARE_BITS = 4  # a segment is up to an eighth larger than what it is made for: the next batch may be
 
 OWNER = -1  # the writer itself, as a reader of its segments
 
 _LENGTH = 8  # of each number in a segment's header
-FEW_PAGES = 64  # which are dropped sooner than looked at
+FEW_PAGES = 32  # which are dropped sooner than looked at
 # Highest bytes of a page's entry in the pagemap that say: not there (neither present nor swapped), or of a file.
 _IS_THE_SEGMENTS = bytes(flags for flags in range(256) if not flags & 0xC0 or flags & 0x20)
 
@@ -50,6 +52,7 @@ class Segment:
         id: Its number, never used again.
         fd: Its descriptor.
         memory: The writer's own mapping.
+        nbytes: Its capacity.
         readers: Who may still have arrays in it.
         last_used: Count of writes when it was last taken.
     """
@@ -57,13 +60,9 @@ class Segment:
     id: int
     fd: int
     memory: mmap.mmap
+    nbytes: int
     readers: set[int] = field(default_factory=set)
     last_used: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Its capacity."""
-        return len(self.memory)
 
 
 class SegmentWriter:
@@ -135,10 +134,11 @@ class SegmentWriter:
         return segment
 
     def _trim(self) -> None:
-        """Close free segments that are too many or too old."""
-        free = sorted(self._free.values(), key=lambda s: s.last_used)
-        excess = sum(s.nbytes for s in free) - MAX_FREE_NBYTES
-        for segment in free:
+        """Close free segments that are too many or, every now and then, too old."""
+        excess = sum([s.nbytes for s in self._free.values()]) - MAX_FREE_NBYTES
+        if excess <= 0 and self._n_writes % LOOK_AT_AGE:
+            return
+        for segment in sorted(self._free.values(), key=lambda s: s.last_used):
             if excess <= 0 and self._n_writes - segment.last_used <= MAX_FREE_AGE:
                 break
             excess -= segment.nbytes
@@ -154,7 +154,7 @@ class SegmentWriter:
         except BaseException:
             os.close(fd)
             raise
-        segment = Segment(self._next_id, fd, memory)
+        segment = Segment(self._next_id, fd, memory, capacity)
         self._segments[segment.id] = segment
         self._next_id += 1
         return segment
@@ -178,18 +178,26 @@ def fill(segment: Segment, chunks: Sequence[Any]) -> None:
             memory[offset : offset + view.nbytes] = view
 
 
+class _Loan(weakref.ref[Any]):
+    """Of a segment to a reader: a reference to what all that lies in the segment keeps alive."""
+
+    __slots__ = ("number",)
+    number: int
+
+
 class SegmentReader:
     """The mappings of one reading side, of the segments of one writer.
 
     Attributes:
-        returned: Ids of the segments in which nothing lies any more, as the writer has to be told.
+        ended: Loans of segments in which nothing lies any more, as the writer has to be told. C code notes them,
+            wherever the last array goes and whatever is locked.
     """
 
     def __init__(self) -> None:
-        self.returned: list[int] = []
+        self.ended: deque[_Loan] = deque()
         self._maps: dict[int, tuple[mmap.mmap, int]] = {}  # and the address of each
-        self._lent: set[int] = set()  # segments in which something may lie
-        self._kept: set[int] = set()  # those that are never given back
+        self._loans: dict[int, _Loan] = {}  # of segments in which something may lie
+        self._kept: set[int] = set()  # segments that are never given back
         self._were_read: set[int] = set()
         if not _readers:
             os.register_at_fork(before=_keep_all)
@@ -213,29 +221,27 @@ class SegmentReader:
         sizes = struct.unpack_from(f"<{n_chunks}Q", memory, _LENGTH)
         offsets, nbytes = _layout(sizes)
         whole = np.frombuffer(memory, np.uint8, nbytes)  # lives as long as any view of it
-        self._lent.add(number)
-        weakref.finalize(whole, self._give_back, number).atexit = False
+        loan = self._loans[number] = _Loan(whole, self.ended.append)
+        loan.number = number
         view = memoryview(whole.data)
         return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
     def keep(self) -> None:
         """Never give back what is lent now: a process that is about to be forked will have it too."""
-        self._kept |= self._lent
+        self._kept |= self._loans.keys()
 
-    def _give_back(self, number: int) -> None:
-        if number not in self._kept:
-            self._lent.discard(number)
-            self.returned.append(number)
+    def take_ended(self) -> list[_Loan]:
+        """What `ended` has; it has nothing afterwards."""
+        taken = []
+        while self.ended:
+            loan = self.ended.popleft()
+            if loan.number not in self._kept:
+                taken.append(loan)
+        return taken
 
-    def take_returned(self) -> list[int]:
-        """What `returned` has; it has nothing afterwards."""
-        n = len(self.returned)
-        ids, self.returned[:n] = self.returned[:n], []
-        return ids
-
-    def return_again(self, ids: Sequence[int]) -> None:
+    def put_back(self, loans: Sequence[_Loan]) -> None:
         """What was taken could not be told to the writer."""
-        self.returned[:0] = ids
+        self.ended.extendleft(loans)
 
     def forget(self, ids: Iterable[int]) -> None:
         """Unmap segments that their writer has closed."""

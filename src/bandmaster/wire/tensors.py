@@ -35,27 +35,33 @@ def arriving_on(device: str) -> Iterator[None]:
         borrowings.close()
 
 
-def add_reducers(reducers: dict[type, Any]) -> None:
-    """Add those for `torch.Tensor` and `torch.nn.Parameter` to the codec's table; torch is loaded."""
+def add_reducers(reducers: dict[type, Any], bare: dict[type, Callable[[Any], bool]]) -> None:
+    """Add what is for `torch.Tensor` and `torch.nn.Parameter` to the codec's tables; torch is loaded."""
     torch = sys.modules["torch"]
     if getattr(torch, "Tensor", None) in reducers or not hasattr(torch, "nn") or not hasattr(torch.nn, "Parameter"):
         return  # done before, or torch is still half imported
     reducers[torch.Tensor] = reduce_tensor
     reducers[torch.nn.Parameter] = reduce_parameter
+    bare[torch.Tensor] = lambda tensor: _is_plain(tensor) and not vars(tensor)
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether its elements lie in one memory, of the host or a GPU."""
+    is_strided = tensor.layout is sys.modules["torch"].strided and (tensor.is_cpu or tensor.is_cuda)
+    return is_strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def reduce_tensor(tensor: Any, lend: Lend) -> Any:
     """For `pickle.Pickler.reducer_override`; NotImplemented leaves the tensor to torch."""
-    torch = sys.modules["torch"]
-    is_plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
-    if not is_plain or tensor.is_nested or tensor.is_quantized:
+    if not _is_plain(tensor):
         return NotImplemented
+    torch = sys.modules["torch"]
     data = tensor.detach().resolve_conj().resolve_neg()
-    if not _is_dense(data):
+    if not data.is_contiguous() and not _is_dense(data):
         data = data.contiguous()
     flat = torch.as_strided(data, (data.numel(),), (1,)).view(torch.uint8)
     layout = (str(data.dtype).removeprefix("torch."), tuple(data.shape), data.stride(), tensor.requires_grad)
-    was_on_gpu = tensor.device.type == "cuda"
+    was_on_gpu = tensor.is_cuda
     loan = lend(flat) if was_on_gpu else None
     if loan is not None:
         return _with_attributes(tensor, _rebuild_lent, (loan.handle, loan.offset, flat.numel(), *layout))
