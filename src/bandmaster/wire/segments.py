@@ -199,8 +199,6 @@ class SegmentReader:
         self._loans: dict[int, _Loan] = {}  # of segments in which something may lie
         self._kept: set[int] = set()  # segments that are never given back
         self._were_read: set[int] = set()
-        if not _readers:
-            os.register_at_fork(before=_keep_all)
         _readers.add(self)
 
     def attach(self, number: int, fd: int, nbytes: int) -> None:
@@ -282,6 +280,9 @@ _readers: weakref.WeakSet[SegmentReader] = weakref.WeakSet()
 def _keep_all() -> None:
     for reader in list(_readers):
         reader.keep()
+
+
+os.register_at_fork(before=_keep_all)
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
