@@ -104,6 +104,29 @@ def test_what_is_like_an_array(original):
     np.testing.assert_array_equal(arrived, original)
 
 
+RECORDS = [("a", "i1"), ("b", "f8")]
+ALIKE = {  # dtypes that are equal, and yet not the same
+    "plain": np.dtype(RECORDS),
+    "record": np.dtype((np.record, RECORDS)),
+    "metadata": np.dtype(RECORDS, metadata={"unit": "m"}),
+    "other metadata": np.dtype(RECORDS, metadata={"unit": "s"}),
+}
+
+
+@pytest.mark.parametrize("order", [list(ALIKE), list(reversed(ALIKE))], ids=["forwards", "backwards"])
+def test_dtypes_that_are_equal_are_not_confused(order):
+    for name in order:
+        dtype = sent(np.zeros(N, ALIKE[name])).dtype
+        assert (dtype.type, dtype.metadata) == (ALIKE[name].type, ALIKE[name].metadata)
+
+
+def test_a_dtype_of_a_class_that_can_be_imported_nowhere():
+    class Local(np.void):
+        n = 3
+
+    assert sent(np.zeros(2, np.dtype((Local, RECORDS))))[0].n == 3
+
+
 # --- torch ------------------------------------------------------------------------------------------------------
 
 DTYPES = [

@@ -1,5 +1,6 @@
 """Ctrl-C, threads, forks and garbage at awkward moments: no answer is lost, shifted or seen by the wrong reader."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -15,6 +16,23 @@ from bandmaster.backends import Call, Reply
 from bandmaster.wire.codec import Payload, encode
 
 
+def fork_for_a_moment():
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def n_segments():
+    """How many segments this process has a descriptor of: those it writes."""
+    return sum("/memfd:bandmaster " in target for _, target in descriptors())
+
+
+def descriptors():
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing
+            yield int(fd), os.readlink(f"/proc/self/fd/{fd}")
+
+
 class Forks(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def fork_with(self, array):
@@ -26,6 +44,14 @@ class Forks(bm.Worker):
             os.write(tell, str(float(array[-1])).encode())
             os._exit(0)
         self.told = told
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fork_for_a_moment(self):
+        fork_for_a_moment()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def n_segments(self):
+        return n_segments()
 
     @register(Dispatch.ONE_TO_ALL)
     def take(self, array):
@@ -66,6 +92,18 @@ def test_what_a_fork_of_a_worker_has_is_not_overwritten(group):
     for _ in range(5):
         assert group.take(np.full(100_000, 99.0)) == [99.0]
     assert group.what_the_child_sees() == ["7.0"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("who_forks", ["worker", "controller"])
+def test_segments_are_used_again_though_somebody_forks_between_the_calls(group, who_forks):
+    fork = group.fork_for_a_moment if who_forks == "worker" else fork_for_a_moment
+    array, counts = np.zeros(100_000), []
+    for _ in range(8):
+        group.echo(array)
+        fork()
+        counts.append((n_segments(), group.n_segments()))
+    assert counts[-1] == counts[2]
 
 
 @pytest.mark.timeout(60)

@@ -11,7 +11,6 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -70,7 +69,6 @@ def register_batch_type(
         if not callable(function):
             raise UsageError(f"{name}= of register_batch_type is not callable: {function!r}")
     _registered[cls] = BatchType(rows, split, concat)
-    _find_type.cache_clear()
 
 
 def count_rows(value: object) -> int | None:
@@ -136,11 +134,10 @@ def _require(value: object) -> BatchType:
 
 
 def _batch_type(value: object) -> BatchType | None:
-    kind = _find_type(type(value))  # type: ignore[arg-type]  # mypy takes classes for unhashable
+    kind = _find_type(type(value))
     return None if kind is None or kind.rows(value) is None else kind
 
 
-@lru_cache(maxsize=256)
 def _find_type(cls: type) -> BatchType | None:
     for base in cls.__mro__:
         if base in _registered:

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from ends import wait_until_gone
 
@@ -207,7 +208,7 @@ def test_a_call_of_a_signal_handler_that_ends_in_a_timeout_does_not_hold_up_the_
 def test_a_signal_handler_can_call_the_group_at_any_moment(make_group, n_others):
     """Whatever it comes between: the messages, answers, locks and buffers of the call that it interrupts, and of other
     threads' calls."""
-    group, seen = make_group(2, Slow), []
+    group, seen, array = make_group(2, Slow), [], np.zeros(10_000)  # which lies in a segment
     is_calling = is_over = False
 
     def call_all_the_time():
@@ -219,6 +220,7 @@ def test_a_signal_handler_can_call_the_group_at_any_moment(make_group, n_others)
         if not is_calling:
             is_calling = True
             assert group.echo(-len(seen)) == [-len(seen)] * 2
+            assert [len(each) for each in group.echo(array)] == [len(array)] * 2
             seen.append(len(seen))
             is_calling = False
 
@@ -230,6 +232,7 @@ def test_a_signal_handler_can_call_the_group_at_any_moment(make_group, n_others)
             while (start := time.monotonic()) < until:
                 n += 2
                 future = group.echo.submit(n)
+                assert [len(each) for each in group.echo(array)] == [len(array)] * 2
                 assert group.echo(n + 1) == [n + 1] * 2
                 assert future.result() == [n] * 2
                 slowest = max(slowest, time.monotonic() - start)
@@ -335,10 +338,11 @@ class Echo(bm.Worker):
         return value
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-is_over = threading.Event()
+may_interrupt, is_over = threading.Event(), threading.Event()
 
 def interrupt():
-    while not is_over.is_set():
+    while may_interrupt.wait() and not is_over.is_set():
+        may_interrupt.clear()
         time.sleep(random.uniform(0.001, 0.006))
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -372,18 +376,16 @@ with bm.ResourcePool([2]) as pool:
     end = time.monotonic() + 4
     other = threading.Thread(target=call_undisturbed, args=[group])
     other.start()
-    threading.Thread(target=interrupt).start()
-    while time.monotonic() < end:
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    while interrupting.is_alive():
         try:
+            may_interrupt.set()  # from here on, once
             call(group)
+            is_over.set()
+            interrupting.join()
         except KeyboardInterrupt:
             n_interrupted += 1
-    while not is_over.is_set():
-        try:
-            is_over.set()
-            time.sleep(0.05)  # the last one may be on its way
-        except KeyboardInterrupt:
-            pass
     other.join()
     assert group.healthy
     assert [group.echo(n) for n in range(100)] == [[n, n] for n in range(100)]

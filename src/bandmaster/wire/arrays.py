@@ -9,20 +9,25 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["has_plain_items", "reduce_array"]
+__all__ = ["is_bare", "reduce_array"]
 
 _PLAIN_KINDS = "biufcSUmMV"  # dtypes whose items are their bytes; not objects, not variable-width strings
 
 
-def has_plain_items(array: Any) -> bool:
+def _has_plain_items(array: Any) -> bool:
     """Whether its items are their bytes."""
     dtype = array.dtype
     return dtype.kind in _PLAIN_KINDS and not dtype.hasobject and dtype.itemsize > 0
 
 
+def is_bare(array: Any) -> bool:
+    """Whether pickling it involves no other object: its dtype may have fields, and those a class of the user's."""
+    return _has_plain_items(array) and not array.dtype.fields
+
+
 def reduce_array(array: Any, lend: object) -> Any:
     """For `pickle.Pickler.reducer_override`: the array's bytes as one buffer; NotImplemented leaves it to numpy."""
-    if not has_plain_items(array):
+    if not _has_plain_items(array):
         return NotImplemented
     order = "C"
     if not array.flags.c_contiguous:
@@ -30,12 +35,14 @@ def reduce_array(array: Any, lend: object) -> Any:
             order = "F"
         else:
             array = np.ascontiguousarray(array)
-    return _rebuild, (_buffer_of(array.T if order == "F" else array), _described(array.dtype), array.shape, order)
+    dtype = array.dtype
+    described = dtype if dtype.fields else _described(dtype)
+    return _rebuild, (_buffer_of(array.T if order == "F" else array), described, array.shape, order)
 
 
 @lru_cache(maxsize=256)
 def _described(dtype: Any) -> Any:
-    """A dtype, shorter where that says it all."""
+    """A dtype without fields, shorter where that says it all."""
     return dtype.str if np.dtype(dtype.str) == dtype else dtype
 
 

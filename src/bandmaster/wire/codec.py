@@ -24,7 +24,7 @@ import cloudpickle
 import numpy as np
 
 from bandmaster.wire import tensors
-from bandmaster.wire.arrays import has_plain_items, reduce_array
+from bandmaster.wire.arrays import is_bare, reduce_array
 
 __all__ = ["Payload", "decode", "encode"]
 
@@ -34,7 +34,7 @@ MAX_ITEMS = 100  # that are looked at to see whether a value is bare
 Reducer = Callable[..., Any]  # of a value and ``lend``, see `tensors.Lend`
 _OURS = {"bandmaster.wire.arrays", "bandmaster.wire.tensors"}
 _reducers: dict[type, Reducer] = {np.ndarray: reduce_array}
-_bare: dict[type, Callable[[Any], bool]] = {np.ndarray: has_plain_items}  # values whose parts need no other reducer
+_bare: dict[type, Callable[[Any], bool]] = {np.ndarray: is_bare}  # whether no other reducer is needed
 
 
 class Payload:
@@ -103,7 +103,7 @@ def encode(value: Any, lend: tensors.Lend | None = None) -> Payload:
     stream = io.BytesIO()
     if _is_bare(value):
         pickler = pickle.Pickler(stream, 5, buffer_callback=keep)
-        pickler.dispatch_table = {kind: partial(_reducers[kind], lend=try_to_lend) for kind in _bare}
+        pickler.dispatch_table = {kind: partial(_reducers[kind], lend=try_to_lend) for kind in tuple(_bare)}
         pickler.dump(value)
     else:
         with suppress(RecursionError):  # a list that holds itself, say: its bytes can go in the stream

@@ -189,15 +189,17 @@ class Lane:
             OSError: The message could not be sent; the lane is as it was.
         """
         new = [segment for segment in segments if segment.id not in self._attached] if segments else segments
-        if not (new or self.reader.ended or self._closed_ids or self._refused):
+        if not (new or self.reader.loans.ended or self._closed_ids or self._refused):
             try:
                 self.socket.send(message, self._send_flags)
             except ConnectionError:
                 raise Closed from None
             return
         ended = self.reader.take_ended()
-        returned = [loan.number for loan in ended]
-        control = pickle.dumps(([(s.id, s.nbytes) for s in new], self._closed_ids, returned, self._refused), protocol=5)
+        returned = [loan.of for loan in ended]
+        closed, self._closed_ids = self._closed_ids, []  # at once: a signal's handler may send a message, too
+        refused, self._refused = self._refused, []
+        control = pickle.dumps(([(s.id, s.nbytes) for s in new], closed, returned, refused), protocol=5)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [s.fd for s in new]))] if new else []
         parts: list[bytes | memoryview] = [_LENGTH.pack(len(control)), control, memoryview(message)[LENGTH_NBYTES:]]
         try:
@@ -205,9 +207,10 @@ class Lane:
         except ConnectionError:
             raise Closed from None
         except OSError:
-            self.reader.put_back(ended)
+            self.reader.loans.put_back(ended)
+            self._closed_ids += closed
+            self._refused += refused
             raise
-        self._closed_ids, self._refused = [], []
         self._attached.update([segment.id for segment in new])
 
     def lend(self, segments: Sequence[Segment]) -> None:

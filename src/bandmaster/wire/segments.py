@@ -16,23 +16,26 @@ closed, and readers are told to forget them.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import struct
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
+
+from bandmaster.wire.traces import Trace, Traces
 
 __all__ = ["OWNER", "Segment", "SegmentReader", "SegmentWriter", "fill"]
 
 ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
 MAX_FREE_NBYTES = 512 << 20  # of segments that are kept for reuse
 MAX_FREE_AGE = 256  # a free segment that was passed over by so many writes is closed
-LOOK_AT_AGE = 16  # every so many writes
+WRITES_PER_LOOK = 16  # for such segments
 
 SPARE_BITS = 4  # a segment is up to an eighth larger than what it is made for: the next batch may be
 
@@ -65,8 +68,13 @@ class Segment:
     last_used: int = 0
 
 
+_nbytes, _last_used = attrgetter("nbytes"), attrgetter("last_used")
+
+
 class SegmentWriter:
     """The segments of one writing side. Not thread-safe: its owner holds a lock.
+
+    A signal's handler may make calls in the middle of anything, though: so segments are claimed by popping them.
 
     Attributes:
         on_close: Called with the number of every segment that is closed; readers have to forget it.
@@ -77,7 +85,7 @@ class SegmentWriter:
         self._segments: dict[int, Segment] = {}
         self._free: dict[int, Segment] = {}
         self._n_writes = 0
-        self._next_id = 0
+        self._ids = itertools.count()
 
     def write(self, chunks: Sequence[Any]) -> Segment:
         """Copy chunks into a segment, which is lent to `OWNER` until `give_back` says otherwise.
@@ -114,19 +122,21 @@ class SegmentWriter:
 
     def forget_reader(self, reader: int) -> None:
         """A reader is gone: it has nothing left anywhere."""
-        self.give_back([number for number, segment in self._segments.items() if reader in segment.readers], reader)
+        self.give_back([number for number, s in list(self._segments.items()) if reader in s.readers], reader)
 
     def close(self) -> None:
         """Close all segments; readers keep what they have mapped."""
+        self._free.clear()
         for segment in list(self._segments.values()):
             self._close(segment)
 
     def _take(self, nbytes: int) -> Segment:
         self._n_writes += 1
-        fitting = [s for s in self._free.values() if nbytes <= s.nbytes <= 4 * nbytes]
-        if fitting:
-            segment = min(fitting, key=lambda s: s.nbytes)
-            del self._free[segment.id]
+        fitting = [s for s in list(self._free.values()) if nbytes <= s.nbytes <= 4 * nbytes]
+        fitting.sort(key=_nbytes)
+        for segment in fitting:
+            if self._free.pop(segment.id, None) is not None:
+                break
         else:
             segment = self._create(nbytes)
         segment.last_used = self._n_writes
@@ -135,14 +145,15 @@ class SegmentWriter:
 
     def _trim(self) -> None:
         """Close free segments that are too many or, every now and then, too old."""
-        excess = sum([s.nbytes for s in self._free.values()]) - MAX_FREE_NBYTES
-        if excess <= 0 and self._n_writes % LOOK_AT_AGE:
+        excess = sum(map(_nbytes, list(self._free.values()))) - MAX_FREE_NBYTES
+        if excess <= 0 and self._n_writes % WRITES_PER_LOOK:
             return
-        for segment in sorted(self._free.values(), key=lambda s: s.last_used):
+        for segment in sorted(self._free.values(), key=_last_used):
             if excess <= 0 and self._n_writes - segment.last_used <= MAX_FREE_AGE:
                 break
             excess -= segment.nbytes
-            self._close(segment)
+            if self._free.pop(segment.id, None) is not None:
+                self._close(segment)
 
     def _create(self, nbytes: int) -> Segment:
         step = max(mmap.PAGESIZE, 1 << nbytes.bit_length() >> SPARE_BITS)  # pages that are not written to cost nothing
@@ -154,14 +165,12 @@ class SegmentWriter:
         except BaseException:
             os.close(fd)
             raise
-        segment = Segment(self._next_id, fd, memory, capacity)
+        segment = Segment(next(self._ids), fd, memory, capacity)
         self._segments[segment.id] = segment
-        self._next_id += 1
         return segment
 
     def _close(self, segment: Segment) -> None:
         del self._segments[segment.id]
-        self._free.pop(segment.id, None)
         os.close(segment.fd)
         segment.memory.close()
         for tell in self.on_close:
@@ -178,25 +187,17 @@ def fill(segment: Segment, chunks: Sequence[Any]) -> None:
             memory[offset : offset + view.nbytes] = view
 
 
-class _Loan(weakref.ref[Any]):
-    """Of a segment to a reader: a reference to what all that lies in the segment keeps alive."""
-
-    __slots__ = ("number",)
-    number: int
-
-
 class SegmentReader:
     """The mappings of one reading side, of the segments of one writer.
 
     Attributes:
-        ended: Loans of segments in which nothing lies any more, as the writer has to be told. C code notes them,
-            wherever the last array goes and whatever is locked.
+        loans: Of segments, by their numbers: they end when nothing lies in a segment any more, as its writer has to be
+            told.
     """
 
     def __init__(self) -> None:
-        self.ended: deque[_Loan] = deque()
+        self.loans: Traces[int] = Traces()
         self._maps: dict[int, tuple[mmap.mmap, int]] = {}  # and the address of each
-        self._loans: dict[int, _Loan] = {}  # of segments in which something may lie
         self._kept: set[int] = set()  # segments that are never given back
         self._were_read: set[int] = set()
         _readers.add(self)
@@ -219,27 +220,17 @@ class SegmentReader:
         sizes = struct.unpack_from(f"<{n_chunks}Q", memory, _LENGTH)
         offsets, nbytes = _layout(sizes)
         whole = np.frombuffer(memory, np.uint8, nbytes)  # lives as long as any view of it
-        loan = self._loans[number] = _Loan(whole, self.ended.append)
-        loan.number = number
+        self.loans.follow(whole, number)
         view = memoryview(whole.data)
         return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
     def keep(self) -> None:
         """Never give back what is lent now: a process that is about to be forked will have it too."""
-        self._kept |= self._loans.keys()
+        self._kept.update(self.loans.living())
 
-    def take_ended(self) -> list[_Loan]:
-        """What `ended` has; it has nothing afterwards."""
-        taken = []
-        while self.ended:
-            loan = self.ended.popleft()
-            if loan.number not in self._kept:
-                taken.append(loan)
-        return taken
-
-    def put_back(self, loans: Sequence[_Loan]) -> None:
-        """What was taken could not be told to the writer."""
-        self.ended.extendleft(loans)
+    def take_ended(self) -> list[Trace[int]]:
+        """The loans that have ended, but for those of segments that are kept."""
+        return [loan for loan in self.loans.take_ended() if loan.of not in self._kept]
 
     def forget(self, ids: Iterable[int]) -> None:
         """Unmap segments that their writer has closed."""

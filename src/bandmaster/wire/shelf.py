@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
-
 from bandmaster.errors import ResourceError
 from bandmaster.wire.codec import Payload
 from bandmaster.wire.segments import OWNER, Segment, SegmentWriter, fill
+from bandmaster.wire.traces import Traces
 
 __all__ = ["Shelf", "Written"]
 
@@ -31,24 +29,15 @@ class Written:
         return self._segment
 
 
-class _Trace(weakref.ref[Written]):
-    """What is left of a payload when nobody can call with it any more."""
-
-    __slots__ = ("segment",)
-    segment: Segment
-
-
 class Shelf:
     """The payloads of one writer. Not thread-safe: its owner holds a lock.
 
-    When a payload goes, C code notes it, wherever that happens and whatever is locked; the next one that comes gives
-    its segment back.
+    When a payload is gone, the next one that comes gives its segment back.
     """
 
     def __init__(self, writer: SegmentWriter) -> None:
         self._writer = writer
-        self._traces: set[_Trace] = set()
-        self._gone: deque[_Trace] = deque()
+        self._written: Traces[Segment] = Traces()
 
     def put(self, payload: Payload) -> Written:
         """Make room for a payload; its memory is read when `Written.segment` is asked for the first time.
@@ -56,7 +45,7 @@ class Shelf:
         Raises:
             ResourceError: There is no memory or no descriptor for it.
         """
-        self._give_back()
+        self._writer.give_back([trace.of.id for trace in self._written.take_ended()], OWNER)
         try:
             segment = self._writer.reserve([memoryview(chunk).nbytes for chunk in (payload.head, *payload.buffers)])
         except OSError as error:
@@ -65,13 +54,5 @@ class Shelf:
                 "limit on open files (ulimit -n)"
             ) from error
         written = Written(segment, payload)
-        trace = _Trace(written, self._gone.append)
-        trace.segment = segment
-        self._traces.add(trace)
+        self._written.follow(written, segment)
         return written
-
-    def _give_back(self) -> None:
-        while self._gone:
-            trace = self._gone.popleft()
-            self._traces.discard(trace)
-            self._writer.give_back([trace.segment.id], OWNER)
