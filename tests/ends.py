@@ -35,7 +35,7 @@ def runs(pid):
         return False
 
 
-def wait_until_gone(pids, timeout_s=10.0):
+def wait_until_gone(pids, timeout_s=2.0):
     deadline = time.monotonic() + timeout_s
     while left := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() < deadline, f"still there after {timeout_s} s: {left}"

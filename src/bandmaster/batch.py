@@ -7,7 +7,6 @@ and every type given to `register_batch_type`.
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,9 +98,9 @@ def concat_rows(values: Sequence[Any]) -> Any:
         BatchError: The values are not batches of one type, or cannot be joined (both are named).
     """
     kind = _require(values[0])
-    other = next((index for index, found in enumerate(map(_batch_type, values)) if found is not kind), None)
-    if other is not None:
-        raise BatchError(f"cannot join {_name(values[0])} (part 0) and {_name(values[other])} (part {other})")
+    for index, value in enumerate(values):
+        if _batch_type(value) is not kind:
+            raise BatchError(f"cannot join {_name(values[0])} (part 0) and {_name(value)} (part {index})")
     if len(values) == 1:
         return values[0]
     try:
@@ -155,9 +154,6 @@ def _find_type(cls: type) -> BatchType | None:
 
 def _slice(value: Any, start: int, stop: int) -> Any:
     return value[start:stop]
-
-
-_dtype = operator.attrgetter("dtype")
 
 
 def _array_rows(value: Any) -> int | None:
@@ -225,10 +221,10 @@ def _dict_concat(values: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
 
 
 def _array_concat(values: Sequence[Any]) -> Any:
-    if any(issubclass(kind, np.ma.MaskedArray) for kind in set(map(type, values))):
+    if any(isinstance(value, np.ma.MaskedArray) for value in values):
         return np.ma.concatenate(values)  # type: ignore[no-untyped-call]  # np.concatenate forgets the masks
     dtype = values[0].dtype
-    is_alike = all(map(dtype.__eq__, map(_dtype, values)))
+    is_alike = all(value.dtype == dtype for value in values)
     joined = np.concatenate(values, dtype=dtype) if is_alike else np.concatenate(values)  # keeps the byte order
     return joined if type(joined) is type(values[0]) else joined.view(type(values[0]))
 

@@ -209,14 +209,19 @@ def scatter(slots: Sequence[Slot], world_size: int, method: str) -> Iterable[Par
                 f"argument {slot.name!r} of {method} has {len(slot.value)} values for {world_size} ranks; "
                 "give one value per rank"
             )
-    keys, names = [slot.key for slot in slots], tuple([slot.name for slot in slots])
     columns = [[slot.value[rank] for rank in range(world_size)] for slot in slots]  # kept: a range makes them anew
     same: dict[tuple[int, ...], list[int]] = {}
     for rank in range(world_size):
         same.setdefault(tuple(id(column[rank]) for column in columns), []).append(rank)
+    return _parcels(slots, [[column[ranks[0]] for column in columns] for ranks in same.values()], same.values())
+
+
+def _parcels(slots: Sequence[Slot], rows: Iterable[Sequence[Any]], receivers: Iterable[Sequence[int]]) -> list[Parcel]:
+    """A parcel of each row, which has a value in place of that of each slot, for its receivers."""
+    keys, names = [slot.key for slot in slots], tuple([slot.name for slot in slots])
     return [
-        Parcel(tuple(zip(keys, [column[ranks[0]] for column in columns], strict=True)), names, tuple(ranks))
-        for ranks in same.values()
+        Parcel(tuple(zip(keys, values, strict=True)), names, tuple(ranks))
+        for values, ranks in zip(rows, receivers, strict=True)
     ]
 
 
@@ -261,18 +266,17 @@ def _common_rows(slots: Sequence[Slot], method: str) -> int:
 
 def _split(slots: Sequence[Slot], mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]]) -> Iterable[Parcel]:
     size = ranges[0][1] - ranges[0][0]  # the largest part: the first one
-    keys, names = [slot.key for slot in slots], tuple([slot.name for slot in slots])
-    columns = [split_rows(slot.value, ranges) for slot in slots]
-    for (start, stop), ranks, *parts in zip(ranges, shards(mesh, rule), *columns, strict=True):
-        if rule.pad and stop - start < size:
-            missing = size - (stop - start)
-            parts = [_padded(part, slot.value, missing) for part, slot in zip(parts, slots, strict=True)]
-        yield Parcel(tuple(zip(keys, parts, strict=True)), names, ranks)
+    columns = [_parts(slot.value, ranges, size if rule.pad else 0) for slot in slots]
+    return _parcels(slots, zip(*columns, strict=True), shards(mesh, rule))
 
 
-def _padded(part: Any, value: Any, missing: int) -> Any:
-    """A part with rows of the whole behind it."""
-    return concat_rows([part, slice_rows(pad_rows(value, missing), 0, missing)])
+def _parts(value: Any, ranges: Sequence[tuple[int, int]], size: int) -> list[Any]:
+    """The rows of each range; behind those that are fewer than ``size``, rows of the whole."""
+    parts = split_rows(value, ranges)
+    for number, (start, stop) in enumerate(ranges):
+        if (missing := size - (stop - start)) > 0:
+            parts[number] = concat_rows([parts[number], slice_rows(pad_rows(value, missing), 0, missing)])
+    return parts
 
 
 def _real_rows(mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -63,7 +63,7 @@ class WorkerHost:
         """
         try:
             if type(parts) is not memoryview:
-                items = self._decode(parts[0]) if len(parts) == 1 else self._merge(parts)
+                items = self._merge(parts)
             else:
                 items = pickle.loads(parts) if self.device == "cpu" else self._decode(Payload(parts))
             args, kwargs = [], {}
@@ -88,8 +88,11 @@ class WorkerHost:
             what = f"the returned {type(value).__name__} cannot be pickled: {error}"
             return self.failure(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
 
-    def _merge(self, parts: Sequence[Payload]) -> list[tuple[Any, Any]]:
-        """The arguments of several parts, positional ones in order."""
+    def _merge(self, parts: Sequence[Payload]) -> Sequence[tuple[Any, Any]]:
+        """The arguments of all parts, positional ones in order, as they are within each part."""
+        if len(parts) == 1:
+            items: Sequence[tuple[Any, Any]] = self._decode(parts[0])
+            return items
         items = [item for part in parts for item in self._decode(part)]
         return sorted(items, key=lambda item: item[0] if type(item[0]) is int else -1)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from bandmaster.wire import gpu
 from bandmaster.wire.lane import INLINE_NBYTES
+from bandmaster.wire.traces import Traces
 
 __all__ = ["Lender"]
 
@@ -32,7 +32,7 @@ class Lender:
         self._ask = ask
         self._trials: dict[tuple[int, int], Callable[[], bool]] = {}  # by rank and GPU
         self._refused: set[int] = set()  # GPUs whose memory cannot be lent
-        self._lent: dict[tuple[int, int], int] = {}  # bytes by GPU and identity of the copy
+        self._lent: Traces[tuple[int, int]] = Traces()  # GPU and bytes of each copy
         self._is_off = os.environ.get("BANDMASTER_CUDA_IPC") == "0"
 
     def lend(self, ranks: Sequence[int], memory: Any) -> gpu.Loan | None:
@@ -56,15 +56,14 @@ class Lender:
 
     def _has_room_for(self, memory: Any) -> bool:
         device = memory.device.index
-        lent = sum(nbytes for (gpu_index, _), nbytes in list(self._lent.items()) if gpu_index == device)
+        lent = sum(nbytes for index, nbytes in self._lent.living() if index == device)
         total = sys.modules["torch"].cuda.get_device_properties(device).total_memory
         return bool(lent + memory.numel() <= MOST_OF_A_GPU * total)
 
     def _copy(self, memory: Any) -> Any:
         copy = memory.clone()
-        key = memory.device.index, id(copy)
-        self._lent[key] = copy.numel()
-        weakref.finalize(copy, self._lent.pop, key).atexit = False
+        self._lent.take_ended()  # of which nothing is to be known any more
+        self._lent.follow(copy, (memory.device.index, copy.numel()))
         return copy
 
     def _trial(self, rank: int, device: Any) -> Callable[[], bool]:
