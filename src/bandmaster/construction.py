@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from bandmaster.backends import Crew, Launch
 from bandmaster.calls import CallInfo, GroupCall
-from bandmaster.errors import ConstructorError, RemoteError
+from bandmaster.errors import CallTimeout, ConstructorError, RemoteError
 from bandmaster.future import Future
 from bandmaster.options import CallOptions
 
@@ -30,7 +30,13 @@ def answers(crew: Crew, tickets: dict[int, Any], launch: Launch) -> dict[int, An
     # Nobody waits for constructors that others have failed to meet.
     options = CallOptions(launch.start_timeout_s, grace=0.0)
     info = CallInfo(f"{launch.cls.__name__}.__init__", launch.mesh, launch.group, options)
-    return Future(GroupCall(crew, tickets, info), dict).result()
+    try:
+        return Future(GroupCall(crew, tickets, info), dict).result()
+    except CallTimeout as error:
+        raise error.but(
+            "the workers that were starting have been ended; give them longer with start_timeout_s, or find out what "
+            "takes them so long"
+        ) from None
 
 
 def await_construction(crew: Crew, tickets: dict[int, Any], launch: Launch) -> None:

@@ -174,6 +174,9 @@ class WorkerDied(_RankError):
 class CallTimeout(BandmasterError, TimeoutError):
     """A call that did not answer in the time given; it can still be waited for, or given up.
 
+    Constructors that take longer than ``start_timeout_s`` raise it too. Then the workers were ended, and there is no
+    ``future``.
+
     Attributes:
         method: ``"Class.method"``.
         missing: The ranks that have not answered.
@@ -182,21 +185,31 @@ class CallTimeout(BandmasterError, TimeoutError):
     """
 
     def __init__(
-        self, method: str, missing: tuple[int, ...], timeout_s: float, stacks: Mapping[int, str] | None = None
+        self,
+        method: str,
+        missing: tuple[int, ...],
+        timeout_s: float,
+        stacks: Mapping[int, str] | None = None,
+        what_next: str = "the call still runs: wait for it with result() again, or give it up with cancel()",
     ) -> None:
         self.method, self.missing, self._timeout_s, self.stacks = method, missing, timeout_s, dict(stacks or {})
+        self._what_next = what_next
         self.future: Any = None
         ranks_by_stack: dict[str, list[str]] = {}
         for rank, stack in self.stacks.items():
             ranks_by_stack.setdefault(stack, []).append(str(rank))
         shown = [f"\n--- rank {', '.join(ranks)} is at ---\n{text}" for text, ranks in ranks_by_stack.items()]
         super().__init__(
-            f"{method} has no answer from rank {', '.join(map(str, missing))} after {timeout_s:g} s; the call still "
-            f"runs: wait for it with result() again, or give it up with cancel(){''.join(shown)}"
+            f"{method} has no answer from rank {', '.join(map(str, missing))} after {timeout_s:g} s; "
+            f"{what_next}{''.join(shown)}"
         )
 
+    def but(self, what_next: str) -> CallTimeout:
+        """The same error with other advice."""
+        return type(self)(self.method, self.missing, self._timeout_s, self.stacks, what_next)
+
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.method, self.missing, self._timeout_s, self.stacks)
+        return type(self), (self.method, self.missing, self._timeout_s, self.stacks, self._what_next)
 
 
 class CallCancelled(BandmasterError, RuntimeError):

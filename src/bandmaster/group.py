@@ -35,6 +35,7 @@ from bandmaster.render import html_table, text_table
 from bandmaster.tenancy import Tenancy
 from bandmaster.transfer import Gather, Incoming, Only
 from bandmaster.watch import DeathWatch
+from bandmaster.wire.steady import check_not_held
 from bandmaster.worker import registrations
 
 __all__ = ["WorkerGroup"]
@@ -223,13 +224,14 @@ class WorkerGroup:
             RemoteError: ``on_restart`` raised.
             ClosedError: The group was closed.
         """
+        check_not_held(self._life)
         with self._life:
             crew, has_hook = self._tenancy.crew, callable(getattr(self._cls, "on_restart", None))
             if state is not None and not has_hook:
                 raise UsageError(f"{self._cls.__name__} has no method on_restart(self, state) to take the state")
             hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
-            self._end_watches()
             crew.stop("the group was restarted")
+            self._end_watches()
             self._open_calls = OpenCalls()  # what was pending has failed
             self._tenancy.move_in(get_backend(self._pool.backend).start(replace(self._launch, is_again=True)))
             self._watch_again()
@@ -262,6 +264,7 @@ class WorkerGroup:
                 "on_replace(self, rank, state), or restart() the whole group"
             )
         hook = self._same("on_replace", (rank, state), {}, self.world_size)
+        check_not_held(self._life)
         with self._life:
             self._check_alive_but(rank)
             self._open_calls.give_up_all()

@@ -24,9 +24,10 @@ from bandmaster.wire.codec import Payload
 from bandmaster.wire.gpu import Loan
 from bandmaster.worker import WorkerContext
 
-__all__ = ["CLOSED", "Backend", "Call", "Crew", "Launch", "Reply", "Seat", "get_backend", "register_backend"]
+__all__ = ["CLOSED", "QUEUED", "Backend", "Call", "Crew", "Launch", "Reply", "Seat", "get_backend", "register_backend"]
 
 CLOSED = "the group was closed"
+QUEUED = "(not yet at this call, but at one that was sent before it)\n"
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,11 @@ class Crew(Protocol):
     def give_up(self, tickets: Mapping[int, Any]) -> None:
         """Interrupt calls where they run, by rank; where they do not run yet, they are passed over."""
 
-    def stacks(self, ranks: Sequence[int]) -> Mapping[int, str]:
-        """Where ranks are: their Python stacks, innermost frame last; without those that cannot be had."""
+    def stacks(self, tickets: Mapping[int, Any]) -> Mapping[int, str]:
+        """Where ranks are: their Python stacks, innermost frame last; without those that cannot be had.
+
+        That of a rank which has not come to its ticket's call yet begins with `QUEUED`.
+        """
 
     def end(self, tickets: Mapping[int, Any], why: str) -> None:
         """End the processes of ranks that are at these calls, not those that have not come to them yet."""

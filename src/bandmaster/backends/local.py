@@ -100,7 +100,7 @@ class LocalCrew(LaneCrew):
         self._zygote = zygote
         self._output = WorkerOutput(launch.cls.__name__)
         self.processes: dict[int, int] = {}
-        self.is_stopped = self._is_ended = False
+        self._is_ended = False
         self.port = 0  # of the rendezvous
         self._devices = [_device_of(launch)] * len(launch.seats)
         ours: list[socket.socket] = []
@@ -144,7 +144,6 @@ class LocalCrew(LaneCrew):
         """Hang up, so that the workers end; kill those that do not."""
         if self._is_ended:
             return
-        self.is_stopped = True
         self.close_lanes(why)
         processes = list(self.processes.values())
         try:

@@ -81,7 +81,7 @@ class WorkerActor:
         controller = nameplate.controller if controllers_host == host_identity() else 0
         self._desk = Desk(replace(nameplate, pid=os.getpid(), controller=controller))
         self._host.hold = self._desk.hold
-        address = ray.util.get_node_ip_address()
+        address = self._host.node_name = ray.util.get_node_ip_address()  # by which Ray's own messages name the node
         device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
         if nameplate.rank == 0:
             self._host.rendezvous = Rendezvous(address)
@@ -117,7 +117,7 @@ class WorkerActor:
         sock = connect(name, introduction)
         if sock is not None:
             os.register_at_fork(after_in_child=sock.close)
-            self._lane = Lane(sock, SegmentWriter())
+            self._lane = Lane(sock, SegmentWriter(), is_only_reader=True)
         return sock is not None
 
     def bandmaster_serve(self, n_left: int = 0) -> None:

@@ -348,7 +348,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int) -> N
         _take_on(spawn)
         desk = Desk(replace(spawn.nameplate, pid=os.getpid()))
         host = WorkerHost(desk.hold)
-        lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter())
+        lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(), is_only_reader=True)
         os.register_at_fork(after_in_child=lane.socket.close)  # or the controller would not hear of this one's end
         serve(lane, host, desk)
         host.close()
