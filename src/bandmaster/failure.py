@@ -55,14 +55,12 @@ class Failure:
     at: float = 0.0
 
     @classmethod
-    def of(
-        cls, error: BaseException, kind: FailureKind = FailureKind.RAISED, device: str = "", host: str = ""
-    ) -> Failure:
-        """Describe ``error``, raised in this process; ``host`` is the machine's host name by default."""
+    def of(cls, error: BaseException, kind: FailureKind = FailureKind.RAISED, device: str = "") -> Failure:
+        """Describe ``error``, raised in this process."""
         text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
         summary = "".join(traceback.format_exception_only(error)).strip()
         in_collective = _COLLECTIVES in _innermost_file(error.__traceback__)
-        host, pid, now = host or os.uname().nodename, os.getpid(), time.time()
+        host, pid, now = os.uname().nodename, os.getpid(), time.time()
         return cls(kind, summary, text, error, host, pid, device, in_collective, now)
 
     @classmethod

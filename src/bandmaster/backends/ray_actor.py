@@ -45,6 +45,7 @@ class Standing:
 
     Attributes:
         address: Of its node.
+        host_name: Name of the machine, as failures call it.
         host: Which machine that is, see `host_identity`.
         pid: Of its process.
         device: As torch names it; ``"cpu"`` also where Ray only pretends to have GPUs.
@@ -54,6 +55,7 @@ class Standing:
     """
 
     address: str
+    host_name: str
     host: str
     pid: int
     device: str
@@ -81,13 +83,13 @@ class WorkerActor:
         controller = nameplate.controller if controllers_host == host_identity() else 0
         self._desk = Desk(replace(nameplate, pid=os.getpid(), controller=controller))
         self._host.hold = self._desk.hold
-        address = self._host.node_name = ray.util.get_node_ip_address()  # by which Ray's own messages name the node
+        address = ray.util.get_node_ip_address()
         device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
         if nameplate.rank == 0:
             self._host.rendezvous = Rendezvous(address)
         port = self._host.rendezvous.port if self._host.rendezvous else 0
         node, stderr = ray.get_runtime_context().get_node_id(), os.readlink("/proc/self/fd/2")
-        return Standing(address, host_identity(), os.getpid(), device, port, node, stderr)
+        return Standing(address, os.uname().nodename, host_identity(), os.getpid(), device, port, node, stderr)
 
     def bandmaster_construct(
         self, context: WorkerContext, environment: Mapping[str, str], paths: Sequence[str], constructor: Payload

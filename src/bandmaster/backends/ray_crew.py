@@ -303,7 +303,7 @@ class RayCrew:
         standing = self.standings.get(rank)
         if standing is None:
             return Failure(FailureKind.DIED, summary)
-        return Failure.of_death(summary, self._last_errors(rank), standing.address, standing.pid, standing.device)
+        return Failure.of_death(summary, self._last_errors(rank), standing.host_name, standing.pid, standing.device)
 
     def _last_words(self, rank: int) -> RayError | None:
         """What Ray says about an actor whose lane broke."""

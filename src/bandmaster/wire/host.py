@@ -29,7 +29,6 @@ class WorkerHost:
         hold: Makes a context in which calls are not interrupted: in a process of their own as its desk says, else
             by Ctrl-C.
         device: Where tensors go that come from a GPU.
-        node_name: What failures call this host; "" for its host name.
     """
 
     def __init__(self, hold: Callable[[], AbstractContextManager[None]] = SteadyLock) -> None:
@@ -38,7 +37,6 @@ class WorkerHost:
         self.rendezvous: Rendezvous | None = None  # on rank 0 of workers with a process of their own
         self._loop: _EventLoopThread | None = None
         self.device = "cpu"
-        self.node_name = ""
 
     def construct(self, context: WorkerContext, constructor: Payload) -> Failure | None:
         """Make the worker from the encoded ``(cls, args, kwargs)``, which must lie in memory of its own."""
@@ -106,7 +104,7 @@ class WorkerHost:
 
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
         """Describe what was raised in this worker."""
-        failure = Failure.of(error, kind, self.device, self.node_name)
+        failure = Failure.of(error, kind, self.device)
         if _follows_interruption(error):
             return replace(failure, kind=FailureKind.CANCELLED, summary="interrupted by the controller")
         return failure
