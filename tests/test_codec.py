@@ -326,12 +326,30 @@ def test_cycles_close(large):
     assert bytes(copy["large"]) == bytes(large)
 
 
-def test_what_is_shared_in_many_ways_is_sent_once():
-    value = ["a"]
-    for _ in range(50):
-        value = [value, value]  # 2 ** 50 paths to the innermost
+PAIRS = {"list": lambda a: [a, a], "tuple": lambda a: (a, a), "dict": lambda a: {0: a, 1: a}}
 
-    assert encode(value).nbytes < 1000
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("innermost", [1, bytes(9 * N)], ids=["small", "large"])
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_what_is_shared_in_many_ways_is_sent_once(pair, innermost):
+    value = pair(innermost)
+    for _ in range(50):
+        value = pair(value)  # 2 ** 50 paths to the innermost
+
+    assert encode(value).nbytes < 2000 + 9 * N
+
+
+@pytest.mark.parametrize("wrap", [lambda a: [a], lambda a: (a,), lambda a: {0: a}], ids=["list", "tuple", "dict"])
+def test_values_that_pickle_can_nest_so_deeply_can_be_sent(wrap):
+    value = bytes(9 * N)
+    for _ in range(300):
+        value = wrap(value)
+
+    payload = encode(value)
+
+    assert len(payload.buffers) == 1
+    assert decode(payload.private()) == value
 
 
 class Point:  # the receiver may not be able to import the module that it is defined in

@@ -29,6 +29,7 @@ from bandmaster.wire.arrays import is_bare, reduce_array
 __all__ = ["Payload", "decode", "encode"]
 
 OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
+MAX_PLAIN_ITEMS = 32  # at each depth of a value that needs no pickler of ours
 MAX_ITEMS = 100  # that are looked at to see whether a value is bare
 
 Reducer = Callable[..., Any]  # of a value and ``lend``, see `tensors.Lend`
@@ -134,13 +135,20 @@ _PLAIN = {int, float, bool, str, type(None)}
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is so simple that it needs no pickler of ours: numbers, text, and small tuples of them."""
-    if type(value) is not tuple or len(value) > 8:
+    """Whether a value needs no pickler of ours: a number, a text, or a tuple of few of them, which may be nested."""
+    if type(value) is not tuple:
         return type(value) in _PLAIN
-    for item in value:  # noqa: SIM110  # quicker than all(...), and asked for every call
-        if type(item) not in _PLAIN and not _is_plain(item):
-            return False
-    return True
+    while len(value) <= MAX_PLAIN_ITEMS:
+        nested: tuple[Any, ...] = ()  # the items of all tuples in it
+        for item in value:
+            if type(item) not in _PLAIN:
+                if type(item) is not tuple or len(nested) > MAX_PLAIN_ITEMS:
+                    return False
+                nested += item
+        if not nested:
+            return True
+        value = nested
+    return False
 
 
 def _is_bare(value: Any) -> bool:
