@@ -326,6 +326,65 @@ def test_cycles_close(large):
     assert bytes(copy["large"]) == bytes(large)
 
 
+class Box:
+    def __init__(self, *inside):
+        self.inside = inside
+
+
+CONTAINERS = [list, tuple, lambda inside: dict(enumerate(inside)), lambda inside: Box(*inside)]
+SIZES = st.sampled_from([3, 5000])  # in the pickle stream, and out of band
+
+
+@st.composite
+def graphs(draw):
+    """A value whose parts are shared by containers and objects in any way; a list in it may hold the whole."""
+    sizes = draw(st.lists(SIZES, min_size=1, max_size=3))
+    parts = [draw(st.sampled_from([bytes, bytearray, np.zeros]))(size) for size in sizes]
+    for kind in draw(st.lists(st.sampled_from(CONTAINERS), min_size=1, max_size=6)):
+        parts.append(kind(draw(st.lists(st.sampled_from(parts), min_size=1, max_size=3))))
+    whole = tuple(draw(st.lists(st.sampled_from(parts), min_size=2, max_size=4)))
+    lists = [part for part in parts if type(part) is list]
+    if lists and draw(st.booleans()):
+        lists[0].append(whole)
+    return whole
+
+
+def structure(value):
+    """What a value is made of, and which of its parts are the same object."""
+    numbers, found = {id(value): 0}, [value]  # grows as it is looked through
+    described = []
+    for part in found:
+        kind = type(part)
+        inside = list(part.values()) if kind is dict else part if kind in (list, tuple) else ()
+        inside = part.inside if kind is Box else inside
+        for item in inside:
+            if id(item) not in numbers:
+                numbers[id(item)] = len(found)
+                found.append(item)
+        described.append((kind, len(inside), [numbers[id(item)] for item in inside]))
+    return described
+
+
+@given(graphs())
+def test_what_is_one_object_arrives_as_one_just_as_through_pickle(value):
+    assert structure(sent(value)) == structure(pickle.loads(pickle.dumps(value)))
+
+
+@pytest.mark.parametrize(
+    "large",
+    [bytearray(9 * N), bytes(9 * N), [bytes(9 * N)], {"a": [bytes(9 * N)]}],
+    ids=["bytearray", "bytes", "list", "dict"],
+)
+def test_what_an_object_refers_to_stays_the_same_as_what_lies_beside_it(large):
+    payload = encode((large, Box(large), [large]))
+    first, box, third = decode(payload.private())
+
+    assert first is box.inside[0] is third[0]
+    assert first == large
+    assert len(payload.buffers) == 1
+    assert payload.nbytes < 10 * N
+
+
 PAIRS = {"list": lambda a: [a, a], "tuple": lambda a: (a, a), "dict": lambda a: {0: a, 1: a}}
 
 
