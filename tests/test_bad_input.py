@@ -103,7 +103,13 @@ class Ledger(bm.Worker):
     def __init__(self):
         self.n_calls = 0
 
+    unit = "calls"
+
     def calls(self):
+        return self.n_calls
+
+    @property
+    def total(self):
         return self.n_calls
 
     def unregistered(self, x):
@@ -212,6 +218,21 @@ CALLS = {
         lambda group: group.execute_all_sync(group.tell, 1),
         bm.ArgumentError,
         ["Ledger has no method <group method Ledger.tell(x, y=0)"],
+    ),
+    "a property instead of a method": (
+        lambda group: group.execute_all_sync("total"),
+        bm.ArgumentError,
+        ["Ledger.total is a property, not a method", "add a method that returns it"],
+    ),
+    "a class attribute instead of a method": (
+        lambda group: group.execute_rank_zero_sync("unit"),
+        bm.ArgumentError,
+        ["Ledger.unit is a str, not a method", "add a method that returns it"],
+    ),
+    "a timeout that is no number": (
+        lambda group: group.tell.options(timeout=float("nan"))(1),
+        bm.UsageError,
+        ["timeout must be a non-negative number of seconds or None, got nan"],
     ),
     "too few values for the ranks": (
         lambda group: group.each([1]),
@@ -526,6 +547,10 @@ class HoldsGlobalLock(bm.Worker):
     lock = threading.Lock()
 
 
+class Awaits(bm.Worker):
+    async def __init__(self): ...
+
+
 GROUPS = {
     "no worker class": (lambda pool: bm.WorkerGroup(pool, dict), bm.UsageError, ["bandmaster.Worker", "dict"]),
     "an instance": (lambda pool: bm.WorkerGroup(pool, Fragile.__new__(Fragile)), bm.UsageError, ["bandmaster.Worker"]),
@@ -535,6 +560,19 @@ GROUPS = {
         bm.UsageError,
         ["takes a ResourcePool, then a worker"],
     ),
+    "an async constructor": (
+        lambda pool: bm.WorkerGroup(pool, Awaits),
+        bm.UsageError,
+        ["Awaits.__init__ is async", "nothing would await it", "async method"],
+    ),
+    **{
+        f"{value!r} seconds for the constructors": (
+            lambda pool, value=value: bm.WorkerGroup(pool, Fragile, start_timeout_s=value),
+            bm.UsageError,
+            ["start_timeout_s must be a non-negative number of seconds or None", f"got {value!r}"],
+        )
+        for value in ("a", -1, float("nan"), True)
+    },
     "constructor arguments that do not fit": (
         lambda pool: bm.WorkerGroup(pool, Fragile, 1, 2, speed=3),
         bm.ArgumentError,
@@ -585,6 +623,15 @@ def test_a_bad_group_is_refused_before_anything_is_started(pool, ledger, make, e
         make(pool)
     assert [word for word in words if word not in str(refused.value)] == []
     assert ledger.tell(1) == [(1, 0), (1, 0)], "the pool is as good as before"
+
+
+def test_a_constructor_that_returns_a_value_fails_the_group(make_pool):
+    class Returns(bm.Worker):
+        def __init__(self):
+            return 3
+
+    with pytest.raises(bm.ConstructorError, match=r"Returns\.__init__\(\) should return None, not 'int'"):
+        bm.WorkerGroup(make_pool([1]), Returns)
 
 
 def test_a_class_that_cannot_be_pickled_is_named(pool):
@@ -676,9 +723,12 @@ def test_a_pool_of_no_sensible_size_is_refused(make_pool, nodes):
     [
         {"max_colocate_count": 0},
         {"max_colocate_count": 1.5},
+        {"max_colocate_count": True},
         {"cpus_per_worker": -1},
         {"cpus_per_worker": "two"},
+        {"cpus_per_worker": float("nan")},
         {"placement_timeout_s": -1},
+        {"placement_timeout_s": float("nan")},
         {"placement_timeout_s": None},
         {"use_gpu": "yes"},
         {"use_gpu": 2},

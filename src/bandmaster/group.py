@@ -28,7 +28,7 @@ from bandmaster.failure import Failure
 from bandmaster.future import Future
 from bandmaster.mesh import Mesh
 from bandmaster.method import GroupMethod, MethodSpec
-from bandmaster.options import CallOptions, default_options
+from bandmaster.options import CallOptions, check_seconds, default_options
 from bandmaster.planning import Packed, Slot, alike, everywhere, scatter
 from bandmaster.pool import ResourcePool
 from bandmaster.render import html_table, text_table
@@ -60,7 +60,8 @@ class WorkerGroup:
     Raises:
         ArgumentError: The constructor cannot be called so, or an argument cannot be pickled.
         MeshError: The mesh has another size than the pool.
-        UsageError: No worker class, or a registered method hides an attribute of the group.
+        UsageError: No worker class, an async constructor, a ``start_timeout_s`` that is no duration, or a registered
+            method that hides an attribute of the group.
         ConstructorError: A worker's constructor raised; the others were ended. All places were given back.
         WorkerDied: A worker's process ended before it was constructed; likewise.
         CallTimeout: The constructors did not end in time; likewise.
@@ -80,6 +81,7 @@ class WorkerGroup:
     ) -> None:
         if not isinstance(pool, ResourcePool):
             raise ArgumentError(f"{type(self).__name__} takes a ResourcePool, then a worker class; {pool!r} is no pool")
+        check_seconds("start_timeout_s", start_timeout_s)
         cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
         registered = registrations(cls)
         check_names(cls, registered, dir(WorkerGroup))
@@ -142,7 +144,7 @@ class WorkerGroup:
         """The backend's own handles, one per rank: actor handles on Ray, the objects themselves in-process."""
         return list(self._tenancy.crew.handles)
 
-    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_all_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a method, registered or not, on every rank, and wait.
 
         When every argument is a list of world_size values, rank r gets the r-th of each; otherwise every rank
@@ -158,11 +160,11 @@ class WorkerGroup:
         values: list[Any] = self._on_all(method_name, self._pack_all(method_name, args, kwargs))
         return values
 
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_all_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """The same without waiting: for every rank an ObjectRef on Ray, a `Future` elsewhere."""
         return self._references(method_name, self._pack_all(method_name, args, kwargs), self._ranks)
 
-    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_rank_zero_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method, registered or not, on rank 0 with the arguments as they are; its plain value.
 
         Raises:
@@ -172,7 +174,7 @@ class WorkerGroup:
         packed = self._same(method_name, args, kwargs, 1)
         return self._submit(method_name, packed, (0,), Only(), (0,), waits=True)
 
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_rank_zero_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """The same without waiting: an ObjectRef on Ray, a `Future` elsewhere."""
         return self._references(method_name, self._same(method_name, args, kwargs, 1), (0,))[0]
 
@@ -344,6 +346,9 @@ class WorkerGroup:
 
     def _bind(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Slot]:
         if not (isinstance(method, str) and callable(getattr(self._cls, method, None))):
+            if isinstance(method, str) and hasattr(self._cls, method):
+                kind = type(getattr(self._cls, method)).__name__
+                raise ArgumentError(f"{self._label(method)} is a {kind}, not a method; add a method that returns it")
             import difflib  # here, as few need it, and the import of everything is to be quick
 
             near = difflib.get_close_matches(str(method), dir(self._cls), 1)
@@ -351,7 +356,7 @@ class WorkerGroup:
             raise ArgumentError(f"{self._cls.__name__} has no method {method!r}{hint}")
         return bind(self._label(method), signature_without_self(self._cls, method), args, kwargs)
 
-    def set_default_options(self, **options: float | None) -> None:
+    def set_default_options(self, /, **options: float | None) -> None:
         """Set what holds for the calls of this group that say nothing else.
 
         Args:

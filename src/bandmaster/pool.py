@@ -66,10 +66,10 @@ class ResourcePool:
         placement_timeout_s: float = 60.0,
     ) -> None:
         nodes = _checked_nodes(process_on_nodes)
-        if not isinstance(max_colocate_count, int) or max_colocate_count < 1:
+        if isinstance(max_colocate_count, bool) or not isinstance(max_colocate_count, int) or max_colocate_count < 1:
             raise UsageError(f"max_colocate_count is the number of groups on a place, not {max_colocate_count!r}")
         for what, amount in (("cpus_per_worker", cpus_per_worker), ("placement_timeout_s", placement_timeout_s)):
-            if not isinstance(amount, int | float) or amount < 0:
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:  # nan is not
                 raise UsageError(f"{what} is a number of 0 or more, not {amount!r}")
         if not isinstance(use_gpu, bool):
             raise UsageError(f"use_gpu is True or False, one GPU for every place or none, not {use_gpu!r}")

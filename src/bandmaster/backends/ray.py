@@ -28,6 +28,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
+from ray.util.client import ray as client
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -50,6 +51,10 @@ __all__ = ["RayBackend"]
 PLACE = "bandmaster_place"  # what a place costs in a Ray of our own
 START_TIMEOUT_S = 300.0  # for actor processes, not for constructors
 RENAME_TIMEOUT_S = 10.0  # for Ray to forget the name of an actor that was killed
+_NO_CLIENT = (
+    "backend 'ray' needs a process that is part of the Ray cluster, and Ray Client (ray://) is not; run the script on "
+    "a node of the cluster, with `ray job submit` for example, and without ray:// in ray.init and RAY_ADDRESS"
+)
 _UNIQUE = " #"  # Ray wants names of placement groups to be unique; what follows is not shown
 REFUSED_OPTIONS = (  # of actors, and why they cannot be had here
     (
@@ -199,8 +204,14 @@ class RayBackend:
 
     def _connect(self) -> None:
         """Use the Ray of this process, else a cluster that runs on this machine or is named by RAY_ADDRESS, else
-        one of our own."""
+        one of our own.
+
+        Raises:
+            UsageError: It is one that can only be reached by Ray Client.
+        """
         if ray.is_initialized():
+            if client.is_connected():
+                raise UsageError(_NO_CLIENT)
             if self._session != _session():  # the user has left ours and joined another
                 self._is_connected_here = self._is_embedded = False
             return
@@ -261,8 +272,14 @@ def _session() -> str | None:
 
 
 def _running_cluster() -> str | None:
-    """Address of the cluster that `ray.init` would join; None if there is none, or only the trace of a dead one."""
+    """Address of the cluster that `ray.init` would join; None if there is none, or only the trace of a dead one.
+
+    Raises:
+        UsageError: It would use Ray Client.
+    """
     if "RAY_ADDRESS" in os.environ:
+        if os.environ["RAY_ADDRESS"].startswith("ray://"):
+            raise UsageError(_NO_CLIENT)
         return os.environ["RAY_ADDRESS"]
     address = ray._private.services.find_bootstrap_address(None)
     if not address:
