@@ -66,6 +66,7 @@ class WorkerGroup:
         WorkerDied: A worker's process ended before it was constructed; likewise.
         CallTimeout: The constructors did not end in time; likewise.
         PlacementError: The pool does not fit, or its places hold as many groups as they may.
+        ResourceError: There is no descriptor, process or thread for a worker, or the working directory was removed.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ class WorkerGroup:
 
         Raises:
             ClosedError: The group was closed.
+            ResourceError: The system allows no more threads.
         """
         call = CallInfo(self._cls.__name__, self._mesh, self._name)
         self._watches.append(DeathWatch(self._tenancy.crew, call, callback))

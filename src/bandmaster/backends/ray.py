@@ -42,6 +42,7 @@ from bandmaster.backends.ray_actor import CONSTRUCTION, actor_class, host_identi
 from bandmaster.backends.ray_crew import POLL_S, RayCrew
 from bandmaster.construction import answers, await_construction, replacement
 from bandmaster.errors import PlacementError, UsageError
+from bandmaster.limits import working_directory
 from bandmaster.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
 from bandmaster.wire.desk import Nameplate
 from bandmaster.wire.rendezvous import rendezvous_environment
@@ -216,6 +217,7 @@ class RayBackend:
                 self._is_connected_here = self._is_embedded = False
             return
         self._is_connected_here, self._is_embedded = True, False
+        working_directory()  # which Ray takes for granted
         cluster = _running_cluster()
         if cluster is not None:
             ray.init(cluster, logging_level=logging.WARNING)

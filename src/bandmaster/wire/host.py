@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -13,6 +12,7 @@ from types import CoroutineType
 from typing import Any
 
 from bandmaster.failure import Failure, FailureKind
+from bandmaster.limits import start_thread
 from bandmaster.wire.codec import Payload, decode, encode
 from bandmaster.wire.desk import Interrupted
 from bandmaster.wire.rendezvous import Rendezvous
@@ -168,8 +168,11 @@ class _EventLoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._serve, name="bandmaster-async-methods", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = start_thread("bandmaster-async-methods", self._serve)
+        except BaseException:
+            self._loop.close()
+            raise
 
     def _serve(self) -> None:
         while not self._is_closed:
