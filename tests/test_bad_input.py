@@ -1,6 +1,8 @@
 """What bad input gets: an error of the library's tree that says what was asked and what to do; nothing is lost."""
 
 import inspect
+import signal
+import sys
 import threading
 
 import numpy as np
@@ -72,6 +74,47 @@ class NeverLeaves:
         raise ValueError("is open")
 
 
+class LeavesNoWords:
+    """Cannot be pickled, and what it raises cannot be printed."""
+
+    def __reduce__(self):
+        raise Mute
+
+
+class StopsOnArrival:
+    """Ends the program where it is unpickled."""
+
+    def __reduce__(self):
+        return sys.exit, ("on arrival",)
+
+
+def load_and_signal():
+    signal.raise_signal(signal.SIGUSR1)
+    return ["loaded"]
+
+
+class SignalsOnArrival:
+    """Is unpickled while a signal comes."""
+
+    def __reduce__(self):
+        return load_and_signal, ()
+
+
+class StopsOnLeaving:
+    """Raises no Exception where it is pickled."""
+
+    def __reduce__(self):
+        raise Stop("on leaving")
+
+
+class ErrorThatStopsOnArrival(Exception):
+    __reduce__ = StopsOnArrival.__reduce__
+
+
+class ErrorThatStopsOnLeaving(Exception):
+    __reduce__ = StopsOnLeaving.__reduce__
+
+
 FAILURES = {
     "builtin": lambda: KeyError("loss"),
     "the user's own": lambda: OutOfLuck(7, "cards"),
@@ -81,6 +124,8 @@ FAILURES = {
     "cannot be pickled": lambda: HoldsLock("held"),
     "cannot be unpickled": lambda: TakesTwo("stuck", "layer 3"),
     "cannot be printed": lambda: Mute(),
+    "stops on arrival": lambda: ErrorThatStopsOnArrival("poison"),
+    "stops on leaving": lambda: ErrorThatStopsOnLeaving("poison"),
 }
 RESULTS = {
     "float": lambda rank: 0.5,
@@ -94,6 +139,10 @@ RESULTS = {
     "lock on rank 1": lambda rank: [rank] if rank == 0 else threading.Lock(),
     "never leaves": lambda rank: NeverLeaves(),
     "never arrives": lambda rank: NeverArrives(),
+    "leaves no words": lambda rank: LeavesNoWords(),
+    "stops on arrival": lambda rank: StopsOnArrival(),
+    "stops on leaving": lambda rank: StopsOnLeaving(),
+    "signals on arrival": lambda rank: SignalsOnArrival(),
 }
 
 
@@ -311,12 +360,22 @@ CALLS = {
     "a value for rank 1 that cannot be pickled": (
         lambda group: group.each([1, NeverLeaves()]),
         bm.ArgumentError,
-        ["argument 'x' of Ledger.each (NeverLeaves) cannot be pickled: is open"],
+        ["argument 'x' of Ledger.each (NeverLeaves) cannot be pickled: ValueError: is open"],
+    ),
+    "an argument whose error cannot be printed": (
+        lambda group: group.tell(1, LeavesNoWords()),
+        bm.ArgumentError,
+        ["argument 'y' of Ledger.tell (LeavesNoWords) cannot be pickled: ", "Mute: <"],
+    ),
+    "an argument that stops the program when it is pickled": (
+        lambda group: group.tell(1, StopsOnLeaving()),
+        bm.ArgumentError,
+        ["argument 'y' of Ledger.tell (StopsOnLeaving) cannot be pickled: test_bad_input.Stop: on leaving"],
     ),
     "by name, what cannot be pickled": (
         lambda group: group.execute_all_sync("unregistered", x=NeverLeaves()),
         bm.ArgumentError,
-        ["argument 'x' of Ledger.unregistered (NeverLeaves) cannot be pickled: is open"],
+        ["argument 'x' of Ledger.unregistered (NeverLeaves) cannot be pickled: ValueError: is open"],
     ),
 }
 
@@ -411,8 +470,15 @@ def test_a_class_wrapped_by_ray_keeps_the_signatures_that_its_author_wrote(ray_c
         ("unequal dict", 0, ["'ids' has 1, 'labels' has 2", "Gather() or Reduce('mean')"]),
         ("lock", 0, ["and on rank 1", "the returned lock cannot be pickled"]),
         ("lock on rank 1", 1, ["the returned lock cannot be pickled"]),
-        ("never leaves", 0, ["and on rank 1", "the returned NeverLeaves cannot be pickled: is open"]),
+        ("never leaves", 0, ["and on rank 1", "the returned NeverLeaves cannot be pickled: ValueError: is open"]),
         ("never arrives", 0, ["and on rank 1", "cannot be unpickled in the controller", "made by a newer version"]),
+        ("leaves no words", 0, ["and on rank 1", "the returned LeavesNoWords cannot be pickled: ", "Mute: <"]),
+        ("stops on arrival", 0, ["and on rank 1", "cannot be unpickled in the controller: SystemExit: on arrival"]),
+        (
+            "stops on leaving",
+            0,
+            ["and on rank 1", "the returned StopsOnLeaving cannot be pickled: test_bad_input.Stop: on leaving"],
+        ),
     ],
 )
 def test_a_result_that_cannot_be_sent_or_joined_names_rank_and_type(ledger, what, rank, words):
@@ -422,7 +488,24 @@ def test_a_result_that_cannot_be_sent_or_joined_names_rank_and_type(ledger, what
     assert (error.method, error.rank, error.coordinates[rank]) == ("Ledger.give", rank, {"dp": rank})
     assert str(error).startswith(f"Ledger.give failed on rank {rank} (dp={rank}")
     assert [word for word in words if word not in str(error)] == []
-    assert ledger.tell(1) == [(1, 0), (1, 0)]
+    for _ in range(2):
+        assert ledger.tell(1) == [(1, 0), (1, 0)]
+
+
+def test_a_signal_handler_that_ends_the_program_while_a_result_arrives_is_not_taken_for_the_results_fault(ledger):
+    def end(*_):
+        if not has_come:
+            has_come.append(True)
+            sys.exit("told to end")
+
+    has_come, before = [], signal.signal(signal.SIGUSR1, end)
+    try:
+        with pytest.raises(SystemExit, match="told to end"):
+            ledger.give("signals on arrival")
+        assert ledger.tell(1) == [(1, 0), (1, 0)]
+        assert ledger.give("signals on arrival") == ["loaded", "loaded"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_result_that_cannot_be_reduced_names_every_type(ledger):
@@ -468,6 +551,8 @@ def test_all_ranks_that_raise_are_in_failures(ledger):
         ("cannot be pickled", type(None), "HoldsLock: held"),
         ("cannot be unpickled", type(None), "TakesTwo: stuck at layer 3"),
         ("cannot be printed", Mute, "Mute: <"),
+        ("stops on arrival", type(None), "ErrorThatStopsOnArrival: poison"),
+        ("stops on leaving", type(None), "ErrorThatStopsOnLeaving: poison"),
     ],
 )
 def test_whatever_a_method_raises_becomes_a_remote_error(ledger, how, cause, words):
@@ -496,12 +581,17 @@ def test_async_methods_may_raise_anything_too(make_group):
         assert group.tell(1) == [1]
 
 
-def test_an_argument_that_cannot_be_unpickled_fails_on_its_rank_alone(ledger):
+@pytest.mark.parametrize(
+    ("argument", "cause", "words"),
+    [(NeverArrives(), ValueError, "made by a newer version"), (StopsOnArrival(), SystemExit, "on arrival")],
+    ids=["never arrives", "stops on arrival"],
+)
+def test_an_argument_that_cannot_be_unpickled_fails_on_its_rank_alone(ledger, argument, cause, words):
     before = ledger.execute_all_sync("calls")
-    with pytest.raises(bm.RemoteError, match=r"Ledger\.each failed on rank 1 .*made by a newer version") as caught:
-        ledger.each([0, NeverArrives()])
+    with pytest.raises(bm.RemoteError, match=rf"Ledger\.each failed on rank 1 .*{words}") as caught:
+        ledger.each([0, argument])
     assert list(caught.value.failures) == [1]
-    assert isinstance(caught.value.__cause__, ValueError)
+    assert isinstance(caught.value.__cause__, cause)
     assert ledger.execute_all_sync("calls") == [before[0] + 1, before[1]]
     assert ledger.tell(1) == [(1, 0), (1, 0)]
 

@@ -170,6 +170,25 @@ def test_a_reference_that_fails_raises_the_original_exception(ray_cluster):
             ray_cluster.get(group.workers[0].fail.remote())
 
 
+class StopsOnArrival:
+    def __reduce__(self):
+        return sys.exit, ("on arrival",)
+
+
+def test_a_result_that_stops_the_program_when_it_arrives_by_rays_own_call_fails_its_call_alone(ray_cluster):
+    class Gives(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def give(self, is_poisoned):
+            return StopsOnArrival() if is_poisoned else "fine"
+
+    with bm.ResourcePool([1], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, Gives)
+        assert len(group.workers) == 1  # from here on, calls are Ray's own
+        with pytest.raises(bm.CollectError, match=r"Gives\.give failed on rank 0 .*unpickled in .*on arrival"):
+            group.give(True)
+        assert group.give(False) == group.give(False) == ["fine"]
+
+
 class Unusual(bm.Worker):
     @staticmethod
     def double(x):

@@ -107,7 +107,7 @@ class InProcessCrew:
             return ticket.outcome and _delivered(ticket.outcome)
         try:
             return decode(ticket.outcome)
-        except Exception as error:
+        except BaseException as error:  # the user's objects may raise anything when they are unpickled
             return Failure.unreadable(error)
 
     def give_up(self, tickets: Mapping[int, Any]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any
 
-from bandmaster.failure import Failure, FailureKind
+from bandmaster.failure import Failure, FailureKind, summary_of
 from bandmaster.limits import start_thread
 from bandmaster.wire.codec import Payload, decode, encode
 from bandmaster.wire.desk import Interrupted
@@ -84,8 +84,10 @@ class WorkerHost:
             return None
         try:
             return encode(value)
-        except Exception as error:
-            what = f"the returned {type(value).__name__} cannot be pickled: {error}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # as above
+            what = f"the returned {type(value).__name__} cannot be pickled: {summary_of(error)}"
             return self.failure(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
 
     def _merge(self, parts: Sequence[Payload]) -> Sequence[tuple[Any, Any]]:
