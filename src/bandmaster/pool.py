@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ResourcePool", "merge_resource_pool", "split_resource_pool"]
 
+_occupying = threading.RLock()  # one group at a time takes places; re-entrant, as a signal handler may make one, too
+
 
 class ResourcePool:
     """Places for workers, ``[4, 2]`` being four on one node and two on another.
@@ -144,6 +146,7 @@ class ResourcePool:
         self._check_open()
         for part in self._parts:
             part.lease.open()
+        self._check_open()  # another thread may have closed it meanwhile
         return self
 
     def close(self) -> None:
@@ -152,8 +155,7 @@ class ResourcePool:
         Closing a pool also closes the groups of pools that were merged or split from it. Closing twice is fine.
         """
         self._is_closed = True
-        for group in list(self._groups):
-            group.close()
+        _close_all(self._groups)
         for lease in self._owned:
             lease.close()
 
@@ -172,24 +174,34 @@ class ResourcePool:
     ) -> tuple[Seat, ...]:
         """Seats for a new group; ``take`` gets what gives them back, before anything is taken."""
         self.reserve()
-        self._check_room(name)
         places = [(part.lease, part.node, index) for part in self._parts for index in part.indices]
-        take(partial(_vacate, places, name))
-        for lease, node, index in places:
-            lease.holders.setdefault((node, index), []).append(name)
-        for lease in {part.lease for part in self._parts}:
-            lease.groups.add(owner)
-        self._groups.add(owner)
+        holder = object()
+        take(partial(_vacate, places, holder))
+        with _occupying:
+            for lease, node, index in places:
+                lease.holders.setdefault((node, index), {})[holder] = name
+            try:
+                self._check_room(holder, name)
+            except PlacementError:
+                _vacate(places, holder)  # before others count it
+                raise
+            for lease in {part.lease for part in self._parts}:
+                lease.groups.add(owner)
+            self._groups.add(owner)
+        self._check_open()  # another thread may have closed it before it knew of this group
         return tuple(self._seats())
 
-    def _check_room(self, name: str) -> None:
+    def _check_room(self, holder: object, name: str) -> None:
+        """Make sure that a holder is not one too many at any of its places."""
         for part in self._parts:
             for index in part.indices:
-                holders = part.lease.holders.get((part.node, index), [])
+                holders = dict(part.lease.holders[part.node, index])
+                del holders[holder]
                 if len(holders) >= part.lease.max_colocate_count:
+                    names = ", ".join(holders.values())
                     raise PlacementError(
                         f"{self!r} has no room for group {name!r}: place {index} of node {part.node} holds "
-                        f"{len(holders)} groups of at most {part.lease.max_colocate_count} ({', '.join(holders)}); "
+                        f"{len(holders)} groups of at most {part.lease.max_colocate_count} ({names}); "
                         "close one of them, or make the pool with a larger max_colocate_count"
                     )
 
@@ -206,7 +218,7 @@ class ResourcePool:
 
     def _repr_html_(self) -> str:
         seats = [(rank, s.node_rank, s.local_rank) for rank, s in enumerate(self._seats())]
-        places = [part.lease.holders.get((part.node, i), []) for part in self._parts for i in part.indices]
+        places = [part.lease.names((part.node, index)) for part in self._parts for index in part.indices]
         rows = [[*seat, ", ".join(names) or "-"] for seat, names in zip(seats, places, strict=True)]
         return html_table(repr(self), ["rank", "node", "local rank", "groups"], rows)
 
@@ -288,26 +300,46 @@ class _Lease:
         self.request = request
         self.backend = backend
         self.max_colocate_count = max_colocate_count
-        self.holders: dict[tuple[int, int], list[str]] = {}  # names of groups by (node, index)
+        self.holders: dict[tuple[int, int], dict[object, str]] = {}  # names of groups by (node, index) and holder
         self.groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self.reservation: Any = None
         self.is_closed = False
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()  # of those that reserve
+        self._lock = threading.RLock()  # held while the places are reserved
         self._release: weakref.finalize[Any, _Lease] | None = None
 
     def open(self) -> None:
         ClassLoading.check()
         with self._lock:
             if self._release is None:
-                backend = get_backend(self.backend)
-                self.reservation = backend.reserve(self.request, self._timeout_s)
-                self._release = weakref.finalize(self, backend.release, self.reservation)
+                self._reserve()
+            if self.is_closed:  # by another thread, meanwhile
+                self._end()
 
     def close(self) -> None:
         self.is_closed = True
-        for group in list(self.groups):
-            group.close()
+        _close_all(self.groups)
+        self._end()
+
+    def names(self, place: tuple[int, int]) -> list[str]:
+        return list(self.holders.get(place, {}).values())
+
+    def _reserve(self) -> None:
+        """Reserve the places, unless a signal handler of this thread, which holds the lock, does so meanwhile."""
+        backend = get_backend(self.backend)
+        try:
+            reservation = backend.reserve(self.request, self._timeout_s)
+        except PlacementError:
+            if self._release is None:
+                raise
+            return
+        if self._release is None:
+            self.reservation = reservation
+            self._release = weakref.finalize(self, backend.release, reservation)
+        else:
+            backend.release(reservation)
+
+    def _end(self) -> None:
         if self._release is not None:
             self._release()
 
@@ -335,10 +367,17 @@ def _joined(parts: Sequence[_Part]) -> list[_Part]:
     return joined
 
 
-def _vacate(places: Sequence[tuple[_Lease, int, int]], name: str) -> None:
+def _vacate(places: Sequence[tuple[_Lease, int, int]], holder: object) -> None:
+    """Give places back. Without a lock, as it may run as a finalizer at any moment in any thread."""
     for lease, node, index in places:
-        if name in lease.holders.get((node, index), ()):
-            lease.holders[node, index].remove(name)
+        lease.holders.get((node, index), {}).pop(holder, None)
+
+
+def _close_all(groups: weakref.WeakSet[WorkerGroup]) -> None:
+    with _occupying:  # while they are listed, none is added
+        open_groups = list(groups)
+    for group in open_groups:
+        group.close()
 
 
 def _check_pool(pool: object, function: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -68,31 +69,31 @@ class Worker:
 
 
 class ClassLoading:
-    """Whether this process is loading a worker's class, and with it importing the modules that it comes from.
+    """Whether this thread is loading a worker's class, and with it importing the modules that it comes from.
 
     A module that makes a pool when it is imported would then make workers that import it, and so on for ever.
     """
 
-    is_under_way = False
+    _thread = threading.local()
 
     @classmethod
     def check(cls) -> None:
-        """Refuse to make workers while a worker's class is loaded.
+        """Refuse to make workers while this thread loads a worker's class.
 
         Raises:
-            UsageError: It is.
+            UsageError: It does.
         """
-        if cls.is_under_way:
+        if getattr(cls._thread, "is_loading", False):
             raise UsageError(
                 "a worker imports the module of its class, and that module makes workers when it is imported; put "
                 "what makes them into a function, or under if __name__ == '__main__':"
             )
 
     def __enter__(self) -> None:
-        ClassLoading.is_under_way = True
+        self._thread.is_loading = True
 
     def __exit__(self, *_: object) -> None:
-        ClassLoading.is_under_way = False
+        self._thread.is_loading = False
 
 
 @dataclass(frozen=True)
