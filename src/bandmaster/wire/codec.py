@@ -106,6 +106,9 @@ def encode(value: Any, lend: tensors.Lend | None = None) -> Payload:
         pickler.dispatch_table = {kind: partial(_reducers[kind], lend=try_to_lend) for kind in tuple(_bare)}
         pickler.dump(value)
     else:
+        main = sys.modules.get("__mp_main__")
+        if main is not None and main.__name__ == "__mp_main__":  # the main script, where multiprocessing spawned this
+            cloudpickle.register_pickle_by_value(main)
         encoder = _Encoder(stream, protocol=5, buffer_callback=keep)
         encoder.lend = try_to_lend
         large = _large_bytes(value)
