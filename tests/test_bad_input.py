@@ -390,6 +390,26 @@ def test_a_bad_call_is_refused_before_anything_is_sent(ledger, call, error, word
     assert ledger.tell(1) == [(1, 0), (1, 0)], "the group is as good as before"
 
 
+IN_THE_CONTROLLER = {
+    "Future": (lambda group: group.tell.submit(1), "pass future.result()"),
+    "WorkerGroup": (lambda group: group, "pass the values that the workers need"),
+    "GroupMethod": (lambda group: group.tell, "pass the values that the workers need"),
+    "ResourcePool": (lambda group: bm.ResourcePool([1], backend="inprocess"), "pass the values that the workers need"),
+}
+
+
+@pytest.mark.parametrize("is_deep", [False, True], ids=["itself", "deep inside"])
+@pytest.mark.parametrize(("make", "advice"), IN_THE_CONTROLLER.values(), ids=IN_THE_CONTROLLER)
+def test_what_lives_in_the_controller_is_refused_as_an_argument(make_group, make, advice, is_deep):
+    group = make_group(1, Ledger)
+    thing = make(group)
+    argument = {"inside": [thing]} if is_deep else thing
+    with pytest.raises(bm.ArgumentError, match=r"argument 'y' of Ledger\.tell \(\w+\) cannot be pickled: ") as refused:
+        group.tell(1, argument)
+    assert advice in str(refused.value)
+    assert group.tell(2) == [(2, 0)]
+
+
 @pytest.mark.parametrize(
     ("error", "builtin"),
     [
@@ -783,6 +803,22 @@ def test_a_closed_group_says_so_however_it_is_called(make_pool):
         with pytest.raises(bm.ClosedError, match="group 'actorFragile' was closed; make a new WorkerGroup"):
             call()
     assert bm.WorkerGroup(pool, Fragile).where() == [0], "the pool is still open"
+
+
+def test_what_is_closed_looks_closed(make_pool):
+    pool = make_pool([2])
+    part = bm.split_resource_pool(pool, 1)[0]
+    group = bm.WorkerGroup(part, Fragile)
+    looks = {thing: (repr(thing), thing._repr_html_()) for thing in (pool, part, group)}
+    assert not any("closed" in look for seen in looks.values() for look in seen)
+    group.close()
+    assert repr(group) == looks[group][0].replace(">", ", closed>")
+    assert "closed" in group._repr_html_()
+    assert (repr(part), repr(pool)) == (looks[part][0], looks[pool][0])
+    pool.close()
+    for closed in (pool, part):
+        assert repr(closed) == f"<closed {looks[closed][0]}>"
+        assert "closed ResourcePool(" in closed._repr_html_()
 
 
 def test_a_closed_pool_says_so_whatever_is_asked_of_it(make_pool):

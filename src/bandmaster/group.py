@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from bandmaster.backends import Call, Crew, Launch, Reply, get_backend
 from bandmaster.binding import bind, signature_without_self
@@ -312,6 +312,9 @@ class WorkerGroup:
                 f"execute_all_sync({name!r}, ...)"
             )
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a WorkerGroup stays in its controller; pass the values that the workers need instead")
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._methods})

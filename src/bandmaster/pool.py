@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from bandmaster.backends import Seat, get_backend
 from bandmaster.errors import ClosedError, PlacementError, UsageError
@@ -165,9 +165,14 @@ class ResourcePool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether it was closed, or a pool that it was merged or split from."""
+        return self._is_closed or any(part.lease.is_closed for part in self._parts)
+
     def _check_open(self) -> None:
-        if self._is_closed or any(part.lease.is_closed for part in self._parts):
-            raise ClosedError(f"{self!r} was closed; make a new pool")
+        if self._is_over:
+            raise ClosedError(f"{self._described()} was closed; make a new pool")
 
     def _occupy(
         self, owner: WorkerGroup, name: str, take: Callable[[Callable[[], object]], object]
@@ -211,7 +216,13 @@ class ResourcePool:
                 share = 1 / part.lease.max_colocate_count
                 yield Seat(part.lease.reservation, part.node, index, node_rank, local_rank, len(part.indices), share)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ResourcePool stays in its controller; pass the values that the workers need instead")
+
     def __repr__(self) -> str:
+        return f"<closed {self._described()}>" if self._is_over else self._described()
+
+    def _described(self) -> str:
         prefix = f", name_prefix={self.name_prefix!r}" if self.name_prefix else ""
         gpu = ", use_gpu=True" if self.use_gpu else ""
         return f"ResourcePool({list(self.process_on_nodes)}, backend={self.backend!r}{gpu}{prefix})"
