@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+import ray.util.client
 from ray.exceptions import GetTimeoutError
-from ray.util.client import ray as client
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -211,7 +211,7 @@ class RayBackend:
             UsageError: It is one that can only be reached by Ray Client.
         """
         if ray.is_initialized():
-            if client.is_connected():
+            if ray.util.client.ray.is_connected():
                 raise UsageError(_NO_CLIENT)
             if self._session != _session():  # the user has left ours and joined another
                 self._is_connected_here = self._is_embedded = False
