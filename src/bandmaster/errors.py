@@ -13,7 +13,7 @@
     │   ├── ConstructorError          … in ``__init__``
     │   └── CollectError              … or returned what cannot be sent or joined  (TypeError)
     ├── PlacementError              the world: not enough room            (RuntimeError)
-    ├── ResourceError               the world: no memory or descriptors   (OSError)
+    ├── ResourceError               the world: no memory, processes, …    (OSError)
     ├── WorkerDied                  the world: a process is gone          (RuntimeError)
     ├── CallTimeout                 the world: no answer in time          (TimeoutError)
     └── CallCancelled               the caller gave the call up           (RuntimeError)
@@ -150,7 +150,7 @@ class PlacementError(BandmasterError, RuntimeError):
 
 
 class ResourceError(BandmasterError, OSError):
-    """No memory, or no descriptor, is left for what a call has to send; nothing was sent."""
+    """No memory, descriptor, thread or process is left for a call or for a worker; nothing was sent."""
 
 
 class WorkerDied(_RankError):

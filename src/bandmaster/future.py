@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from bandmaster.calls import GroupCall
 from bandmaster.errors import CallTimeout
@@ -159,6 +159,9 @@ class Future(Generic[T]):
                 self._error = error
         self._is_done = True
         self._call.forget()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Future stays in the process that made the call; pass future.result() instead")
 
     def __repr__(self) -> str:
         call = self._call

@@ -10,10 +10,10 @@ The group plans and never sees a socket; a backend carries bytes and never sees 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 from bandmaster.errors import UsageError
@@ -226,6 +226,8 @@ class Backend(Protocol):
 
 _BUILT_IN = ("local", "inprocess", "ray")
 _factories: dict[str, Callable[[], Backend]] = {}
+_backends: dict[str, Backend] = {}
+_making = threading.RLock()  # one backend at a time; a factory may ask for another one
 
 
 def register_backend(name: str, factory: Callable[[], Backend]) -> None:
@@ -247,13 +249,22 @@ def register_backend(name: str, factory: Callable[[], Backend]) -> None:
     _factories[name] = factory
 
 
-@cache
 def get_backend(name: str) -> Backend:
-    """The backend called ``name``, the same object every time.
+    """The backend called ``name``, the same object every time and in every thread.
 
     Raises:
         UsageError: There is none of that name, or what it needs is not installed.
     """
+    if not isinstance(name, str):
+        raise UsageError(f"backend= takes the name of one, such as 'local', not {name!r}")
+    if name not in _backends:
+        with _making:
+            if name not in _backends:
+                _backends[name] = _made(name)
+    return _backends[name]
+
+
+def _made(name: str) -> Backend:
     if name == "inprocess":
         from bandmaster.backends.inprocess import InProcessBackend
 

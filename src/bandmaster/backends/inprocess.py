@@ -118,8 +118,9 @@ class InProcessCrew:
             return ticket.outcome and _delivered(ticket.outcome)
         try:
             return decode(ticket.outcome)
-        except Exception as error:
-            return Failure.unreadable(error)
+        except BaseException as error:  # the user's objects may raise anything when they are unpickled
+            was_interrupted, ticket.is_interrupted = ticket.is_interrupted, isinstance(error, KeyboardInterrupt)
+            return Failure.unreadable(error, was_interrupted)
 
     def give_up(self, tickets: Mapping[int, Any]) -> None:
         """Nothing runs any more."""
@@ -173,6 +174,7 @@ class Ticket:
 
     def __init__(self, outcome: Payload | Failure | None) -> None:
         self.outcome = outcome
+        self.is_interrupted = False  # whether unpickling it has raised KeyboardInterrupt
 
 
 def _delivered(failure: Failure) -> Failure:

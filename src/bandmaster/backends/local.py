@@ -31,6 +31,7 @@ from bandmaster.construction import answers, await_construction, replacement
 from bandmaster.errors import ResourceError, UsageError
 from bandmaster.failure import Failure
 from bandmaster.hardware import count_cores, visible_devices
+from bandmaster.limits import cannot_start, working_directory
 from bandmaster.wire.crew import LaneCrew
 from bandmaster.wire.desk import Nameplate
 from bandmaster.wire.lane import lane_pair
@@ -82,7 +83,7 @@ class LocalBackend(MachineBackend):
         with self._lock:
             if self._zygote is None or not self._zygote.is_alive:
                 self._end_zygote()
-                self._zygote = Zygote(_modules_to_preload())
+                self._zygote = _started_zygote()
                 atexit.register(self._end_zygote)
             return self._zygote
 
@@ -107,13 +108,13 @@ class LocalCrew(LaneCrew):
         try:
             for rank in range(len(launch.seats)):
                 ours.append(self._start_process(_spawn_of(launch, rank), rank))
+            self._output.start()
         except BaseException:
             for sock in ours:
                 sock.close()
             zygote.end(list(self.processes.values()), 0.0)
             self._output.finish(0.0)
             raise
-        self._output.start()
         super().__init__(dict(enumerate(ours)), self.processes, self._how_it_died)
         named = enumerate(launch.worker_names)
         self._handles = [LocalWorker(name, rank, self.processes[rank]) for rank, name in named]
@@ -207,6 +208,27 @@ def _construct(crew: LocalCrew, launch: Launch, ranks: Sequence[int]) -> None:
     await_construction(crew, {**tickets, **told}, launch)
 
 
+def _started_zygote() -> Zygote:
+    """A new process that workers can be forked from.
+
+    Raises:
+        UsageError: ``sys.executable`` is not the path of a Python.
+        ResourceError: The system allows no more processes or descriptors.
+    """
+    modules = _modules_to_preload()
+    if not os.access(sys.executable or "", os.X_OK):
+        raise UsageError(
+            f"backend 'local' forks workers from a process that it starts with sys.executable, and {sys.executable!r} "
+            "cannot be run; set it to the path of a Python, or use backend 'inprocess'"
+        )
+    try:
+        return Zygote(modules)
+    except ResourceError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise cannot_start("the process that workers are forked from", error) from error
+
+
 def _device_of(launch: Launch) -> str:
     return "cuda:0" if launch.uses_gpu else "cpu"  # a worker sees no other GPU than its own
 
@@ -220,7 +242,7 @@ def _spawn_of(launch: Launch, rank: int) -> Spawn:
         share = str(max(1, count_cores() // len(launch.seats)))
         environment.update({name: share for name in THREAD_VARIABLES if name not in os.environ})
     nameplate = Nameplate(0, os.getpid(), rank, len(launch.seats), launch.group)
-    return Spawn(nameplate, environment, os.getcwd(), tuple(sys.path), tuple(sys.argv))
+    return Spawn(nameplate, environment, working_directory(), tuple(sys.path), tuple(sys.argv))
 
 
 def _modules_to_preload() -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 import ray
 
 from bandmaster.backends import Reply
+from bandmaster.binding import signature_without_self
 from bandmaster.failure import Failure
 from bandmaster.hardware import count_gpus
 from bandmaster.wire.codec import Payload, decode
@@ -182,33 +183,35 @@ def _open(payload: Payload) -> Any:
 def actor_class(cls: type) -> Any:
     """An actor class with the name and the public methods of a worker class."""
     names = [name for name in dir(cls) if not name.startswith("_") and inspect.isfunction(getattr(cls, name))]
-    forwards = {name: _forward(name, getattr(cls, name)) for name in names}
+    forwards = {name: _forward(cls, name) for name in names}
     return ray.remote(type(cls.__name__, (WorkerActor,), {**forwards, "__doc__": cls.__doc__}))
 
 
-def _forward(name: str, function: Any) -> Any:
-    def forward(self: WorkerActor, *args: Any, **kwargs: Any) -> Any:
+def _forward(cls: type, name: str) -> Any:
+    def forward(self: WorkerActor, /, *args: Any, **kwargs: Any) -> Any:
         self._catch_up_with_what_is_there()
         self._patience_s = SHORT_S
         with self._desk.announce(OTHERS):
             return self._host.run(name, args, kwargs)
 
     forward.__name__ = forward.__qualname__ = name
-    forward.__doc__ = function.__doc__
-    forward.__signature__ = _bare_signature(function)  # type: ignore[attr-defined]  # Ray checks calls against it
+    forward.__doc__ = getattr(cls, name).__doc__
+    forward.__signature__ = _bare_signature(cls, name)  # type: ignore[attr-defined]  # Ray checks calls against it
     return forward
 
 
-def _bare_signature(function: Any) -> inspect.Signature:
-    """Names and kinds alone: annotations and defaults may need modules that the actor cannot import yet."""
-    signature = inspect.signature(function)
+def _bare_signature(cls: type, name: str) -> inspect.Signature:
+    """Names and kinds alone: annotations and defaults may need modules that the actor cannot import yet.
+
+    Ray leaves out the first parameter, so it stands for ``self`` here, whatever the method takes that as.
+    """
     bare = [
         parameter.replace(
             annotation=parameter.empty, default=parameter.empty if parameter.default is parameter.empty else None
         )
-        for parameter in signature.parameters.values()
+        for parameter in signature_without_self(cls, name).parameters.values()
     ]
-    return inspect.Signature(bare)
+    return inspect.Signature([inspect.Parameter("bandmaster_self", inspect.Parameter.POSITIONAL_ONLY), *bare])
 
 
 def host_identity() -> str:

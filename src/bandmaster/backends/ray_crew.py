@@ -197,6 +197,8 @@ class RayCrew:
             return Failure(FailureKind.RAISED, str(error.cause), str(error), error.cause)
         except RayError as error:
             return Failure.of(error)
+        except BaseException as error:  # the user's objects may raise anything when they are unpickled
+            return Failure.unreadable(error)
 
     def give_up(self, tickets: Mapping[int, Any]) -> None:
         """Through the desk of each, on its own node."""

@@ -347,10 +347,8 @@ class LaneCrew:
                 return pickle.loads(outcome)
             return decode(outcome) if isinstance(outcome, Payload) else outcome
         except BaseException as error:  # the user's objects may raise anything as they are unpickled
-            if isinstance(error, KeyboardInterrupt) and not ticket.is_interrupted:
-                ticket.is_interrupted = True  # by Ctrl-C, it seems; if it comes again, by the value itself
-                raise
-            return Failure.unreadable(error)
+            was_interrupted, ticket.is_interrupted = ticket.is_interrupted, isinstance(error, KeyboardInterrupt)
+            return Failure.unreadable(error, was_interrupted)
 
     def look_for_deaths(self) -> None:
         """Read what has arrived; a lane that was hung up tells of a death."""
@@ -457,8 +455,6 @@ class LaneCrew:
             self._finish(ticket, read_answer(self._lanes[rank], kind, body))
         except BaseException as error:  # the user's exceptions may do anything when they are unpickled
             self._finish(ticket, Failure.of(error))
-            if not isinstance(error, Exception | SystemExit):
-                raise
 
     def _finish(self, ticket: Ticket, outcome: bytes | Payload | Failure | None) -> None:
         ticket.outcome, ticket.is_done, ticket.loans = outcome, True, ()
