@@ -1,4 +1,4 @@
-"""Pools and groups that threads, finalizers and signal handlers make and close at once: nothing is given twice."""
+"""Pools and groups that threads and finalizers make and close at once: nothing is given twice."""
 
 import gc
 import signal
@@ -142,48 +142,31 @@ def test_a_pool_may_be_collected_as_garbage_while_another_is_placed(monkeypatch,
         pass
 
 
-def test_a_signal_handler_may_make_a_pool_while_another_is_placed(monkeypatch):
-    pools, before = [], signal.getsignal(signal.SIGUSR1)
+@pytest.mark.parametrize("which", ["the same pool", "another pool"])
+def test_a_signal_handler_that_asks_for_places_while_places_are_reserved_is_refused(monkeypatch, which):
+    pool, other = (bm.ResourcePool([2], backend="inprocess", use_gpu=True) for _ in range(2))
+    asked, before = pool if which == "the same pool" else other, signal.getsignal(signal.SIGUSR1)
+    refused = []
 
-    def make(*_):
-        pools.append(bm.ResourcePool([1], backend="inprocess", use_gpu=True))
-        pools[0].reserve()
+    def ask(*_):
+        with pytest.raises(bm.UsageError, match="set a flag in the handler"):
+            bm.WorkerGroup(asked, Holder)
+        refused.append(True)
 
     def count():
-        if not pools:
+        if not refused:
             signal.raise_signal(signal.SIGUSR1)
         return N_GPUS
 
     monkeypatch.setattr(machine, "count_gpus", count)
-    signal.signal(signal.SIGUSR1, make)
+    signal.signal(signal.SIGUSR1, ask)
     try:
-        with bm.ResourcePool([3], backend="inprocess", use_gpu=True) as pool:
-            groups = [bm.WorkerGroup(pool, Holder), bm.WorkerGroup(pools[0], Holder)]
+        with pool, other:
+            groups = [bm.WorkerGroup(pool, Holder), bm.WorkerGroup(other, Holder)]
             assert sorted(device for group in groups for device in group.where()) == [f"cuda:{n}" for n in range(4)]
     finally:
         signal.signal(signal.SIGUSR1, before)
-        for made in pools:
-            made.close()
-
-
-def test_a_signal_handler_may_use_a_pool_while_it_is_placed(monkeypatch):
-    groups, before = [], signal.getsignal(signal.SIGUSR1)
-
-    def count():
-        if not groups:
-            groups.append(None)
-            signal.raise_signal(signal.SIGUSR1)
-        return N_GPUS
-
-    pool = bm.ResourcePool([N_GPUS], backend="inprocess", use_gpu=True)
-    monkeypatch.setattr(machine, "count_gpus", count)
-    signal.signal(signal.SIGUSR1, lambda *_: groups.append(bm.WorkerGroup(pool, Holder)))
-    try:
-        group = bm.WorkerGroup(pool, Holder)
-        assert group.where() == groups[1].where() == [f"cuda:{n}" for n in range(N_GPUS)]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        pool.close()
+    assert refused
 
 
 # --- other things that are one for the whole process ------------------------------------------------------------

@@ -9,7 +9,9 @@ from functools import lru_cache
 
 from bandmaster.errors import PlacementError
 
-__all__ = ["Node", "Request", "assign_nodes", "cannot_place", "could_ever_fit"]
+__all__ = ["RESERVING", "Node", "Request", "assign_nodes", "cannot_place", "could_ever_fit"]
+
+RESERVING = "a signal handler asked for places while places were being reserved; set a flag in the handler instead"
 
 MAX_DEAD_ENDS = 10_000  # of the search for nodes; never reached by requests of a few sizes
 

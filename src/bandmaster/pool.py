@@ -11,17 +11,19 @@ were made from::
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bandmaster.backends import Seat, get_backend
 from bandmaster.errors import ClosedError, PlacementError, UsageError
-from bandmaster.placement import Request
+from bandmaster.placement import RESERVING, Request
 from bandmaster.render import html_table
+from bandmaster.wire.steady import check_not_held
 from bandmaster.worker import ClassLoading
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ResourcePool", "merge_resource_pool", "split_resource_pool"]
 
-_occupying = threading.RLock()  # one group at a time takes places; re-entrant, as a signal handler may make one, too
+_occupying = threading.RLock()  # one group at a time takes places; re-entrant, as a signal handler may close a pool
 
 
 class ResourcePool:
@@ -153,11 +155,17 @@ class ResourcePool:
         """Close the groups on the pool and give its places back; places of merged and split pools stay theirs.
 
         Closing a pool also closes the groups of pools that were merged or split from it. Closing twice is fine.
+
+        Raises:
+            UsageError: A signal handler closes it in the middle of an operation of one of its groups, which stays open.
         """
         self._is_closed = True
-        _close_all(self._groups)
-        for lease in self._owned:
-            lease.close()
+        try:
+            _close_all(self._groups)
+            _close_all(self._owned)
+        except UsageError:
+            self._is_closed = False
+            raise
 
     def __enter__(self) -> ResourcePool:
         return self.reserve()
@@ -321,34 +329,29 @@ class _Lease:
 
     def open(self) -> None:
         ClassLoading.check()
+        check_not_held(self._lock, RESERVING)
         with self._lock:
             if self._release is None:
-                self._reserve()
+                backend = get_backend(self.backend)
+                self.reservation = backend.reserve(self.request, self._timeout_s)
+                self._release = weakref.finalize(self, backend.release, self.reservation)
             if self.is_closed:  # by another thread, meanwhile
                 self._end()
 
     def close(self) -> None:
         self.is_closed = True
-        _close_all(self.groups)
+        try:
+            _close_all(self.groups)
+        except UsageError:
+            self.is_closed = False
+            raise
+        except BaseException:
+            self._end()
+            raise
         self._end()
 
     def names(self, place: tuple[int, int]) -> list[str]:
         return list(self.holders.get(place, {}).values())
-
-    def _reserve(self) -> None:
-        """Reserve the places, unless a signal handler of this thread, which holds the lock, does so meanwhile."""
-        backend = get_backend(self.backend)
-        try:
-            reservation = backend.reserve(self.request, self._timeout_s)
-        except PlacementError:
-            if self._release is None:
-                raise
-            return
-        if self._release is None:
-            self.reservation = reservation
-            self._release = weakref.finalize(self, backend.release, reservation)
-        else:
-            backend.release(reservation)
 
     def _end(self) -> None:
         if self._release is not None:
@@ -384,11 +387,13 @@ def _vacate(places: Sequence[tuple[_Lease, int, int]], holder: object) -> None:
         lease.holders.get((node, index), {}).pop(holder, None)
 
 
-def _close_all(groups: weakref.WeakSet[WorkerGroup]) -> None:
+def _close_all(things: Iterable[WorkerGroup | _Lease]) -> None:
+    """Close groups or leases: all of them, though one may raise."""
     with _occupying:  # while they are listed, none is added
-        open_groups = list(groups)
-    for group in open_groups:
-        group.close()
+        listed = list(things)
+    with contextlib.ExitStack() as closing:
+        for thing in listed:
+            closing.callback(thing.close)
 
 
 def _check_pool(pool: object, function: str) -> None:
