@@ -215,6 +215,7 @@ def test_sockets_have_the_buffer_that_messages_need_or_the_host_is_said_to_be_at
 @pytest.mark.timeout(60)
 def test_closing_a_pool_while_threads_call_its_groups_ends_all_of_them(zygote):
     value = [np.zeros(1000) for _ in range(500)]
+    gc.collect()
     before, errors = n_segments(), set()
 
     def call_until_it_is_closed(group, is_calling):
