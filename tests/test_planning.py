@@ -1,5 +1,7 @@
 """Planning, without a process: which rows go to which rank, what shares a parcel, whose values come back."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -151,11 +153,11 @@ def pack_one(value, mesh, outgoing=SPLIT):
      TensorDict({"a": torch.zeros(2)}, batch_size=[]), {}, {"lr": 2, "name": "ab"}, {"a": np.array(2)}, {"a": (1, 2)}],
     ids=lambda value: f"{type(value).__name__} {value!s:.15}",
 )  # fmt: skip
-def test_what_has_no_rows_is_broadcast_whatever_its_length(value):
-    (parcel,) = pack_one(value, Mesh(dp=2)).parcels
+def test_what_has_no_rows_is_broadcast_beside_a_batch_whatever_its_length(value):
+    packed = pack([Slot(0, "x", value), Slot(1, "rows", [1, 2])], SPLIT, {}, Mesh(dp=2), "C.m")
 
-    assert parcel.ranks == (0, 1)
-    assert parcel.items[0][1] is value
+    assert [arguments(packed, rank) for rank in (0, 1)] == [{0: value, 1: [1]}, {0: value, 1: [2]}]
+    assert arguments(packed, 1)[0] is value
 
 
 @pytest.mark.parametrize(
@@ -269,6 +271,56 @@ def test_values_that_are_made_on_the_way_are_not_mixed_up():
 def test_a_call_without_arguments():
     for outgoing in (Split("dp"), Broadcast(), PerRank()):
         assert not pack([], outgoing, {}, Mesh(dp=2), "C.m").parcels
+
+
+@dataclass
+class Config:
+    rate: float
+    stop: list
+    parent: object = None
+
+
+def test_a_dataclass_with_a_field_that_is_no_batch_is_broadcast_beside_a_batch():
+    config = Config(0.5, [1, 2, 3])
+    config.parent = config
+    packed = pack([Slot(0, "config", config), Slot(1, "rows", [1, 2])], SPLIT, {}, Mesh(dp=2), "C.m")
+
+    assert arguments(packed, 0)[0] is arguments(packed, 1)[0] is config
+
+
+NOTHING_TO_SPLIT = {
+    "a tuple": ({"x": (1, 2)}, {}, ["'x' is tuple", "arguments={'x': Broadcast()}"]),
+    "several": (
+        {"x": (1, 2), "rate": 0.5},
+        {},
+        ["'x' is tuple, 'rate' is float", "arguments={'x': Broadcast(), 'rate': Broadcast()}"],
+    ),
+    "None": ({"x": None}, {}, ["'x' is NoneType"]),
+    "beside what is declared": ({"x": 1, "table": [1, 2]}, {"table": Broadcast()}, ["'x' is int. "]),
+    "a dataclass": ({"x": Config(0.5, [1, 2])}, {}, ["'x' is test_planning.Config, whose field 'rate' is float. "]),
+}
+
+
+@pytest.mark.parametrize(("values", "rules", "words"), NOTHING_TO_SPLIT.values(), ids=NOTHING_TO_SPLIT)
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_split_that_finds_no_batch_is_refused(values, rules, words, n_ranks):
+    slots = [Slot(index, name, value) for index, (name, value) in enumerate(values.items())]
+
+    with pytest.raises(BatchError) as caught:
+        pack(slots, SPLIT, rules, Mesh(dp=n_ranks), "C.m")
+    start = "C.m splits batches by Split('dp'), but got none: "
+    words = [start, *words, "Give a batch (arrays", "register_batch_type", "ONE_TO_ALL"]
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_what_the_user_declared_is_not_asked_for_a_batch():
+    everything = pack(
+        [Slot(0, "x", 1), Slot("y", "z", 2)], SPLIT, {"x": Broadcast(), "y": Broadcast()}, Mesh(dp=2), "C.m"
+    )
+    assert [arguments(everything, rank) for rank in (0, 1)] == [{0: 1, "y": 2}] * 2
+
+    per_rank = pack([Slot(0, "x", 1), Slot(1, "seed", [7, 8])], SPLIT, {"seed": PerRank()}, Mesh(dp=2), "C.m")
+    assert [arguments(per_rank, rank) for rank in (0, 1)] == [{0: 1, 1: 7}, {0: 1, 1: 8}]
 
 
 # --- padding ----------------------------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from bandmaster.batch import concat_rows, count_rows, is_same_kind, slice_rows
+from bandmaster.batch import KNOWN, concat_rows, count_rows, is_same_kind, slice_rows
 from bandmaster.errors import BatchError, CollectError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.transfer import Concat, Gather, Incoming, Only, Reduce
 
 __all__ = ["collect"]
 
-ADVICE = "return a batch (array, tensor, list, TensorDict or dict of them), or collect with Gather() or Reduce('mean')"
+ADVICE = f"return a batch ({KNOWN}), or collect with Gather() or Reduce('mean')"
 
 
 def collect(

@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from bandmaster.batch import concat_rows, count_rows, pad_rows, slice_rows, split_rows
+from bandmaster.batch import KNOWN, concat_rows, count_rows, describe, pad_rows, slice_rows, split_rows
 from bandmaster.errors import ArgumentError, BatchError, ProtocolError
 from bandmaster.mesh import Mesh
 from bandmaster.render import Box, svg_bands, text_table
@@ -158,12 +158,14 @@ def pack(slots: Sequence[Slot], outgoing: Outgoing, rules: Mapping[str, Outgoing
 
     Raises:
         ArgumentError: A `PerRank` argument that is no sequence of one value per rank.
-        BatchError: A batch that cannot be split as asked.
+        BatchError: A batch that cannot be split as asked, or no batch at all where ``outgoing`` splits.
         MeshError: An axis that ``mesh`` does not have.
     """
     by_rule: dict[Outgoing, list[Slot]] = {}
     for slot in slots:
         by_rule.setdefault(_rule_of(slot, outgoing, rules, method), []).append(slot)
+    if isinstance(outgoing, Split) and not any(isinstance(rule, Split | PerRank) for rule in by_rule):
+        _check_declared(slots, outgoing, rules, method)
     parcels: list[Parcel] = []
     real_rows = None
     for rule, members in by_rule.items():
@@ -174,7 +176,7 @@ def pack(slots: Sequence[Slot], outgoing: Outgoing, rules: Mapping[str, Outgoing
         else:
             rows = _common_rows(members, method)
             ranges = row_ranges(rows, len(shards(mesh, rule)), rule.pad)
-            parcels += _split(members, mesh, rule, ranges)
+            parcels += _split(members, mesh, rule, ranges, method)
             if rule.pad:
                 real_rows = _real_rows(mesh, rule, ranges)
     return Packed(tuple(parcels), real_rows)
@@ -226,14 +228,30 @@ def _parcels(slots: Sequence[Slot], rows: Iterable[Sequence[Any]], receivers: It
 
 
 def _rule_of(slot: Slot, outgoing: Outgoing, rules: Mapping[str, Outgoing], method: str) -> Outgoing:
-    rule = rules.get(slot.name)
-    if rule is None and isinstance(slot.key, str):
-        rule = rules.get(slot.key)
+    rule = _declared(slot, rules)
     if rule is not None:
         return rule
     if isinstance(outgoing, Split) and _rows(slot, method) is None:
         return Broadcast()
     return outgoing
+
+
+def _declared(slot: Slot, rules: Mapping[str, Outgoing]) -> Outgoing | None:
+    rule = rules.get(slot.name)
+    return rules.get(slot.key) if rule is None and isinstance(slot.key, str) else rule
+
+
+def _check_declared(slots: Sequence[Slot], split: Split, rules: Mapping[str, Outgoing], method: str) -> None:
+    """Refuse a call whose arguments all go to every rank, unless each of them is declared to."""
+    found = [slot for slot in slots if _declared(slot, rules) is None]
+    if found:
+        types = ", ".join(f"{slot.name!r} is {describe(slot.value)}" for slot in found)
+        declared = ", ".join(dict.fromkeys(f"{slot.name!r}: Broadcast()" for slot in found))
+        raise BatchError(
+            f"{method} splits batches by {split!r}, but got none: {types}. Every rank would get the same and return "
+            f"the same rows. Give a batch ({KNOWN}), make its type one with register_batch_type, declare "
+            f"arguments={{{declared}}}, or register the method with ONE_TO_ALL"
+        )
 
 
 def _rows(slot: Slot, method: str) -> int | None:
@@ -264,18 +282,26 @@ def _common_rows(slots: Sequence[Slot], method: str) -> int:
     return common
 
 
-def _split(slots: Sequence[Slot], mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]]) -> Iterable[Parcel]:
+def _split(
+    slots: Sequence[Slot], mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]], method: str
+) -> Iterable[Parcel]:
     size = ranges[0][1] - ranges[0][0]  # the largest part: the first one
-    columns = [_parts(slot.value, ranges, size if rule.pad else 0) for slot in slots]
+    columns = [_parts(slot, ranges, size if rule.pad else 0, method) for slot in slots]
     return _parcels(slots, zip(*columns, strict=True), shards(mesh, rule))
 
 
-def _parts(value: Any, ranges: Sequence[tuple[int, int]], size: int) -> list[Any]:
+def _parts(slot: Slot, ranges: Sequence[tuple[int, int]], size: int, method: str) -> list[Any]:
     """The rows of each range; behind those that are fewer than ``size``, rows of the whole."""
-    parts = split_rows(value, ranges)
-    for number, (start, stop) in enumerate(ranges):
-        if (missing := size - (stop - start)) > 0:
-            parts[number] = concat_rows([parts[number], slice_rows(pad_rows(value, missing), 0, missing)])
+    try:
+        parts = split_rows(slot.value, ranges)
+        for number, (start, stop) in enumerate(ranges):
+            if (missing := size - (stop - start)) > 0:
+                parts[number] = concat_rows([parts[number], slice_rows(pad_rows(slot.value, missing), 0, missing)])
+    except BatchError as error:
+        raise BatchError(
+            f"argument {slot.name!r} of {method}: {error}; give another type of batch, say with register_batch_type "
+            f"how its rows are cut, or declare arguments={{{slot.name!r}: Broadcast()}}"
+        ) from error
     return parts
 
 

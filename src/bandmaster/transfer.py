@@ -169,7 +169,7 @@ class TransferProtocol:
 
     Args:
         outgoing: What happens to arguments without a rule of their own. Under a `Split`, batches are split and
-            everything else is broadcast.
+            everything else is broadcast beside them; a call whose arguments hold no batch is refused.
         incoming: What the caller gets.
 
     Raises:
