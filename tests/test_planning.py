@@ -18,6 +18,7 @@ from bandmaster import (
     Gather,
     Mesh,
     MeshError,
+    Only,
     PerRank,
     ProtocolError,
     Split,
@@ -89,6 +90,29 @@ def test_the_table(protocol, mesh, rows, received, collected):
     sent = pack([Slot(0, "x", list(range(rows)))], planned.protocol.outgoing, {}, mesh, "C.m") if received[0] else None
     for rank, expected in enumerate(received):
         assert expected is None or arguments(sent, rank) == {0: list(range(*expected))}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "mesh", "same_on"),
+    [
+        ("3D_PROTO", Mesh(dp=4), Mesh(pp=1, dp=4, tp=1)),
+        ("3D_PROTO", Mesh(tp=2, dp=2), Mesh(pp=1, tp=2, dp=2)),
+        ("3D_ALL_MICRO_DP", THREE_D, THREE_D.refine()),
+        ("3D_ALL_MICRO_DP", Mesh(dp=2, tp=2).refine(gen_tp=1), Mesh(pp=1, dp=2, tp=2).refine(gen_tp=1)),
+        ("3D_PP_ONLY", Mesh(dp=4), Mesh(pp=1, dp=4, tp=1)),
+        ("DP_PROTO", Mesh(ep=4), Mesh(dp=1, ep=4)),
+        (TransferProtocol(Split("tp"), Concat("tp")), Mesh(dp=4), Mesh(dp=4, tp=1)),
+    ],
+    ids=str,
+)
+def test_axes_of_the_table_that_a_mesh_does_not_have_count_as_size_1(protocol, mesh, same_on):
+    planned, same = plan(protocol, mesh, 10), plan(protocol, same_on, 10)
+
+    assert (planned.received, planned.collected) == (same.received, same.collected)
+    assert f" on {mesh}, 10 rows\nrank" in str(planned)
+    assert planned._repr_svg_().count(">rank ") == mesh.size
+    sent = [pack([Slot(0, "x", list(range(10)))], p.protocol.outgoing, {}, p.mesh, "C.m") for p in (planned, same)]
+    assert planned.received[0] is None or sent[0] == sent[1]
 
 
 @pytest.mark.parametrize(
@@ -402,7 +426,7 @@ def test_a_lazy_stack_of_fewer_rows_than_ranks_comes_back():
         ({"x": {"a": [1], "b": [1, 2]}}, Split("dp"), {}, BatchError,
          "argument 'x' of C.m: a dict has batches of unequal row counts: 'a' has 1, 'b' has 2; keep only batches of "
          "equal length in it, or declare the whole with register(..., arguments={'x': Broadcast()})"),
-        ({"x": [1]}, Split("tp"), {}, MeshError, "Mesh(dp=2) has no axis 'tp', only 'dp'"),
+        ({"x": [1]}, Split("ep"), {}, MeshError, "Mesh(dp=2) has no axis 'ep', only 'dp'"),
     ],
 )  # fmt: skip
 def test_mistakes_name_the_argument_and_both_numbers(slots, outgoing, rules, error, message):
@@ -418,8 +442,13 @@ def test_mistakes_name_the_argument_and_both_numbers(slots, outgoing, rules, err
     [
         (lambda: plan("DP_PROTO", Mesh(dp=2), -1), BatchError, "a batch has 0 rows or more, not -1"),
         (lambda: plan("DP", Mesh(dp=2), 1), ProtocolError, "no transfer protocol is called 'DP'"),
-        (lambda: plan("3D_PROTO", Mesh(dp=2), 1), MeshError, "Mesh(dp=2) has no axis 'pp', only 'dp'; an axis that"),
-        (lambda: plan("3D_ALL_MICRO_DP", THREE_D, 1), MeshError, "refine(gen_pp=..., gen_tp=...) makes it"),
+        (
+            lambda: plan(TransferProtocol(Split("ep"), Gather()), Mesh(dp=2), 1),
+            MeshError,
+            "Mesh(dp=2) has no axis 'ep'",
+        ),
+        (lambda: plan(TransferProtocol(Split("micro_tp"), Gather()), THREE_D, 1), MeshError, "gen_tp=...) makes it"),
+        (lambda: plan(TransferProtocol(Split("dp"), Only(pp=1)), Mesh(dp=2), 1), MeshError, "which counts as size 1"),
         (lambda: plan(TransferProtocol(Split("tp", "gen_tp"), Gather()), PAPER, 1), MeshError, "overlap"),
         (
             lambda: plan({"dispatch_fn": print, "collect_fn": print}, Mesh(dp=2), 1),

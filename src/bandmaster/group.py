@@ -59,7 +59,7 @@ class WorkerGroup:
 
     Raises:
         ArgumentError: The constructor cannot be called so, or an argument cannot be pickled.
-        MeshError: The mesh has another size than the pool.
+        MeshError: The mesh has another size than the pool, or lacks an axis that a registered method names.
         UsageError: No worker class, or a registered method hides an attribute of the group.
         ConstructorError: A worker's constructor raised; the others were ended. All places were given back.
         WorkerDied: A worker's process ended before it was constructed; likewise.

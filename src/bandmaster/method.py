@@ -12,8 +12,8 @@ from bandmaster.binding import bind, bind_per_rank, signature_without_self
 from bandmaster.errors import MeshError
 from bandmaster.mesh import Mesh
 from bandmaster.options import CallOptions, default_options
-from bandmaster.planning import Packed, Parcel, Slot, everywhere, first_ranks, pack, scatter, sources
-from bandmaster.transfer import Broadcast, Custom, Execute, Gather, Incoming, Only, Outgoing, TransferProtocol
+from bandmaster.planning import Packed, Parcel, Slot, everywhere, first_ranks, pack, scatter, shards, sources
+from bandmaster.transfer import Broadcast, Custom, Execute, Gather, Incoming, Only, Outgoing, Split, TransferProtocol
 from bandmaster.worker import Registration
 
 if TYPE_CHECKING:
@@ -53,7 +53,11 @@ class MethodSpec:
 
     @classmethod
     def of(cls, worker_class: type, name: str, registration: Registration, mesh: Mesh) -> MethodSpec:
-        """Look at a registered method of a class."""
+        """Look at a registered method of a class.
+
+        Raises:
+            MeshError: Its protocol, or a rule of one of its arguments, asks for what the mesh does not have.
+        """
         function = getattr(worker_class, name)
         label = f"{worker_class.__name__}.{name}"
         signature = signature_without_self(worker_class, name)
@@ -64,9 +68,30 @@ class MethodSpec:
         is_for_zero = registration.execute is Execute.RANK_ZERO
         outgoing = registration.protocol.outgoing if isinstance(registration.protocol, TransferProtocol) else None
         goes_everywhere = is_for_zero or (isinstance(outgoing, Broadcast) and not registration.arguments)
-        return cls(
+        spec = cls(
             function, name, label, signature, positional, n_required, is_for_zero, goes_everywhere, registration, mesh
         )
+        spec._check_mesh()
+        return spec
+
+    def _check_mesh(self) -> None:
+        """Ask the mesh now for all that calls will ask it for."""
+        protocol = self.registration.protocol
+        if self.is_for_zero or isinstance(protocol, Custom):
+            return
+        transfers: list[tuple[str, Outgoing | Incoming]] = [
+            (self.label, protocol.outgoing),
+            (self.label, protocol.incoming),
+            *((f"argument {name!r} of {self.label}", rule) for name, rule in self.registration.arguments.items()),
+        ]
+        for what, transfer in transfers:
+            try:
+                if isinstance(transfer, Split):
+                    shards(self.mesh, transfer)
+                elif isinstance(transfer, Incoming):
+                    sources(self.mesh, transfer)
+            except MeshError as error:
+                raise MeshError(f"{what} goes by {transfer!r}, but {error}; give the group a mesh= with that") from None
 
     @cached_property
     def incoming(self) -> Incoming:
@@ -77,11 +102,7 @@ class MethodSpec:
 
     @cached_property
     def collected(self) -> tuple[int, ...]:
-        """The ranks whose values come back.
-
-        Raises:
-            MeshError: They are named by an axis that the mesh does not have.
-        """
+        """The ranks whose values come back."""
         return sources(self.mesh, self.incoming)
 
     def pack(self, args: Sequence[Any], kwargs: Mapping[str, Any], outgoing: Outgoing) -> Packed:
@@ -89,7 +110,7 @@ class MethodSpec:
 
         Raises:
             ArgumentError: They do not fit the method.
-            BatchError, MeshError: They cannot be split as asked.
+            BatchError: They cannot be split as asked.
         """
         names = self.positional
         n_ranks = 1 if self.is_for_zero else self.mesh.size
@@ -148,14 +169,9 @@ class GroupMethod:
         group, spec, protocol = self._group, self._spec, self._spec.registration.protocol
         if isinstance(protocol, Custom):
             return self._send_by(protocol, args, kwargs, waits)
-        try:
-            packed = spec.pack(args, kwargs, protocol.outgoing)
-            ranks = (0,) if spec.is_for_zero else group._ranks
-            return group._submit(spec.name, packed, ranks, spec.incoming, spec.collected, None, self._options, waits)
-        except MeshError as error:
-            raise MeshError(
-                f"{spec.label} goes by {protocol!r}, but {error}; give the group a mesh= with that"
-            ) from None
+        packed = spec.pack(args, kwargs, protocol.outgoing)
+        ranks = (0,) if spec.is_for_zero else group._ranks
+        return group._submit(spec.name, packed, ranks, spec.incoming, spec.collected, None, self._options, waits)
 
     def _send_by(self, custom: Custom, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
         group, spec = self._group, self._spec

@@ -1,5 +1,8 @@
 """Planning: which rows go to which rank, and which ranks' values come back. Pure functions of mesh + protocol.
 
+Axes that the six protocols of `Dispatch` name (dp, pp, tp, micro_dp, gen_pp, gen_tp) count as size 1 where a mesh does
+not have them, in any protocol. Other axes that it does not have are errors.
+
 The core calls `pack` for every group call. `plan` answers the same question for a person, without any process::
 
     >>> from bandmaster import Dispatch, Mesh
@@ -21,13 +24,14 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from bandmaster.batch import KNOWN, concat_rows, count_rows, describe, pad_rows, slice_rows, split_rows
-from bandmaster.errors import ArgumentError, BatchError, ProtocolError
+from bandmaster.errors import ArgumentError, BatchError, MeshError, ProtocolError
 from bandmaster.mesh import Mesh
 from bandmaster.render import Box, svg_bands, text_table
 from bandmaster.transfer import (
     Broadcast,
     Concat,
     Custom,
+    Dispatch,
     Gather,
     Incoming,
     Outgoing,
@@ -52,6 +56,9 @@ __all__ = [
     "scatter",
     "sources",
 ]
+
+
+TABLE_AXES = frozenset(axis for dispatch in Dispatch for axis in dispatch.value.axis_names)
 
 
 class Slot(NamedTuple):
@@ -128,9 +135,19 @@ def row_ranges(rows: int, parts: int, pad: bool = False) -> tuple[tuple[int, int
 
 
 @lru_cache(maxsize=1024)
+def part_numbers(mesh: Mesh, split: Split) -> tuple[int, ...]:
+    """For each rank, the number of the part of a split that it gets.
+
+    Raises:
+        MeshError: An axis that ``mesh`` does not have, or axes that overlap.
+    """
+    return mesh.positions(*(axis for axis in split.axes if not _counts_as_one(mesh, axis)))
+
+
+@lru_cache(maxsize=1024)
 def shards(mesh: Mesh, split: Split) -> tuple[tuple[int, ...], ...]:
-    """The ranks that get part 0, part 1, … of a split."""
-    numbers = mesh.positions(*split.axes)
+    """The ranks that get part 0, part 1, … of a split; raises as `part_numbers`."""
+    numbers = part_numbers(mesh, split)
     parts: list[list[int]] = [[] for _ in range(max(numbers) + 1)]
     for rank, number in enumerate(numbers):
         parts[number].append(rank)
@@ -139,11 +156,24 @@ def shards(mesh: Mesh, split: Split) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def sources(mesh: Mesh, incoming: Incoming) -> tuple[int, ...]:
-    """The ranks whose values come back, in the order in which they are joined or listed."""
+    """The ranks whose values come back, in the order in which they are joined or listed.
+
+    Raises:
+        MeshError: An axis that ``mesh`` does not have, axes that overlap, or a coordinate outside its axis.
+    """
     at = dict(incoming.at)
+    for axis in [axis for axis in at if _counts_as_one(mesh, axis)]:
+        if (index := at.pop(axis)) not in (0, -1):
+            raise MeshError(
+                f"{axis}={index} is outside axis {axis!r}, which counts as size 1: {mesh!r} does not have it"
+            )
     if isinstance(incoming, Gather | Reduce) and not incoming.axes:
         return mesh.ranks(**at)
-    return mesh.select(*incoming.axes, **at)
+    return mesh.select(*(axis for axis in incoming.axes if not _counts_as_one(mesh, axis)), **at)
+
+
+def _counts_as_one(mesh: Mesh, axis: str) -> bool:
+    return axis in TABLE_AXES and axis not in mesh.axis_names
 
 
 def pack(slots: Sequence[Slot], outgoing: Outgoing, rules: Mapping[str, Outgoing], mesh: Mesh, method: str) -> Packed:
@@ -159,7 +189,7 @@ def pack(slots: Sequence[Slot], outgoing: Outgoing, rules: Mapping[str, Outgoing
     Raises:
         ArgumentError: A `PerRank` argument that is no sequence of one value per rank.
         BatchError: A batch that cannot be split as asked, or no batch at all where ``outgoing`` splits.
-        MeshError: An axis that ``mesh`` does not have.
+        MeshError: An axis that ``mesh`` does not have and that does not count as size 1.
     """
     by_rule: dict[Outgoing, list[Slot]] = {}
     for slot in slots:
@@ -307,7 +337,7 @@ def _parts(slot: Slot, ranges: Sequence[tuple[int, int]], size: int, method: str
 
 def _real_rows(mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     size = ranges[0][1] - ranges[0][0]
-    numbers = mesh.positions(*rule.axes)
+    numbers = part_numbers(mesh, rule)
     return tuple((size, ranges[number][1] - ranges[number][0]) for number in numbers)
 
 
@@ -367,7 +397,7 @@ class TransferPlan:
     def _part(self, rank: int) -> int:
         """The number of what the rank gets: ranks with the same number get the same."""
         if isinstance(self.protocol.outgoing, Split):
-            return self.mesh.positions(*self.protocol.outgoing.axes)[rank]
+            return part_numbers(self.mesh, self.protocol.outgoing)[rank]
         return rank if isinstance(self.protocol.outgoing, PerRank) else 0
 
     def _sent_boxes(self) -> list[Box]:
@@ -379,10 +409,9 @@ class TransferPlan:
     def _rank_bands(self) -> list[tuple[str, list[Box]]]:
         """The ranks, in a band for each coordinate of the slowest axis if there are others."""
         slowest, *others = self.mesh.shape
-        outgoing, incoming = self.protocol.outgoing, self.protocol.incoming
-        named = (*getattr(outgoing, "axes", ()), *incoming.axes, *dict(incoming.at))
-        refined = [axis for axis in dict.fromkeys(named) if axis not in self.mesh.shape]
-        refined = [axis for axis in refined if self.mesh.axis_size(axis) > 1]
+        made_by_refining = [axis for axis in self.mesh.axis_names if axis not in self.mesh.shape]
+        named = [axis for axis in self.protocol.axis_names if axis in made_by_refining]
+        refined = [axis for axis in named if self.mesh.axis_size(axis) > 1]
         boxes: dict[str, list[Box]] = {}
         for rank in range(self.mesh.size):
             where = self.mesh.coordinates(rank)
@@ -403,7 +432,7 @@ def plan(protocol: object, mesh: Mesh, rows: int) -> TransferPlan:
 
     Raises:
         ProtocolError: ``protocol`` is none, or is a pair of functions, which cannot be planned.
-        MeshError: The protocol names an axis that ``mesh`` does not have.
+        MeshError: The protocol names an axis that ``mesh`` does not have and that is not one of the six protocols'.
         BatchError: ``rows`` is negative.
     """
     parsed = as_protocol(protocol)
@@ -414,5 +443,5 @@ def plan(protocol: object, mesh: Mesh, rows: int) -> TransferPlan:
     received: tuple[tuple[int, int] | None, ...] = (None,) * mesh.size
     if isinstance(parsed.outgoing, Split):
         ranges = row_ranges(rows, len(shards(mesh, parsed.outgoing)), parsed.outgoing.pad)
-        received = tuple(ranges[number] for number in mesh.positions(*parsed.outgoing.axes))
+        received = tuple(ranges[number] for number in part_numbers(mesh, parsed.outgoing))
     return TransferPlan(parsed, mesh, rows, received, sources(mesh, parsed.incoming))

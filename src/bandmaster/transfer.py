@@ -186,6 +186,12 @@ class TransferProtocol:
             raise ProtocolError(f"{self.incoming!r} does not say what comes back; use Concat, Gather, Reduce or Only")
         check_padding(self.outgoing, self.incoming)
 
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The axes that it names, each once."""
+        split = self.outgoing.axes if isinstance(self.outgoing, Split) else ()
+        return tuple(dict.fromkeys((*split, *self.incoming.axes, *dict(self.incoming.at))))
+
 
 def check_padding(outgoing: Outgoing, incoming: Incoming) -> None:
     """Refuse padding whose traces could reach the user."""
@@ -199,7 +205,8 @@ def check_padding(outgoing: Outgoing, incoming: Incoming) -> None:
 class Dispatch(Enum):
     """The six transfer protocols of HybridFlow (arXiv 2409.19256, table 3), by the paper's names.
 
-    ``Dispatch.THREE_D_PROTO`` is ``"3D_PROTO"``, and so on: both can be given to `register`.
+    ``Dispatch.THREE_D_PROTO`` is ``"3D_PROTO"``, and so on: both can be given to `register`. The axes that they name
+    count as size 1 where a group's mesh does not have them, so that ``"3D_PROTO"`` works on ``Mesh(dp=8)``.
     """
 
     ONE_TO_ALL = TransferProtocol(Broadcast(), Gather())
