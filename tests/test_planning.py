@@ -21,12 +21,13 @@ from bandmaster import (
     Only,
     PerRank,
     ProtocolError,
+    Reduce,
     Split,
     TransferProtocol,
     plan,
 )
 from bandmaster.collect import collect
-from bandmaster.planning import Slot, pack, row_ranges, sources
+from bandmaster.planning import RealRows, Slot, pack, row_ranges, sources
 
 THREE_D = Mesh(pp=2, dp=2, tp=2)
 MICRO_TP = THREE_D.refine(gen_pp=2, gen_tp=1)
@@ -152,6 +153,7 @@ def test_row_ranges_cover_every_row_once_and_in_order(rows, parts, pad):
         (Gather("pp"), [0, 4]),
         (Gather("tp", "pp", dp=1), [2, 6, 3, 7]),
         (Concat("pp", "dp", tp=-1), [1, 3, 5, 7]),
+        ((Concat("dp", pp=-1), Reduce("mean", "pp", "dp")), [4, 6, 0, 2]),
     ],
     ids=repr,
 )
@@ -353,10 +355,10 @@ def test_what_the_user_declared_is_not_asked_for_a_batch():
 @pytest.mark.parametrize(
     ("rows", "parts", "real_rows"),
     [
-        ([1, 2, 3, 4, 5], [[1, 2], [3, 4], [5, 1], [1, 2]], ((2, 2), (2, 2), (2, 1), (2, 0))),
-        ([1], [[1], [1], [1], [1]], ((1, 1), (1, 0), (1, 0), (1, 0))),
-        ([1, 2, 3, 4], [[1], [2], [3], [4]], ((1, 1), (1, 1), (1, 1), (1, 1))),
-        ([], [[], [], [], []], ((0, 0), (0, 0), (0, 0), (0, 0))),
+        ([1, 2, 3, 4, 5], [[1, 2], [3, 4], [5, 1], [1, 2]], RealRows((2, 2, 1, 0), 2)),
+        ([1], [[1], [1], [1], [1]], RealRows((1, 0, 0, 0), 1)),
+        ([1, 2, 3, 4], [[1], [2], [3], [4]], RealRows((1, 1, 1, 1), 1)),
+        ([], [[], [], [], []], RealRows((0, 0, 0, 0), 0)),
     ],
 )
 def test_padding_repeats_rows_from_the_start(rows, parts, real_rows):
@@ -368,15 +370,23 @@ def test_padding_repeats_rows_from_the_start(rows, parts, real_rows):
     assert rows == before
 
 
-def test_without_padding_nothing_is_said_about_real_rows():
-    assert pack_one([1, 2, 3], Mesh(dp=2)).real_rows is None
+def test_the_rows_of_each_rank_are_known():
+    assert pack_one([1, 2, 3], Mesh(dp=2, tp=2)).real_rows == RealRows((2, 2, 1, 1))
+    assert pack_one([1, 2, 3], Mesh(dp=2), Broadcast()).real_rows is None
+
+
+def test_the_rows_that_are_padded_count_where_there_are_several_splits():
+    slots = [Slot(0, "x", [1, 2, 3]), Slot(1, "y", [1, 2]), Slot(2, "z", [1])]
+    packed = pack(slots, SPLIT, {"y": Split("tp", pad=True), "z": Split("tp")}, Mesh(dp=2, tp=2), "C.m")
+
+    assert packed.real_rows == RealRows((1, 1, 1, 1), 1)
 
 
 def test_replicas_are_padded_alike():
     packed = pack_one(np.arange(3), Mesh(dp=2, tp=2), Split("dp", pad=True))
 
     assert [arguments(packed, rank)[0].tolist() for rank in range(4)] == [[0, 1], [0, 1], [2, 0], [2, 0]]
-    assert packed.real_rows == ((2, 2), (2, 2), (2, 1), (2, 1))
+    assert packed.real_rows == RealRows((2, 2, 1, 1), 2)
 
 
 @given(st.integers(0, 30), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([list, np.array]))
@@ -495,7 +505,22 @@ def test_mistakes_in_a_plan(mistake, error, message):
             "1     1   rows 2:4              part 1",
             "2     2   rows 4:4 + 2 padding  part 2",
         ]),
+        (TransferProtocol(Split("dp"), (Concat("dp"), Reduce("mean"), Only(dp=-1))), Mesh(dp=2, tp=2), 3, [
+            "TransferProtocol(outgoing=Split('dp'), incoming=(Concat('dp'), Reduce('mean'), Only(dp=-1))) "
+            "on Mesh(dp=2, tp=2), 3 rows",
+            "rank  dp  tp  gets      back",
+            "0     0   0   rows 0:2  part 0, item 0, -",
+            "1     0   1   rows 0:2  -, item 1, -",
+            "2     1   0   rows 2:3  part 1, item 2, item 0",
+            "3     1   1   rows 2:3  -, item 3, -",
+        ]),
     ],
 )  # fmt: skip
 def test_the_printed_plan(protocol, mesh, rows, lines):
     assert str(plan(protocol, mesh, rows)).splitlines() == lines
+
+
+def test_the_drawn_plan_has_a_band_for_each_collect():
+    drawing = plan(TransferProtocol(Split("dp"), (Concat("dp"), Gather())), Mesh(dp=2, tp=2), 3)._repr_svg_()
+
+    assert [drawing.count(text) for text in (">Concat<", ">Gather<", ">part ", ">item ")] == [1, 1, 2, 4]

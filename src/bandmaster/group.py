@@ -29,7 +29,7 @@ from bandmaster.future import Future
 from bandmaster.mesh import Mesh
 from bandmaster.method import GroupMethod, MethodSpec
 from bandmaster.options import CallOptions, default_options
-from bandmaster.planning import Packed, Slot, alike, everywhere, scatter
+from bandmaster.planning import CollectEach, Packed, Slot, alike, everywhere, scatter
 from bandmaster.pool import ResourcePool
 from bandmaster.render import html_table, text_table
 from bandmaster.tenancy import Tenancy
@@ -378,7 +378,7 @@ class WorkerGroup:
         method: str,
         packed: Packed,
         ranks: tuple[int, ...],
-        incoming: Incoming,
+        incoming: Incoming | CollectEach,
         collected: tuple[int, ...],
         finish: Callable[[list[Any]], Any] | None = None,
         options: CallOptions | None = None,

@@ -9,11 +9,34 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from bandmaster.binding import bind, bind_per_rank, signature_without_self
-from bandmaster.errors import MeshError
+from bandmaster.errors import BatchError, MeshError
 from bandmaster.mesh import Mesh
 from bandmaster.options import CallOptions, default_options
-from bandmaster.planning import Packed, Parcel, Slot, everywhere, first_ranks, pack, scatter, shards, sources
-from bandmaster.transfer import Broadcast, Custom, Execute, Gather, Incoming, Only, Outgoing, Split, TransferProtocol
+from bandmaster.planning import (
+    CollectEach,
+    Packed,
+    Parcel,
+    Slot,
+    everywhere,
+    first_ranks,
+    on_mesh,
+    pack,
+    scatter,
+    shards,
+    sources,
+)
+from bandmaster.transfer import (
+    Broadcast,
+    Custom,
+    Execute,
+    Gather,
+    Incoming,
+    Only,
+    Outgoing,
+    Reduce,
+    Split,
+    TransferProtocol,
+)
 from bandmaster.worker import Registration
 
 if TYPE_CHECKING:
@@ -81,7 +104,7 @@ class MethodSpec:
             return
         transfers: list[tuple[str, Outgoing | Incoming]] = [
             (self.label, protocol.outgoing),
-            (self.label, protocol.incoming),
+            *((self.label, collect) for collect in protocol.collects),
             *((f"argument {name!r} of {self.label}", rule) for name, rule in self.registration.arguments.items()),
         ]
         for what, transfer in transfers:
@@ -94,16 +117,26 @@ class MethodSpec:
                 raise MeshError(f"{what} goes by {transfer!r}, but {error}; give the group a mesh= with that") from None
 
     @cached_property
-    def incoming(self) -> Incoming:
+    def incoming(self) -> Incoming | CollectEach:
         """How the values come back; the `collect_fn` of a custom protocol gets them as a list."""
+        return on_mesh(self.mesh, self._incoming)
+
+    @cached_property
+    def collected(self) -> tuple[int, ...]:
+        """The ranks whose values come back."""
+        return sources(self.mesh, self._incoming)
+
+    @property
+    def _incoming(self) -> Incoming | tuple[Incoming, ...]:
         if isinstance(self.registration.protocol, TransferProtocol):
             return Only() if self.is_for_zero else self.registration.protocol.incoming
         return Gather()
 
     @cached_property
-    def collected(self) -> tuple[int, ...]:
-        """The ranks whose values come back."""
-        return sources(self.mesh, self.incoming)
+    def _weighted(self) -> Reduce | None:
+        """The collect that needs to know how many rows each rank gets, if there is one."""
+        collects = getattr(self.registration.protocol, "collects", ())
+        return next((collect for collect in collects if isinstance(collect, Reduce) and collect.weights), None)
 
     def pack(self, args: Sequence[Any], kwargs: Mapping[str, Any], outgoing: Outgoing) -> Packed:
         """Decide which argument of a call goes where, as `bind` and `bandmaster.planning` do, but plain calls sooner.
@@ -122,7 +155,13 @@ class MethodSpec:
             slots = [Slot(index, names[index], value) for index, value in enumerate(args)]
         if self.goes_everywhere:
             return Packed((everywhere(slots, n_ranks),))
-        return pack(slots, outgoing, self.registration.arguments, self.mesh, self.label)
+        packed = pack(slots, outgoing, self.registration.arguments, self.mesh, self.label)
+        if packed.real_rows is None and self._weighted is not None:
+            raise BatchError(
+                f"{self.label} collects by {self._weighted!r}, but no argument of this call is split, so that there "
+                "are no rows to weigh by; give a batch, or collect without weights"
+            )
+        return packed
 
 
 class GroupMethod:

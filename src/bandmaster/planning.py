@@ -83,16 +83,49 @@ class Parcel(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class RealRows(NamedTuple):
+    """How many rows the ranks of a group are sent.
+
+    Attributes:
+        counts: Per rank, without padding.
+        padded_to: How many each rank is sent with its padding; None where the split does not pad.
+    """
+
+    counts: tuple[int, ...]
+    padded_to: int | None = None
+
+
+class Cut(NamedTuple):
+    """So many rows under a split on a mesh.
+
+    Attributes:
+        receivers: The ranks that get part 0, part 1, …
+        ranges: The rows of each part.
+        real_rows: The same by rank.
+    """
+
+    receivers: tuple[tuple[int, ...], ...]
+    ranges: tuple[tuple[int, int], ...]
+    real_rows: RealRows
+
+
+class CollectEach(NamedTuple):
+    """What a tuple of collects is on a mesh: each with the ranks whose values it takes."""
+
+    collects: tuple[tuple[Incoming, tuple[int, ...]], ...]
+
+
 class Packed(NamedTuple):
     """A call's arguments, ready to be encoded.
 
     Attributes:
         parcels: What goes out; a rank gets all parcels that name it.
-        real_rows: Per rank, (rows sent, rows that are not padding); None where nothing was padded.
+        real_rows: What each rank gets of the rows that are split; of those that are padded, where there are several
+            splits. None where nothing is split.
     """
 
     parcels: tuple[Parcel, ...]
-    real_rows: tuple[tuple[int, int], ...] | None = None
+    real_rows: RealRows | None = None
 
 
 @lru_cache(maxsize=1024)
@@ -154,13 +187,25 @@ def shards(mesh: Mesh, split: Split) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, parts))
 
 
+@lru_cache(maxsize=64)
+def cut_rows(mesh: Mesh, split: Split, rows: int) -> Cut:
+    """What each part and each rank gets of so many rows; raises as `part_numbers`."""
+    receivers = shards(mesh, split)
+    ranges = row_ranges(rows, len(receivers), split.pad)
+    sizes = [stop - start for start, stop in ranges]
+    counts = tuple(sizes[number] for number in part_numbers(mesh, split))
+    return Cut(receivers, ranges, RealRows(counts, sizes[0] if split.pad else None))  # the first part is the largest
+
+
 @lru_cache(maxsize=1024)
-def sources(mesh: Mesh, incoming: Incoming) -> tuple[int, ...]:
-    """The ranks whose values come back, in the order in which they are joined or listed.
+def sources(mesh: Mesh, incoming: Incoming | tuple[Incoming, ...]) -> tuple[int, ...]:
+    """The ranks whose values come back, in the order in which they are joined or listed; of a tuple, those of any.
 
     Raises:
         MeshError: An axis that ``mesh`` does not have, axes that overlap, or a coordinate outside its axis.
     """
+    if isinstance(incoming, tuple):
+        return tuple(dict.fromkeys(rank for collect in incoming for rank in sources(mesh, collect)))
     at = dict(incoming.at)
     for axis in [axis for axis in at if _counts_as_one(mesh, axis)]:
         if (index := at.pop(axis)) not in (0, -1):
@@ -170,6 +215,13 @@ def sources(mesh: Mesh, incoming: Incoming) -> tuple[int, ...]:
     if isinstance(incoming, Gather | Reduce) and not incoming.axes:
         return mesh.ranks(**at)
     return mesh.select(*(axis for axis in incoming.axes if not _counts_as_one(mesh, axis)), **at)
+
+
+def on_mesh(mesh: Mesh, incoming: Incoming | tuple[Incoming, ...]) -> Incoming | CollectEach:
+    """What `bandmaster.collect.collect` needs to know of it."""
+    if not isinstance(incoming, tuple):
+        return incoming
+    return CollectEach(tuple((collect, sources(mesh, collect)) for collect in incoming))
 
 
 def _counts_as_one(mesh: Mesh, axis: str) -> bool:
@@ -204,11 +256,11 @@ def pack(slots: Sequence[Slot], outgoing: Outgoing, rules: Mapping[str, Outgoing
         elif isinstance(rule, PerRank):
             parcels += scatter(members, mesh.size, method)
         else:
-            rows = _common_rows(members, method)
-            ranges = row_ranges(rows, len(shards(mesh, rule)), rule.pad)
-            parcels += _split(members, mesh, rule, ranges, method)
-            if rule.pad:
-                real_rows = _real_rows(mesh, rule, ranges)
+            cut = cut_rows(mesh, rule, _common_rows(members, method))
+            columns = [_parts(slot, cut, method) for slot in members]
+            parcels += _parcels(members, zip(*columns, strict=True), cut.receivers)
+            if real_rows is None or rule.pad:
+                real_rows = cut.real_rows
     return Packed(tuple(parcels), real_rows)
 
 
@@ -312,19 +364,12 @@ def _common_rows(slots: Sequence[Slot], method: str) -> int:
     return common
 
 
-def _split(
-    slots: Sequence[Slot], mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]], method: str
-) -> Iterable[Parcel]:
-    size = ranges[0][1] - ranges[0][0]  # the largest part: the first one
-    columns = [_parts(slot, ranges, size if rule.pad else 0, method) for slot in slots]
-    return _parcels(slots, zip(*columns, strict=True), shards(mesh, rule))
-
-
-def _parts(slot: Slot, ranges: Sequence[tuple[int, int]], size: int, method: str) -> list[Any]:
-    """The rows of each range; behind those that are fewer than ``size``, rows of the whole."""
+def _parts(slot: Slot, cut: Cut, method: str) -> list[Any]:
+    """The rows of each part; where the split pads, rows of the whole behind those that are fewer."""
+    size = cut.real_rows.padded_to or 0
     try:
-        parts = split_rows(slot.value, ranges)
-        for number, (start, stop) in enumerate(ranges):
+        parts = split_rows(slot.value, cut.ranges)
+        for number, (start, stop) in enumerate(cut.ranges if size else ()):
             if (missing := size - (stop - start)) > 0:
                 parts[number] = concat_rows([parts[number], slice_rows(pad_rows(slot.value, missing), 0, missing)])
     except BatchError as error:
@@ -333,12 +378,6 @@ def _parts(slot: Slot, ranges: Sequence[tuple[int, int]], size: int, method: str
             f"how its rows are cut, or declare arguments={{{slot.name!r}: Broadcast()}}"
         ) from error
     return parts
-
-
-def _real_rows(mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    size = ranges[0][1] - ranges[0][0]
-    numbers = part_numbers(mesh, rule)
-    return tuple((size, ranges[number][1] - ranges[number][0]) for number in numbers)
 
 
 # --- the same, for a person -------------------------------------------------------------------------------------
@@ -353,7 +392,7 @@ class TransferPlan:
         mesh: The mesh that it is planned on.
         rows: Rows of the batch.
         received: Per rank, ``(start, stop)`` of its rows; None where the argument is not split.
-        collected: The ranks whose values come back, in order.
+        collected: The ranks whose values come back, in order; of a tuple of collects, those that any of them takes.
     """
 
     protocol: TransferProtocol
@@ -364,21 +403,18 @@ class TransferPlan:
 
     def __str__(self) -> str:
         rows = [
-            [rank, *self.mesh.coordinates(rank).values(), self._gets(rank), self._gives(rank) or "-"]
+            [rank, *self.mesh.coordinates(rank).values(), self._gets(rank), self._gives(rank)]
             for rank in range(self.mesh.size)
         ]
         title = f"{self.protocol} on {self.mesh}, {self.rows} rows"
         return text_table(title, ["rank", *self.mesh.axis_names, "gets", "back"], rows)
 
     def _repr_svg_(self) -> str:
-        back = [
-            Box((self._gives(rank), f"from rank {rank}"), self._part(rank), is_framed=True) for rank in self.collected
-        ]
         outgoing, incoming = self.protocol.outgoing, self.protocol.incoming
         bands = [
             (type(outgoing).__name__, self._sent_boxes()),
             *self._rank_bands(),
-            (type(incoming).__name__, back),
+            *((type(collect).__name__, self._back_boxes(collect)) for collect in self.protocol.collects),
         ]
         return svg_bands(f"{outgoing} → {incoming}", f"{self.mesh}, {self.rows} rows", bands)
 
@@ -391,8 +427,15 @@ class TransferPlan:
         return f"rows {start}:{stop}" + (f" + {padding} padding" if padding else "")
 
     def _gives(self, rank: int) -> str:
-        kind = "part" if isinstance(self.protocol.incoming, Concat) else "item"
-        return f"{kind} {self.collected.index(rank)}" if rank in self.collected else ""
+        """What comes back from the rank, to each collect of a tuple."""
+        given = [self._place(collect, rank) for collect in self.protocol.collects]
+        return ", ".join(given) if rank in self.collected else "-"
+
+    def _place(self, collect: Incoming, rank: int) -> str:
+        """What the rank's value is to one collect."""
+        ranks = sources(self.mesh, collect)
+        kind = "part" if isinstance(collect, Concat) else "item"
+        return f"{kind} {ranks.index(rank)}" if rank in ranks else "-"
 
     def _part(self, rank: int) -> int:
         """The number of what the rank gets: ranks with the same number get the same."""
@@ -405,6 +448,12 @@ class TransferPlan:
             return [Box((f"value {rank}",), rank) for rank in range(self.mesh.size)]
         any_rank = {self._part(rank): rank for rank in range(self.mesh.size)}
         return [Box((self._gets(rank),), part) for part, rank in sorted(any_rank.items())]
+
+    def _back_boxes(self, collect: Incoming) -> list[Box]:
+        ranks = sources(self.mesh, collect)
+        return [
+            Box((self._place(collect, rank), f"from rank {rank}"), self._part(rank), is_framed=True) for rank in ranks
+        ]
 
     def _rank_bands(self) -> list[tuple[str, list[Box]]]:
         """The ranks, in a band for each coordinate of the slowest axis if there are others."""
