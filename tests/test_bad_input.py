@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 import bandmaster as bm
 from bandmaster import (
@@ -240,6 +241,11 @@ CALLS = {
         lambda group: group.step([1, 2], 0.5),
         bm.BatchError,
         ["argument 'rate' of Ledger.step is to be split, but float has no rows", "arguments={'rate': Broadcast()}"],
+    ),
+    "rows that cannot be cut": (
+        lambda group: group.rows(torch.eye(2).to_sparse_csr()),
+        bm.BatchError,
+        ["argument 'batch' of Ledger.rows", "torch.sparse_csr layout", "arguments={'batch': Broadcast()}"],
     ),
     "an argument that cannot be pickled": (
         lambda group: group.tell(1, threading.Lock()),

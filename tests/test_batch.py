@@ -118,6 +118,7 @@ def batches():
         "tensor": numbers,
         "bf16": numbers.to(torch.bfloat16),
         "jagged": jagged(3, 1, 2, 1, 4),
+        "sparse": numbers.to_sparse(),
         "list": ["a", None, 3, [], {}],
         "dict": {"ids": numbers, "meta": {"names": list("abcde"), "mask": np.ones((5, 1), bool)}},
         "OrderedDict": OrderedDict(ids=np.arange(5)),
@@ -143,7 +144,7 @@ def plain(value):
     if isinstance(value, np.ma.MaskedArray):
         return list(zip(value.data.tolist(), value.mask.tolist(), strict=True))
     if isinstance(value, torch.Tensor):
-        return [row.tolist() for row in value.unbind()]
+        return [row.tolist() for row in (value.to_dense() if value.is_sparse else value).unbind()]
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, TensorDict | Decorated | Derived) or hasattr(value, "tensordicts"):
@@ -220,7 +221,31 @@ def test_nested_tensors_in_the_strided_layout():
 
     assert count_rows(nested) == 2
     assert plain(concat_rows([slice_rows(nested, 1, 2), slice_rows(nested, 0, 1)])) == [[0], [0, 1, 2]]
-    assert slice_rows(nested, 1, 1).dtype == torch.int64
+    with pytest.raises(BatchError, match=r"torch.strided layout cannot be sent without rows.*layout=torch.jagged"):
+        slice_rows(nested, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (
+            lambda: torch.eye(4).to_sparse_csr(),
+            r"in the torch.sparse_csr layout; use to_dense\(\) or to_sparse_coo\(\)",
+        ),
+        (lambda: torch.eye(4).to_sparse_bsc((2, 2)), r"in the torch.sparse_bsc layout; use to_dense"),
+        (
+            lambda: torch.quantize_per_channel(torch.eye(3), torch.ones(3), torch.zeros(3), 0, torch.qint8),
+            r"that are quantized in this way; use dequantize\(\)",
+        ),
+    ],
+    ids=["csr", "bsc", "quantized by channel"],
+)
+def test_tensors_whose_rows_torch_cannot_cut(tensor, words):
+    assert count_rows(tensor()) in (3, 4)
+    with pytest.raises(BatchError, match=f"torch cannot cut or join rows {words}"):
+        slice_rows(tensor(), 0, 2)
+    with pytest.raises(BatchError, match=f"torch cannot cut or join rows {words}"):
+        concat_rows([tensor(), tensor()])
 
 
 @pytest.mark.parametrize(

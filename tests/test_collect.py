@@ -66,6 +66,14 @@ def test_padding_that_cannot_be_told_from_rows_is_refused():
     )
 
 
+def test_padding_that_cannot_be_cut_off_is_the_ranks_failure():
+    rows = torch.eye(2).to_sparse_csr()
+    with pytest.raises(CollectError) as caught:
+        concat([rows, rows], real_rows=RealRows((2, 1), 2))
+    start = "Actor.step failed on rank 1: returned rows whose padding cannot be cut off: torch cannot cut or join rows"
+    assert str(caught.value).startswith(start)
+
+
 # --- reduce -----------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +215,7 @@ def test_what_does_not_fit_the_collects_names_the_rank_and_the_item(values, rank
         ([[1], np.array([1])], 5, "rank 5: returned ndarray where rank 1 returned list; Concat joins one type"),
         ([[1], {"a": [1], "b": 2}], 5, "rank 5: returned what Concat cannot join: a dict mixes batches with other"),
         ([np.ones((1, 2)), np.ones((1, 3))], 1, "(rank 1: ndarray of shape (1, 2), rank 5: ndarray of shape (1, 3))"),
+        ([torch.eye(2).to_sparse_csr()] * 2, 1, "cannot join: torch cannot cut or join rows in the torch.sparse_csr"),
         ([{"a": [1]}, {"b": [1]}], 1, "cannot join dicts with keys ['a'] (part 0) and ['b'] (part 1)"),
     ],
 )

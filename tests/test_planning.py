@@ -382,6 +382,16 @@ def test_the_rows_that_are_padded_count_where_there_are_several_splits():
     assert packed.real_rows == RealRows((1, 1, 1, 1), 1)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_in_the_strided_layout_is_split_where_each_rank_gets_a_row():
+    nested = torch.nested.nested_tensor([torch.ones(3)])
+    packed = pack_one(nested, Mesh(dp=2), Split("dp", pad=True))
+
+    assert [arguments(packed, rank)[0].unbind()[0].tolist() for rank in (0, 1)] == [[1, 1, 1]] * 2
+    with pytest.raises(BatchError, match=r"argument 'x' of C.m: a nested tensor in .* cannot be sent without rows, .*"):
+        pack_one(nested, Mesh(dp=2))
+
+
 def test_replicas_are_padded_alike():
     packed = pack_one(np.arange(3), Mesh(dp=2, tp=2), Split("dp", pad=True))
 

@@ -212,24 +212,49 @@ def _array_rows(value: Any) -> int | None:
     return int(value.shape[0]) if len(value.shape) else None
 
 
-def _tensor_concat(values: Sequence[Any]) -> Any:
-    return sys.modules["torch"].cat(list(values), 0)
+def _tensor_split(value: Any, start: int, stop: int) -> Any:
+    if value.is_nested:
+        return _nested_split(value, start, stop)
+    try:
+        return value.narrow_copy(0, start, stop - start) if value.is_sparse else value[start:stop]
+    except (RuntimeError, NotImplementedError) as error:
+        raise _refused([value]) or error from None
 
 
 def _nested_split(value: Any, start: int, stop: int) -> Any:
-    if not value.is_nested:
-        return value[start:stop]
-    nested, rows = sys.modules["torch"].nested, value.unbind()[start:stop]
-    if not rows and value.layout is sys.modules["torch"].jagged:
-        return nested.nested_tensor_from_jagged(value.values()[:0], value.offsets().new_zeros(1))
-    return nested.as_nested_tensor(list(rows), dtype=value.dtype, layout=value.layout)
+    torch, rows = sys.modules["torch"], value.unbind()[start:stop]
+    if rows:
+        return torch.nested.as_nested_tensor(list(rows), layout=value.layout)
+    if value.layout is not torch.jagged:
+        raise BatchError(
+            f"a nested tensor in the {value.layout} layout cannot be sent without rows, as it would have to be where "
+            "there are fewer rows than parts; make it with layout=torch.jagged"
+        )
+    return torch.nested.nested_tensor_from_jagged(value.values()[:0], value.offsets().new_zeros(1))
 
 
-def _nested_concat(values: Sequence[Any]) -> Any:
-    if not values[0].is_nested:
-        return _tensor_concat(values)
-    rows = list(chain.from_iterable(value.unbind() for value in values))
-    return sys.modules["torch"].nested.as_nested_tensor(rows, layout=values[0].layout) if rows else values[0]
+def _tensor_concat(values: Sequence[Any]) -> Any:
+    torch = sys.modules["torch"]
+    if values[0].is_nested:
+        rows = list(chain.from_iterable(value.unbind() for value in values))
+        return torch.nested.as_nested_tensor(rows, layout=values[0].layout) if rows else values[0]
+    try:
+        return torch.cat(list(values), 0)
+    except (RuntimeError, NotImplementedError) as error:
+        raise _refused(values) or error from None
+
+
+def _refused(tensors: Sequence[Any]) -> BatchError | None:
+    """Why torch has refused to cut or join rows, if that is due to how a tensor is stored."""
+    torch = sys.modules["torch"]
+    for tensor in tensors:
+        if tensor.layout not in (torch.strided, torch.sparse_coo):
+            return BatchError(
+                f"torch cannot cut or join rows in the {tensor.layout} layout; use to_dense() or to_sparse_coo()"
+            )
+        if tensor.is_quantized:
+            return BatchError("torch cannot cut or join rows that are quantized in this way; use dequantize()")
+    return None
 
 
 def _tensor_rows(value: Any) -> int | None:
@@ -238,6 +263,10 @@ def _tensor_rows(value: Any) -> int | None:
 
 def _tensordict_rows(value: Any) -> int | None:
     return int(value.batch_size[0]) if value.batch_dims else None
+
+
+def _tensordict_concat(values: Sequence[Any]) -> Any:
+    return sys.modules["torch"].cat(list(values), 0)
 
 
 def _array_concat(values: Sequence[Any]) -> Any:
@@ -403,13 +432,13 @@ def _encoding_concat(values: Sequence[Any]) -> Any:
 
 _MAPPING = BatchType(_mapping_rows, _columns_split, _columns_concat)
 _RECORD = BatchType(_record_rows, _columns_split, _columns_concat)
-_TENSORDICT = BatchType(_tensordict_rows, _slice, _tensor_concat)
+_TENSORDICT = BatchType(_tensordict_rows, _slice, _tensordict_concat)
 _FRAME = BatchType(len, _frame_split, _frame_concat)
 _KNOWN_BY_NAME = {  # so that nothing is imported to ask the question
     ("numpy", "ndarray"): BatchType(_array_rows, _slice, _array_concat),
     ("builtins", "list"): BatchType(len, _slice, _list_concat),
     ("builtins", "dict"): _MAPPING,
-    ("torch", "Tensor"): BatchType(_tensor_rows, _nested_split, _nested_concat),
+    ("torch", "Tensor"): BatchType(_tensor_rows, _tensor_split, _tensor_concat),
     ("tensordict.base", "TensorDictBase"): _TENSORDICT,
     ("pandas", "DataFrame"): _FRAME,
     ("pandas", "Series"): _FRAME,

@@ -105,7 +105,10 @@ def _without_padding(rank: int, value: Any, rows: int, sent: int, real: int, met
             f"returned {rows} rows for {sent}, {sent - real} of them padding, so the padding cannot be told from the "
             "rest; return one row for each row, or split without pad=True",
         )
-    return value if real == sent else slice_rows(value, 0, real)
+    try:
+        return value if real == sent else slice_rows(value, 0, real)
+    except BatchError as error:
+        raise _error(rank, method, f"returned rows whose padding cannot be cut off: {error}") from error
 
 
 def _join(ranks: Sequence[int], parts: Sequence[Any], method: str) -> Any:

@@ -365,19 +365,26 @@ def _common_rows(slots: Sequence[Slot], method: str) -> int:
 
 
 def _parts(slot: Slot, cut: Cut, method: str) -> list[Any]:
-    """The rows of each part; where the split pads, rows of the whole behind those that are fewer."""
-    size = cut.real_rows.padded_to or 0
+    """The rows of each part, with padding where the split pads."""
+    size = cut.real_rows.padded_to
     try:
-        parts = split_rows(slot.value, cut.ranges)
-        for number, (start, stop) in enumerate(cut.ranges if size else ()):
-            if (missing := size - (stop - start)) > 0:
-                parts[number] = concat_rows([parts[number], slice_rows(pad_rows(slot.value, missing), 0, missing)])
+        if size is None:
+            return split_rows(slot.value, cut.ranges)
+        return [_padded(slot.value, start, stop, size) for start, stop in cut.ranges]
     except BatchError as error:
         raise BatchError(
             f"argument {slot.name!r} of {method}: {error}; give another type of batch, say with register_batch_type "
             f"how its rows are cut, or declare arguments={{{slot.name!r}: Broadcast()}}"
         ) from error
-    return parts
+
+
+def _padded(value: Any, start: int, stop: int, size: int) -> Any:
+    """The rows start … stop-1, and behind them rows of the whole until there are ``size``."""
+    missing = size - (stop - start)
+    if not missing:
+        return slice_rows(value, start, stop)
+    padding = slice_rows(pad_rows(value, missing), 0, missing)
+    return concat_rows([slice_rows(value, start, stop), padding]) if start < stop else padding
 
 
 # --- the same, for a person -------------------------------------------------------------------------------------
