@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 import bandmaster as bm
 from bandmaster import (
@@ -200,22 +201,6 @@ class Ledger(bm.Worker):
     def step(self, batch, rate):
         self.n_calls += 1
 
-    @register(TransferProtocol(Split("tp"), Concat("tp")))
-    def over_tp(self, batch):
-        self.n_calls += 1
-
-    @register(Dispatch.DP_PROTO, arguments={"table": Split("tp")})
-    def table_over_tp(self, batch, table):
-        self.n_calls += 1
-
-    @register(TransferProtocol(Broadcast(), Gather(pp=-1)))
-    def from_last_stage(self):
-        self.n_calls += 1
-
-    @register(TransferProtocol(Broadcast(), Gather(dp=5)))
-    def from_fifth(self):
-        self.n_calls += 1
-
     @register({"dispatch_fn": lambda group, x: (([x] * 3,), {}), "collect_fn": collect_all_to_all})
     def three_for_two(self, x):
         self.n_calls += 1
@@ -319,26 +304,6 @@ CALLS = {
         bm.ArgumentError,
         ["the dispatch_fn of Ledger.no_pair returned list; return (args, kwargs)"],
     ),
-    "an axis that the mesh does not have": (
-        lambda group: group.over_tp([1, 2]),
-        bm.MeshError,
-        ["Ledger.over_tp", "Split('tp')", "Mesh(dp=2) has no axis 'tp', only 'dp'", "mesh="],
-    ),
-    "such an axis for one argument": (
-        lambda group: group.table_over_tp([1, 2], [3, 4]),
-        bm.MeshError,
-        ["Ledger.table_over_tp", "no axis 'tp', only 'dp'"],
-    ),
-    "such an axis on the way back": (
-        lambda group: group.from_last_stage(),
-        bm.MeshError,
-        ["Ledger.from_last_stage", "no axis 'pp', only 'dp'"],
-    ),
-    "a coordinate outside its axis": (
-        lambda group: group.from_fifth(),
-        bm.MeshError,
-        ["Ledger.from_fifth", "dp=5 is outside axis 'dp' of size 2"],
-    ),
     "batches of unequal length": (
         lambda group: group.rows([1, 2], np.zeros(3)),
         bm.BatchError,
@@ -358,6 +323,11 @@ CALLS = {
         lambda group: group.step([1, 2], 0.5),
         bm.BatchError,
         ["argument 'rate' of Ledger.step is to be split, but float has no rows", "arguments={'rate': Broadcast()}"],
+    ),
+    "rows that cannot be cut": (
+        lambda group: group.rows(torch.eye(2).to_sparse_csr()),
+        bm.BatchError,
+        ["argument 'batch' of Ledger.rows", "torch.sparse_csr layout", "arguments={'batch': Broadcast()}"],
     ),
     "an argument that cannot be pickled": (
         lambda group: group.tell(1, threading.Lock()),
@@ -680,6 +650,16 @@ class Awaits(bm.Worker):
     async def __init__(self): ...
 
 
+def goes_by(protocol, **arguments):
+    """A class with a method of this protocol, and rules for its argument ``x``."""
+
+    class Mover(bm.Worker):
+        @register(protocol, arguments=arguments)
+        def move(self, x): ...
+
+    return Mover
+
+
 GROUPS = {
     "no worker class": (lambda pool: bm.WorkerGroup(pool, dict), bm.UsageError, ["bandmaster.Worker", "dict"]),
     "an instance": (lambda pool: bm.WorkerGroup(pool, Fragile.__new__(Fragile)), bm.UsageError, ["bandmaster.Worker"]),
@@ -742,6 +722,42 @@ GROUPS = {
         lambda pool: bm.WorkerGroup(pool, IsHidden),
         bm.UsageError,
         ["IsHidden registers 'device', 'rank'", "rename"],
+    ),
+    "a protocol that splits over an axis that the mesh does not have": (
+        lambda pool: bm.WorkerGroup(pool, goes_by(TransferProtocol(Split("dp", "ep"), Concat("dp")))),
+        bm.MeshError,
+        ["Mover.move goes by Split('dp', 'ep'), but Mesh(dp=2) has no axis 'ep', only 'dp'", "mesh= with that"],
+    ),
+    "a protocol that collects along such an axis": (
+        lambda pool: bm.WorkerGroup(pool, goes_by(TransferProtocol(Broadcast(), Gather(ep=-1)))),
+        bm.MeshError,
+        ["Mover.move goes by Gather(ep=-1), but Mesh(dp=2) has no axis 'ep', only 'dp'", "mesh= with that"],
+    ),
+    "such an axis for one argument": (
+        lambda pool: bm.WorkerGroup(pool, goes_by(Dispatch.DP_PROTO, x=Split("ep"))),
+        bm.MeshError,
+        ["argument 'x' of Mover.move goes by Split('ep'), but Mesh(dp=2) has no axis 'ep', only 'dp'"],
+    ),
+    "a coordinate outside its axis": (
+        lambda pool: bm.WorkerGroup(pool, goes_by(TransferProtocol(Broadcast(), Gather(dp=5)))),
+        bm.MeshError,
+        ["Mover.move goes by Gather(dp=5), but dp=5 is outside axis 'dp' of size 2 in Mesh(dp=2)"],
+    ),
+    "a coordinate outside an axis that counts as size 1": (
+        lambda pool: bm.WorkerGroup(pool, goes_by(TransferProtocol(Broadcast(), Gather(tp=1)))),
+        bm.MeshError,
+        [
+            "Mover.move goes by Gather(tp=1), but tp=1 is outside axis 'tp', which counts as size 1: Mesh(dp=2) does",
+        ],
+    ),
+    "axes that overlap": (
+        lambda pool: bm.WorkerGroup(
+            pool,
+            goes_by(TransferProtocol(Split("tp", "gen_tp"), Concat("tp"))),
+            mesh=Mesh(dp=1, tp=2).refine(gen_tp=1),
+        ),
+        bm.MeshError,
+        ["Mover.move goes by Split('tp', 'gen_tp'), but axes 'tp' and 'gen_tp'", "overlap"],
     ),
 }
 

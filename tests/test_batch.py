@@ -1,8 +1,11 @@
 """What has rows, by type and never by length: counting, cutting and joining rows of every kind of batch."""
 
-import copy
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field, fields, is_dataclass
 from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -34,6 +37,64 @@ class LongPrompts(Prompts):
     pass
 
 
+class Columns(NamedTuple):
+    ids: Any
+    mask: Any = None
+
+
+@dataclass(frozen=True)
+class Rollout:
+    ids: Any
+    rewards: Any
+    total: Any = field(init=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "total", self.rewards.cumsum(0))
+        object.__setattr__(self, "n", len(self.ids))
+
+
+@dataclass
+class Node:
+    left: Any
+    right: Any
+
+
+class Lookup(Mapping):
+    """A mapping whose copies would share what it holds."""
+
+    def __init__(self, items):
+        self.items_of = dict(items)
+
+    def __getitem__(self, key):
+        return self.items_of[key]
+
+    def __iter__(self):
+        return iter(self.items_of)
+
+    def __len__(self):
+        return len(self.items_of)
+
+
+class Named(Lookup):
+    """Cannot be made from its items alone."""
+
+    def __init__(self, name, items):
+        super().__init__(items)
+
+
+class Unfinished(Lookup):
+    """Has a value that is still to be given, as configs of Hydra do."""
+
+    def __getitem__(self, key):
+        raise LookupError("no value")
+
+
+class Labelled(dict):
+    """A dict that knows more than its items."""
+
+    label = None
+
+
 register_batch_type(
     Prompts,
     rows=lambda value: len(value.texts),
@@ -57,9 +118,17 @@ def batches():
         "tensor": numbers,
         "bf16": numbers.to(torch.bfloat16),
         "jagged": jagged(3, 1, 2, 1, 4),
+        "sparse": numbers.to_sparse(),
         "list": ["a", None, 3, [], {}],
         "dict": {"ids": numbers, "meta": {"names": list("abcde"), "mask": np.ones((5, 1), bool)}},
         "OrderedDict": OrderedDict(ids=np.arange(5)),
+        "UserDict": UserDict(ids=numbers, names=list("abcde")),
+        "defaultdict": defaultdict(list, ids=numbers),
+        "a mapping's view": MappingProxyType({"ids": numbers}),
+        "a user's mapping": Lookup({"ids": numbers, "inner": UserDict(x=np.arange(5))}),
+        "NamedTuple": Columns(numbers, np.arange(5)),
+        "dataclass": Rollout(numbers, np.arange(5)),
+        "dataclass of others": Node(Columns(list("abcde"), numbers), {"x": np.arange(5)}),
         "TensorDict": TensorDict({"ids": numbers, "inner": {"x": torch.arange(5)}}, batch_size=[5]),
         "TensorDict with jagged": TensorDict({"ids": jagged(3, 1, 2, 1, 4)}, batch_size=[5]),
         "lazy stack": lazy_stack([TensorDict({"ids": torch.zeros(n)}) for n in range(5)]),
@@ -75,13 +144,17 @@ def plain(value):
     if isinstance(value, np.ma.MaskedArray):
         return list(zip(value.data.tolist(), value.mask.tolist(), strict=True))
     if isinstance(value, torch.Tensor):
-        return [row.tolist() for row in value.unbind()]
+        return [row.tolist() for row in (value.to_dense() if value.is_sparse else value).unbind()]
     if isinstance(value, np.ndarray):
         return value.tolist()
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, TensorDict | Decorated | Derived) or hasattr(value, "tensordicts"):
         return [plain(row.to_dict()) if row.batch_dims else str(row.to_dict()) for row in value.unbind(0)]
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, Columns):
+        return plain(value._asdict())
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     return value.texts if isinstance(value, Prompts) else value
 
 
@@ -102,7 +175,7 @@ def test_what_is_cut_can_be_joined_again(kind):
     joined = concat_rows(parts)
     assert count_rows(joined) == 5
     assert plain(joined) == plain(batch)
-    assert isinstance(joined, dict) or type(joined) is type(batch)
+    assert {type(value) for value in [joined, *parts]} == {type(batch)}
 
 
 @every_kind
@@ -117,7 +190,7 @@ def test_no_rows_are_a_batch_too(kind):
 
 @every_kind
 def test_joining_leaves_its_inputs_alone(kind):
-    batch, before = batches()[kind], plain(copy.deepcopy(batches()[kind]))
+    batch, before = batches()[kind], plain(batches()[kind])
     joined = concat_rows([batch, slice_rows(batch, 0, 2)])
 
     assert count_rows(joined) == 7
@@ -148,19 +221,78 @@ def test_nested_tensors_in_the_strided_layout():
 
     assert count_rows(nested) == 2
     assert plain(concat_rows([slice_rows(nested, 1, 2), slice_rows(nested, 0, 1)])) == [[0], [0, 1, 2]]
-    assert slice_rows(nested, 1, 1).dtype == torch.int64
+    with pytest.raises(BatchError, match=r"torch.strided layout cannot be sent without rows.*layout=torch.jagged"):
+        slice_rows(nested, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (
+            lambda: torch.eye(4).to_sparse_csr(),
+            r"in the torch.sparse_csr layout; use to_dense\(\) or to_sparse_coo\(\)",
+        ),
+        (lambda: torch.eye(4).to_sparse_bsc((2, 2)), r"in the torch.sparse_bsc layout; use to_dense"),
+        (
+            lambda: torch.quantize_per_channel(torch.eye(3), torch.ones(3), torch.zeros(3), 0, torch.qint8),
+            r"that are quantized in this way; use dequantize\(\)",
+        ),
+    ],
+    ids=["csr", "bsc", "quantized by channel"],
+)
+def test_tensors_whose_rows_torch_cannot_cut(tensor, words):
+    assert count_rows(tensor()) in (3, 4)
+    with pytest.raises(BatchError, match=f"torch cannot cut or join rows {words}"):
+        slice_rows(tensor(), 0, 2)
+    with pytest.raises(BatchError, match=f"torch cannot cut or join rows {words}"):
+        concat_rows([tensor(), tensor()])
 
 
 @pytest.mark.parametrize(
     "value",
     [(1, 2), "ab", b"ab", 2, None, range(2), {1, 2}, np.array(2), torch.tensor(2), np.float32(2), {}, {"a": 1}, object,
-     TensorDict({"a": torch.zeros(2)}, batch_size=[]), {"a": {}}, {"a": (1, 2), "b": "cd"}],
+     TensorDict({"a": torch.zeros(2)}, batch_size=[]), {"a": {}}, {"a": (1, 2), "b": "cd"}, UserDict(), UserDict(a=1),
+     Unfinished({"a": [1]}), Columns([1, 2]), Columns(np.zeros(2), 0.5), Node([1], None), Node({"a": [1], "b": 2}, "x"),
+     Node({"a": [1], "b": [1, 2]}, 3), Node, Columns],
     ids=str,
 )  # fmt: skip
 def test_what_is_no_batch(value):
     assert count_rows(value) is None
     with pytest.raises(BatchError, match="has no rows; batches are arrays and tensors with a row dim, list"):
         slice_rows(value, 0, 1)
+
+
+def test_a_mapping_that_cannot_be_made_anew_is_cut_to_dicts():
+    part = slice_rows(Named("x", {"ids": np.arange(5)}), 1, 3)
+
+    assert type(part) is dict
+    assert part["ids"].tolist() == [1, 2]
+
+
+def test_a_cut_keeps_what_a_mapping_knows_beyond_its_items():
+    batch = Labelled(ids=np.arange(5))
+    batch.label = "train"
+    part = slice_rows(batch, 1, 3)
+
+    assert (type(part), part.label, part["ids"].tolist()) == (Labelled, "train", [1, 2])
+    assert batch["ids"].tolist() == [0, 1, 2, 3, 4]
+    assert slice_rows(defaultdict(list, ids=[1, 2]), 0, 1)["other"] == []
+
+
+def test_a_dataclass_is_made_anew_by_its_own_constructor():
+    part = slice_rows(Rollout(np.zeros((5, 2)), np.ones(5)), 3, 5)
+
+    assert part.n == 2
+    assert part.total.tolist() == [4, 5], "a field is cut, whatever the constructor made of the others"
+
+
+def test_what_holds_itself_is_no_batch():
+    ring = Node(None, [1])
+    ring.left = ring
+    loop = {"ids": [1, 2]}
+    loop["self"] = loop
+
+    assert count_rows(ring) is count_rows(loop) is None
 
 
 @given(st.lists(st.integers(-99, 99)), st.lists(st.integers(0, 9), max_size=4))
@@ -249,9 +381,19 @@ def test_mistakes_in_a_registration(cls, functions, message):
             {"outer": {"ids": [1], "mask": torch.tensor(2)}, "x": [1]},
             "a dict mixes batches with other values: 'ids' has 1 rows, 'mask' is torch.Tensor without rows",
         ),
+        (
+            UserDict(ids=[1], rate=0.1),
+            "a UserDict mixes batches with other values: 'ids' has 1 rows, 'rate' is float without rows",
+        ),
+        (Columns([1], [1, 2]), "a Columns has batches of unequal row counts: 'ids' has 1, 'mask' has 2"),
+        (Node(np.zeros(3), [1, 2]), "a Node has batches of unequal row counts: 'left' has 3, 'right' has 2"),
+        (
+            Node([1], {"ids": [1], "rate": 0.1}),
+            "a dict mixes batches with other values: 'ids' has 1 rows, 'rate' is float without rows",
+        ),
     ],
 )
-def test_dicts_that_are_no_batch(value, message):
+def test_tables_that_are_no_batch(value, message):
     with pytest.raises(BatchError) as caught:
         count_rows(value)
     assert message == str(caught.value)
@@ -264,6 +406,11 @@ def test_dicts_that_are_no_batch(value, message):
         ([[1], [2], 3], r"cannot join list \(part 0\) and int \(part 2\)"),
         ([{"a": [1]}, {"a": np.array([1])}], r"cannot join list \(part 0\) and numpy.ndarray \(part 1\)"),
         ([{"a": [1]}, {"b": [1]}], r"cannot join dicts with keys \['a'\] \(part 0\) and \['b'\] \(part 1\)"),
+        (
+            [Columns([1], [2]), Node([1], [2])],
+            r"cannot join test_batch.Columns \(part 0\) and test_batch.Node \(part 1\)",
+        ),
+        ([Columns([1], [2]), {"ids": [1]}], r"cannot join test_batch.Columns \(part 0\) and dict \(part 1\)"),
         ([np.zeros((1, 2)), np.zeros((1, 3))], "cannot join 2 values of type numpy.ndarray: all the input array dim"),
         ([torch.zeros(1, 2), torch.zeros(1, 3)], "cannot join 2 values of type torch.Tensor: Sizes of tensors must"),
         ([3, 4], "int has no rows; batches are arrays and tensors with a row dim, list, TensorDict"),
@@ -280,3 +427,16 @@ def test_arrays_are_joined_in_their_own_dtype(dtype):
     joined = concat_rows(parts)
     assert joined.dtype == np.dtype(dtype)
     assert len(joined) == 5
+
+
+def test_what_cannot_be_cut_names_the_type_and_the_reason():
+    @dataclass
+    class Tokenized:
+        ids: Any
+        tokenizer: InitVar[Any]
+
+        def __post_init__(self, tokenizer):
+            pass
+
+    with pytest.raises(BatchError, match=r"cannot cut the rows of test_batch\..*Tokenized: .*InitVar 'tokenizer'"):
+        slice_rows(Tokenized([1, 2], None), 0, 1)

@@ -75,7 +75,6 @@ def test_plan_of_a_generation_layout(capsys):
         ("4 --axes dp=2,dp=2", "axis 'dp' is given twice"),
         ("4 --axes dp=4,gen_tp=2", "gen_tp=2 cuts axis 'tp'"),
         ("4 --protocol SCATTER", "no transfer protocol is called 'SCATTER'; there are ONE_TO_ALL"),
-        ("4 --protocol 3D_PROTO", "has no axis 'pp'"),
         ("4 --protocol DP_PROTO --rows -1", "0 rows or more, not -1"),
         ("4 --rows 10", "--protocol"),
     ],

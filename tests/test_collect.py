@@ -5,8 +5,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from bandmaster import CollectError, Concat, Gather, Only, Reduce
+from bandmaster import CollectError, Concat, Gather, Mesh, Only, Reduce
 from bandmaster.collect import collect
+from bandmaster.planning import RealRows, on_mesh, sources
 
 
 def concat(values, ranks=None, real_rows=None):
@@ -26,7 +27,7 @@ def test_concat_joins_in_the_order_given():
 
 def test_concat_of_nones_is_none():
     assert concat([None, None]) is None
-    assert concat([None, None], real_rows=[(2, 2), (2, 0)]) is None
+    assert concat([None, None], real_rows=RealRows((2, 0), 2)) is None
 
 
 def test_gather_lists_and_only_takes_one():
@@ -46,23 +47,31 @@ def test_gather_lists_and_only_takes_one():
     ids=["list", "array", "tensor", "dict", "TensorDict"],
 )  # fmt: skip
 def test_padding_is_removed_exactly(make):
-    joined = concat([make([1, 2]), make([3, 1]), make([1, 2])], real_rows=[(2, 2), (2, 1), (2, 0)])
+    joined = concat([make([1, 2]), make([3, 1]), make([1, 2])], real_rows=RealRows((2, 1, 0), 2))
 
     rows = joined["x"] if hasattr(joined, "keys") else joined
     assert (rows if isinstance(rows, list) else rows.tolist()) == [1, 2, 3]
 
 
 def test_real_rows_are_those_of_the_collected_ranks():
-    assert concat([[1, 2], [3, 1]], ranks=[1, 3], real_rows=[(9, 9), (2, 2), (9, 9), (2, 1)]) == [1, 2, 3]
+    assert concat([[1, 2], [3, 1]], ranks=[1, 3], real_rows=RealRows((9, 2, 9, 1), 2)) == [1, 2, 3]
 
 
 def test_padding_that_cannot_be_told_from_rows_is_refused():
     with pytest.raises(CollectError) as caught:
-        concat([[1, 2], [3]], ranks=[0, 2], real_rows=[(2, 2), (2, 2), (2, 1)])
+        concat([[1, 2], [3]], ranks=[0, 2], real_rows=RealRows((2, 2, 1), 2))
     assert str(caught.value) == (
         "Actor.step failed on rank 2: returned 1 rows for 2, 1 of them padding, so the padding cannot be told from "
         "the rest; return one row for each row, or split without pad=True"
     )
+
+
+def test_padding_that_cannot_be_cut_off_is_the_ranks_failure():
+    rows = torch.eye(2).to_sparse_csr()
+    with pytest.raises(CollectError) as caught:
+        concat([rows, rows], real_rows=RealRows((2, 1), 2))
+    start = "Actor.step failed on rank 1: returned rows whose padding cannot be cut off: torch cannot cut or join rows"
+    assert str(caught.value).startswith(start)
 
 
 # --- reduce -----------------------------------------------------------------------------------------------------
@@ -112,6 +121,89 @@ def test_a_reducing_function_raises_as_it_is():
         reduced(lambda values: values[0] / 0, [1, 2])
 
 
+# --- a mean weighted by rows --------------------------------------------------------------------------------------
+
+
+def weighted(values, rows, ranks=None):
+    ranks = range(len(values)) if ranks is None else ranks
+    return collect(Reduce("mean", weights="rows"), ranks, values, "Actor.step", rows)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [float, int, np.float32, np.int64, np.array, torch.tensor, lambda x: {"loss": torch.tensor([x])}["loss"]],
+)
+def test_the_mean_is_weighted_by_the_rows_of_each_collected_rank(make):
+    assert weighted([make(1), make(5)], RealRows((3, 1))) == 2
+    assert weighted([make(1), make(5)], RealRows((9, 3, 9, 1)), ranks=[1, 3]) == 2
+    assert weighted([{"a": {"b": make(1)}}, {"a": {"b": make(5)}}], RealRows((3, 1))) == {"a": {"b": 2}}
+
+
+def test_equal_rows_weigh_as_if_there_were_no_weights():
+    values = [0.1, 0.2, 0.7]
+
+    assert weighted(values, RealRows((7, 7, 7))) == reduced("mean", values)
+
+
+def test_padding_does_not_count_and_ranks_without_rows_are_left_out():
+    assert weighted([1.0, 5.0, float("nan")], RealRows((3, 1, 0), 3)) == 2
+    assert weighted([1.0, 5.0, None], RealRows((3, 1, 0))) == 2
+    assert weighted([1.0, 5.0], RealRows((0, 0))) == 3, "no rank has rows: all count alike"
+
+
+def test_many_rows_do_not_overflow_a_small_dtype():
+    losses = [torch.tensor(60_000.0, dtype=torch.float16), torch.tensor(2.0, dtype=torch.float16)]
+
+    assert weighted(losses, RealRows((1000, 3000))).item() == pytest.approx(15_001.5, rel=1e-3)
+
+
+# --- several collects ---------------------------------------------------------------------------------------------
+
+
+def collected(incoming, mesh, values, real_rows=None):
+    """What the caller gets, of the values of the ranks that are collected."""
+    ranks = sources(mesh, incoming)
+    return collect(on_mesh(mesh, incoming), ranks, [values[rank] for rank in ranks], "Actor.step", real_rows)
+
+
+def test_each_item_of_a_tuple_has_its_own_collect():
+    incoming = (Concat("dp", tp=1), Gather(tp=0), Reduce("mean", weights="rows"), Only(dp=-1))
+    values = [([rank], rank, {"loss": float(rank)}, f"rank {rank}") for rank in range(4)]
+
+    made = collected(incoming, Mesh(dp=2, tp=2), values, RealRows((3, 3, 1, 1)))
+
+    assert made == ([1, 3], [0, 2], {"loss": 1.0}, "rank 2")
+
+
+def test_padding_is_removed_from_what_is_joined_alone():
+    incoming = (Concat("dp"), Gather("dp"), Reduce("sum"), Reduce("mean", weights="rows"))
+    values = [([1, 2], [1, 2], 2, 1.0), ([3, 1], [3, 1], 2, 5.0), ([1, 2], [1, 2], 2, 9.0)]
+
+    made = collected(incoming, Mesh(dp=3), values, RealRows((2, 1, 0), 2))
+
+    assert made == ([1, 2, 3], [[1, 2], [3, 1], [1, 2]], 6, pytest.approx(7 / 3))
+
+
+@pytest.mark.parametrize(
+    ("values", "rank", "message"),
+    [
+        (
+            [([1], 1), ([1], 2, 3)],
+            1,
+            "returned a tuple of 3, not a tuple of 2: one value for each of Concat('dp'), Reduce",
+        ),
+        ([[[1], 1], ([1], 1)], 0, "returned list, not a tuple of 2: one value for each of Concat('dp'), Reduce('sum')"),
+        ([([1], 1), None], 1, "returned NoneType, not a tuple of 2"),
+        ([([1], 1), (2, 1)], 1, "of the tuple that it returned, item 0: returned int, which has no rows for Concat"),
+        ([([1], 1), ([1], "x")], 0, "of the tuple that it returned, item 1: returned what Reduce('sum') cannot reduce"),
+    ],
+)
+def test_what_does_not_fit_the_collects_names_the_rank_and_the_item(values, rank, message):
+    with pytest.raises(CollectError) as caught:
+        collected((Concat("dp"), Reduce("sum")), Mesh(dp=2), values)
+    assert f"Actor.step failed on rank {rank}: {message}" in str(caught.value)
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------
 
 
@@ -123,6 +215,7 @@ def test_a_reducing_function_raises_as_it_is():
         ([[1], np.array([1])], 5, "rank 5: returned ndarray where rank 1 returned list; Concat joins one type"),
         ([[1], {"a": [1], "b": 2}], 5, "rank 5: returned what Concat cannot join: a dict mixes batches with other"),
         ([np.ones((1, 2)), np.ones((1, 3))], 1, "(rank 1: ndarray of shape (1, 2), rank 5: ndarray of shape (1, 3))"),
+        ([torch.eye(2).to_sparse_csr()] * 2, 1, "cannot join: torch cannot cut or join rows in the torch.sparse_csr"),
         ([{"a": [1]}, {"b": [1]}], 1, "cannot join dicts with keys ['a'] (part 0) and ['b'] (part 1)"),
     ],
 )

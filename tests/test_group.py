@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import bandmaster as bm
-from bandmaster import Dispatch, Execute, Mesh, Only, Reduce, Split, TransferProtocol, register
+from bandmaster import Broadcast, Dispatch, Execute, Gather, Mesh, Only, Reduce, Split, TransferProtocol, register
 
 
 class Adder(bm.Worker):
@@ -311,9 +311,42 @@ def test_reduce_and_only(make_group):
         def last(self, rows):
             return rows
 
+        @register(TransferProtocol(Split("dp"), Reduce("mean", "dp", weights="rows")))
+        def loss(self, rows=None):
+            return {"loss": rows.mean()}
+
     group = make_group(Mesh(dp=2), Metrics)
     assert group.total(np.arange(5)) == {"sum": 10, "n": 5}
     assert group.last(np.arange(5)).tolist() == [3, 4]
+    assert group.loss(np.arange(5)) == {"loss": 2.0}
+    with pytest.raises(bm.BatchError, match=r"Metrics\.loss collects by Reduce.* no rows to weigh by; give a batch"):
+        group.loss()
+
+
+def test_a_method_that_returns_a_tuple_has_a_collect_for_each_item(make_group):
+    class Trainer(bm.Worker):
+        @register(TransferProtocol(Split("dp"), (bm.Concat("dp"), Reduce("mean", "dp", weights="rows"), Only(tp=1))))
+        def step(self, rows):
+            return rows * 2, {"mean": rows.mean()}, self.rank
+
+        @register(TransferProtocol(Split("dp", pad=True), (bm.Concat("dp"), Reduce("sum", "dp"))))
+        def padded(self, rows):
+            return rows, len(rows)
+
+        @register(TransferProtocol(Broadcast(), (Gather(), Gather("dp"))))
+        def wrong(self):
+            return (self.rank,) * (2 + self.rank // 3)
+
+    group = make_group(Mesh(dp=2, tp=2), Trainer)
+    rows, metrics, rank = group.step(np.arange(5.0))
+    assert (rows.tolist(), metrics, rank) == ([0, 2, 4, 6, 8], {"mean": 2.0}, 1)
+    rows, n_rows = group.padded.submit(np.arange(5)).result()
+    assert (rows.tolist(), n_rows) == ([0, 1, 2, 3, 4], 6), "the other items are made of the padding, too"
+    with pytest.raises(
+        bm.CollectError, match=r"rank 3 \(dp=1, tp=1\): returned a tuple of 3, not a tuple of 2"
+    ) as caught:
+        group.wrong()
+    assert caught.value.method == "Trainer.wrong"
 
 
 def test_padding_makes_equal_parts_and_never_comes_back(make_group):

@@ -23,14 +23,9 @@ def protocols_on_meshes(draw, largest):
     if "tp" in shape and draw(st.booleans()):
         mesh = mesh.refine(gen_tp=draw(st.sampled_from([n for n in range(1, 5) if shape["tp"] % n == 0])))
     axes = draw(st.lists(st.sampled_from(list(shape)), min_size=1, unique=True))
-    known = [d for d in Dispatch if d.paper_name in ("3D_PROTO", "3D_ALL_MICRO_DP", "DP_PROTO") and _fits(d, mesh)]
+    known = [Dispatch.THREE_D_PROTO, Dispatch.THREE_D_ALL_MICRO_DP, Dispatch.DP_PROTO]
     free = TransferProtocol(Split(*axes, pad=draw(st.booleans())), Concat(*axes))
     return mesh, draw(st.sampled_from([free, *known]))
-
-
-def _fits(dispatch, mesh):
-    axes = {*dispatch.value.outgoing.axes, *dispatch.value.incoming.axes, *dict(dispatch.value.incoming.at)}
-    return axes <= set(mesh.axis_names)
 
 
 def batches(rows):

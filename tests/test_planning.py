@@ -1,5 +1,7 @@
 """Planning, without a process: which rows go to which rank, what shares a parcel, whose values come back."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -16,14 +18,16 @@ from bandmaster import (
     Gather,
     Mesh,
     MeshError,
+    Only,
     PerRank,
     ProtocolError,
+    Reduce,
     Split,
     TransferProtocol,
     plan,
 )
 from bandmaster.collect import collect
-from bandmaster.planning import Slot, pack, row_ranges, sources
+from bandmaster.planning import RealRows, Slot, pack, row_ranges, sources
 
 THREE_D = Mesh(pp=2, dp=2, tp=2)
 MICRO_TP = THREE_D.refine(gen_pp=2, gen_tp=1)
@@ -90,6 +94,29 @@ def test_the_table(protocol, mesh, rows, received, collected):
 
 
 @pytest.mark.parametrize(
+    ("protocol", "mesh", "same_on"),
+    [
+        ("3D_PROTO", Mesh(dp=4), Mesh(pp=1, dp=4, tp=1)),
+        ("3D_PROTO", Mesh(tp=2, dp=2), Mesh(pp=1, tp=2, dp=2)),
+        ("3D_ALL_MICRO_DP", THREE_D, THREE_D.refine()),
+        ("3D_ALL_MICRO_DP", Mesh(dp=2, tp=2).refine(gen_tp=1), Mesh(pp=1, dp=2, tp=2).refine(gen_tp=1)),
+        ("3D_PP_ONLY", Mesh(dp=4), Mesh(pp=1, dp=4, tp=1)),
+        ("DP_PROTO", Mesh(ep=4), Mesh(dp=1, ep=4)),
+        (TransferProtocol(Split("tp"), Concat("tp")), Mesh(dp=4), Mesh(dp=4, tp=1)),
+    ],
+    ids=str,
+)
+def test_axes_of_the_table_that_a_mesh_does_not_have_count_as_size_1(protocol, mesh, same_on):
+    planned, same = plan(protocol, mesh, 10), plan(protocol, same_on, 10)
+
+    assert (planned.received, planned.collected) == (same.received, same.collected)
+    assert f" on {mesh}, 10 rows\nrank" in str(planned)
+    assert planned._repr_svg_().count(">rank ") == mesh.size
+    sent = [pack([Slot(0, "x", list(range(10)))], p.protocol.outgoing, {}, p.mesh, "C.m") for p in (planned, same)]
+    assert planned.received[0] is None or sent[0] == sent[1]
+
+
+@pytest.mark.parametrize(
     ("rows", "parts", "pad", "ranges"),
     [
         (10, 4, False, [(0, 3), (3, 6), (6, 8), (8, 10)]),
@@ -126,6 +153,7 @@ def test_row_ranges_cover_every_row_once_and_in_order(rows, parts, pad):
         (Gather("pp"), [0, 4]),
         (Gather("tp", "pp", dp=1), [2, 6, 3, 7]),
         (Concat("pp", "dp", tp=-1), [1, 3, 5, 7]),
+        ((Concat("dp", pp=-1), Reduce("mean", "pp", "dp")), [4, 6, 0, 2]),
     ],
     ids=repr,
 )
@@ -151,11 +179,11 @@ def pack_one(value, mesh, outgoing=SPLIT):
      TensorDict({"a": torch.zeros(2)}, batch_size=[]), {}, {"lr": 2, "name": "ab"}, {"a": np.array(2)}, {"a": (1, 2)}],
     ids=lambda value: f"{type(value).__name__} {value!s:.15}",
 )  # fmt: skip
-def test_what_has_no_rows_is_broadcast_whatever_its_length(value):
-    (parcel,) = pack_one(value, Mesh(dp=2)).parcels
+def test_what_has_no_rows_is_broadcast_beside_a_batch_whatever_its_length(value):
+    packed = pack([Slot(0, "x", value), Slot(1, "rows", [1, 2])], SPLIT, {}, Mesh(dp=2), "C.m")
 
-    assert parcel.ranks == (0, 1)
-    assert parcel.items[0][1] is value
+    assert [arguments(packed, rank) for rank in (0, 1)] == [{0: value, 1: [1]}, {0: value, 1: [2]}]
+    assert arguments(packed, 1)[0] is value
 
 
 @pytest.mark.parametrize(
@@ -271,16 +299,66 @@ def test_a_call_without_arguments():
         assert not pack([], outgoing, {}, Mesh(dp=2), "C.m").parcels
 
 
+@dataclass
+class Config:
+    rate: float
+    stop: list
+    parent: object = None
+
+
+def test_a_dataclass_with_a_field_that_is_no_batch_is_broadcast_beside_a_batch():
+    config = Config(0.5, [1, 2, 3])
+    config.parent = config
+    packed = pack([Slot(0, "config", config), Slot(1, "rows", [1, 2])], SPLIT, {}, Mesh(dp=2), "C.m")
+
+    assert arguments(packed, 0)[0] is arguments(packed, 1)[0] is config
+
+
+NOTHING_TO_SPLIT = {
+    "a tuple": ({"x": (1, 2)}, {}, ["'x' is tuple", "arguments={'x': Broadcast()}"]),
+    "several": (
+        {"x": (1, 2), "rate": 0.5},
+        {},
+        ["'x' is tuple, 'rate' is float", "arguments={'x': Broadcast(), 'rate': Broadcast()}"],
+    ),
+    "None": ({"x": None}, {}, ["'x' is NoneType"]),
+    "beside what is declared": ({"x": 1, "table": [1, 2]}, {"table": Broadcast()}, ["'x' is int. "]),
+    "a dataclass": ({"x": Config(0.5, [1, 2])}, {}, ["'x' is test_planning.Config, whose field 'rate' is float. "]),
+}
+
+
+@pytest.mark.parametrize(("values", "rules", "words"), NOTHING_TO_SPLIT.values(), ids=NOTHING_TO_SPLIT)
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_split_that_finds_no_batch_is_refused(values, rules, words, n_ranks):
+    slots = [Slot(index, name, value) for index, (name, value) in enumerate(values.items())]
+
+    with pytest.raises(BatchError) as caught:
+        pack(slots, SPLIT, rules, Mesh(dp=n_ranks), "C.m")
+    start = "C.m splits batches by Split('dp'), but got none: "
+    words = [start, *words, "Give a batch (arrays", "register_batch_type", "ONE_TO_ALL"]
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_what_the_user_declared_is_not_asked_for_a_batch():
+    everything = pack(
+        [Slot(0, "x", 1), Slot("y", "z", 2)], SPLIT, {"x": Broadcast(), "y": Broadcast()}, Mesh(dp=2), "C.m"
+    )
+    assert [arguments(everything, rank) for rank in (0, 1)] == [{0: 1, "y": 2}] * 2
+
+    per_rank = pack([Slot(0, "x", 1), Slot(1, "seed", [7, 8])], SPLIT, {"seed": PerRank()}, Mesh(dp=2), "C.m")
+    assert [arguments(per_rank, rank) for rank in (0, 1)] == [{0: 1, 1: 7}, {0: 1, 1: 8}]
+
+
 # --- padding ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("rows", "parts", "real_rows"),
     [
-        ([1, 2, 3, 4, 5], [[1, 2], [3, 4], [5, 1], [1, 2]], ((2, 2), (2, 2), (2, 1), (2, 0))),
-        ([1], [[1], [1], [1], [1]], ((1, 1), (1, 0), (1, 0), (1, 0))),
-        ([1, 2, 3, 4], [[1], [2], [3], [4]], ((1, 1), (1, 1), (1, 1), (1, 1))),
-        ([], [[], [], [], []], ((0, 0), (0, 0), (0, 0), (0, 0))),
+        ([1, 2, 3, 4, 5], [[1, 2], [3, 4], [5, 1], [1, 2]], RealRows((2, 2, 1, 0), 2)),
+        ([1], [[1], [1], [1], [1]], RealRows((1, 0, 0, 0), 1)),
+        ([1, 2, 3, 4], [[1], [2], [3], [4]], RealRows((1, 1, 1, 1), 1)),
+        ([], [[], [], [], []], RealRows((0, 0, 0, 0), 0)),
     ],
 )
 def test_padding_repeats_rows_from_the_start(rows, parts, real_rows):
@@ -292,15 +370,33 @@ def test_padding_repeats_rows_from_the_start(rows, parts, real_rows):
     assert rows == before
 
 
-def test_without_padding_nothing_is_said_about_real_rows():
-    assert pack_one([1, 2, 3], Mesh(dp=2)).real_rows is None
+def test_the_rows_of_each_rank_are_known():
+    assert pack_one([1, 2, 3], Mesh(dp=2, tp=2)).real_rows == RealRows((2, 2, 1, 1))
+    assert pack_one([1, 2, 3], Mesh(dp=2), Broadcast()).real_rows is None
+
+
+def test_the_rows_that_are_padded_count_where_there_are_several_splits():
+    slots = [Slot(0, "x", [1, 2, 3]), Slot(1, "y", [1, 2]), Slot(2, "z", [1])]
+    packed = pack(slots, SPLIT, {"y": Split("tp", pad=True), "z": Split("tp")}, Mesh(dp=2, tp=2), "C.m")
+
+    assert packed.real_rows == RealRows((1, 1, 1, 1), 1)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_in_the_strided_layout_is_split_where_each_rank_gets_a_row():
+    nested = torch.nested.nested_tensor([torch.ones(3)])
+    packed = pack_one(nested, Mesh(dp=2), Split("dp", pad=True))
+
+    assert [arguments(packed, rank)[0].unbind()[0].tolist() for rank in (0, 1)] == [[1, 1, 1]] * 2
+    with pytest.raises(BatchError, match=r"argument 'x' of C.m: a nested tensor in .* cannot be sent without rows, .*"):
+        pack_one(nested, Mesh(dp=2))
 
 
 def test_replicas_are_padded_alike():
     packed = pack_one(np.arange(3), Mesh(dp=2, tp=2), Split("dp", pad=True))
 
     assert [arguments(packed, rank)[0].tolist() for rank in range(4)] == [[0, 1], [0, 1], [2, 0], [2, 0]]
-    assert packed.real_rows == ((2, 2), (2, 2), (2, 1), (2, 1))
+    assert packed.real_rows == RealRows((2, 2, 1, 1), 2)
 
 
 @given(st.integers(0, 30), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([list, np.array]))
@@ -350,7 +446,7 @@ def test_a_lazy_stack_of_fewer_rows_than_ranks_comes_back():
         ({"x": {"a": [1], "b": [1, 2]}}, Split("dp"), {}, BatchError,
          "argument 'x' of C.m: a dict has batches of unequal row counts: 'a' has 1, 'b' has 2; keep only batches of "
          "equal length in it, or declare the whole with register(..., arguments={'x': Broadcast()})"),
-        ({"x": [1]}, Split("tp"), {}, MeshError, "Mesh(dp=2) has no axis 'tp', only 'dp'"),
+        ({"x": [1]}, Split("ep"), {}, MeshError, "Mesh(dp=2) has no axis 'ep', only 'dp'"),
     ],
 )  # fmt: skip
 def test_mistakes_name_the_argument_and_both_numbers(slots, outgoing, rules, error, message):
@@ -366,8 +462,13 @@ def test_mistakes_name_the_argument_and_both_numbers(slots, outgoing, rules, err
     [
         (lambda: plan("DP_PROTO", Mesh(dp=2), -1), BatchError, "a batch has 0 rows or more, not -1"),
         (lambda: plan("DP", Mesh(dp=2), 1), ProtocolError, "no transfer protocol is called 'DP'"),
-        (lambda: plan("3D_PROTO", Mesh(dp=2), 1), MeshError, "Mesh(dp=2) has no axis 'pp', only 'dp'; an axis that"),
-        (lambda: plan("3D_ALL_MICRO_DP", THREE_D, 1), MeshError, "refine(gen_pp=..., gen_tp=...) makes it"),
+        (
+            lambda: plan(TransferProtocol(Split("ep"), Gather()), Mesh(dp=2), 1),
+            MeshError,
+            "Mesh(dp=2) has no axis 'ep'",
+        ),
+        (lambda: plan(TransferProtocol(Split("micro_tp"), Gather()), THREE_D, 1), MeshError, "gen_tp=...) makes it"),
+        (lambda: plan(TransferProtocol(Split("dp"), Only(pp=1)), Mesh(dp=2), 1), MeshError, "which counts as size 1"),
         (lambda: plan(TransferProtocol(Split("tp", "gen_tp"), Gather()), PAPER, 1), MeshError, "overlap"),
         (
             lambda: plan({"dispatch_fn": print, "collect_fn": print}, Mesh(dp=2), 1),
@@ -414,7 +515,22 @@ def test_mistakes_in_a_plan(mistake, error, message):
             "1     1   rows 2:4              part 1",
             "2     2   rows 4:4 + 2 padding  part 2",
         ]),
+        (TransferProtocol(Split("dp"), (Concat("dp"), Reduce("mean"), Only(dp=-1))), Mesh(dp=2, tp=2), 3, [
+            "TransferProtocol(outgoing=Split('dp'), incoming=(Concat('dp'), Reduce('mean'), Only(dp=-1))) "
+            "on Mesh(dp=2, tp=2), 3 rows",
+            "rank  dp  tp  gets      back",
+            "0     0   0   rows 0:2  part 0, item 0, -",
+            "1     0   1   rows 0:2  -, item 1, -",
+            "2     1   0   rows 2:3  part 1, item 2, item 0",
+            "3     1   1   rows 2:3  -, item 3, -",
+        ]),
     ],
 )  # fmt: skip
 def test_the_printed_plan(protocol, mesh, rows, lines):
     assert str(plan(protocol, mesh, rows)).splitlines() == lines
+
+
+def test_the_drawn_plan_has_a_band_for_each_collect():
+    drawing = plan(TransferProtocol(Split("dp"), (Concat("dp"), Gather())), Mesh(dp=2, tp=2), 3)._repr_svg_()
+
+    assert [drawing.count(text) for text in (">Concat<", ">Gather<", ">part ", ">item ")] == [1, 1, 2, 4]

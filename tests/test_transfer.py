@@ -35,7 +35,8 @@ def selections(draw, kinds=(Concat, Gather, Only, Reduce)):
     if kind is Only:
         return Only(**at)
     if kind is Reduce:
-        return Reduce(draw(st.sampled_from(["sum", "mean", "min", "max"])), *axes, **at)
+        op = draw(st.sampled_from(["sum", "mean", "min", "max"]))
+        return Reduce(op, *axes, weights=draw(st.sampled_from([None, "rows"])) if op == "mean" else None, **at)
     return kind(*axes, **at)
 
 
@@ -45,7 +46,8 @@ outgoings = st.one_of(
     st.lists(st.sampled_from(AXES), min_size=1, unique=True).map(lambda axes: Split(*axes)),
 )
 padded = st.lists(st.sampled_from(AXES), min_size=1, unique=True).map(lambda axes: Split(*axes, pad=True))
-protocols = st.builds(TransferProtocol, outgoings, selections()) | st.builds(
+several = st.lists(selections(), min_size=1, max_size=3).map(tuple)
+protocols = st.builds(TransferProtocol, outgoings, selections() | several) | st.builds(
     TransferProtocol, padded, selections(kinds=[Concat])
 )
 
@@ -76,6 +78,11 @@ def test_copies_are_equal(protocol):
         (Gather("pp", tp=0, dp=0), "Gather('pp', dp=0, tp=0)"),
         (Only(pp=-1), "Only(pp=-1)"),
         (Reduce("mean", "dp", tp=0), "Reduce('mean', 'dp', tp=0)"),
+        (Reduce("mean", "dp", tp=0, weights="rows"), "Reduce('mean', 'dp', weights='rows', tp=0)"),
+        (
+            TransferProtocol(Split("dp"), (Concat("dp"), Only())),
+            "TransferProtocol(outgoing=Split('dp'), incoming=(Concat('dp'), Only()))",
+        ),
         (
             TransferProtocol(Split("dp"), Concat("dp")),
             "TransferProtocol(outgoing=Split('dp'), incoming=Concat('dp'))",
@@ -92,7 +99,8 @@ def test_equal_means_the_same_kind_axes_and_coordinates():
     assert Split("dp") != Split("dp", pad=True)
     assert Concat("dp") != Gather("dp")
     assert Only() != Gather()
-    assert Reduce("sum") != Reduce("mean")
+    assert Reduce("sum") != Reduce("mean") != Reduce("mean", weights="rows")
+    assert TransferProtocol(Broadcast(), Only()) != TransferProtocol(Broadcast(), (Only(),))
     assert len({Split("dp"), Split("dp"), Broadcast(), Broadcast(), PerRank()}) == 3
 
 
@@ -169,8 +177,20 @@ def test_an_unknown_name_lists_the_known_ones(name):
         ),
         (
             lambda: TransferProtocol(Broadcast(), Broadcast()),
-            "Broadcast() does not say what comes back; use Concat, Gather, Reduce or Only",
+            "Broadcast() does not say what comes back; use Concat, Gather, Reduce or Only, or several",
         ),
+        (lambda: TransferProtocol(Broadcast(), ()), "() does not say what comes back"),
+        (
+            lambda: TransferProtocol(Broadcast(), (Only(), (Only(),))),
+            "(Only(), (Only(),)) does not say what comes back",
+        ),
+        (lambda: TransferProtocol(Broadcast(), [Only()]), "[Only()] does not say what comes back"),
+        (
+            lambda: Reduce("mean", weights="tokens"),
+            "Reduce weighs by 'rows' or, with None, not at all, but not by 'tok",
+        ),
+        (lambda: Reduce("sum", weights="rows"), "Reduce weighs a 'mean', but not 'sum'; drop weights='rows'"),
+        (lambda: Reduce(max, weights="rows"), "Reduce weighs a 'mean', but not <built-in function max>; drop weights"),
         (lambda: as_protocol(7), "7 is no transfer protocol; give a Dispatch member, its name, a TransferProtocol"),
         (
             lambda: as_protocol({"dispatch_fn": print}),
@@ -188,12 +208,37 @@ def test_contradictions_are_refused(mistake, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("incoming", [Gather(), Only(), Reduce("mean")], ids=repr)
+@pytest.mark.parametrize("incoming", [Gather(), Only(), Reduce("mean"), (Gather(), Only())], ids=repr)
 def test_padding_needs_concat(incoming):
     with pytest.raises(ProtocolError, match="collect with Concat, or leave pad out: uneven parts are fine"):
         TransferProtocol(Split("dp", pad=True), incoming)
     with pytest.raises(ProtocolError, match="cannot take the padding out again"):
         register(TransferProtocol(Broadcast(), incoming), arguments={"x": Split("dp", pad=True)})(lambda self, x: x)
+
+
+def test_padding_may_come_back_beside_what_it_is_cut_from():
+    assert TransferProtocol(Split("dp", pad=True), (Gather(), Concat("dp"))).outgoing.pad
+
+
+BY_ROWS = Reduce("mean", weights="rows")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "rules", "splits"),
+    [
+        (TransferProtocol(Broadcast(), BY_ROWS), {}, "none"),
+        (TransferProtocol(Broadcast(), (Only(), BY_ROWS)), {"x": PerRank()}, "none"),
+        (TransferProtocol(Split("dp"), BY_ROWS), {"x": Split("tp")}, "Split('dp') and Split('tp')"),
+    ],
+)
+def test_weights_need_one_split(protocol, rules, splits):
+    def step(self, x): ...
+
+    with pytest.raises(ProtocolError) as caught:
+        register(protocol, arguments=rules)(step)
+    assert "step collects by Reduce('mean', weights='rows'), which weighs by the rows of one Split" in str(caught.value)
+    assert f"but its arguments have {splits}; split all batches alike" in str(caught.value)
+    register(TransferProtocol(Broadcast(), BY_ROWS), arguments={"x": Split("dp")})(step)
 
 
 def test_a_pair_of_functions_is_a_protocol():

@@ -5,6 +5,7 @@ stored with their outputs, which have to be those of a run; ``python tests/test_
 """
 
 import asyncio
+import os
 import re
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def execute(name, folder):
         record_timing=False,
         resources={"metadata": {"path": str(folder)}},
     )
-    asyncio.run(client.async_execute())
+    # Ray imports tqdm where it finds it, which then asks the reader to install ipywidgets
+    asyncio.run(client.async_execute(env={**os.environ, "PYTHONWARNINGS": "ignore:IProgress not found"}))
     notebook.metadata["language_info"] = {"name": "python"}
     return notebook
 

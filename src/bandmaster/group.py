@@ -29,7 +29,7 @@ from bandmaster.future import Future
 from bandmaster.mesh import Mesh
 from bandmaster.method import GroupMethod, MethodSpec
 from bandmaster.options import CallOptions, check_seconds, default_options
-from bandmaster.planning import Packed, Slot, alike, everywhere, scatter
+from bandmaster.planning import CollectEach, Packed, Slot, alike, everywhere, scatter
 from bandmaster.pool import ResourcePool
 from bandmaster.render import html_table, text_table
 from bandmaster.tenancy import Tenancy
@@ -60,7 +60,7 @@ class WorkerGroup:
 
     Raises:
         ArgumentError: The constructor cannot be called so, or an argument cannot be pickled.
-        MeshError: The mesh has another size than the pool.
+        MeshError: The mesh has another size than the pool, or lacks an axis that a registered method names.
         UsageError: No worker class, an async constructor, a ``start_timeout_s`` that is no duration, or a registered
             method that hides an attribute of the group.
         ConstructorError: A worker's constructor raised; the others were ended. All places were given back.
@@ -391,7 +391,7 @@ class WorkerGroup:
         method: str,
         packed: Packed,
         ranks: tuple[int, ...],
-        incoming: Incoming,
+        incoming: Incoming | CollectEach,
         collected: tuple[int, ...],
         finish: Callable[[list[Any]], Any] | None = None,
         options: CallOptions | None = None,

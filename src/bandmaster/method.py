@@ -9,11 +9,34 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from bandmaster.binding import bind, bind_per_rank, signature_without_self
-from bandmaster.errors import MeshError
+from bandmaster.errors import BatchError, MeshError
 from bandmaster.mesh import Mesh
 from bandmaster.options import CallOptions, default_options
-from bandmaster.planning import Packed, Parcel, Slot, everywhere, first_ranks, pack, scatter, sources
-from bandmaster.transfer import Broadcast, Custom, Execute, Gather, Incoming, Only, Outgoing, TransferProtocol
+from bandmaster.planning import (
+    CollectEach,
+    Packed,
+    Parcel,
+    Slot,
+    everywhere,
+    first_ranks,
+    on_mesh,
+    pack,
+    scatter,
+    shards,
+    sources,
+)
+from bandmaster.transfer import (
+    Broadcast,
+    Custom,
+    Execute,
+    Gather,
+    Incoming,
+    Only,
+    Outgoing,
+    Reduce,
+    Split,
+    TransferProtocol,
+)
 from bandmaster.worker import Registration
 
 if TYPE_CHECKING:
@@ -53,7 +76,11 @@ class MethodSpec:
 
     @classmethod
     def of(cls, worker_class: type, name: str, registration: Registration, mesh: Mesh) -> MethodSpec:
-        """Look at a registered method of a class."""
+        """Look at a registered method of a class.
+
+        Raises:
+            MeshError: Its protocol, or a rule of one of its arguments, asks for what the mesh does not have.
+        """
         function = getattr(worker_class, name)
         label = f"{worker_class.__name__}.{name}"
         signature = signature_without_self(worker_class, name)
@@ -64,32 +91,59 @@ class MethodSpec:
         is_for_zero = registration.execute is Execute.RANK_ZERO
         outgoing = registration.protocol.outgoing if isinstance(registration.protocol, TransferProtocol) else None
         goes_everywhere = is_for_zero or (isinstance(outgoing, Broadcast) and not registration.arguments)
-        return cls(
+        spec = cls(
             function, name, label, signature, positional, n_required, is_for_zero, goes_everywhere, registration, mesh
         )
+        spec._check_mesh()
+        return spec
+
+    def _check_mesh(self) -> None:
+        """Ask the mesh now for all that calls will ask it for."""
+        protocol = self.registration.protocol
+        if self.is_for_zero or isinstance(protocol, Custom):
+            return
+        transfers: list[tuple[str, Outgoing | Incoming]] = [
+            (self.label, protocol.outgoing),
+            *((self.label, collect) for collect in protocol.collects),
+            *((f"argument {name!r} of {self.label}", rule) for name, rule in self.registration.arguments.items()),
+        ]
+        for what, transfer in transfers:
+            try:
+                if isinstance(transfer, Split):
+                    shards(self.mesh, transfer)
+                elif isinstance(transfer, Incoming):
+                    sources(self.mesh, transfer)
+            except MeshError as error:
+                raise MeshError(f"{what} goes by {transfer!r}, but {error}; give the group a mesh= with that") from None
 
     @cached_property
-    def incoming(self) -> Incoming:
+    def incoming(self) -> Incoming | CollectEach:
         """How the values come back; the `collect_fn` of a custom protocol gets them as a list."""
+        return on_mesh(self.mesh, self._incoming)
+
+    @cached_property
+    def collected(self) -> tuple[int, ...]:
+        """The ranks whose values come back."""
+        return sources(self.mesh, self._incoming)
+
+    @property
+    def _incoming(self) -> Incoming | tuple[Incoming, ...]:
         if isinstance(self.registration.protocol, TransferProtocol):
             return Only() if self.is_for_zero else self.registration.protocol.incoming
         return Gather()
 
     @cached_property
-    def collected(self) -> tuple[int, ...]:
-        """The ranks whose values come back.
-
-        Raises:
-            MeshError: They are named by an axis that the mesh does not have.
-        """
-        return sources(self.mesh, self.incoming)
+    def _weighted(self) -> Reduce | None:
+        """The collect that needs to know how many rows each rank gets, if there is one."""
+        collects = getattr(self.registration.protocol, "collects", ())
+        return next((collect for collect in collects if isinstance(collect, Reduce) and collect.weights), None)
 
     def pack(self, args: Sequence[Any], kwargs: Mapping[str, Any], outgoing: Outgoing) -> Packed:
         """Decide which argument of a call goes where, as `bind` and `bandmaster.planning` do, but plain calls sooner.
 
         Raises:
             ArgumentError: They do not fit the method.
-            BatchError, MeshError: They cannot be split as asked.
+            BatchError: They cannot be split as asked.
         """
         names = self.positional
         n_ranks = 1 if self.is_for_zero else self.mesh.size
@@ -101,7 +155,13 @@ class MethodSpec:
             slots = [Slot(index, names[index], value) for index, value in enumerate(args)]
         if self.goes_everywhere:
             return Packed((everywhere(slots, n_ranks),))
-        return pack(slots, outgoing, self.registration.arguments, self.mesh, self.label)
+        packed = pack(slots, outgoing, self.registration.arguments, self.mesh, self.label)
+        if packed.real_rows is None and self._weighted is not None:
+            raise BatchError(
+                f"{self.label} collects by {self._weighted!r}, but no argument of this call is split, so that there "
+                "are no rows to weigh by; give a batch, or collect without weights"
+            )
+        return packed
 
 
 class GroupMethod:
@@ -148,14 +208,9 @@ class GroupMethod:
         group, spec, protocol = self._group, self._spec, self._spec.registration.protocol
         if isinstance(protocol, Custom):
             return self._send_by(protocol, args, kwargs, waits)
-        try:
-            packed = spec.pack(args, kwargs, protocol.outgoing)
-            ranks = (0,) if spec.is_for_zero else group._ranks
-            return group._submit(spec.name, packed, ranks, spec.incoming, spec.collected, None, self._options, waits)
-        except MeshError as error:
-            raise MeshError(
-                f"{spec.label} goes by {protocol!r}, but {error}; give the group a mesh= with that"
-            ) from None
+        packed = spec.pack(args, kwargs, protocol.outgoing)
+        ranks = (0,) if spec.is_for_zero else group._ranks
+        return group._submit(spec.name, packed, ranks, spec.incoming, spec.collected, None, self._options, waits)
 
     def _send_by(self, custom: Custom, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
         group, spec = self._group, self._spec

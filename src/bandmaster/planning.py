@@ -1,5 +1,8 @@
 """Planning: which rows go to which rank, and which ranks' values come back. Pure functions of mesh + protocol.
 
+Axes that the six protocols of `Dispatch` name (dp, pp, tp, micro_dp, gen_pp, gen_tp) count as size 1 where a mesh does
+not have them, in any protocol. Other axes that it does not have are errors.
+
 The core calls `pack` for every group call. `plan` answers the same question for a person, without any process::
 
     >>> from bandmaster import Dispatch, Mesh
@@ -20,14 +23,15 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from bandmaster.batch import concat_rows, count_rows, pad_rows, slice_rows, split_rows
-from bandmaster.errors import ArgumentError, BatchError, ProtocolError
+from bandmaster.batch import KNOWN, concat_rows, count_rows, describe, pad_rows, slice_rows, split_rows
+from bandmaster.errors import ArgumentError, BatchError, MeshError, ProtocolError
 from bandmaster.mesh import Mesh
 from bandmaster.render import Box, svg_bands, text_table
 from bandmaster.transfer import (
     Broadcast,
     Concat,
     Custom,
+    Dispatch,
     Gather,
     Incoming,
     Outgoing,
@@ -54,6 +58,9 @@ __all__ = [
 ]
 
 
+TABLE_AXES = frozenset(axis for dispatch in Dispatch for axis in dispatch.value.axis_names)
+
+
 class Slot(NamedTuple):
     """One argument of a call: its position or keyword, the parameter that it binds to, and the value."""
 
@@ -76,16 +83,49 @@ class Parcel(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class RealRows(NamedTuple):
+    """How many rows the ranks of a group are sent.
+
+    Attributes:
+        counts: Per rank, without padding.
+        padded_to: How many each rank is sent with its padding; None where the split does not pad.
+    """
+
+    counts: tuple[int, ...]
+    padded_to: int | None = None
+
+
+class Cut(NamedTuple):
+    """So many rows under a split on a mesh.
+
+    Attributes:
+        receivers: The ranks that get part 0, part 1, …
+        ranges: The rows of each part.
+        real_rows: The same by rank.
+    """
+
+    receivers: tuple[tuple[int, ...], ...]
+    ranges: tuple[tuple[int, int], ...]
+    real_rows: RealRows
+
+
+class CollectEach(NamedTuple):
+    """What a tuple of collects is on a mesh: each with the ranks whose values it takes."""
+
+    collects: tuple[tuple[Incoming, tuple[int, ...]], ...]
+
+
 class Packed(NamedTuple):
     """A call's arguments, ready to be encoded.
 
     Attributes:
         parcels: What goes out; a rank gets all parcels that name it.
-        real_rows: Per rank, (rows sent, rows that are not padding); None where nothing was padded.
+        real_rows: What each rank gets of the rows that are split; of those that are padded, where there are several
+            splits. None where nothing is split.
     """
 
     parcels: tuple[Parcel, ...]
-    real_rows: tuple[tuple[int, int], ...] | None = None
+    real_rows: RealRows | None = None
 
 
 @lru_cache(maxsize=1024)
@@ -128,22 +168,64 @@ def row_ranges(rows: int, parts: int, pad: bool = False) -> tuple[tuple[int, int
 
 
 @lru_cache(maxsize=1024)
+def part_numbers(mesh: Mesh, split: Split) -> tuple[int, ...]:
+    """For each rank, the number of the part of a split that it gets.
+
+    Raises:
+        MeshError: An axis that ``mesh`` does not have, or axes that overlap.
+    """
+    return mesh.positions(*(axis for axis in split.axes if not _counts_as_one(mesh, axis)))
+
+
+@lru_cache(maxsize=1024)
 def shards(mesh: Mesh, split: Split) -> tuple[tuple[int, ...], ...]:
-    """The ranks that get part 0, part 1, … of a split."""
-    numbers = mesh.positions(*split.axes)
+    """The ranks that get part 0, part 1, … of a split; raises as `part_numbers`."""
+    numbers = part_numbers(mesh, split)
     parts: list[list[int]] = [[] for _ in range(max(numbers) + 1)]
     for rank, number in enumerate(numbers):
         parts[number].append(rank)
     return tuple(map(tuple, parts))
 
 
+@lru_cache(maxsize=64)
+def cut_rows(mesh: Mesh, split: Split, rows: int) -> Cut:
+    """What each part and each rank gets of so many rows; raises as `part_numbers`."""
+    receivers = shards(mesh, split)
+    ranges = row_ranges(rows, len(receivers), split.pad)
+    sizes = [stop - start for start, stop in ranges]
+    counts = tuple(sizes[number] for number in part_numbers(mesh, split))
+    return Cut(receivers, ranges, RealRows(counts, sizes[0] if split.pad else None))  # the first part is the largest
+
+
 @lru_cache(maxsize=1024)
-def sources(mesh: Mesh, incoming: Incoming) -> tuple[int, ...]:
-    """The ranks whose values come back, in the order in which they are joined or listed."""
+def sources(mesh: Mesh, incoming: Incoming | tuple[Incoming, ...]) -> tuple[int, ...]:
+    """The ranks whose values come back, in the order in which they are joined or listed; of a tuple, those of any.
+
+    Raises:
+        MeshError: An axis that ``mesh`` does not have, axes that overlap, or a coordinate outside its axis.
+    """
+    if isinstance(incoming, tuple):
+        return tuple(dict.fromkeys(rank for collect in incoming for rank in sources(mesh, collect)))
     at = dict(incoming.at)
+    for axis in [axis for axis in at if _counts_as_one(mesh, axis)]:
+        if (index := at.pop(axis)) not in (0, -1):
+            raise MeshError(
+                f"{axis}={index} is outside axis {axis!r}, which counts as size 1: {mesh!r} does not have it"
+            )
     if isinstance(incoming, Gather | Reduce) and not incoming.axes:
         return mesh.ranks(**at)
-    return mesh.select(*incoming.axes, **at)
+    return mesh.select(*(axis for axis in incoming.axes if not _counts_as_one(mesh, axis)), **at)
+
+
+def on_mesh(mesh: Mesh, incoming: Incoming | tuple[Incoming, ...]) -> Incoming | CollectEach:
+    """What `bandmaster.collect.collect` needs to know of it."""
+    if not isinstance(incoming, tuple):
+        return incoming
+    return CollectEach(tuple((collect, sources(mesh, collect)) for collect in incoming))
+
+
+def _counts_as_one(mesh: Mesh, axis: str) -> bool:
+    return axis in TABLE_AXES and axis not in mesh.axis_names
 
 
 def pack(slots: Sequence[Slot], outgoing: Outgoing, rules: Mapping[str, Outgoing], mesh: Mesh, method: str) -> Packed:
@@ -158,12 +240,14 @@ def pack(slots: Sequence[Slot], outgoing: Outgoing, rules: Mapping[str, Outgoing
 
     Raises:
         ArgumentError: A `PerRank` argument that is no sequence of one value per rank.
-        BatchError: A batch that cannot be split as asked.
-        MeshError: An axis that ``mesh`` does not have.
+        BatchError: A batch that cannot be split as asked, or no batch at all where ``outgoing`` splits.
+        MeshError: An axis that ``mesh`` does not have and that does not count as size 1.
     """
     by_rule: dict[Outgoing, list[Slot]] = {}
     for slot in slots:
         by_rule.setdefault(_rule_of(slot, outgoing, rules, method), []).append(slot)
+    if isinstance(outgoing, Split) and not any(isinstance(rule, Split | PerRank) for rule in by_rule):
+        _check_declared(slots, outgoing, rules, method)
     parcels: list[Parcel] = []
     real_rows = None
     for rule, members in by_rule.items():
@@ -172,11 +256,11 @@ def pack(slots: Sequence[Slot], outgoing: Outgoing, rules: Mapping[str, Outgoing
         elif isinstance(rule, PerRank):
             parcels += scatter(members, mesh.size, method)
         else:
-            rows = _common_rows(members, method)
-            ranges = row_ranges(rows, len(shards(mesh, rule)), rule.pad)
-            parcels += _split(members, mesh, rule, ranges)
-            if rule.pad:
-                real_rows = _real_rows(mesh, rule, ranges)
+            cut = cut_rows(mesh, rule, _common_rows(members, method))
+            columns = [_parts(slot, cut, method) for slot in members]
+            parcels += _parcels(members, zip(*columns, strict=True), cut.receivers)
+            if real_rows is None or rule.pad:
+                real_rows = cut.real_rows
     return Packed(tuple(parcels), real_rows)
 
 
@@ -226,14 +310,30 @@ def _parcels(slots: Sequence[Slot], rows: Iterable[Sequence[Any]], receivers: It
 
 
 def _rule_of(slot: Slot, outgoing: Outgoing, rules: Mapping[str, Outgoing], method: str) -> Outgoing:
-    rule = rules.get(slot.name)
-    if rule is None and isinstance(slot.key, str):
-        rule = rules.get(slot.key)
+    rule = _declared(slot, rules)
     if rule is not None:
         return rule
     if isinstance(outgoing, Split) and _rows(slot, method) is None:
         return Broadcast()
     return outgoing
+
+
+def _declared(slot: Slot, rules: Mapping[str, Outgoing]) -> Outgoing | None:
+    rule = rules.get(slot.name)
+    return rules.get(slot.key) if rule is None and isinstance(slot.key, str) else rule
+
+
+def _check_declared(slots: Sequence[Slot], split: Split, rules: Mapping[str, Outgoing], method: str) -> None:
+    """Refuse a call whose arguments all go to every rank, unless each of them is declared to."""
+    found = [slot for slot in slots if _declared(slot, rules) is None]
+    if found:
+        types = ", ".join(f"{slot.name!r} is {describe(slot.value)}" for slot in found)
+        declared = ", ".join(dict.fromkeys(f"{slot.name!r}: Broadcast()" for slot in found))
+        raise BatchError(
+            f"{method} splits batches by {split!r}, but got none: {types}. Every rank would get the same and return "
+            f"the same rows. Give a batch ({KNOWN}), make its type one with register_batch_type, declare "
+            f"arguments={{{declared}}}, or register the method with ONE_TO_ALL"
+        )
 
 
 def _rows(slot: Slot, method: str) -> int | None:
@@ -264,25 +364,27 @@ def _common_rows(slots: Sequence[Slot], method: str) -> int:
     return common
 
 
-def _split(slots: Sequence[Slot], mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]]) -> Iterable[Parcel]:
-    size = ranges[0][1] - ranges[0][0]  # the largest part: the first one
-    columns = [_parts(slot.value, ranges, size if rule.pad else 0) for slot in slots]
-    return _parcels(slots, zip(*columns, strict=True), shards(mesh, rule))
+def _parts(slot: Slot, cut: Cut, method: str) -> list[Any]:
+    """The rows of each part, with padding where the split pads."""
+    size = cut.real_rows.padded_to
+    try:
+        if size is None:
+            return split_rows(slot.value, cut.ranges)
+        return [_padded(slot.value, start, stop, size) for start, stop in cut.ranges]
+    except BatchError as error:
+        raise BatchError(
+            f"argument {slot.name!r} of {method}: {error}; give another type of batch, say with register_batch_type "
+            f"how its rows are cut, or declare arguments={{{slot.name!r}: Broadcast()}}"
+        ) from error
 
 
-def _parts(value: Any, ranges: Sequence[tuple[int, int]], size: int) -> list[Any]:
-    """The rows of each range; behind those that are fewer than ``size``, rows of the whole."""
-    parts = split_rows(value, ranges)
-    for number, (start, stop) in enumerate(ranges):
-        if (missing := size - (stop - start)) > 0:
-            parts[number] = concat_rows([parts[number], slice_rows(pad_rows(value, missing), 0, missing)])
-    return parts
-
-
-def _real_rows(mesh: Mesh, rule: Split, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    size = ranges[0][1] - ranges[0][0]
-    numbers = mesh.positions(*rule.axes)
-    return tuple((size, ranges[number][1] - ranges[number][0]) for number in numbers)
+def _padded(value: Any, start: int, stop: int, size: int) -> Any:
+    """The rows start … stop-1, and behind them rows of the whole until there are ``size``."""
+    missing = size - (stop - start)
+    if not missing:
+        return slice_rows(value, start, stop)
+    padding = slice_rows(pad_rows(value, missing), 0, missing)
+    return concat_rows([slice_rows(value, start, stop), padding]) if start < stop else padding
 
 
 # --- the same, for a person -------------------------------------------------------------------------------------
@@ -297,7 +399,7 @@ class TransferPlan:
         mesh: The mesh that it is planned on.
         rows: Rows of the batch.
         received: Per rank, ``(start, stop)`` of its rows; None where the argument is not split.
-        collected: The ranks whose values come back, in order.
+        collected: The ranks whose values come back, in order; of a tuple of collects, those that any of them takes.
     """
 
     protocol: TransferProtocol
@@ -308,21 +410,18 @@ class TransferPlan:
 
     def __str__(self) -> str:
         rows = [
-            [rank, *self.mesh.coordinates(rank).values(), self._gets(rank), self._gives(rank) or "-"]
+            [rank, *self.mesh.coordinates(rank).values(), self._gets(rank), self._gives(rank)]
             for rank in range(self.mesh.size)
         ]
         title = f"{self.protocol} on {self.mesh}, {self.rows} rows"
         return text_table(title, ["rank", *self.mesh.axis_names, "gets", "back"], rows)
 
     def _repr_svg_(self) -> str:
-        back = [
-            Box((self._gives(rank), f"from rank {rank}"), self._part(rank), is_framed=True) for rank in self.collected
-        ]
         outgoing, incoming = self.protocol.outgoing, self.protocol.incoming
         bands = [
             (type(outgoing).__name__, self._sent_boxes()),
             *self._rank_bands(),
-            (type(incoming).__name__, back),
+            *((type(collect).__name__, self._back_boxes(collect)) for collect in self.protocol.collects),
         ]
         return svg_bands(f"{outgoing} → {incoming}", f"{self.mesh}, {self.rows} rows", bands)
 
@@ -335,13 +434,20 @@ class TransferPlan:
         return f"rows {start}:{stop}" + (f" + {padding} padding" if padding else "")
 
     def _gives(self, rank: int) -> str:
-        kind = "part" if isinstance(self.protocol.incoming, Concat) else "item"
-        return f"{kind} {self.collected.index(rank)}" if rank in self.collected else ""
+        """What comes back from the rank, to each collect of a tuple."""
+        given = [self._place(collect, rank) for collect in self.protocol.collects]
+        return ", ".join(given) if rank in self.collected else "-"
+
+    def _place(self, collect: Incoming, rank: int) -> str:
+        """What the rank's value is to one collect."""
+        ranks = sources(self.mesh, collect)
+        kind = "part" if isinstance(collect, Concat) else "item"
+        return f"{kind} {ranks.index(rank)}" if rank in ranks else "-"
 
     def _part(self, rank: int) -> int:
         """The number of what the rank gets: ranks with the same number get the same."""
         if isinstance(self.protocol.outgoing, Split):
-            return self.mesh.positions(*self.protocol.outgoing.axes)[rank]
+            return part_numbers(self.mesh, self.protocol.outgoing)[rank]
         return rank if isinstance(self.protocol.outgoing, PerRank) else 0
 
     def _sent_boxes(self) -> list[Box]:
@@ -350,13 +456,18 @@ class TransferPlan:
         any_rank = {self._part(rank): rank for rank in range(self.mesh.size)}
         return [Box((self._gets(rank),), part) for part, rank in sorted(any_rank.items())]
 
+    def _back_boxes(self, collect: Incoming) -> list[Box]:
+        ranks = sources(self.mesh, collect)
+        return [
+            Box((self._place(collect, rank), f"from rank {rank}"), self._part(rank), is_framed=True) for rank in ranks
+        ]
+
     def _rank_bands(self) -> list[tuple[str, list[Box]]]:
         """The ranks, in a band for each coordinate of the slowest axis if there are others."""
         slowest, *others = self.mesh.shape
-        outgoing, incoming = self.protocol.outgoing, self.protocol.incoming
-        named = (*getattr(outgoing, "axes", ()), *incoming.axes, *dict(incoming.at))
-        refined = [axis for axis in dict.fromkeys(named) if axis not in self.mesh.shape]
-        refined = [axis for axis in refined if self.mesh.axis_size(axis) > 1]
+        made_by_refining = [axis for axis in self.mesh.axis_names if axis not in self.mesh.shape]
+        named = [axis for axis in self.protocol.axis_names if axis in made_by_refining]
+        refined = [axis for axis in named if self.mesh.axis_size(axis) > 1]
         boxes: dict[str, list[Box]] = {}
         for rank in range(self.mesh.size):
             where = self.mesh.coordinates(rank)
@@ -377,7 +488,7 @@ def plan(protocol: object, mesh: Mesh, rows: int) -> TransferPlan:
 
     Raises:
         ProtocolError: ``protocol`` is none, or is a pair of functions, which cannot be planned.
-        MeshError: The protocol names an axis that ``mesh`` does not have.
+        MeshError: The protocol names an axis that ``mesh`` does not have and that is not one of the six protocols'.
         BatchError: ``rows`` is negative.
     """
     parsed = as_protocol(protocol)
@@ -388,5 +499,5 @@ def plan(protocol: object, mesh: Mesh, rows: int) -> TransferPlan:
     received: tuple[tuple[int, int] | None, ...] = (None,) * mesh.size
     if isinstance(parsed.outgoing, Split):
         ranges = row_ranges(rows, len(shards(mesh, parsed.outgoing)), parsed.outgoing.pad)
-        received = tuple(ranges[number] for number in mesh.positions(*parsed.outgoing.axes))
+        received = tuple(ranges[number] for number in part_numbers(mesh, parsed.outgoing))
     return TransferPlan(parsed, mesh, rows, received, sources(mesh, parsed.incoming))

@@ -1,9 +1,11 @@
 """Transfer protocols as data: how one call's arguments go out and how its results come back. Pure.
 
 Outgoing, per argument: `Split`, `Broadcast`, `PerRank`. Coming back: `Concat`, `Gather`, `Reduce`, `Only`.
-A `TransferProtocol` is one of each. `Dispatch` holds the six of HybridFlow; any other is a value a user writes::
+A `TransferProtocol` is one of each, or several on the way back for a method that returns a tuple. `Dispatch` holds the
+six of HybridFlow; any other is a value a user writes::
 
     TransferProtocol(Split("dp", "tp"), Concat("dp", "tp"))
+    TransferProtocol(Split("dp"), (Concat("dp"), Reduce("mean", weights="rows")))
 
 All of them are frozen, comparable and printed as they are written.
 """
@@ -62,7 +64,8 @@ class Split:
     Args:
         *axes: Names of mesh axes, the slowest first; at least one.
         pad: Repeat rows from the start until all parts are equal. The copies are cut from the result again,
-            which needs a `Concat` on the way back and one result row for each row.
+            which needs a `Concat` on the way back and one result row for each row. Whatever else comes back beside it,
+            in a tuple, is what the ranks made of rows and copies together.
     """
 
     axes: tuple[str, ...]
@@ -145,19 +148,41 @@ class Reduce(_Selection):
         op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``, elementwise over numbers, arrays and tensors, and inside
             dicts; or a function from the list of values to the result.
         *axes: As in `Gather`.
+        weights: ``"rows"`` weighs a mean by the number of rows that each rank was sent, padding not counted; ranks
+            without rows are left out, or, if no rank has any, all count alike. None counts all ranks alike.
         **at: As in `Gather`.
+
+    Raises:
+        ProtocolError: An operation or weights that do not exist, or weights of anything but a mean.
+
+    Example:
+        Three rows over two ranks are two and one, so that the mean over rows is not the mean of the ranks' means:
+
+        >>> import bandmaster as bm
+        >>> class Judge(bm.Worker):
+        ...     @bm.register(TransferProtocol(Split("dp"), Reduce("mean", "dp", weights="rows")))
+        ...     def score(self, rows): return {"score": sum(rows) / len(rows)}
+        >>> with bm.ResourcePool([2], backend="inprocess") as pool:
+        ...     bm.WorkerGroup(pool, Judge).score([1, 2, 6])
+        {'score': 3.0}
     """
 
     op: str | Callable[[list[Any]], Any]
+    weights: str | None
 
-    def __init__(self, op: str | Callable[[list[Any]], Any], *axes: str, **at: int) -> None:
+    def __init__(self, op: str | Callable[[list[Any]], Any], *axes: str, weights: str | None = None, **at: int) -> None:
         if not callable(op) and op not in ("sum", "mean", "min", "max"):
             raise ProtocolError(f"Reduce does not know {op!r}; use 'sum', 'mean', 'min', 'max' or a function")
+        if weights not in (None, "rows"):
+            raise ProtocolError(f"Reduce weighs by 'rows' or, with None, not at all, but not by {weights!r}")
+        if weights is not None and op != "mean":
+            raise ProtocolError(f"Reduce weighs a 'mean', but not {op!r}; drop weights={weights!r}")
         super().__init__(*axes, **at)
-        _set(self, op=op)
+        _set(self, op=op, weights=weights)
 
     def __repr__(self) -> str:
-        return _written("Reduce", (self.op, *self.axes), dict(self.at))
+        weights = {} if self.weights is None else {"weights": self.weights}
+        return _written("Reduce", (self.op, *self.axes), {**weights, **dict(self.at)})
 
 
 Incoming = Concat | Gather | Reduce | Only
@@ -169,37 +194,77 @@ class TransferProtocol:
 
     Args:
         outgoing: What happens to arguments without a rule of their own. Under a `Split`, batches are split and
-            everything else is broadcast.
-        incoming: What the caller gets.
+            everything else is broadcast beside them; a call whose arguments hold no batch is refused.
+        incoming: What the caller gets. A tuple of collects is for a method that returns a tuple with one value for each
+            of them, on every rank that any of them takes; the caller gets a tuple with what each made of its values.
 
     Raises:
-        ProtocolError: Padding without a `Concat`, which alone can tell rows from padding.
+        ProtocolError: What is no transfer; or padding without a `Concat`, which alone can tell rows from padding. In a
+            tuple, the others get what the ranks made of their rows and the padding together.
+
+    Example:
+        >>> import bandmaster as bm
+        >>> class Trainer(bm.Worker):
+        ...     @bm.register(TransferProtocol(Split("dp"), (Concat("dp"), Reduce("mean", "dp", weights="rows"))))
+        ...     def step(self, rows):
+        ...         return [2 * row for row in rows], {"loss": sum(rows) / len(rows)}
+        >>> with bm.ResourcePool([2], backend="inprocess") as pool:
+        ...     bm.WorkerGroup(pool, Trainer).step([1, 2, 6])
+        ([2, 4, 12], {'loss': 3.0})
     """
 
     outgoing: Outgoing
-    incoming: Incoming
+    incoming: Incoming | tuple[Incoming, ...]
 
     def __post_init__(self) -> None:
         if not isinstance(self.outgoing, Outgoing):
             raise ProtocolError(f"{self.outgoing!r} does not say how arguments go out; use Split, Broadcast or PerRank")
-        if not isinstance(self.incoming, Incoming):
-            raise ProtocolError(f"{self.incoming!r} does not say what comes back; use Concat, Gather, Reduce or Only")
-        check_padding(self.outgoing, self.incoming)
+        if not self.collects or not all(isinstance(collect, Incoming) for collect in self.collects):
+            raise ProtocolError(
+                f"{self.incoming!r} does not say what comes back; use Concat, Gather, Reduce or Only, or several "
+                "of them in a tuple"
+            )
+        check_padding(self.outgoing, self)
+
+    @property
+    def collects(self) -> tuple[Incoming, ...]:
+        """What makes the caller's value, or each item of the caller's tuple."""
+        return self.incoming if isinstance(self.incoming, tuple) else (self.incoming,)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The axes that it names, each once."""
+        split = self.outgoing.axes if isinstance(self.outgoing, Split) else ()
+        collected = [axis for collect in self.collects for axis in (*collect.axes, *dict(collect.at))]
+        return tuple(dict.fromkeys((*split, *collected)))
 
 
-def check_padding(outgoing: Outgoing, incoming: Incoming) -> None:
-    """Refuse padding whose traces could reach the user."""
-    if isinstance(outgoing, Split) and outgoing.pad and not isinstance(incoming, Concat):
+def check_padding(outgoing: Outgoing, protocol: TransferProtocol) -> None:
+    """Refuse padding that nothing takes out of the rows again."""
+    is_padded = isinstance(outgoing, Split) and outgoing.pad
+    if is_padded and not any(isinstance(collect, Concat) for collect in protocol.collects):
         raise ProtocolError(
-            f"{outgoing!r} pads, but {incoming!r} cannot take the padding out again; collect with Concat, or leave "
-            "pad out: uneven parts are fine"
+            f"{outgoing!r} pads, but {protocol.incoming!r} cannot take the padding out again; collect with Concat, or "
+            "leave pad out: uneven parts are fine"
+        )
+
+
+def check_weights(protocol: TransferProtocol, rules: Sequence[Outgoing], method: str) -> None:
+    """Refuse a mean weighted by rows where the rules of the arguments do not say which rows."""
+    weighted = [collect for collect in protocol.collects if isinstance(collect, Reduce) and collect.weights]
+    splits = sorted({repr(rule) for rule in (protocol.outgoing, *rules) if isinstance(rule, Split)})
+    if weighted and len(splits) != 1:
+        raise ProtocolError(
+            f"{method} collects by {weighted[0]!r}, which weighs by the rows of one Split, but its arguments have "
+            f"{' and '.join(splits) or 'none'}; split all batches alike, or drop the weights"
         )
 
 
 class Dispatch(Enum):
     """The six transfer protocols of HybridFlow (arXiv 2409.19256, table 3), by the paper's names.
 
-    ``Dispatch.THREE_D_PROTO`` is ``"3D_PROTO"``, and so on: both can be given to `register`.
+    ``Dispatch.THREE_D_PROTO`` is ``"3D_PROTO"``, and so on: both can be given to `register`. The axes that they name
+    count as size 1 where a group's mesh does not have them, so that ``"3D_PROTO"`` works on ``Mesh(dp=8)``.
     """
 
     ONE_TO_ALL = TransferProtocol(Broadcast(), Gather())

@@ -19,6 +19,7 @@ from bandmaster.transfer import (
     TransferProtocol,
     as_protocol,
     check_padding,
+    check_weights,
 )
 
 __all__ = [
@@ -228,9 +229,12 @@ def _check_arguments(method: Callable[..., Any], registration: Registration) -> 
             raise ProtocolError(f"{method.__qualname__} has no parameter {name!r} to transfer, only {names}")
         if not isinstance(rule, Outgoing):
             raise ProtocolError(f"{rule!r} does not say how {name!r} goes out; use Split, Broadcast or PerRank")
-        if isinstance(registration.protocol, TransferProtocol):
-            check_padding(rule, registration.protocol.incoming)
-    rules = [*registration.arguments.values(), getattr(registration.protocol, "outgoing", None)]
-    padded = {rule for rule in rules if isinstance(rule, Split) and rule.pad}
+    protocol, rules = registration.protocol, list(registration.arguments.values())
+    if isinstance(protocol, Custom):
+        return
+    for rule in rules:
+        check_padding(rule, protocol)
+    padded = {rule for rule in (*rules, protocol.outgoing) if isinstance(rule, Split) and rule.pad}
     if len(padded) > 1:
         raise ProtocolError(f"{method.__qualname__} pads in more than one way ({padded}); pad over the same axes")
+    check_weights(protocol, rules, method.__qualname__)
