@@ -369,10 +369,19 @@ def _take_on(spawn: Spawn) -> None:
         os.chdir(spawn.directory)
     sys.path[:] = spawn.path
     sys.argv[:] = spawn.argv
-    random.seed()
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # forks would all draw the same numbers
+    _seed_random_streams()
     set_threads(spawn.environment)
+
+
+def _seed_random_streams() -> None:
+    """Seed, from the operating system, the streams that forks of one process would share.
+
+    A module that a worker imports later seeds itself in the same way.
+    """
+    random.seed()
+    for name in ("numpy.random", "torch"):
+        if name in sys.modules:
+            sys.modules[name].seed()
 
 
 def _close_all(fds: Sequence[int]) -> None:
