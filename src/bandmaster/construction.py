@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from bandmaster.backends import Crew, Launch
 from bandmaster.calls import CallInfo, GroupCall
-from bandmaster.errors import ConstructorError, RemoteError
+from bandmaster.errors import CallTimeout, ConstructorError, RemoteError
 from bandmaster.future import Future
 from bandmaster.options import CallOptions
 
-__all__ = ["Mortal", "answers", "await_construction", "replacement"]
+__all__ = ["Mortal", "answers", "await_construction", "replacement", "start_timeout"]
 
 
 class Mortal(Protocol):
@@ -29,8 +29,25 @@ def answers(crew: Crew, tickets: dict[int, Any], launch: Launch) -> dict[int, An
     """Wait for what ranks answer while the group is made, as long as its construction may take."""
     # Nobody waits for constructors that others have failed to meet.
     options = CallOptions(launch.start_timeout_s, grace=0.0)
-    info = CallInfo(f"{launch.cls.__name__}.__init__", launch.mesh, launch.group, options)
-    return Future(GroupCall(crew, tickets, info), dict).result()
+    info = CallInfo(_constructor(launch), launch.mesh, launch.group, options)
+    try:
+        return Future(GroupCall(crew, tickets, info), dict).result()
+    except CallTimeout as error:
+        raise start_timeout(launch, error.missing, stacks=error.stacks) from None
+
+
+def start_timeout(
+    launch: Launch, ranks: Sequence[int], why: str = "", stacks: Mapping[int, str] | None = None
+) -> CallTimeout:
+    """The error of ranks that were not constructed in time, and are ended."""
+    assert launch.start_timeout_s is not None, "only a deadline ends the wait early"
+    advice = "the workers were ended: try again with a larger start_timeout_s"
+    advice = f"{why}; {advice}" if why else advice
+    return CallTimeout(_constructor(launch), tuple(ranks), launch.start_timeout_s, stacks, advice)
+
+
+def _constructor(launch: Launch) -> str:
+    return f"{launch.cls.__name__}.__init__"
 
 
 def await_construction(crew: Crew, tickets: dict[int, Any], launch: Launch) -> None:

@@ -178,25 +178,32 @@ class CallTimeout(BandmasterError, TimeoutError):
         method: ``"Class.method"``.
         missing: The ranks that have not answered.
         stacks: Where each of them is: its Python stack, innermost frame last; without those that could not be had.
-        future: The call, for ``future.result()`` or ``future.cancel()``; None after a pickle.
+        future: The call, for ``future.result()`` or ``future.cancel()``; None after a pickle, and for a constructor,
+            whose worker is ended.
     """
 
     def __init__(
-        self, method: str, missing: tuple[int, ...], timeout_s: float, stacks: Mapping[int, str] | None = None
+        self,
+        method: str,
+        missing: tuple[int, ...],
+        timeout_s: float,
+        stacks: Mapping[int, str] | None = None,
+        advice: str = "the call still runs: wait for it with result() again, or give it up with cancel()",
     ) -> None:
         self.method, self.missing, self._timeout_s, self.stacks = method, missing, timeout_s, dict(stacks or {})
+        self._advice = advice
         self.future: Any = None
         ranks_by_stack: dict[str, list[str]] = {}
         for rank, stack in self.stacks.items():
             ranks_by_stack.setdefault(stack, []).append(str(rank))
         shown = [f"\n--- rank {', '.join(ranks)} is at ---\n{text}" for text, ranks in ranks_by_stack.items()]
         super().__init__(
-            f"{method} has no answer from rank {', '.join(map(str, missing))} after {timeout_s:g} s; the call still "
-            f"runs: wait for it with result() again, or give it up with cancel(){''.join(shown)}"
+            f"{method} has no answer from rank {', '.join(map(str, missing))} after {timeout_s:g} s; "
+            f"{advice}{''.join(shown)}"
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.method, self.missing, self._timeout_s, self.stacks)
+        return type(self), (self.method, self.missing, self._timeout_s, self.stacks, self._advice)
 
 
 class CallCancelled(BandmasterError, RuntimeError):
