@@ -42,6 +42,7 @@ __all__ = [
     "LaneListener",
     "connect",
     "lane_pair",
+    "peer_pid",
 ]
 
 INLINE_NBYTES = 64 * 1024  # larger payloads go into a segment, which takes longer for smaller ones
@@ -92,7 +93,7 @@ class LaneListener:
         with contextlib.ExitStack() as if_it_fails:
             while len(lanes) < len(ranks):
                 sock = if_it_fails.enter_context(self._socket.accept()[0])
-                _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                _, uid = _peer(sock)
                 sock.settimeout(timeout_s)
                 said = sock.recv(64)
                 if uid != os.getuid() or said[:16] != self._secret:
@@ -120,6 +121,17 @@ def connect(name: str, introduction: bytes) -> socket.socket | None:
         sock.close()
         return None
     return sock
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """The process that connected to a Unix socket, or that listened for this one; 0 if it cannot be seen from here."""
+    return _peer(sock)[0]
+
+
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    """Pid and user of the process at the other end."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
 
 
 class Buffer:
