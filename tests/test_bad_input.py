@@ -1,6 +1,8 @@
 """What bad input gets: an error of the library's tree that says what was asked and what to do; nothing is lost."""
 
 import inspect
+import signal
+import sys
 import threading
 
 import numpy as np
@@ -72,6 +74,58 @@ class NeverLeaves:
         raise ValueError("is open")
 
 
+class LeavesNoWords:
+    """Cannot be pickled, and what it raises cannot be printed."""
+
+    def __reduce__(self):
+        raise Mute
+
+
+class StopsOnArrival:
+    """Ends the program where it is unpickled."""
+
+    def __reduce__(self):
+        return sys.exit, ("on arrival",)
+
+
+def interrupt():
+    raise KeyboardInterrupt("on arrival")
+
+
+class InterruptsOnArrival:
+    """Looks like Ctrl-C where it is unpickled."""
+
+    def __reduce__(self):
+        return interrupt, ()
+
+
+def load_and_signal():
+    signal.raise_signal(signal.SIGUSR1)
+    return ["loaded"]
+
+
+class SignalsOnArrival:
+    """Is unpickled while a signal comes."""
+
+    def __reduce__(self):
+        return load_and_signal, ()
+
+
+class StopsOnLeaving:
+    """Raises no Exception where it is pickled."""
+
+    def __reduce__(self):
+        raise Stop("on leaving")
+
+
+class ErrorThatStopsOnArrival(Exception):
+    __reduce__ = StopsOnArrival.__reduce__
+
+
+class ErrorThatStopsOnLeaving(Exception):
+    __reduce__ = StopsOnLeaving.__reduce__
+
+
 FAILURES = {
     "builtin": lambda: KeyError("loss"),
     "the user's own": lambda: OutOfLuck(7, "cards"),
@@ -81,6 +135,8 @@ FAILURES = {
     "cannot be pickled": lambda: HoldsLock("held"),
     "cannot be unpickled": lambda: TakesTwo("stuck", "layer 3"),
     "cannot be printed": lambda: Mute(),
+    "stops on arrival": lambda: ErrorThatStopsOnArrival("poison"),
+    "stops on leaving": lambda: ErrorThatStopsOnLeaving("poison"),
 }
 RESULTS = {
     "float": lambda rank: 0.5,
@@ -94,6 +150,11 @@ RESULTS = {
     "lock on rank 1": lambda rank: [rank] if rank == 0 else threading.Lock(),
     "never leaves": lambda rank: NeverLeaves(),
     "never arrives": lambda rank: NeverArrives(),
+    "leaves no words": lambda rank: LeavesNoWords(),
+    "stops on arrival": lambda rank: StopsOnArrival(),
+    "stops on leaving": lambda rank: StopsOnLeaving(),
+    "signals on arrival": lambda rank: SignalsOnArrival(),
+    "interrupts on arrival": lambda rank: InterruptsOnArrival(),
 }
 
 
@@ -103,7 +164,13 @@ class Ledger(bm.Worker):
     def __init__(self):
         self.n_calls = 0
 
+    unit = "calls"
+
     def calls(self):
+        return self.n_calls
+
+    @property
+    def total(self):
         return self.n_calls
 
     def unregistered(self, x):
@@ -213,6 +280,21 @@ CALLS = {
         bm.ArgumentError,
         ["Ledger has no method <group method Ledger.tell(x, y=0)"],
     ),
+    "a property instead of a method": (
+        lambda group: group.execute_all_sync("total"),
+        bm.ArgumentError,
+        ["Ledger.total is a property, not a method", "add a method that returns it"],
+    ),
+    "a class attribute instead of a method": (
+        lambda group: group.execute_rank_zero_sync("unit"),
+        bm.ArgumentError,
+        ["Ledger.unit is a str, not a method", "add a method that returns it"],
+    ),
+    "a timeout that is no number": (
+        lambda group: group.tell.options(timeout=float("nan"))(1),
+        bm.UsageError,
+        ["timeout must be a non-negative number of seconds or None, got nan"],
+    ),
     "too few values for the ranks": (
         lambda group: group.each([1]),
         bm.ArgumentError,
@@ -290,12 +372,22 @@ CALLS = {
     "a value for rank 1 that cannot be pickled": (
         lambda group: group.each([1, NeverLeaves()]),
         bm.ArgumentError,
-        ["argument 'x' of Ledger.each (NeverLeaves) cannot be pickled: is open"],
+        ["argument 'x' of Ledger.each (NeverLeaves) cannot be pickled: ValueError: is open"],
+    ),
+    "an argument whose error cannot be printed": (
+        lambda group: group.tell(1, LeavesNoWords()),
+        bm.ArgumentError,
+        ["argument 'y' of Ledger.tell (LeavesNoWords) cannot be pickled: ", "Mute: <"],
+    ),
+    "an argument that stops the program when it is pickled": (
+        lambda group: group.tell(1, StopsOnLeaving()),
+        bm.ArgumentError,
+        ["argument 'y' of Ledger.tell (StopsOnLeaving) cannot be pickled: test_bad_input.Stop: on leaving"],
     ),
     "by name, what cannot be pickled": (
         lambda group: group.execute_all_sync("unregistered", x=NeverLeaves()),
         bm.ArgumentError,
-        ["argument 'x' of Ledger.unregistered (NeverLeaves) cannot be pickled: is open"],
+        ["argument 'x' of Ledger.unregistered (NeverLeaves) cannot be pickled: ValueError: is open"],
     ),
 }
 
@@ -308,6 +400,26 @@ def test_a_bad_call_is_refused_before_anything_is_sent(ledger, call, error, word
     assert [word for word in words if word not in str(refused.value)] == []
     assert ledger.execute_all_sync("calls") == before
     assert ledger.tell(1) == [(1, 0), (1, 0)], "the group is as good as before"
+
+
+IN_THE_CONTROLLER = {
+    "Future": (lambda group: group.tell.submit(1), "pass future.result()"),
+    "WorkerGroup": (lambda group: group, "pass the values that the workers need"),
+    "GroupMethod": (lambda group: group.tell, "pass the values that the workers need"),
+    "ResourcePool": (lambda group: bm.ResourcePool([1], backend="inprocess"), "pass the values that the workers need"),
+}
+
+
+@pytest.mark.parametrize("is_deep", [False, True], ids=["itself", "deep inside"])
+@pytest.mark.parametrize(("make", "advice"), IN_THE_CONTROLLER.values(), ids=IN_THE_CONTROLLER)
+def test_what_lives_in_the_controller_is_refused_as_an_argument(make_group, make, advice, is_deep):
+    group = make_group(1, Ledger)
+    thing = make(group)
+    argument = {"inside": [thing]} if is_deep else thing
+    with pytest.raises(bm.ArgumentError, match=r"argument 'y' of Ledger\.tell \(\w+\) cannot be pickled: ") as refused:
+        group.tell(1, argument)
+    assert advice in str(refused.value)
+    assert group.tell(2) == [(2, 0)]
 
 
 @pytest.mark.parametrize(
@@ -390,8 +502,15 @@ def test_a_class_wrapped_by_ray_keeps_the_signatures_that_its_author_wrote(ray_c
         ("unequal dict", 0, ["'ids' has 1, 'labels' has 2", "Gather() or Reduce('mean')"]),
         ("lock", 0, ["and on rank 1", "the returned lock cannot be pickled"]),
         ("lock on rank 1", 1, ["the returned lock cannot be pickled"]),
-        ("never leaves", 0, ["and on rank 1", "the returned NeverLeaves cannot be pickled: is open"]),
+        ("never leaves", 0, ["and on rank 1", "the returned NeverLeaves cannot be pickled: ValueError: is open"]),
         ("never arrives", 0, ["and on rank 1", "cannot be unpickled in the controller", "made by a newer version"]),
+        ("leaves no words", 0, ["and on rank 1", "the returned LeavesNoWords cannot be pickled: ", "Mute: <"]),
+        ("stops on arrival", 0, ["and on rank 1", "cannot be unpickled in the controller: SystemExit: on arrival"]),
+        (
+            "stops on leaving",
+            0,
+            ["and on rank 1", "the returned StopsOnLeaving cannot be pickled: test_bad_input.Stop: on leaving"],
+        ),
     ],
 )
 def test_a_result_that_cannot_be_sent_or_joined_names_rank_and_type(ledger, what, rank, words):
@@ -401,7 +520,31 @@ def test_a_result_that_cannot_be_sent_or_joined_names_rank_and_type(ledger, what
     assert (error.method, error.rank, error.coordinates[rank]) == ("Ledger.give", rank, {"dp": rank})
     assert str(error).startswith(f"Ledger.give failed on rank {rank} (dp={rank}")
     assert [word for word in words if word not in str(error)] == []
-    assert ledger.tell(1) == [(1, 0), (1, 0)]
+    for _ in range(2):
+        assert ledger.tell(1) == [(1, 0), (1, 0)]
+
+
+def test_a_result_that_looks_like_ctrl_c_as_it_arrives_interrupts_its_own_call_alone(ledger):
+    with pytest.raises(KeyboardInterrupt, match="on arrival"):
+        ledger.give("interrupts on arrival")
+    for _ in range(2):
+        assert ledger.tell(1) == [(1, 0), (1, 0)]
+
+
+def test_a_signal_handler_that_ends_the_program_while_a_result_arrives_is_not_taken_for_the_results_fault(ledger):
+    def end(*_):
+        if not has_come:
+            has_come.append(True)
+            sys.exit("told to end")
+
+    has_come, before = [], signal.signal(signal.SIGUSR1, end)
+    try:
+        with pytest.raises(SystemExit, match="told to end"):
+            ledger.give("signals on arrival")
+        assert ledger.tell(1) == [(1, 0), (1, 0)]
+        assert ledger.give("signals on arrival") == ["loaded", "loaded"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_result_that_cannot_be_reduced_names_every_type(ledger):
@@ -447,6 +590,8 @@ def test_all_ranks_that_raise_are_in_failures(ledger):
         ("cannot be pickled", type(None), "HoldsLock: held"),
         ("cannot be unpickled", type(None), "TakesTwo: stuck at layer 3"),
         ("cannot be printed", Mute, "Mute: <"),
+        ("stops on arrival", type(None), "ErrorThatStopsOnArrival: poison"),
+        ("stops on leaving", type(None), "ErrorThatStopsOnLeaving: poison"),
     ],
 )
 def test_whatever_a_method_raises_becomes_a_remote_error(ledger, how, cause, words):
@@ -475,12 +620,17 @@ def test_async_methods_may_raise_anything_too(make_group):
         assert group.tell(1) == [1]
 
 
-def test_an_argument_that_cannot_be_unpickled_fails_on_its_rank_alone(ledger):
+@pytest.mark.parametrize(
+    ("argument", "cause", "words"),
+    [(NeverArrives(), ValueError, "made by a newer version"), (StopsOnArrival(), SystemExit, "on arrival")],
+    ids=["never arrives", "stops on arrival"],
+)
+def test_an_argument_that_cannot_be_unpickled_fails_on_its_rank_alone(ledger, argument, cause, words):
     before = ledger.execute_all_sync("calls")
-    with pytest.raises(bm.RemoteError, match=r"Ledger\.each failed on rank 1 .*made by a newer version") as caught:
-        ledger.each([0, NeverArrives()])
+    with pytest.raises(bm.RemoteError, match=rf"Ledger\.each failed on rank 1 .*{words}") as caught:
+        ledger.each([0, argument])
     assert list(caught.value.failures) == [1]
-    assert isinstance(caught.value.__cause__, ValueError)
+    assert isinstance(caught.value.__cause__, cause)
     assert ledger.execute_all_sync("calls") == [before[0] + 1, before[1]]
     assert ledger.tell(1) == [(1, 0), (1, 0)]
 
@@ -526,6 +676,10 @@ class HoldsGlobalLock(bm.Worker):
     lock = threading.Lock()
 
 
+class Awaits(bm.Worker):
+    async def __init__(self): ...
+
+
 GROUPS = {
     "no worker class": (lambda pool: bm.WorkerGroup(pool, dict), bm.UsageError, ["bandmaster.Worker", "dict"]),
     "an instance": (lambda pool: bm.WorkerGroup(pool, Fragile.__new__(Fragile)), bm.UsageError, ["bandmaster.Worker"]),
@@ -535,6 +689,19 @@ GROUPS = {
         bm.UsageError,
         ["takes a ResourcePool, then a worker"],
     ),
+    "an async constructor": (
+        lambda pool: bm.WorkerGroup(pool, Awaits),
+        bm.UsageError,
+        ["Awaits.__init__ is async", "nothing would await it", "async method"],
+    ),
+    **{
+        f"{value!r} seconds for the constructors": (
+            lambda pool, value=value: bm.WorkerGroup(pool, Fragile, start_timeout_s=value),
+            bm.UsageError,
+            ["start_timeout_s must be a non-negative number of seconds or None", f"got {value!r}"],
+        )
+        for value in ("a", -1, float("nan"), True)
+    },
     "constructor arguments that do not fit": (
         lambda pool: bm.WorkerGroup(pool, Fragile, 1, 2, speed=3),
         bm.ArgumentError,
@@ -585,6 +752,15 @@ def test_a_bad_group_is_refused_before_anything_is_started(pool, ledger, make, e
         make(pool)
     assert [word for word in words if word not in str(refused.value)] == []
     assert ledger.tell(1) == [(1, 0), (1, 0)], "the pool is as good as before"
+
+
+def test_a_constructor_that_returns_a_value_fails_the_group(make_pool):
+    class Returns(bm.Worker):
+        def __init__(self):
+            return 3
+
+    with pytest.raises(bm.ConstructorError, match=r"Returns\.__init__\(\) should return None, not 'int'"):
+        bm.WorkerGroup(make_pool([1]), Returns)
 
 
 def test_a_class_that_cannot_be_pickled_is_named(pool):
@@ -648,6 +824,22 @@ def test_a_closed_group_says_so_however_it_is_called(make_pool):
     assert bm.WorkerGroup(pool, Fragile).where() == [0], "the pool is still open"
 
 
+def test_what_is_closed_looks_closed(make_pool):
+    pool = make_pool([2])
+    part = bm.split_resource_pool(pool, 1)[0]
+    group = bm.WorkerGroup(part, Fragile)
+    looks = {thing: (repr(thing), thing._repr_html_()) for thing in (pool, part, group)}
+    assert not any("closed" in look for seen in looks.values() for look in seen)
+    group.close()
+    assert repr(group) == looks[group][0].replace(">", ", closed>")
+    assert "closed" in group._repr_html_()
+    assert (repr(part), repr(pool)) == (looks[part][0], looks[pool][0])
+    pool.close()
+    for closed in (pool, part):
+        assert repr(closed) == f"<closed {looks[closed][0]}>"
+        assert "closed ResourcePool(" in closed._repr_html_()
+
+
 def test_a_closed_pool_says_so_whatever_is_asked_of_it(make_pool):
     pool = make_pool([2])
     pool.close()
@@ -676,9 +868,12 @@ def test_a_pool_of_no_sensible_size_is_refused(make_pool, nodes):
     [
         {"max_colocate_count": 0},
         {"max_colocate_count": 1.5},
+        {"max_colocate_count": True},
         {"cpus_per_worker": -1},
         {"cpus_per_worker": "two"},
+        {"cpus_per_worker": float("nan")},
         {"placement_timeout_s": -1},
+        {"placement_timeout_s": float("nan")},
         {"placement_timeout_s": None},
         {"use_gpu": "yes"},
         {"use_gpu": 2},

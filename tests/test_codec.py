@@ -326,12 +326,89 @@ def test_cycles_close(large):
     assert bytes(copy["large"]) == bytes(large)
 
 
-def test_what_is_shared_in_many_ways_is_sent_once():
-    value = ["a"]
-    for _ in range(50):
-        value = [value, value]  # 2 ** 50 paths to the innermost
+class Box:
+    def __init__(self, *inside):
+        self.inside = inside
 
-    assert encode(value).nbytes < 1000
+
+CONTAINERS = [list, tuple, lambda inside: dict(enumerate(inside)), lambda inside: Box(*inside)]
+SIZES = st.sampled_from([3, 5000])  # in the pickle stream, and out of band
+
+
+@st.composite
+def graphs(draw):
+    """A value whose parts are shared by containers and objects in any way; a list in it may hold the whole."""
+    sizes = draw(st.lists(SIZES, min_size=1, max_size=3))
+    parts = [draw(st.sampled_from([bytes, bytearray, np.zeros]))(size) for size in sizes]
+    for kind in draw(st.lists(st.sampled_from(CONTAINERS), min_size=1, max_size=6)):
+        parts.append(kind(draw(st.lists(st.sampled_from(parts), min_size=1, max_size=3))))
+    whole = tuple(draw(st.lists(st.sampled_from(parts), min_size=2, max_size=4)))
+    lists = [part for part in parts if type(part) is list]
+    if lists and draw(st.booleans()):
+        lists[0].append(whole)
+    return whole
+
+
+def structure(value):
+    """What a value is made of, and which of its parts are the same object."""
+    numbers, found = {id(value): 0}, [value]  # grows as it is looked through
+    described = []
+    for part in found:
+        kind = type(part)
+        inside = list(part.values()) if kind is dict else part if kind in (list, tuple) else ()
+        inside = part.inside if kind is Box else inside
+        for item in inside:
+            if id(item) not in numbers:
+                numbers[id(item)] = len(found)
+                found.append(item)
+        described.append((kind, len(inside), [numbers[id(item)] for item in inside]))
+    return described
+
+
+@given(graphs())
+def test_what_is_one_object_arrives_as_one_just_as_through_pickle(value):
+    assert structure(sent(value)) == structure(pickle.loads(pickle.dumps(value)))
+
+
+@pytest.mark.parametrize(
+    "large",
+    [bytearray(9 * N), bytes(9 * N), [bytes(9 * N)], {"a": [bytes(9 * N)]}],
+    ids=["bytearray", "bytes", "list", "dict"],
+)
+def test_what_an_object_refers_to_stays_the_same_as_what_lies_beside_it(large):
+    payload = encode((large, Box(large), [large]))
+    first, box, third = decode(payload.private())
+
+    assert first is box.inside[0] is third[0]
+    assert first == large
+    assert len(payload.buffers) == 1
+    assert payload.nbytes < 10 * N
+
+
+PAIRS = {"list": lambda a: [a, a], "tuple": lambda a: (a, a), "dict": lambda a: {0: a, 1: a}}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("innermost", [1, bytes(9 * N)], ids=["small", "large"])
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_what_is_shared_in_many_ways_is_sent_once(pair, innermost):
+    value = pair(innermost)
+    for _ in range(50):
+        value = pair(value)  # 2 ** 50 paths to the innermost
+
+    assert encode(value).nbytes < 2000 + 9 * N
+
+
+@pytest.mark.parametrize("wrap", [lambda a: [a], lambda a: (a,), lambda a: {0: a}], ids=["list", "tuple", "dict"])
+def test_values_that_pickle_can_nest_so_deeply_can_be_sent(wrap):
+    value = bytes(9 * N)
+    for _ in range(300):
+        value = wrap(value)
+
+    payload = encode(value)
+
+    assert len(payload.buffers) == 1
+    assert decode(payload.private()) == value
 
 
 class Point:  # the receiver may not be able to import the module that it is defined in

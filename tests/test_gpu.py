@@ -42,7 +42,8 @@ class OnGpu(bm.Worker):
 
 
 @pytest.fixture
-def group(zygote):
+def group(zygote, monkeypatch):
+    monkeypatch.setenv("BANDMASTER_CUDA_IPC", "1")
     with bm.ResourcePool([1], backend="local", use_gpu=True) as pool:
         yield bm.WorkerGroup(pool, OnGpu)
 
@@ -61,6 +62,15 @@ def test_more_gpus_than_the_machine_has_are_refused_with_the_numbers(zygote):
     n = torch.cuda.device_count()
     with pytest.raises(bm.PlacementError, match=rf"{n} of {n} GPUs free"):
         bm.ResourcePool([n + 1], backend="local", use_gpu=True).reserve()
+
+
+def test_tensors_go_by_the_hosts_memory_unless_it_is_said_otherwise(zygote, monkeypatch):
+    monkeypatch.delenv("BANDMASTER_CUDA_IPC", raising=False)
+    tensor = torch.ones(100_000, device="cuda")
+    with bm.ResourcePool([1], backend="local", use_gpu=True) as pool:
+        group = bm.WorkerGroup(pool, OnGpu)
+        assert group.look(tensor) == [("cuda:0", 100_000.0, "0")]
+        assert group._tenancy.crew.lend((0,), tensor.view(torch.uint8)) is None
 
 
 @pytest.fixture

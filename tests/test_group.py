@@ -72,6 +72,89 @@ def test_methods_carry_name_signature_and_docstring(group):
     assert "unregistered" not in dir(group)
 
 
+def traced(function):
+    """A decorator without `functools.wraps`."""
+
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return call
+
+
+class Unusual(bm.Worker):
+    @traced
+    def __init__(self, start, *, step=1):
+        self.value = start + step
+
+    @register(Dispatch.ONE_TO_ALL)
+    @traced
+    def plus(self, x, *, times=1):
+        return self.value + x * times
+
+    @register(Dispatch.DP_PROTO)
+    @traced
+    def double(self, rows):
+        return [2 * row for row in rows]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def named(self, /, **named):
+        return named
+
+    @register(Dispatch.ONE_TO_ALL)
+    def about(self, method_name, args, kwargs, waits=None):
+        return method_name, args, kwargs, waits
+
+    @classmethod
+    @register(Dispatch.ONE_TO_ALL)
+    def named_class(cls, x):
+        """Of the class."""
+        return cls.__name__, x
+
+    @register(Dispatch.ONE_TO_ALL)
+    @classmethod
+    def class_named(cls, x):
+        return cls.__name__, x
+
+    @staticmethod
+    @register(Dispatch.DP_PROTO, arguments={"rows": Split("dp")})
+    def tripled(rows):
+        return [3 * row for row in rows]
+
+    @register(Dispatch.DP_PROTO, arguments={"rows": Split("dp")})
+    @staticmethod
+    def squared(rows):
+        return [row**2 for row in rows]
+
+
+def test_methods_and_constructors_whose_self_is_among_their_arguments(make_group):
+    group = make_group(2, Unusual, 10, step=2)
+    assert group.plus(1) == [13, 13]
+    assert group.plus.submit(1, times=3).result() == [15, 15]
+    assert group.execute_all_sync("plus", [1, 2]) == [13, 14]
+    assert group.double([1, 2, 3]) == [2, 4, 6]
+    assert str(inspect.signature(group.plus)) == "(*args, **kwargs)"
+
+
+def test_arguments_may_have_any_name(make_group):
+    group = make_group(2, Unusual, 10)
+    names = {"self": 1, "group": 2, "method_name": 3}
+    assert group.named(**names) == group.named.submit(**names).result() == [names, names]
+    names = {"method_name": 1, "args": 2, "kwargs": 3, "waits": 4}
+    assert group.about(**names) == [(1, 2, 3, 4)] * 2
+    assert group.execute_all_sync("about", **names) == [(1, 2, 3, 4)] * 2
+    assert group.execute_rank_zero_sync("about", **names) == (1, 2, 3, 4)
+
+
+def test_registered_class_and_static_methods(make_group):
+    group = make_group(2, Unusual, 10)
+    assert group.named_class(1) == group.class_named(x=1) == [("Unusual", 1)] * 2
+    assert (group.tripled([1, 2]), group.squared([1, 2])) == ([3, 6], [1, 4])
+    assert group.named_class.__doc__ == "Of the class."
+    assert str(inspect.signature(group.class_named)) == str(inspect.signature(group.named_class)) == "(x)"
+    with pytest.raises(bm.ArgumentError, match=r"Unusual\.tripled\(rows\)"):
+        group.tripled(1, 2)
+
+
 def test_arguments_of_every_kind_arrive(group):
     assert group.add(1) == [1, 2]
     assert group.add(1, 2, 3, times=2) == [13, 14]

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
+from bandmaster.backends.ray import RayBackend
 
 PROGRAMS = sorted((Path(__file__).parent / "ray_programs").glob("*.py"))
 
@@ -166,6 +168,54 @@ def test_a_reference_that_fails_raises_the_original_exception(ray_cluster):
             ray_cluster.get(group.execute_all_async("fail"))
         with pytest.raises(FileNotFoundError, match=r"weights\.bin"):
             ray_cluster.get(group.workers[0].fail.remote())
+
+
+class StopsOnArrival:
+    def __reduce__(self):
+        return sys.exit, ("on arrival",)
+
+
+def test_a_result_that_stops_the_program_when_it_arrives_by_rays_own_call_fails_its_call_alone(ray_cluster):
+    class Gives(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def give(self, is_poisoned):
+            return StopsOnArrival() if is_poisoned else "fine"
+
+    with bm.ResourcePool([1], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, Gives)
+        assert len(group.workers) == 1  # from here on, calls are Ray's own
+        with pytest.raises(bm.CollectError, match=r"Gives\.give failed on rank 0 .*unpickled in .*on arrival"):
+            group.give(True)
+        assert group.give(False) == group.give(False) == ["fine"]
+
+
+class Unusual(bm.Worker):
+    @staticmethod
+    def double(x):
+        return 2 * x
+
+    def add(*args, **kwargs):
+        self, x = args
+        return self.rank + x
+
+
+def test_actor_handles_take_calls_of_static_methods_and_of_methods_whose_self_is_among_their_arguments(ray_cluster):
+    with bm.ResourcePool([1], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, Unusual)
+        (worker,) = group.workers
+        assert ray_cluster.get([worker.double.remote(4), worker.add.remote(4)]) == [8, 4]
+
+
+@pytest.mark.parametrize("is_connected", [True, False], ids=["connected", "by RAY_ADDRESS"])
+def test_ray_client_is_refused(monkeypatch, is_connected):
+    from ray.util.client import ray as client
+
+    backend = RayBackend()
+    monkeypatch.setattr(client, "is_connected", lambda: is_connected)
+    monkeypatch.setattr(ray, "is_initialized", lambda: is_connected)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(bm.UsageError, match=r"Ray Client .*run the script on a node of the cluster"):
+        backend.inventory()
 
 
 def test_options_of_a_class_wrapped_by_ray_remote_reach_its_actors(ray_cluster):

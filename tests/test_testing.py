@@ -53,6 +53,11 @@ class Plain(bm.Worker):
     def add(a, b=2):
         return a + b
 
+    @classmethod
+    @register(Dispatch.ONE_TO_ALL)
+    def name_of(cls, value):
+        return cls.__name__, value
+
     def unregistered(self, value):
         return value
 
@@ -61,6 +66,7 @@ METHODS = {
     "echo": (1, [1, 1]),
     "echo_async": ([1, 2], [1, 2]),
     "add": (1, [3, 3]),
+    "name_of": (1, [("Plain", 1)] * 2),
 }
 
 

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 
 import bandmaster as bm
 from bandmaster import Broadcast, Dispatch, Gather, PerRank, Split, TransferProtocol, register
+from bandmaster.wire.lender import Lender
 
 PROGRAMS = sorted((Path(__file__).parent / "local_programs").glob("*.py"))
 LARGE = 100_000  # elements: more than a message holds
@@ -258,3 +259,14 @@ def test_memory_that_is_used_again_shows_nothing_of_what_was_written_to_it(group
         assert all((value == turn).all() for value in echoed)
         for value in echoed:
             value[place] = 99
+
+
+@pytest.mark.parametrize("setting", [None, "", "0", "yes"])
+def test_memory_of_a_gpu_is_not_lent_unless_the_environment_says_so(monkeypatch, setting):
+    if setting is None:
+        monkeypatch.delenv("BANDMASTER_CUDA_IPC", raising=False)
+    else:
+        monkeypatch.setenv("BANDMASTER_CUDA_IPC", setting)
+    lender = Lender(lambda *_: pytest.fail("a worker was asked to read it"))
+
+    assert lender.lend((0,), torch.zeros(1 << 20, dtype=torch.uint8)) is None

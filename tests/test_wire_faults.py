@@ -1,10 +1,13 @@
 """Ctrl-C, threads, forks and garbage at awkward moments: no answer is lost, shifted or seen by the wrong reader."""
 
+import gc
 import os
 import signal
+import socket
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import Call, Reply
 from bandmaster.testing import standing
+from bandmaster.wire import lane
 from bandmaster.wire.codec import Payload, encode
 
 
@@ -25,6 +29,18 @@ def fork_for_a_moment():
 def n_segments():
     """How many segments this process has a descriptor of: those it writes."""
     return len(standing(["segments"]).segments)
+
+
+def raise_timeout(*_):
+    raise TimeoutError("a stale alarm")
+
+
+def await_delivery(pid):
+    """Until no signal is on its way to a process."""
+    while any(
+        "Pnd:" in line and int(line.split()[1], 16) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    ):
+        time.sleep(0.001)  # polling for the kernel
 
 
 class Forks(bm.Worker):
@@ -44,6 +60,16 @@ class Forks(bm.Worker):
         fork_for_a_moment()
 
     @register(Dispatch.ONE_TO_ALL)
+    def fork_with_and_wait(self, array):
+        """As a DataLoader with workers does in a method."""
+        fork_for_a_moment()
+        return float(array[-1])
+
+    @register(Dispatch.ONE_TO_ALL)
+    def raise_on(self, number):
+        signal.signal(number, raise_timeout)
+
+    @register(Dispatch.ONE_TO_ALL)
     def n_segments(self):
         return n_segments()
 
@@ -55,6 +81,11 @@ class Forks(bm.Worker):
     def what_the_child_sees(self):
         os.write(self.ask, b"?")
         return os.read(self.told, 100).decode()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def count(self):
+        self.n = getattr(self, "n", 0) + 1
+        return self.n
 
     @register(Dispatch.ONE_TO_ALL)
     def hang(self):
@@ -101,6 +132,118 @@ def test_segments_are_used_again_though_somebody_forks_between_the_calls(group, 
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("who_forks", ["worker", "controller"])
+def test_a_fork_while_arrays_are_held_leaks_no_segment(group, who_forks):
+    """What the forking process was sent is not used again, as its fork may read it, but it is not kept for ever."""
+    array, counts = np.zeros(100_000), []
+    for n in range(12):
+        array[:] = n
+        if who_forks == "worker":
+            assert group.fork_with_and_wait(array) == [n]
+        else:
+            (held,) = group.echo(array)
+            fork_for_a_moment()
+            assert held[-1] == n
+        counts.append((n_segments(), group.n_segments()))
+    assert counts[-1] == counts[3]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_between_two_calls_concerns_neither(number, zygote):
+    with bm.ResourcePool([2], backend="local") as pool:
+        group = bm.WorkerGroup(pool, Forks)
+        group.raise_on(signal.SIGUSR1)
+        for n in range(5):
+            pid = group.workers[n % 2].pid
+            os.kill(pid, number)
+            await_delivery(pid)
+            assert group.echo(n) == [n, n]
+
+
+@pytest.mark.timeout(60)
+def test_signals_whose_handler_raises_fail_the_call_that_runs_and_no_other(group):
+    group.raise_on(signal.SIGUSR1)
+    pid, is_over = group.workers[0].pid, threading.Event()
+
+    def send():
+        while not is_over.wait(0.0007):
+            os.kill(pid, signal.SIGUSR1)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    outcomes = []
+    try:
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            array = np.full(20_000, len(outcomes))
+            try:
+                (echoed,) = group.echo.options(timeout=20)(array)
+                outcomes.append(bool((echoed == array).all()))
+            except bm.RemoteError as error:
+                outcomes.append("a stale alarm" in str(error))
+    finally:
+        is_over.set()
+        sending.join()
+    assert len(outcomes) > 50
+    assert all(outcomes)
+    assert group.echo("still there") == ["still there"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("buffer_nbytes", [None, 4_000_000], ids=["as it is", "of a tuned host"])
+def test_calls_that_are_given_up_are_not_run_however_much_a_socket_holds(group, buffer_nbytes):
+    if buffer_nbytes is not None:
+        group._tenancy.crew._lanes[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_nbytes)
+    hanging = group.hang.submit()
+    futures = [group.count.submit() for _ in range(1500)]
+    assert {future.cancel() for future in futures} == {True}
+    hanging.cancel()
+    assert group.count() == [1]
+
+
+def test_sockets_have_the_buffer_that_messages_need_or_the_host_is_said_to_be_at_fault(monkeypatch):
+    for end in lane.lane_pair():
+        with end:
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == lane.BUFFER_NBYTES
+    monkeypatch.setattr(lane, "BUFFER_NBYTES", 2**31 - 1)
+    message = r"2,147,483,647 bytes.*this host allows.*net\.core\.wmem_max"
+    with bm.ResourcePool([1], backend="local") as pool, pytest.raises(bm.ResourceError, match=message):
+        bm.WorkerGroup(pool, Forks)
+
+
+@pytest.mark.timeout(60)
+def test_closing_a_pool_while_threads_call_its_groups_ends_all_of_them(zygote):
+    value = [np.zeros(1000) for _ in range(500)]
+    before, errors = n_segments(), set()
+
+    def call_until_it_is_closed(group, is_calling):
+        try:
+            while True:
+                group.echo(value)
+                is_calling.set()
+        except Exception as error:
+            errors.add(type(error))
+
+    for _ in range(5):
+        pool = bm.ResourcePool([2], backend="local")
+        other, group, is_calling = bm.WorkerGroup(pool, Forks), bm.WorkerGroup(pool, Forks), threading.Event()
+        threads = [threading.Thread(target=call_until_it_is_closed, args=[group, is_calling]) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        is_calling.wait()
+        pool.close()
+        for thread in threads:
+            thread.join(timeout=20)
+            assert not thread.is_alive()
+        with pytest.raises(bm.ClosedError):
+            other.echo(1)
+        gc.collect()  # the errors refer to frames, and these to results
+        assert n_segments() == before
+    assert errors <= {bm.ClosedError, bm.WorkerDied}
+
+
+@pytest.mark.timeout(60)
 def test_closing_a_group_wakes_who_waits_for_it(group):
     future, errors = group.hang.submit(), []
     waiting = threading.Thread(target=lambda: errors.append(future.exception()))
@@ -112,25 +255,23 @@ def test_closing_a_group_wakes_who_waits_for_it(group):
 
 @pytest.mark.timeout(60)
 def test_an_interrupted_send_does_not_shift_the_answers(group, monkeypatch):
-    lane = group._tenancy.crew._lanes[0]
-    real = lane.send
+    first = group._tenancy.crew._lanes[0]
+    real = first.send
 
     def interrupted(*message):
         signal.raise_signal(signal.SIGINT)
         real(*message)
 
-    monkeypatch.setattr(lane, "send", interrupted)
+    monkeypatch.setattr(first, "send", interrupted)
     with pytest.raises(KeyboardInterrupt):
         group.echo("lost")
-    monkeypatch.setattr(lane, "send", real)
+    monkeypatch.setattr(first, "send", real)
     assert group.echo("one") == ["one"]
     assert group.echo("two") == ["two"]
 
 
 @pytest.mark.timeout(60)
 def test_groups_that_are_garbage_while_another_one_starts(zygote):
-    import gc
-
     with bm.ResourcePool([1], backend="local") as pool:
         gc.disable()
         try:

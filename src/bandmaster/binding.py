@@ -14,13 +14,17 @@ __all__ = ["bind", "bind_per_rank", "signature_without_self"]
 
 ADDED_BY_RAY = "_ray_trace_ctx"  # what @ray.remote writes into the signature of every method, inherited ones included
 
+_TAKES_SELF = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
 
 def signature_without_self(cls: type, name: str) -> inspect.Signature:
     """The signature that callers of a method see on an instance of ``cls``, as its author wrote it."""
     signature = inspect.signature(getattr(cls, name))
-    has_self = not isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
     parameters = [p for p in signature.parameters.values() if p.name != ADDED_BY_RAY]
-    return signature.replace(parameters=parameters[has_self:])
+    takes_self = not isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
+    if takes_self and parameters and parameters[0].kind in _TAKES_SELF:  # else it is one of *args
+        del parameters[0]
+    return signature.replace(parameters=parameters)
 
 
 def bind(method: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Slot]:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bandmaster.backends import Crew
-from bandmaster.errors import CallCancelled, CollectError, RemoteError, WorkerDied
+from bandmaster.errors import CallCancelled, CollectError, RemoteError, UsageError, WorkerDied
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.mesh import Mesh
 from bandmaster.options import CallOptions, default_options
@@ -102,7 +102,7 @@ class GroupCall:
         self.failures = {} if failures is None else failures
         self.is_over = self._has_to_stop = False
         self._has_failed = bool(self.failures)  # on a rank that was asked; else it is known to before it is sent
-        self.reading = threading.Lock()
+        self.reading = threading.RLock()
         self._crew = crew
         self._tickets = tickets  # of those that have not answered
         self._others = others
@@ -121,12 +121,17 @@ class GroupCall:
 
     def stacks(self) -> Mapping[int, str]:
         """Where the ranks are that have not answered."""
-        return self._crew.stacks(self.missing)
+        return self._crew.stacks(dict(self._tickets))
 
     def give_up(self) -> None:
         """Interrupt it where it runs, and have it passed over where it does not run yet. From any thread."""
-        self._given_up_at = self._given_up_at or time.monotonic()
-        self._crew.give_up(dict(self._tickets))
+        before = self._given_up_at
+        self._given_up_at = before or time.monotonic()
+        try:
+            self._crew.give_up(dict(self._tickets))
+        except UsageError:
+            self._given_up_at = before
+            raise
 
     def read(self, deadline: float | None, is_patient: bool = False) -> bool:
         """Read until all have answered; False when the time is over before.
@@ -149,7 +154,7 @@ class GroupCall:
     def tend(self) -> float | None:
         """Take what has arrived and let go of who is to be let go, unless somebody reads and does so himself; the
         moment at which there is more to do."""
-        if self.is_over or not self.reading.acquire(blocking=False):
+        if self.is_over or self.reading._is_owned() or not self.reading.acquire(blocking=False):  # type: ignore[attr-defined]
             return None
         try:
             self._take(0.0)
@@ -221,9 +226,9 @@ class GroupCall:
             self._release.put_off_the_end(time.monotonic())
 
     def _reason(self) -> str:
-        if self.failures:
-            return f"{self.info.method} failed on rank {min(self.failures)}"
-        return f"{self.info.method} was given up"
+        if self.is_given_up:
+            return f"{self.info.method} was given up"
+        return f"{self.info.method} failed on rank {min(self.failures)}"
 
     def _take(self, timeout_s: float) -> None:
         """Take the answers that come in this time."""
@@ -250,7 +255,7 @@ class OpenCalls:
     """
 
     def __init__(self) -> None:
-        self._calls: deque[GroupCall] = deque()  # without a lock: a signal's handler may make calls, too
+        self._calls: deque[GroupCall] = deque()
 
     def add(self, call: GroupCall) -> None:
         """A call is about to be sent."""

@@ -21,7 +21,7 @@ def unwrap(
 
     Raises:
         ArgumentError: Arguments both in `ClassWithInitArgs` and beside it.
-        UsageError: No worker class.
+        UsageError: No worker class, or its constructor is async.
     """
     if isinstance(worker_class, ClassWithInitArgs):
         if args or kwargs:
@@ -31,6 +31,11 @@ def unwrap(
     options = getattr(worker_class, "_default_options", {}) if cls is not worker_class else {}
     if not (inspect.isclass(cls) and issubclass(cls, Worker)):
         raise UsageError(f"{cls!r} is no subclass of bandmaster.Worker; write class MyWorker(bandmaster.Worker)")
+    if inspect.iscoroutinefunction(cls.__init__):
+        raise UsageError(
+            f"{cls.__name__}.__init__ is async, and nothing would await it; make it a plain method, and await in an "
+            "async method that is called once the group is there"
+        )
     return cls, tuple(args), dict(kwargs), options
 
 

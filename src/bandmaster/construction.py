@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from bandmaster.backends import Crew, Launch
@@ -13,6 +13,11 @@ from bandmaster.future import Future
 from bandmaster.options import CallOptions
 
 __all__ = ["Mortal", "answers", "await_construction", "replacement", "start_timeout"]
+
+_START_ADVICE = (
+    "the workers that were starting have been ended; give them longer with start_timeout_s, or find out what takes "
+    "them so long"
+)
 
 
 class Mortal(Protocol):
@@ -33,17 +38,13 @@ def answers(crew: Crew, tickets: dict[int, Any], launch: Launch) -> dict[int, An
     try:
         return Future(GroupCall(crew, tickets, info), dict).result()
     except CallTimeout as error:
-        raise start_timeout(launch, error.missing, stacks=error.stacks) from None
+        raise error.but(_START_ADVICE) from None
 
 
-def start_timeout(
-    launch: Launch, ranks: Sequence[int], why: str = "", stacks: Mapping[int, str] | None = None
-) -> CallTimeout:
-    """The error of ranks that were not constructed in time, and are ended."""
+def start_timeout(launch: Launch, ranks: Sequence[int], why: str) -> CallTimeout:
+    """The error of ranks whose processes were not started in time."""
     assert launch.start_timeout_s is not None, "only a deadline ends the wait early"
-    advice = "the workers were ended: try again with a larger start_timeout_s"
-    advice = f"{why}; {advice}" if why else advice
-    return CallTimeout(_constructor(launch), tuple(ranks), launch.start_timeout_s, stacks, advice)
+    return CallTimeout(_constructor(launch), tuple(ranks), launch.start_timeout_s, None, f"{why}; {_START_ADVICE}")
 
 
 def _constructor(launch: Launch) -> str:

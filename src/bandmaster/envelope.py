@@ -8,6 +8,7 @@ from typing import Any
 
 from bandmaster.binding import bind, signature_without_self
 from bandmaster.errors import ArgumentError
+from bandmaster.failure import reraise_if_from_signal, summary_of
 from bandmaster.planning import Parcel
 from bandmaster.wire.codec import Payload, encode
 from bandmaster.wire.gpu import Loan
@@ -26,10 +27,11 @@ def encode_parcel(
     """
     try:
         return encode(parcel.items, lend and partial(lend, parcel.ranks))
-    except Exception as error:
+    except BaseException as error:  # the user's objects may raise anything when they are pickled
+        reraise_if_from_signal(error)
         for (_, value), name in zip(parcel.items, parcel.names, strict=False):
             _check_picklable(value, f"argument {name!r} of {method}")
-        raise ArgumentError(f"the arguments of {method} cannot be pickled together: {error}") from error
+        raise ArgumentError(f"the arguments of {method} cannot be pickled together: {summary_of(error)}") from error
 
 
 def encode_constructor(cls: type[Worker], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Payload:
@@ -42,15 +44,17 @@ def encode_constructor(cls: type[Worker], args: Sequence[Any], kwargs: Mapping[s
     slots = bind(name, signature_without_self(cls, "__init__"), args, kwargs)
     try:
         return encode((cls, tuple(args), dict(kwargs)))
-    except Exception as error:
+    except BaseException as error:
+        reraise_if_from_signal(error)
         for slot in slots:
             _check_picklable(slot.value, f"argument {slot.name!r} of {name}")
         _check_picklable(cls, f"class {cls.__name__}")
-        raise ArgumentError(f"the arguments of {name} cannot be pickled together: {error}") from error
+        raise ArgumentError(f"the arguments of {name} cannot be pickled together: {summary_of(error)}") from error
 
 
 def _check_picklable(value: Any, what: str) -> None:
     try:
         encode(value)
-    except Exception as error:
-        raise ArgumentError(f"{what} ({type(value).__name__}) cannot be pickled: {error}") from error
+    except BaseException as error:
+        reraise_if_from_signal(error)
+        raise ArgumentError(f"{what} ({type(value).__name__}) cannot be pickled: {summary_of(error)}") from error

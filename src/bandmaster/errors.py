@@ -13,7 +13,7 @@
     │   ├── ConstructorError          … in ``__init__``
     │   └── CollectError              … or returned what cannot be sent or joined  (TypeError)
     ├── PlacementError              the world: not enough room            (RuntimeError)
-    ├── ResourceError               the world: no memory or descriptors   (OSError)
+    ├── ResourceError               the world: no memory, processes, …    (OSError)
     ├── WorkerDied                  the world: a process is gone          (RuntimeError)
     ├── CallTimeout                 the world: no answer in time          (TimeoutError)
     └── CallCancelled               the caller gave the call up           (RuntimeError)
@@ -150,7 +150,7 @@ class PlacementError(BandmasterError, RuntimeError):
 
 
 class ResourceError(BandmasterError, OSError):
-    """No memory, or no descriptor, is left for what a call has to send; nothing was sent."""
+    """No memory, descriptor, thread or process is left for a call or for a worker; nothing was sent."""
 
 
 class WorkerDied(_RankError):
@@ -174,6 +174,9 @@ class WorkerDied(_RankError):
 class CallTimeout(BandmasterError, TimeoutError):
     """A call that did not answer in the time given; it can still be waited for, or given up.
 
+    Constructors that take longer than ``start_timeout_s`` raise it too. Then the workers were ended, and there is no
+    ``future``.
+
     Attributes:
         method: ``"Class.method"``.
         missing: The ranks that have not answered.
@@ -188,10 +191,10 @@ class CallTimeout(BandmasterError, TimeoutError):
         missing: tuple[int, ...],
         timeout_s: float,
         stacks: Mapping[int, str] | None = None,
-        advice: str = "the call still runs: wait for it with result() again, or give it up with cancel()",
+        what_next: str = "the call still runs: wait for it with result() again, or give it up with cancel()",
     ) -> None:
         self.method, self.missing, self._timeout_s, self.stacks = method, missing, timeout_s, dict(stacks or {})
-        self._advice = advice
+        self._what_next = what_next
         self.future: Any = None
         ranks_by_stack: dict[str, list[str]] = {}
         for rank, stack in self.stacks.items():
@@ -199,11 +202,15 @@ class CallTimeout(BandmasterError, TimeoutError):
         shown = [f"\n--- rank {', '.join(ranks)} is at ---\n{text}" for text, ranks in ranks_by_stack.items()]
         super().__init__(
             f"{method} has no answer from rank {', '.join(map(str, missing))} after {timeout_s:g} s; "
-            f"{advice}{''.join(shown)}"
+            f"{what_next}{''.join(shown)}"
         )
 
+    def but(self, what_next: str) -> CallTimeout:
+        """The same error with other advice."""
+        return type(self)(self.method, self.missing, self._timeout_s, self.stacks, what_next)
+
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.method, self.missing, self._timeout_s, self.stacks, self._advice)
+        return type(self), (self.method, self.missing, self._timeout_s, self.stacks, self._what_next)
 
 
 class CallCancelled(BandmasterError, RuntimeError):

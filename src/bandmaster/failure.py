@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["N_LAST_LINES", "Failure", "FailureKind"]
+__all__ = ["N_LAST_LINES", "Failure", "FailureKind", "reraise_if_from_signal", "summary_of"]
 
 N_LAST_LINES = 60  # of standard error, shown of a process that has died: Ray and C libraries end with long dumps
 
@@ -58,7 +59,7 @@ class Failure:
     def of(cls, error: BaseException, kind: FailureKind = FailureKind.RAISED, device: str = "") -> Failure:
         """Describe ``error``, raised in this process."""
         text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
-        summary = "".join(traceback.format_exception_only(error)).strip()
+        summary = summary_of(error)
         in_collective = _COLLECTIVES in _innermost_file(error.__traceback__)
         host, pid, now = os.uname().nodename, os.getpid(), time.time()
         return cls(kind, summary, text, error, host, pid, device, in_collective, now)
@@ -75,8 +76,19 @@ class Failure:
         return self.kind is FailureKind.CANCELLED, self.in_collective, self.at if self.in_collective else 0.0
 
     @classmethod
-    def unreadable(cls, error: BaseException) -> Failure:
-        """Describe why the controller cannot unpickle what a method returned."""
+    def unreadable(cls, error: BaseException, was_interrupted: bool = False) -> Failure:
+        """Describe why the controller cannot unpickle what a method returned.
+
+        Args:
+            error: What was raised.
+            was_interrupted: Whether the same value has raised `KeyboardInterrupt` before. Then one more is the value's
+                own doing, not that of Ctrl-C.
+
+        Raises:
+            BaseException: ``error`` itself, if it was a signal that interrupted the controller there.
+        """
+        if not (was_interrupted and isinstance(error, KeyboardInterrupt)):
+            reraise_if_from_signal(error)
         seen = cls.of(error)
         summary = f"the returned value cannot be unpickled in the controller: {seen.summary}"
         return cls(FailureKind.RESULT, summary, seen.traceback, error)
@@ -104,16 +116,38 @@ def _innermost_file(frames: TracebackType | None) -> str:
     return frames.tb_frame.f_code.co_filename if frames is not None else ""
 
 
+def summary_of(error: BaseException) -> str:
+    """The type and message of an exception, also of one whose ``__str__`` raises."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def reraise_if_from_signal(error: BaseException) -> None:
+    """Raise an exception again if Ctrl-C or another signal's handler, when that is a function, has raised it.
+
+    Pickling and unpickling run the user's code, which may raise anything: what it raises belongs to the value. But a
+    handler that ends the program, for SIGTERM say, raises its SystemExit wherever the program is, there too.
+    """
+    if isinstance(error, Exception):
+        return
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = [getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers]
+    is_from_handler = any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+    if is_from_handler or isinstance(error, KeyboardInterrupt):
+        raise error
+
+
 def _dump(error: BaseException | None) -> bytes | None:
     try:
         return None if error is None else cloudpickle.dumps(error)
-    except Exception:  # the user's exception may hold anything; its text has been taken already
+    except BaseException as why:  # the user's exception may hold anything; its text has been taken already
+        reraise_if_from_signal(why)
         return None
 
 
 def _revive(kind: FailureKind, summary: str, text: str, dumped: bytes | None, known: Mapping[str, Any]) -> Failure:
     try:
         exception = None if dumped is None else pickle.loads(dumped)
-    except Exception:  # many exception classes cannot be unpickled: their __init__ takes other arguments
+    except BaseException as why:  # many exception classes cannot be unpickled: their __init__ takes other arguments
+        reraise_if_from_signal(why)
         exception = None
     return Failure(kind, summary, text, exception if isinstance(exception, BaseException) else None, **known)

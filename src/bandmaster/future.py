@@ -6,10 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from bandmaster.calls import GroupCall
 from bandmaster.errors import CallTimeout
+from bandmaster.wire.steady import check_not_held
 
 __all__ = ["Future"]
 
@@ -138,6 +139,7 @@ class Future(Generic[T]):
             return True
         timeout = None if timeout is None or timeout > threading.TIMEOUT_MAX else max(0.0, timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
+        check_not_held(self._call.reading)
         if not self._call.reading.acquire(timeout=-1 if timeout is None else timeout):
             return False
         try:
@@ -158,6 +160,13 @@ class Future(Generic[T]):
         self._is_done = True
         self._call.forget()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Future stays in the process that made the call; pass future.result() instead")
+
     def __repr__(self) -> str:
-        missing = ", ".join(map(str, self._call.missing))
-        return f"<Future of {self._call.info.method}, {'done' if self._is_done else f'waiting for rank {missing}'}>"
+        call = self._call
+        if self._is_done or not call.missing:
+            state = "done"
+        else:
+            state = f"{'given up, ' if call.is_given_up else ''}waiting for rank {', '.join(map(str, call.missing))}"
+        return f"<Future of {call.info.method}, {state}>"

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from bandmaster.backends import Call, Crew, Launch, Reply, get_backend
 from bandmaster.binding import bind, signature_without_self
@@ -28,13 +28,14 @@ from bandmaster.failure import Failure
 from bandmaster.future import Future
 from bandmaster.mesh import Mesh
 from bandmaster.method import GroupMethod, MethodSpec
-from bandmaster.options import CallOptions, default_options
+from bandmaster.options import CallOptions, check_seconds, default_options
 from bandmaster.planning import Packed, Slot, alike, everywhere, scatter
 from bandmaster.pool import ResourcePool
 from bandmaster.render import html_table, text_table
 from bandmaster.tenancy import Tenancy
 from bandmaster.transfer import Gather, Incoming, Only
 from bandmaster.watch import DeathWatch
+from bandmaster.wire.steady import check_not_held
 from bandmaster.worker import registrations
 
 __all__ = ["WorkerGroup"]
@@ -60,11 +61,13 @@ class WorkerGroup:
     Raises:
         ArgumentError: The constructor cannot be called so, or an argument cannot be pickled.
         MeshError: The mesh has another size than the pool.
-        UsageError: No worker class, or a registered method hides an attribute of the group.
+        UsageError: No worker class, an async constructor, a ``start_timeout_s`` that is no duration, or a registered
+            method that hides an attribute of the group.
         ConstructorError: A worker's constructor raised; the others were ended. All places were given back.
         WorkerDied: A worker's process ended before it was constructed; likewise.
         CallTimeout: The constructors did not end in time; likewise.
         PlacementError: The pool does not fit, or its places hold as many groups as they may.
+        ResourceError: There is no descriptor, process or thread for a worker, or the working directory was removed.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class WorkerGroup:
     ) -> None:
         if not isinstance(pool, ResourcePool):
             raise ArgumentError(f"{type(self).__name__} takes a ResourcePool, then a worker class; {pool!r} is no pool")
+        check_seconds("start_timeout_s", start_timeout_s)
         cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
         registered = registrations(cls)
         check_names(cls, registered, dir(WorkerGroup))
@@ -142,7 +146,7 @@ class WorkerGroup:
         """The backend's own handles, one per rank: actor handles on Ray, the objects themselves in-process."""
         return list(self._tenancy.crew.handles)
 
-    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_all_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a method, registered or not, on every rank, and wait.
 
         When every argument is a list of world_size values, rank r gets the r-th of each; otherwise every rank
@@ -158,11 +162,11 @@ class WorkerGroup:
         values: list[Any] = self._on_all(method_name, self._pack_all(method_name, args, kwargs))
         return values
 
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_all_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """The same without waiting: for every rank an ObjectRef on Ray, a `Future` elsewhere."""
         return self._references(method_name, self._pack_all(method_name, args, kwargs), self._ranks)
 
-    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_rank_zero_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method, registered or not, on rank 0 with the arguments as they are; its plain value.
 
         Raises:
@@ -172,7 +176,7 @@ class WorkerGroup:
         packed = self._same(method_name, args, kwargs, 1)
         return self._submit(method_name, packed, (0,), Only(), (0,), waits=True)
 
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_rank_zero_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """The same without waiting: an ObjectRef on Ray, a `Future` elsewhere."""
         return self._references(method_name, self._same(method_name, args, kwargs, 1), (0,))[0]
 
@@ -204,6 +208,7 @@ class WorkerGroup:
 
         Raises:
             ClosedError: The group was closed.
+            ResourceError: The system allows no more threads.
         """
         call = CallInfo(self._cls.__name__, self._mesh, self._name)
         self._watches.append(DeathWatch(self._tenancy.crew, call, callback))
@@ -223,13 +228,14 @@ class WorkerGroup:
             RemoteError: ``on_restart`` raised.
             ClosedError: The group was closed.
         """
+        check_not_held(self._life)
         with self._life:
             crew, has_hook = self._tenancy.crew, callable(getattr(self._cls, "on_restart", None))
             if state is not None and not has_hook:
                 raise UsageError(f"{self._cls.__name__} has no method on_restart(self, state) to take the state")
             hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
-            self._end_watches()
             crew.stop("the group was restarted")
+            self._end_watches()
             self._open_calls = OpenCalls()  # what was pending has failed
             self._tenancy.move_in(get_backend(self._pool.backend).start(replace(self._launch, is_again=True)))
             self._watch_again()
@@ -262,6 +268,7 @@ class WorkerGroup:
                 "on_replace(self, rank, state), or restart() the whole group"
             )
         hook = self._same("on_replace", (rank, state), {}, self.world_size)
+        check_not_held(self._life)
         with self._life:
             self._check_alive_but(rank)
             self._open_calls.give_up_all()
@@ -309,6 +316,9 @@ class WorkerGroup:
             )
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a WorkerGroup stays in its controller; pass the values that the workers need instead")
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._methods})
 
@@ -344,6 +354,9 @@ class WorkerGroup:
 
     def _bind(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Slot]:
         if not (isinstance(method, str) and callable(getattr(self._cls, method, None))):
+            if isinstance(method, str) and hasattr(self._cls, method):
+                kind = type(getattr(self._cls, method)).__name__
+                raise ArgumentError(f"{self._label(method)} is a {kind}, not a method; add a method that returns it")
             import difflib  # here, as few need it, and the import of everything is to be quick
 
             near = difflib.get_close_matches(str(method), dir(self._cls), 1)
@@ -351,7 +364,7 @@ class WorkerGroup:
             raise ArgumentError(f"{self._cls.__name__} has no method {method!r}{hint}")
         return bind(self._label(method), signature_without_self(self._cls, method), args, kwargs)
 
-    def set_default_options(self, **options: float | None) -> None:
+    def set_default_options(self, /, **options: float | None) -> None:
         """Set what holds for the calls of this group that say nothing else.
 
         Args:

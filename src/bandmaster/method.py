@@ -116,11 +116,11 @@ class GroupMethod:
         self.__doc__ = spec.function.__doc__
         self.__signature__ = spec.signature
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the method as it was registered; a `Future` if that was with ``blocking=False``."""
         return self._send(args, kwargs, waits=self._spec.registration.is_blocking)
 
-    def options(self, **options: float | None) -> GroupMethod:
+    def options(self, /, **options: float | None) -> GroupMethod:
         """The same method with other limits on how long a call may take.
 
         Args:
@@ -134,7 +134,7 @@ class GroupMethod:
         base = self._options or default_options().but(self._group._options)
         return GroupMethod(self._group, self._spec, base.but(options))
 
-    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Send the call and return its `Future` without waiting.
 
         Raises:

@@ -8,7 +8,22 @@ from typing import Any
 
 from bandmaster.errors import UsageError
 
-__all__ = ["CallOptions", "default_options", "set_default_options"]
+__all__ = ["CallOptions", "check_seconds", "default_options", "set_default_options"]
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Refuse what is no duration.
+
+    Args:
+        name: Of the parameter, for the message.
+        value: Seconds, or None for no limit.
+
+    Raises:
+        UsageError: It is neither None nor a number of 0 or more.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and value >= 0):  # nan is not
+        raise UsageError(f"{name} must be a non-negative number of seconds or None, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -35,8 +50,7 @@ class CallOptions:
         for name, value in changes.items():
             if name not in ("timeout", "grace"):
                 raise UsageError(f"a call has no option {name!r}; there are timeout and grace, both in seconds")
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
-                raise UsageError(f"{name} is a number of seconds from 0, or None, not {value!r}")
+            check_seconds(name, value)
         known = {"timeout": self.timeout, "grace": self.grace}
         return CallOptions(**{**known, **changes})
 

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from bandmaster.backends import Seat, get_backend
 from bandmaster.errors import ClosedError, PlacementError, UsageError
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from bandmaster.group import WorkerGroup
 
 __all__ = ["ResourcePool", "merge_resource_pool", "split_resource_pool"]
+
+_occupying = threading.RLock()  # one group at a time takes places; re-entrant, as a signal handler may make one, too
 
 
 class ResourcePool:
@@ -66,10 +68,10 @@ class ResourcePool:
         placement_timeout_s: float = 60.0,
     ) -> None:
         nodes = _checked_nodes(process_on_nodes)
-        if not isinstance(max_colocate_count, int) or max_colocate_count < 1:
+        if isinstance(max_colocate_count, bool) or not isinstance(max_colocate_count, int) or max_colocate_count < 1:
             raise UsageError(f"max_colocate_count is the number of groups on a place, not {max_colocate_count!r}")
         for what, amount in (("cpus_per_worker", cpus_per_worker), ("placement_timeout_s", placement_timeout_s)):
-            if not isinstance(amount, int | float) or amount < 0:
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:  # nan is not
                 raise UsageError(f"{what} is a number of 0 or more, not {amount!r}")
         if not isinstance(use_gpu, bool):
             raise UsageError(f"use_gpu is True or False, one GPU for every place or none, not {use_gpu!r}")
@@ -144,6 +146,7 @@ class ResourcePool:
         self._check_open()
         for part in self._parts:
             part.lease.open()
+        self._check_open()  # another thread may have closed it meanwhile
         return self
 
     def close(self) -> None:
@@ -152,8 +155,7 @@ class ResourcePool:
         Closing a pool also closes the groups of pools that were merged or split from it. Closing twice is fine.
         """
         self._is_closed = True
-        for group in list(self._groups):
-            group.close()
+        _close_all(self._groups)
         for lease in self._owned:
             lease.close()
 
@@ -163,33 +165,48 @@ class ResourcePool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether it was closed, or a pool that it was merged or split from."""
+        return self._is_closed or any(part.lease.is_closed for part in self._parts)
+
     def _check_open(self) -> None:
-        if self._is_closed or any(part.lease.is_closed for part in self._parts):
-            raise ClosedError(f"{self!r} was closed; make a new pool")
+        if self._is_over:
+            raise ClosedError(f"{self._described()} was closed; make a new pool")
 
     def _occupy(
         self, owner: WorkerGroup, name: str, take: Callable[[Callable[[], object]], object]
     ) -> tuple[Seat, ...]:
         """Seats for a new group; ``take`` gets what gives them back, before anything is taken."""
         self.reserve()
-        self._check_room(name)
         places = [(part.lease, part.node, index) for part in self._parts for index in part.indices]
-        take(partial(_vacate, places, name))
-        for lease, node, index in places:
-            lease.holders.setdefault((node, index), []).append(name)
-        for lease in {part.lease for part in self._parts}:
-            lease.groups.add(owner)
-        self._groups.add(owner)
+        holder = object()
+        take(partial(_vacate, places, holder))
+        with _occupying:
+            for lease, node, index in places:
+                lease.holders.setdefault((node, index), {})[holder] = name
+            try:
+                self._check_room(holder, name)
+            except PlacementError:
+                _vacate(places, holder)  # before others count it
+                raise
+            for lease in {part.lease for part in self._parts}:
+                lease.groups.add(owner)
+            self._groups.add(owner)
+        self._check_open()  # another thread may have closed it before it knew of this group
         return tuple(self._seats())
 
-    def _check_room(self, name: str) -> None:
+    def _check_room(self, holder: object, name: str) -> None:
+        """Make sure that a holder is not one too many at any of its places."""
         for part in self._parts:
             for index in part.indices:
-                holders = part.lease.holders.get((part.node, index), [])
+                holders = dict(part.lease.holders[part.node, index])
+                del holders[holder]
                 if len(holders) >= part.lease.max_colocate_count:
+                    names = ", ".join(holders.values())
                     raise PlacementError(
                         f"{self!r} has no room for group {name!r}: place {index} of node {part.node} holds "
-                        f"{len(holders)} groups of at most {part.lease.max_colocate_count} ({', '.join(holders)}); "
+                        f"{len(holders)} groups of at most {part.lease.max_colocate_count} ({names}); "
                         "close one of them, or make the pool with a larger max_colocate_count"
                     )
 
@@ -199,14 +216,20 @@ class ResourcePool:
                 share = 1 / part.lease.max_colocate_count
                 yield Seat(part.lease.reservation, part.node, index, node_rank, local_rank, len(part.indices), share)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ResourcePool stays in its controller; pass the values that the workers need instead")
+
     def __repr__(self) -> str:
+        return f"<closed {self._described()}>" if self._is_over else self._described()
+
+    def _described(self) -> str:
         prefix = f", name_prefix={self.name_prefix!r}" if self.name_prefix else ""
         gpu = ", use_gpu=True" if self.use_gpu else ""
         return f"ResourcePool({list(self.process_on_nodes)}, backend={self.backend!r}{gpu}{prefix})"
 
     def _repr_html_(self) -> str:
         seats = [(rank, s.node_rank, s.local_rank) for rank, s in enumerate(self._seats())]
-        places = [part.lease.holders.get((part.node, i), []) for part in self._parts for i in part.indices]
+        places = [part.lease.names((part.node, index)) for part in self._parts for index in part.indices]
         rows = [[*seat, ", ".join(names) or "-"] for seat, names in zip(seats, places, strict=True)]
         return html_table(repr(self), ["rank", "node", "local rank", "groups"], rows)
 
@@ -288,26 +311,46 @@ class _Lease:
         self.request = request
         self.backend = backend
         self.max_colocate_count = max_colocate_count
-        self.holders: dict[tuple[int, int], list[str]] = {}  # names of groups by (node, index)
+        self.holders: dict[tuple[int, int], dict[object, str]] = {}  # names of groups by (node, index) and holder
         self.groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self.reservation: Any = None
         self.is_closed = False
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()  # of those that reserve
+        self._lock = threading.RLock()  # held while the places are reserved
         self._release: weakref.finalize[Any, _Lease] | None = None
 
     def open(self) -> None:
         ClassLoading.check()
         with self._lock:
             if self._release is None:
-                backend = get_backend(self.backend)
-                self.reservation = backend.reserve(self.request, self._timeout_s)
-                self._release = weakref.finalize(self, backend.release, self.reservation)
+                self._reserve()
+            if self.is_closed:  # by another thread, meanwhile
+                self._end()
 
     def close(self) -> None:
         self.is_closed = True
-        for group in list(self.groups):
-            group.close()
+        _close_all(self.groups)
+        self._end()
+
+    def names(self, place: tuple[int, int]) -> list[str]:
+        return list(self.holders.get(place, {}).values())
+
+    def _reserve(self) -> None:
+        """Reserve the places, unless a signal handler of this thread, which holds the lock, does so meanwhile."""
+        backend = get_backend(self.backend)
+        try:
+            reservation = backend.reserve(self.request, self._timeout_s)
+        except PlacementError:
+            if self._release is None:
+                raise
+            return
+        if self._release is None:
+            self.reservation = reservation
+            self._release = weakref.finalize(self, backend.release, reservation)
+        else:
+            backend.release(reservation)
+
+    def _end(self) -> None:
         if self._release is not None:
             self._release()
 
@@ -335,10 +378,17 @@ def _joined(parts: Sequence[_Part]) -> list[_Part]:
     return joined
 
 
-def _vacate(places: Sequence[tuple[_Lease, int, int]], name: str) -> None:
+def _vacate(places: Sequence[tuple[_Lease, int, int]], holder: object) -> None:
+    """Give places back. Without a lock, as it may run as a finalizer at any moment in any thread."""
     for lease, node, index in places:
-        if name in lease.holders.get((node, index), ()):
-            lease.holders[node, index].remove(name)
+        lease.holders.get((node, index), {}).pop(holder, None)
+
+
+def _close_all(groups: weakref.WeakSet[WorkerGroup]) -> None:
+    with _occupying:  # while they are listed, none is added
+        open_groups = list(groups)
+    for group in open_groups:
+        group.close()
 
 
 def _check_pool(pool: object, function: str) -> None:

@@ -79,19 +79,34 @@ class Tenancy:
         return crew
 
     def close(self) -> None:
-        """Stop the workers and give the places back, unless that was done, or is for another process to do."""
-        if self._n_forks == n_forks():
-            self._end()
+        """Stop the workers and give the places back, unless that was done, or is for another process to do.
+
+        Raises:
+            UsageError: A signal handler closes it in the middle of an operation; nothing was done.
+        """
+        armed = self._end.detach() if self._n_forks == n_forks() else None
+        if armed is None:
+            return
+        try:
+            _end(self._held)
+        except UsageError:
+            self._end = weakref.finalize(armed[0], _end, self._held)
+            raise
 
 
 def _end(held: _Held) -> None:
+    is_refused = False
     try:
-        crew, held.crew = held.crew, None
-        if crew is not None:
-            _stop(crew)
+        if held.crew is not None:
+            _stop(held.crew)
+    except UsageError:
+        is_refused = True
+        raise
     finally:
-        if held.vacate is not None:
-            held.vacate()
+        if not is_refused:
+            held.crew = None
+            if held.vacate is not None:
+                held.vacate()
 
 
 def _stop(crew: Crew) -> None:

@@ -6,12 +6,12 @@ import contextlib
 import logging
 import os
 import select
-import threading
 from collections.abc import Callable
 
 from bandmaster.backends import Crew
 from bandmaster.calls import CallInfo
 from bandmaster.errors import WorkerDied
+from bandmaster.limits import start_thread
 
 __all__ = ["DeathWatch"]
 
@@ -23,13 +23,15 @@ class DeathWatch:
     """A thread that calls back when any of a crew's processes has died. It ends then, or with the crew.
 
     The kernel tells of processes on this host; after the others it asks.
+
+    Raises:
+        ResourceError: The system allows no more threads.
     """
 
     def __init__(self, crew: Crew, call: CallInfo, callback: Callable[[WorkerDied], object]) -> None:
         self._crew, self._call, self._callback = crew, call, callback
         self._is_over = False
-        self._thread = threading.Thread(target=self._watch, name="bandmaster-death-watch", daemon=True)
-        self._thread.start()
+        start_thread("bandmaster-death-watch", self._watch)
 
     def end(self) -> None:
         """Nothing is called back from here on."""

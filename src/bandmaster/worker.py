@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -68,31 +69,31 @@ class Worker:
 
 
 class ClassLoading:
-    """Whether this process is loading a worker's class, and with it importing the modules that it comes from.
+    """Whether this thread is loading a worker's class, and with it importing the modules that it comes from.
 
     A module that makes a pool when it is imported would then make workers that import it, and so on for ever.
     """
 
-    is_under_way = False
+    _thread = threading.local()
 
     @classmethod
     def check(cls) -> None:
-        """Refuse to make workers while a worker's class is loaded.
+        """Refuse to make workers while this thread loads a worker's class.
 
         Raises:
-            UsageError: It is.
+            UsageError: It does.
         """
-        if cls.is_under_way:
+        if getattr(cls._thread, "is_loading", False):
             raise UsageError(
                 "a worker imports the module of its class, and that module makes workers when it is imported; put "
                 "what makes them into a function, or under if __name__ == '__main__':"
             )
 
     def __enter__(self) -> None:
-        ClassLoading.is_under_way = True
+        self._thread.is_loading = True
 
     def __exit__(self, *_: object) -> None:
-        ClassLoading.is_under_way = False
+        self._thread.is_loading = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,9 @@ def make_worker(cls: type[Worker], context: WorkerContext, args: tuple[Any, ...]
     takes_arguments = cls.__new__ is not object.__new__
     worker = cls.__new__(cls, *args, **kwargs) if takes_arguments else cls.__new__(cls)
     vars(worker).update(vars(context), coordinates=context.mesh.coordinates(context.rank))
-    worker.__init__(*args, **kwargs)  # type: ignore[misc]  # the subclass has its own signature
+    outcome: object = worker.__init__(*args, **kwargs)  # type: ignore[misc]  # the subclass has its own signature
+    if outcome is not None:  # as Python says when it calls a class; it may be a coroutine that nothing has run
+        raise TypeError(f"{cls.__name__}.__init__() should return None, not {type(outcome).__name__!r}")
     return worker
 
 
@@ -196,10 +199,11 @@ def register(
     registration = Registration(protocol, execute_mode, blocking, dict(arguments or {}))
 
     def mark(method: Function) -> Function:
-        if not callable(method):
+        function = _function_of(method)
+        if not callable(function):
             raise ProtocolError(f"@register marks a function, not {method!r}; write it right above the def")
-        _check_arguments(method, registration)
-        setattr(method, _MARK, registration)
+        _check_arguments(function, registration)
+        setattr(function, _MARK, registration)
         return method
 
     return mark
@@ -207,12 +211,18 @@ def register(
 
 def registrations(cls: type[Worker]) -> dict[str, Registration]:
     """The registered methods of a worker class, inherited ones included, by name."""
-    found = {name: getattr(inspect.getattr_static(cls, name), _MARK, None) for name in dir(cls)}
-    return {name: registration for name, registration in found.items() if registration is not None}
+    found = {name: getattr(_function_of(inspect.getattr_static(cls, name)), _MARK, None) for name in dir(cls)}
+    return {name: registration for name, registration in found.items() if isinstance(registration, Registration)}
+
+
+def _function_of(method: Any) -> Any:
+    """What `classmethod` and `staticmethod` wrap; anything else itself."""
+    return method.__func__ if isinstance(method, classmethod | staticmethod) else method
 
 
 def _check_arguments(method: Callable[..., Any], registration: Registration) -> None:
-    names = list(inspect.signature(method).parameters)[1:]
+    # A static method has no self, and @staticmethod may be written above @register.
+    names = [name for name in inspect.signature(method).parameters if name not in ("self", "cls")]
     for name, rule in registration.arguments.items():
         if name not in names:
             raise ProtocolError(f"{method.__qualname__} has no parameter {name!r} to transfer, only {names}")

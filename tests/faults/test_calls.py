@@ -115,6 +115,13 @@ class Faulty(bm.Worker):
         asyncio.new_event_loop = new_event_loop_later
 
     @register(Dispatch.ONE_TO_ALL)
+    def die_or_raise(self, dying):
+        if self.rank == dying:
+            time.sleep(0.1)  # the others have answered
+            os._exit(3)
+        raise ValueError("its own")
+
+    @register(Dispatch.ONE_TO_ALL)
     def hang_in_c_on(self, ranks, raising=()):
         if self.rank in raising:
             raise ValueError("the first cause")
@@ -254,6 +261,34 @@ def test_a_timeout_says_which_ranks_hang_and_where(group, method):
 
 
 @pytest.mark.own_processes
+def test_a_timeout_of_a_call_that_is_queued_says_so(group):
+    """Where its ranks are is where another call is."""
+    running = group.sleep_on.submit([0, 2])
+    with pytest.raises(CallTimeout) as caught:
+        group.echo.options(timeout=0.5)(1)
+    stacks = caught.value.stacks
+    assert set(stacks) == {0, 2}
+    assert all(stack.startswith("(not yet at this call") and "in sleep_on" in stack for stack in stacks.values())
+    with pytest.raises(CallTimeout) as of_running:
+        running.result(timeout=0)
+    assert not any("not yet" in stack for stack in of_running.value.stacks.values())
+    running.cancel()
+    assert caught.value.future.result(timeout=20) == [1, 1, 1]
+
+
+@pytest.mark.own_processes
+def test_what_a_future_is_printed_as(group):
+    future = group.sleep_on.submit([0, 2])
+    assert repr(future) == "<Future of Faulty.sleep_on, waiting for rank 0, 1, 2>"
+    future.cancel()
+    assert "given up" in repr(future)
+    echoed = group.echo.submit(1)
+    assert group.echo(2) == [2, 2, 2]
+    assert not echoed.cancel(), "it was answered before"
+    assert repr(echoed) == "<Future of Faulty.echo, done>"
+
+
+@pytest.mark.own_processes
 @pytest.mark.parametrize("method", ["spin_on", "sleep_on", "await_on"])
 def test_a_call_can_be_given_up(group, method):
     future = getattr(group, method).submit([1])
@@ -315,6 +350,25 @@ def test_a_rank_that_cannot_be_interrupted_is_ended(group):
         group.deadlock_on.options(grace=0.5)([0], raising=[1])
     with within(5), pytest.raises(WorkerDied, match=r"rank 0 .*ended by the controller, as it had not stopped"):
         group.echo(1)
+
+
+@pytest.mark.own_processes
+def test_a_rank_that_is_stuck_in_a_call_that_was_given_up_is_said_to_have_been_ended_for_that(group):
+    future = group.deadlock_on.options(grace=0.2).submit([1])
+    with pytest.raises(CallTimeout):
+        future.result(timeout=0.2)
+    future.cancel()
+    with within(10), pytest.raises(WorkerDied, match=r"had not stopped in time after Faulty.deadlock_on was given up"):
+        while True:
+            group.echo(1)
+
+
+@pytest.mark.own_processes
+def test_one_message_has_one_name_for_a_host(group):
+    with within(20), pytest.raises(WorkerDied) as caught:
+        group.die_or_raise(dying=1)
+    assert set(caught.value.failures) == {0, 1, 2}
+    assert {failure.host for failure in caught.value.failures.values()} == {socket.gethostname()}
 
 
 @pytest.mark.own_processes

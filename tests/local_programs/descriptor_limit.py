@@ -20,6 +20,10 @@ class Holds(bm.Worker):
         return len(self.held)
 
     @register(Dispatch.ONE_TO_ALL)
+    def make(self, value):
+        return np.full(10_000, value)
+
+    @register(Dispatch.ONE_TO_ALL)
     def drop(self):
         self.held.clear()
 
@@ -46,3 +50,10 @@ with bm.ResourcePool([2]) as pool, bm.WorkerGroup(pool, Holds) as group:
     group.drop()
     group.drop()
     assert group.hold(np.zeros(100_000)) == [1, 1]
+
+    kept = [group.make(n) for n in range(600)]  # more than there are descriptors, on either side
+    assert all((array == n).all() for n, arrays in enumerate(kept) for array in arrays)
+    kept.clear()
+    for _ in range(20):
+        group.drop()
+        assert group.hold(np.zeros(100_000)) == [1, 1]

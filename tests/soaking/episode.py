@@ -6,6 +6,7 @@ import signal
 import threading
 from collections import deque
 
+from soaking.callers import Callers, check_order
 from soaking.expected import Expected, Wrong, random_faults
 from soaking.subject import DEADLY, HANGING, Subject, random_array, random_batch, same
 
@@ -23,7 +24,15 @@ class Episode:
         n = rng.choice([1, 2, 2, 3, 4] if self.is_local else [1, 2])
         self.mesh = bm.Mesh(dp=2, tp=2) if n == 4 and rng.random() < 0.5 else bm.Mesh(dp=n)
         self.ranks = range(n)
-        self.methods = ["echo", "rows", "rows_async", "hold", "overwrite", *(["through_torch"] if has_torch else [])]
+        self.methods = [
+            "echo",
+            "rows",
+            "rows_async",
+            "hold",
+            "overwrite",
+            "fork_with",
+            *(["through_torch"] if has_torch else []),
+        ]
         self.faults = random_faults(rng, n)
         self.expected = Expected(self.mesh, self.faults, soak.stats)
         self.cls = with_faults(Subject, *self.faults)
@@ -46,6 +55,9 @@ class Episode:
                     self.act()
             if self.may("interrupt close", 0.1):
                 self.interrupt("close", 0.02, self.group.close)
+            if self.may("close under calls", 0.1) and not (self.faults or self.expected.is_dead or self.pending):
+                with self.within(25, "close under calls"), Callers(self.group, may_fail=True):
+                    self.group.close()
             with self.within(10, "close"), self.soak.stats.timing("close"):
                 self.group.close()
                 if self.pending is not None and not isinstance(outcome_of(self.pending.result, 8.0), bm.WorkerDied):
@@ -55,10 +67,10 @@ class Episode:
 
     def act(self):
         """Do something at random."""
-        actions = [self.call] * 8 + [self.pipeline] * 4 + [self.call_from_threads, self.mistake]
+        actions = [self.call] * 8 + [self.pipeline] * 4 + [self.call_from_threads, self.callers, self.mistake]
         if not self.expected.is_dead:
             actions += [self.misbehave, self.misbehave, self.kill, self.hang, self.hang, self.start_children]
-            actions += [self.interrupt_call] * 3
+            actions += [self.interrupt_call] * 3 + [self.kill_under_calls, self.restart_under_calls]
         else:
             actions += [self.restart, self.replace] * 4
         actions += [self.restart, self.replace]
@@ -121,6 +133,37 @@ class Episode:
                 thread.join()
         if wrong:
             raise wrong[0]
+
+    def callers(self):
+        """Several threads call all ranks with rows of their own, in an order that all ranks share."""
+        if self.faults or self.expected.may_be_dead:
+            return
+        with self.within(25, "callers"):
+            self.group.heard()
+            with Callers(self.group, may_fail=False):
+                outcome_of(self.group.echo, 1)
+            check_order(self.group.heard())
+
+    def restart_under_calls(self):
+        if self.faults:
+            return
+        with self.within(30, "restart under calls"):
+            with Callers(self.group, may_fail=True):
+                self.group.restart()
+            check_order(self.group.heard())
+        self.expected.all_are_new()
+        self.know_processes()
+        self.count_fault("restart under calls")
+
+    def kill_under_calls(self):
+        if self.faults or self.expected.may_be_dead:
+            return
+        rank = self.rng.choice(self.ranks)
+        with self.within(25, "kill under calls"), Callers(self.group, may_fail=True):
+            kill_process(self.pids[rank])
+            self.expected.may_be_dead |= {rank}
+            self.await_death()
+        self.count_fault("kill -9 under calls")
 
     def mistake(self):
         """Nothing is sent."""

@@ -17,7 +17,7 @@ HANGING = ["spin", "sleep", "deadlock"]
 
 class Subject(bm.Worker):
     def __init__(self, how_by_rank=None):
-        self.held = []
+        self.held, self.heard_rows = [], []
         misbehave((how_by_rank or {}).get(self.rank))
 
     @register(Dispatch.ONE_TO_ALL)
@@ -50,6 +50,24 @@ class Subject(bm.Worker):
 
         native = array.astype(array.dtype.newbyteorder("="))  # torch takes no other
         return torch.from_numpy(native).clone().numpy().astype(array.dtype)
+
+    @register(Dispatch.DP_PROTO)
+    def note(self, rows):
+        self.heard_rows += dict.fromkeys(rows)  # each once, as a rank may get several that are equal
+        return rows
+
+    @register(Dispatch.ONE_TO_ALL)
+    def heard(self):
+        heard, self.heard_rows = self.heard_rows, []
+        return heard
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fork_with(self, array):
+        """Fork while holding an array, as a DataLoader with workers does."""
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        return array
 
     @register(Dispatch.ONE_TO_ALL)
     def misbehave_on(self, how_by_rank):

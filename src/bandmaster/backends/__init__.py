@@ -10,10 +10,10 @@ The group plans and never sees a socket; a backend carries bytes and never sees 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 from bandmaster.errors import UsageError
@@ -24,9 +24,10 @@ from bandmaster.wire.codec import Payload
 from bandmaster.wire.gpu import Loan
 from bandmaster.worker import WorkerContext
 
-__all__ = ["CLOSED", "Backend", "Call", "Crew", "Launch", "Reply", "Seat", "get_backend", "register_backend"]
+__all__ = ["CLOSED", "QUEUED", "Backend", "Call", "Crew", "Launch", "Reply", "Seat", "get_backend", "register_backend"]
 
 CLOSED = "the group was closed"
+QUEUED = "(not yet at this call, but at one that was sent before it)\n"
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,11 @@ class Crew(Protocol):
     def give_up(self, tickets: Mapping[int, Any]) -> None:
         """Interrupt calls where they run, by rank; where they do not run yet, they are passed over."""
 
-    def stacks(self, ranks: Sequence[int]) -> Mapping[int, str]:
-        """Where ranks are: their Python stacks, innermost frame last; without those that cannot be had."""
+    def stacks(self, tickets: Mapping[int, Any]) -> Mapping[int, str]:
+        """Where ranks are: their Python stacks, innermost frame last; without those that cannot be had.
+
+        That of a rank which has not come to its ticket's call yet begins with `QUEUED`.
+        """
 
     def end(self, tickets: Mapping[int, Any], why: str) -> None:
         """End the processes of ranks that are at these calls, not those that have not come to them yet."""
@@ -222,6 +226,8 @@ class Backend(Protocol):
 
 _BUILT_IN = ("local", "inprocess", "ray")
 _factories: dict[str, Callable[[], Backend]] = {}
+_backends: dict[str, Backend] = {}
+_making = threading.RLock()  # one backend at a time; a factory may ask for another one
 
 
 def register_backend(name: str, factory: Callable[[], Backend]) -> None:
@@ -243,13 +249,22 @@ def register_backend(name: str, factory: Callable[[], Backend]) -> None:
     _factories[name] = factory
 
 
-@cache
 def get_backend(name: str) -> Backend:
-    """The backend called ``name``, the same object every time.
+    """The backend called ``name``, the same object every time and in every thread.
 
     Raises:
         UsageError: There is none of that name, or what it needs is not installed.
     """
+    if not isinstance(name, str):
+        raise UsageError(f"backend= takes the name of one, such as 'local', not {name!r}")
+    if name not in _backends:
+        with _making:
+            if name not in _backends:
+                _backends[name] = _made(name)
+    return _backends[name]
+
+
+def _made(name: str) -> Backend:
     if name == "inprocess":
         from bandmaster.backends.inprocess import InProcessBackend
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,7 @@ from bandmaster.errors import ConstructorError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire.codec import Payload, decode
 from bandmaster.wire.host import WorkerHost
+from bandmaster.wire.steady import check_not_held
 
 __all__ = ["InProcessBackend"]
 
@@ -44,7 +46,10 @@ class InProcessBackend(MachineBackend):
 
 
 class InProcessCrew:
-    """A call runs as it is sent, so a ticket is done from the start: it holds the outcome."""
+    """A call runs as it is sent, so a ticket is done from the start: it holds the outcome.
+
+    The calls of several threads run one after the other.
+    """
 
     has_native_tickets = False
     processes: Mapping[int, int] = MappingProxyType({})
@@ -53,6 +58,7 @@ class InProcessCrew:
     def __init__(self, launch: Launch) -> None:
         self.hosts = [WorkerHost() for _ in launch.seats]
         self.deaths: dict[int, Failure] = {}
+        self._running = threading.RLock()  # held while a method or a constructor runs
 
     def construct(self, launch: Launch, rank: int) -> None:
         """Make the worker of a rank.
@@ -89,8 +95,13 @@ class InProcessCrew:
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """Run the calls, one rank after the other."""
         by_rank = {rank: call for call in calls for rank in call.ranks}
-        for rank in sorted(by_rank):
-            tickets[rank] = Ticket(self.deaths[rank]) if rank in self.deaths else self._run(rank, by_rank[rank])
+        self._check_idle()
+        try:
+            with self._running:
+                for rank in sorted(by_rank):
+                    tickets[rank] = Ticket(self.deaths[rank]) if rank in self.deaths else self._run(rank, by_rank[rank])
+        finally:
+            self._let_go_of_the_dead()
 
     def _run(self, rank: int, call: Call) -> Ticket:
         parts = [part.private() for part in call.parts]
@@ -107,14 +118,15 @@ class InProcessCrew:
             return ticket.outcome and _delivered(ticket.outcome)
         try:
             return decode(ticket.outcome)
-        except Exception as error:
-            return Failure.unreadable(error)
+        except BaseException as error:  # the user's objects may raise anything when they are unpickled
+            was_interrupted, ticket.is_interrupted = ticket.is_interrupted, isinstance(error, KeyboardInterrupt)
+            return Failure.unreadable(error, was_interrupted)
 
     def give_up(self, tickets: Mapping[int, Any]) -> None:
         """Nothing runs any more."""
 
-    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Nobody is anywhere."""
+    def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
+        """Always empty: ranks run on the caller's own stack."""
         return {}
 
     def end(self, tickets: Mapping[int, Any], why: str) -> None:
@@ -124,16 +136,35 @@ class InProcessCrew:
         """Nobody can have died."""
 
     def kill(self, ranks: Sequence[int], why: str) -> None:
-        """Let some of the workers go."""
+        """Let some of the workers go, once no method runs."""
+        self._check_idle()
         for rank in ranks:
             self.deaths[rank] = Failure(FailureKind.DIED, why)
-            self.hosts[rank].close()
+        self._let_go_of_the_dead()
+
+    def _check_idle(self) -> None:
+        """Refuse what a worker's method, or a signal handler, asks of the group while a method runs in this thread."""
+        check_not_held(
+            self._running,
+            "a worker, or a signal handler, called the group in the middle of a call that runs in the same thread; "
+            "call it between steps (a worker cannot call its own group on any backend)",
+        )
+
+    def _let_go_of_the_dead(self) -> None:
+        """Let workers go that were ended; if a method runs, the thread that runs it does so afterwards."""
+        if self.deaths and self._running.acquire(blocking=False):
+            try:
+                for rank in self.deaths:
+                    self.hosts[rank].close()
+            finally:
+                self._running.release()
 
     def bury(self, rank: int) -> None:
         """Nothing to wait for."""
 
     def stop(self, why: str = CLOSED) -> None:
         """Let all of them go."""
+        self._check_idle()
         self.is_stopped = True
         self.kill(range(len(self.hosts)), why)
 
@@ -143,6 +174,7 @@ class Ticket:
 
     def __init__(self, outcome: Payload | Failure | None) -> None:
         self.outcome = outcome
+        self.is_interrupted = False  # whether unpickling it has raised KeyboardInterrupt
 
 
 def _delivered(failure: Failure) -> Failure:

@@ -31,6 +31,7 @@ from bandmaster.construction import answers, await_construction, replacement, st
 from bandmaster.errors import ResourceError, UsageError
 from bandmaster.failure import Failure
 from bandmaster.hardware import count_cores, visible_devices
+from bandmaster.limits import cannot_start, working_directory
 from bandmaster.wire.crew import LaneCrew
 from bandmaster.wire.desk import Nameplate
 from bandmaster.wire.lane import lane_pair
@@ -84,7 +85,7 @@ class LocalBackend(MachineBackend):
                 self._zygote.close()
                 self._zygote = None
             if self._zygote is None or self._zygote.is_abandoned:  # groups that were made before may still use that
-                self._zygote = Zygote(_modules_to_preload())
+                self._zygote = _started_zygote()
             return self._zygote
 
 
@@ -95,7 +96,7 @@ class LocalCrew(LaneCrew):
         self._zygote = zygote
         self._output = WorkerOutput(launch.cls.__name__)
         self.processes: dict[int, int] = {}
-        self.is_stopped = self._is_ended = False
+        self._is_ended = False
         self.port = 0  # of the rendezvous
         self._devices = [_device_of(launch)] * len(launch.seats)
         ours: list[socket.socket] = []
@@ -104,6 +105,7 @@ class LocalCrew(LaneCrew):
             began = time.monotonic()
             for rank in range(len(launch.seats)):
                 ours.append(self._start_process(launch, rank, began))
+            self._output.start()
         except BaseException:
             for sock in ours:
                 sock.close()
@@ -113,7 +115,6 @@ class LocalCrew(LaneCrew):
                 zygote.end_use(self)
                 self._output.finish(0.0)
             raise
-        self._output.start()
         super().__init__(dict(enumerate(ours)), self.processes, self._how_it_died)
         named = enumerate(launch.worker_names)
         self._handles = [LocalWorker(name, rank, self.processes[rank]) for rank, name in named]
@@ -144,7 +145,6 @@ class LocalCrew(LaneCrew):
         """Hang up, so that the workers end; kill those that do not."""
         if self._is_ended:
             return
-        self.is_stopped = True
         self.close_lanes(why)
         processes = list(self.processes.values())
         try:
@@ -222,6 +222,27 @@ def _construct(crew: LocalCrew, launch: Launch, ranks: Sequence[int]) -> None:
     await_construction(crew, {**tickets, **told}, launch)
 
 
+def _started_zygote() -> Zygote:
+    """A new process that workers can be forked from.
+
+    Raises:
+        UsageError: ``sys.executable`` is not the path of a Python.
+        ResourceError: The system allows no more processes or descriptors.
+    """
+    modules = _modules_to_preload()
+    if not os.access(sys.executable or "", os.X_OK):
+        raise UsageError(
+            f"backend 'local' forks workers from a process that it starts with sys.executable, and {sys.executable!r} "
+            "cannot be run; set it to the path of a Python, or use backend 'inprocess'"
+        )
+    try:
+        return Zygote(modules)
+    except ResourceError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise cannot_start("the process that workers are forked from", error) from error
+
+
 def _device_of(launch: Launch) -> str:
     return "cuda:0" if launch.uses_gpu else "cpu"  # a worker sees no other GPU than its own
 
@@ -235,7 +256,7 @@ def _spawn_of(launch: Launch, rank: int) -> Spawn:
         share = str(max(1, count_cores() // len(launch.seats)))
         environment.update({name: share for name in THREAD_VARIABLES if name not in os.environ})
     nameplate = Nameplate(0, os.getpid(), rank, len(launch.seats), launch.group)
-    return Spawn(nameplate, environment, os.getcwd(), tuple(sys.path), tuple(sys.argv))
+    return Spawn(nameplate, environment, working_directory(), tuple(sys.path), tuple(sys.argv))
 
 
 def _modules_to_preload() -> list[str]:

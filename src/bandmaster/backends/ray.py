@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+import ray.util.client
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -41,6 +42,7 @@ from bandmaster.backends.ray_actor import CONSTRUCTION, actor_class, host_identi
 from bandmaster.backends.ray_crew import POLL_S, RayCrew
 from bandmaster.construction import answers, await_construction, replacement
 from bandmaster.errors import PlacementError, UsageError
+from bandmaster.limits import working_directory
 from bandmaster.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
 from bandmaster.wire.desk import Nameplate
 from bandmaster.wire.rendezvous import rendezvous_environment
@@ -50,6 +52,10 @@ __all__ = ["RayBackend"]
 PLACE = "bandmaster_place"  # what a place costs in a Ray of our own
 START_TIMEOUT_S = 300.0  # for actor processes, not for constructors
 RENAME_TIMEOUT_S = 10.0  # for Ray to forget the name of an actor that was killed
+_NO_CLIENT = (
+    "backend 'ray' needs a process that is part of the Ray cluster, and Ray Client (ray://) is not; run the script on "
+    "a node of the cluster, with `ray job submit` for example, and without ray:// in ray.init and RAY_ADDRESS"
+)
 _UNIQUE = " #"  # Ray wants names of placement groups to be unique; what follows is not shown
 REFUSED_OPTIONS = (  # of actors, and why they cannot be had here
     (
@@ -199,12 +205,19 @@ class RayBackend:
 
     def _connect(self) -> None:
         """Use the Ray of this process, else a cluster that runs on this machine or is named by RAY_ADDRESS, else
-        one of our own."""
+        one of our own.
+
+        Raises:
+            UsageError: It is one that can only be reached by Ray Client.
+        """
         if ray.is_initialized():
+            if ray.util.client.ray.is_connected():
+                raise UsageError(_NO_CLIENT)
             if self._session != _session():  # the user has left ours and joined another
                 self._is_connected_here = self._is_embedded = False
             return
         self._is_connected_here, self._is_embedded = True, False
+        working_directory()  # which Ray takes for granted
         cluster = _running_cluster()
         if cluster is not None:
             ray.init(cluster, logging_level=logging.WARNING)
@@ -261,8 +274,14 @@ def _session() -> str | None:
 
 
 def _running_cluster() -> str | None:
-    """Address of the cluster that `ray.init` would join; None if there is none, or only the trace of a dead one."""
+    """Address of the cluster that `ray.init` would join; None if there is none, or only the trace of a dead one.
+
+    Raises:
+        UsageError: It would use Ray Client.
+    """
     if "RAY_ADDRESS" in os.environ:
+        if os.environ["RAY_ADDRESS"].startswith("ray://"):
+            raise UsageError(_NO_CLIENT)
         return os.environ["RAY_ADDRESS"]
     address = ray._private.services.find_bootstrap_address(None)
     if not address:

@@ -24,6 +24,7 @@ import ray
 
 from bandmaster.backends import Reply
 from bandmaster.backends.processes import end_descendants
+from bandmaster.binding import signature_without_self
 from bandmaster.failure import Failure
 from bandmaster.hardware import count_gpus
 from bandmaster.wire.codec import Payload, decode
@@ -49,6 +50,7 @@ class Standing:
 
     Attributes:
         address: Of its node.
+        host_name: Name of the machine, as failures call it.
         host: Which machine that is, see `host_identity`.
         pid: Of its process.
         device: As torch names it; ``"cpu"`` also where Ray only pretends to have GPUs.
@@ -58,6 +60,7 @@ class Standing:
     """
 
     address: str
+    host_name: str
     host: str
     pid: int
     device: str
@@ -91,7 +94,7 @@ class WorkerActor:
             self._host.rendezvous = Rendezvous(address)
         port = self._host.rendezvous.port if self._host.rendezvous else 0
         node, stderr = ray.get_runtime_context().get_node_id(), os.readlink("/proc/self/fd/2")
-        return Standing(address, host_identity(), os.getpid(), device, port, node, stderr)
+        return Standing(address, os.uname().nodename, host_identity(), os.getpid(), device, port, node, stderr)
 
     def bandmaster_construct(
         self, context: WorkerContext, environment: Mapping[str, str], paths: Sequence[str], constructor: Payload
@@ -121,7 +124,7 @@ class WorkerActor:
         sock = connect(name, introduction)
         if sock is not None:
             os.register_at_fork(after_in_child=sock.close)
-            self._lane = Lane(sock, SegmentWriter())
+            self._lane = Lane(sock, SegmentWriter(), is_only_reader=True)
             _end_with(peer_pid(sock))
         return sock is not None
 
@@ -201,33 +204,35 @@ def _open(payload: Payload) -> Any:
 def actor_class(cls: type) -> Any:
     """An actor class with the name and the public methods of a worker class."""
     names = [name for name in dir(cls) if not name.startswith("_") and inspect.isfunction(getattr(cls, name))]
-    forwards = {name: _forward(name, getattr(cls, name)) for name in names}
+    forwards = {name: _forward(cls, name) for name in names}
     return ray.remote(type(cls.__name__, (WorkerActor,), {**forwards, "__doc__": cls.__doc__}))
 
 
-def _forward(name: str, function: Any) -> Any:
-    def forward(self: WorkerActor, *args: Any, **kwargs: Any) -> Any:
+def _forward(cls: type, name: str) -> Any:
+    def forward(self: WorkerActor, /, *args: Any, **kwargs: Any) -> Any:
         self._catch_up_with_what_is_there()
         self._patience_s = SHORT_S
         with self._desk.announce(OTHERS):
             return self._host.run(name, args, kwargs)
 
     forward.__name__ = forward.__qualname__ = name
-    forward.__doc__ = function.__doc__
-    forward.__signature__ = _bare_signature(function)  # type: ignore[attr-defined]  # Ray checks calls against it
+    forward.__doc__ = getattr(cls, name).__doc__
+    forward.__signature__ = _bare_signature(cls, name)  # type: ignore[attr-defined]  # Ray checks calls against it
     return forward
 
 
-def _bare_signature(function: Any) -> inspect.Signature:
-    """Names and kinds alone: annotations and defaults may need modules that the actor cannot import yet."""
-    signature = inspect.signature(function)
+def _bare_signature(cls: type, name: str) -> inspect.Signature:
+    """Names and kinds alone: annotations and defaults may need modules that the actor cannot import yet.
+
+    Ray leaves out the first parameter, so it stands for ``self`` here, whatever the method takes that as.
+    """
     bare = [
         parameter.replace(
             annotation=parameter.empty, default=parameter.empty if parameter.default is parameter.empty else None
         )
-        for parameter in signature.parameters.values()
+        for parameter in signature_without_self(cls, name).parameters.values()
     ]
-    return inspect.Signature(bare)
+    return inspect.Signature([inspect.Parameter("bandmaster_self", inspect.Parameter.POSITIONAL_ONLY), *bare])
 
 
 def host_identity() -> str:

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bandmaster.backends import CLOSED, Call, Reply
+from bandmaster.backends import CLOSED, QUEUED, Call, Reply
 from bandmaster.backends.ray_actor import CONSTRUCTION, OTHERS, Standing, host_identity
 from bandmaster.errors import ClosedError
 from bandmaster.failure import N_LAST_LINES, Failure, FailureKind
@@ -51,7 +51,6 @@ class RayCrew:
     def __init__(self) -> None:
         self.actors: list[Any] = []
         self.standings: dict[int, Standing] = {}
-        self.is_stopped = False
         self._here = host_identity()
         self._lanes = LaneCrew({}, {}, self._how_it_died)
         self.deaths: Mapping[int, Failure] = self._lanes.deaths
@@ -71,6 +70,11 @@ class RayCrew:
             self._has_lane.clear()
             self._is_left = True
             return self.actors
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._lanes.is_stopped
 
     @property
     def processes(self) -> Mapping[int, int]:
@@ -94,9 +98,9 @@ class RayCrew:
         except (OSError, RayError) as error:  # of an actor that has died meanwhile, the next call will tell
             _log.warning("calls of %d workers on this host go by Ray, as they have no lanes: %r", len(near), error)
             return
+        for rank, sock in sockets.items():
+            self._lanes.add_lane(rank, sock, self.standings[rank].pid)
         with self._lock:
-            for rank, sock in sockets.items():
-                self._lanes.add_lane(rank, sock, self.standings[rank].pid)
             if not self._is_left:
                 self._has_lane.update(sockets)
 
@@ -144,7 +148,7 @@ class RayCrew:
                 for rank in by_lane:
                     self._resume(rank)
                 parts = tuple(part.on_lane() for part in call.parts)
-                self._lanes.call([call._replace(ranks=by_lane, parts=parts)], tickets)
+                self._lanes.send_calls([call._replace(ranks=by_lane, parts=parts)], tickets)
             for rank in call.ranks:
                 if rank not in tickets:
                     self._pause(rank)
@@ -196,6 +200,8 @@ class RayCrew:
             return Failure(FailureKind.RAISED, str(error.cause), str(error), error.cause)
         except RayError as error:
             return Failure.of(error)
+        except BaseException as error:  # the user's objects may raise anything when they are unpickled
+            return Failure.unreadable(error)
 
     def give_up(self, tickets: Mapping[int, Any]) -> None:
         """Through the desk of each, on its own node."""
@@ -205,15 +211,15 @@ class RayCrew:
             elif isinstance(ticket, RayTicket) and ticket.number != STANDING:
                 self._on_its_node(rank, desk.give_up, self.standings[rank].pid, ticket.number)
 
-    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """The same way."""
+    def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
+        """Read the control page of each rank, on its own node."""
         texts = {}
-        for rank in ranks:
+        for rank, ticket in tickets.items():
             if rank in self.standings:
-                pid = self.standings[rank].pid
+                pid, queued = self.standings[rank].pid, "" if self._is_at(rank, ticket) else QUEUED
                 found = self._on_its_node(rank, desk.stacks, [pid]) or {}
                 if pid in found:
-                    texts[rank] = found[pid]
+                    texts[rank] = queued + found[pid]
         return texts
 
     def end(self, tickets: Mapping[int, Any], why: str) -> None:
@@ -268,7 +274,6 @@ class RayCrew:
 
     def stop(self, why: str = CLOSED) -> None:
         """Hang up and kill the actors."""
-        self.is_stopped = True
         self._lanes.close_lanes(why)
         for rank in range(len(self.actors)):
             self._lanes.deaths.setdefault(rank, Failure(FailureKind.DIED, why))
@@ -303,7 +308,7 @@ class RayCrew:
         standing = self.standings.get(rank)
         if standing is None:
             return Failure(FailureKind.DIED, summary)
-        return Failure.of_death(summary, self._last_errors(rank), standing.address, standing.pid, standing.device)
+        return Failure.of_death(summary, self._last_errors(rank), standing.host_name, standing.pid, standing.device)
 
     def _last_words(self, rank: int) -> RayError | None:
         """What Ray says about an actor whose lane broke."""
@@ -371,9 +376,9 @@ class Part:
         self._by_ray: Any = None
 
     def on_lane(self) -> Any:
-        """As `LaneCrew.put` returns it."""
+        """As `LaneCrew.put` returns it; the lock of the lanes is held."""
         if self._by_lane is None:
-            (self._by_lane,) = self._lanes.put([self._payload])
+            self._by_lane = self._lanes.place(self._payload)
         return self._by_lane
 
     def on_ray(self) -> Any:

@@ -123,9 +123,13 @@ class Zygote:
         self.is_abandoned = False
         self._users: set[int] = set()
         self._workers: set[int] = set()
-        watched = (os.pidfd_open(self._process.pid), self._workers)
-        threading.Thread(target=_end_after, args=watched, name="bandmaster-zygote-watch", daemon=True).start()
-        atexit.register(self.close)
+        try:
+            watched = (os.pidfd_open(self._process.pid), self._workers)
+            threading.Thread(target=_end_after, args=watched, name="bandmaster-zygote-watch", daemon=True).start()
+            atexit.register(self.close)
+        except BaseException:  # there is no thread or no descriptor left for this, or Ctrl-C
+            self.close()
+            raise
 
     @property
     def is_ours(self) -> bool:
@@ -488,7 +492,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int) -> N
         _take_on(spawn)
         desk = Desk(replace(spawn.nameplate, pid=os.getpid()))
         host = WorkerHost(desk.hold)
-        lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter())
+        lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(), is_only_reader=True)
         os.register_at_fork(after_in_child=lane.socket.close)  # or the controller would not hear of this one's end
         serve(lane, host, desk)
         host.close()

@@ -18,6 +18,7 @@ from bandmaster.backends.threads import THREAD_VARIABLES
 from bandmaster.cgroups import Cgroups, Limit
 from bandmaster.cli.facts import Cores, Facts, Gpus, Kernel, Memory, Software
 from bandmaster.hardware import visible_devices
+from bandmaster.limits import process_limit
 
 __all__ = ["gather"]
 
@@ -98,7 +99,7 @@ def _kernel() -> Kernel:
         can_see_workers=_can_see_workers(),
         open_files=Limit(soft, len(os.listdir("/proc/self/fd"))),
         open_files_hard=hard,
-        processes=_processes(),
+        processes=process_limit(),
     )
 
 
@@ -124,22 +125,6 @@ def _can_see_workers() -> bool:
         finally:
             os.close(fd)
     return False
-
-
-def _processes() -> Limit | None:
-    """The limit of which least is left: the user's, which does not hold for root, or the cgroup's."""
-    limits = [Cgroups().processes()]
-    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if most != resource.RLIM_INFINITY and os.geteuid() != 0:
-        limits.append(Limit(most, sum(map(_threads_of_ours, Path("/proc").iterdir()))))
-    return min((limit for limit in limits if limit is not None), key=lambda limit: limit.left, default=None)
-
-
-def _threads_of_ours(process: Path) -> int:
-    with contextlib.suppress(OSError):
-        if process.name.isdigit() and process.stat().st_uid == os.geteuid():
-            return len(os.listdir(process / "task"))
-    return 0
 
 
 def _unlimited_is_large(limit: int) -> int:

@@ -30,8 +30,8 @@ class Standing:
     Attributes:
         threads: Names of its Python threads.
         processes: Its descendants, but for those of Ray: command lines by pid and start, in ticks since the boot.
-        descriptors: Targets of its descriptors, as the kernel shows them, by number; without the segments.
-        segments: Those of memory that is shared with workers.
+        descriptors: Targets of its descriptors, as the kernel shows them, by number; without those of segments.
+        segments: Shared memory with workers: descriptors by number, and mappings by address, as the kernel shows them.
         placements: Names of Ray's placement groups by their ids, if this process is connected to a Ray.
     """
 
@@ -82,7 +82,10 @@ def standing(kinds: Collection[str] = KINDS) -> Standing:
         threads=tuple(_threads()) if "threads" in kinds else (),
         processes={process: command for process, command in processes if process[0] != zygote.pid},
         descriptors={fd: target for fd, target in ours.items() if not target.startswith(_SEGMENT)},
-        segments={fd: target for fd, target in ours.items() if target.startswith(_SEGMENT)},
+        segments={
+            **{fd: target for fd, target in ours.items() if target.startswith(_SEGMENT)},
+            **(dict(_mapped_segments()) if "segments" in kinds else {}),
+        },
         placements=dict(_placements()) if "placements" in kinds else {},
     )
 
@@ -112,6 +115,12 @@ def _descriptors() -> Iterator[tuple[int, str]]:
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, as that of the listing is
             yield int(fd), os.readlink(f"/proc/self/fd/{fd}")
+
+
+def _mapped_segments() -> Iterator[tuple[int, str]]:
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        if _SEGMENT in line:
+            yield int(line.partition("-")[0], 16), line.split(maxsplit=5)[5]
 
 
 def _descendants() -> Iterator[tuple[tuple[int, int], str]]:

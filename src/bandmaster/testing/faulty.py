@@ -110,8 +110,8 @@ def _faulty(worker_class: type[Worker], name: str, plan: _Plan) -> Callable[...,
     """A registered method of a class, with the faults."""
     found = inspect.getattr_static(worker_class, name)
     function = getattr(worker_class, name)
-    if isinstance(found, staticmethod):
-        return _faulty_static(found, name, plan)
+    if isinstance(found, staticmethod | classmethod):
+        return _faulty_without_self(function, name, plan)
     if inspect.iscoroutinefunction(function):
         return _faulty_async(function, name, plan)
 
@@ -138,8 +138,8 @@ def _faulty_async(function: Callable[..., Any], name: str, plan: _Plan) -> Calla
     return faulty
 
 
-def _faulty_static(function: staticmethod[..., Any], name: str, plan: _Plan) -> Callable[..., Any]:
-    """It becomes a method of the worker, who alone knows its rank; callers of the group see no difference."""
+def _faulty_without_self(function: Callable[..., Any], name: str, plan: _Plan) -> Callable[..., Any]:
+    """A static or class method becomes one of the worker, which alone knows its rank; callers see no difference."""
 
     @wraps(function)
     def faulty(worker: Worker, /, *args: Any, **kwargs: Any) -> Any:

@@ -11,11 +11,9 @@ Whoever carries a payload copies its buffers once, into memory that is the recei
 from __future__ import annotations
 
 import io
-import operator
 import pickle
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -29,7 +27,9 @@ from bandmaster.wire.arrays import is_bare, reduce_array
 __all__ = ["Payload", "decode", "encode"]
 
 OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
+MAX_PLAIN_ITEMS = 32  # at each depth of a value that needs no pickler of ours
 MAX_ITEMS = 100  # that are looked at to see whether a value is bare
+MAX_CONTAINER_ITEMS = 1000  # of a container in which large bytes are looked for
 
 Reducer = Callable[..., Any]  # of a value and ``lend``, see `tensors.Lend`
 _OURS = {"bandmaster.wire.arrays", "bandmaster.wire.tensors"}
@@ -106,10 +106,16 @@ def encode(value: Any, lend: tensors.Lend | None = None) -> Payload:
         pickler.dispatch_table = {kind: partial(_reducers[kind], lend=try_to_lend) for kind in tuple(_bare)}
         pickler.dump(value)
     else:
-        with suppress(RecursionError):  # a list that holds itself, say: its bytes can go in the stream
-            value = _with_bytes_out_of_band(value, {})
+        main = sys.modules.get("__mp_main__")
+        if main is not None and main.__name__ == "__mp_main__":  # the main script, where multiprocessing spawned this
+            cloudpickle.register_pickle_by_value(main)
         encoder = _Encoder(stream, protocol=5, buffer_callback=keep)
         encoder.lend = try_to_lend
+        large = _large_bytes(value)
+        if large:
+            buffers += map(memoryview, large)
+            prologue, encoder.memo = _prologue(large)
+            stream.write(prologue)
         encoder.dump(value)
     return Payload(stream.getvalue(), tuple(buffers), tuple(loans))
 
@@ -131,16 +137,26 @@ def decode(payload: Payload, device: str = "cpu") -> Any:
 
 
 _PLAIN = {int, float, bool, str, type(None)}
+_BYTES = {bytes, bytearray}
+_CONTAINERS = {tuple, list, dict}
+_MAY_HOLD_BYTES = _BYTES | _CONTAINERS
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is so simple that it needs no pickler of ours: numbers, text, and small tuples of them."""
-    if type(value) is not tuple or len(value) > 8:
+    """Whether a value needs no pickler of ours: a number, a text, or a tuple of few of them, which may be nested."""
+    if type(value) is not tuple:
         return type(value) in _PLAIN
-    for item in value:  # noqa: SIM110  # quicker than all(...), and asked for every call
-        if type(item) not in _PLAIN and not _is_plain(item):
-            return False
-    return True
+    while len(value) <= MAX_PLAIN_ITEMS:
+        nested: tuple[Any, ...] = ()  # the items of all tuples in it
+        for item in value:
+            if type(item) not in _PLAIN:
+                if type(item) is not tuple or len(nested) > MAX_PLAIN_ITEMS:
+                    return False
+                nested += item
+        if not nested:
+            return True
+        value = nested
+    return False
 
 
 def _is_bare(value: Any) -> bool:
@@ -161,33 +177,45 @@ def _is_bare(value: Any) -> bool:
     return True
 
 
-def _with_bytes_out_of_band(value: Any, done: dict[int, Any]) -> Any:
-    """The value with large bytes in it wrapped; pickle asks nobody about bytes, so they are looked for here.
+def _large_bytes(value: Any) -> list[bytes | bytearray]:
+    """The large bytes in a value, each once.
 
-    They are found as values, and inside of tuples, lists and dict values of up to a thousand items. What was looked
-    at is kept in ``done`` by its id, so that what is shared stays shared.
+    They are found as values, and inside of tuples, lists and dict values of up to a thousand items. Bytes that lie
+    elsewhere go in the pickle stream.
     """
-    kind = type(value)
-    if kind in (bytes, bytearray) and len(value) >= OUT_OF_BAND_NBYTES:
-        return done.setdefault(id(value), _LargeBytes(value))
-    if kind not in (tuple, list, dict) or len(value) > 1000:
-        return value
-    if id(value) not in done:
-        items = list(value.values()) if kind is dict else value
-        wrapped = [_with_bytes_out_of_band(item, done) for item in items]
-        if all(map(operator.is_, wrapped, items)):
-            done[id(value)] = value
-        else:
-            done[id(value)] = dict(zip(value, wrapped, strict=True)) if kind is dict else kind(wrapped)
-    return done[id(value)]
+    large: dict[int, bytes | bytearray] = {}  # by id
+    seen: set[int] = set()
+    found = [value]  # grows as it is looked through
+    for item in found:
+        kind = type(item)
+        if kind in _BYTES:
+            if len(item) >= OUT_OF_BAND_NBYTES:
+                large[id(item)] = item
+        elif kind in _CONTAINERS and len(item) <= MAX_CONTAINER_ITEMS and id(item) not in seen:
+            seen.add(id(item))
+            inside = item.values() if kind is dict else item
+            if not _MAY_HOLD_BYTES.isdisjoint(map(type, inside)):
+                found += inside
+    return list(large.values())
 
 
-class _LargeBytes:
-    def __init__(self, value: bytes | bytearray) -> None:
-        self._value = value
+def _prologue(large: Sequence[bytes | bytearray]) -> tuple[bytes, dict[int, tuple[int, Any]]]:
+    """The start of a pickle stream, which makes bytes of its first buffers, and the memo of a pickler that goes on.
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
-        return type(self._value), (pickle.PickleBuffer(self._value),)
+    A pickler has no hook for bytes, but it refers to what its memo holds wherever it meets that: bytes that are shared
+    by containers and objects stay shared, as with plain pickle.
+
+    Source: CPython, Lib/pickletools.py on the opcodes, Lib/test/pickletester.py on setting ``Pickler.memo``.
+    """
+    kinds = list(dict.fromkeys(map(type, large)))
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    stream = [pickle.PROTO, b"\5"]
+    for kind in kinds:
+        stream += pickle.GLOBAL, f"builtins\n{kind.__name__}\n".encode(), pickle.MEMOIZE, pickle.POP
+    for item in large:
+        made = pickle.NEXT_BUFFER + pickle.TUPLE1 + pickle.REDUCE + pickle.MEMOIZE + pickle.POP
+        stream += pickle.BINGET, bytes([numbers[type(item)]]), made
+    return b"".join(stream), {id(thing): (number, thing) for number, thing in enumerate([*kinds, *large])}
 
 
 class _Encoder(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types

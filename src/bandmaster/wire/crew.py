@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bandmaster.backends import CLOSED, Call, Reply
+from bandmaster.backends import CLOSED, QUEUED, Call, Reply
+from bandmaster.errors import ClosedError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.wire import desk
 from bandmaster.wire.arrivals import HAS_ROOM, Arrivals, Event
@@ -48,17 +49,19 @@ class Ticket:
         loans: Kept until it is answered.
         is_done: Whether it was answered, or will not be.
         outcome: The pickle stream of a small value, the payload of a large one, None for nothing, or what went wrong.
+        is_interrupted: Whether unpickling the outcome has raised KeyboardInterrupt.
     """
 
-    __slots__ = ("is_done", "loans", "number", "outcome")
+    __slots__ = ("is_done", "is_interrupted", "loans", "number", "outcome")
 
     def __init__(self, number: int, loans: tuple[Loan, ...] = ()) -> None:
         self.number = number
         self.loans = loans
-        self.is_done = False
+        self.is_done = self.is_interrupted = False
         self.outcome: bytes | Payload | Failure | None = None
 
 
+MAX_UNANSWERED = min(256, desk.N_SLOTS // 2)  # messages to one worker: each needs a slot of its own to be given up
 _Outgoing = tuple[bytes, Sequence[Segment], Ticket | None]  # a message, and the ticket of its answer if it has one
 
 
@@ -67,9 +70,10 @@ class LaneCrew:
 
     Attributes:
         deaths: How each rank ended whose lane broke.
+        is_stopped: Whether `close_lanes` was called.
         processes: That of each rank.
-        lock: Of the lanes, what is written and what is pending. No other lock may be held while this one is taken: a
-            signal's handler may make a call, and need that one, in code that holds this.
+        lock: Of the lanes, what is written and what is pending. The messages of one call are sent while it is held, so
+            that all ranks get the calls of several threads in the same order.
 
     Args:
         sockets: The controller's end of the lane of each rank that has one; owned from here on.
@@ -88,7 +92,7 @@ class LaneCrew:
         self._ended: dict[int, str] = {}  # why, where that was on purpose
         self._writer = SegmentWriter()
         self._shelf = Shelf(self._writer)
-        self._buffers = [Buffer()]  # those that are not in use
+        self._buffer = Buffer()
         self._lanes: dict[int, Lane] = {}
         self._by_fd: dict[int, int] = {}
         self._pending: dict[int, dict[int, Ticket]] = {}  # by rank and number, in the order they were asked
@@ -100,6 +104,7 @@ class LaneCrew:
         self._trials: set[int] = set()  # numbers of messages that no call waits for
         self._left: dict[int, list[tuple[Loan, ...]]] = {}  # lent to ranks that are dead, or soon will be
         self._arrivals = Arrivals()
+        self.is_stopped, self._why_closed = False, CLOSED
         self.lock = self._arrivals.lock
         for rank, sock in sockets.items():
             self.add_lane(rank, sock, pids[rank])
@@ -123,14 +128,37 @@ class LaneCrew:
                 parts.append(inline(payload) if payload.nbytes <= INLINE_NBYTES else None)
         if None in parts:
             with self.lock:
-                parts = [part or self._shelf.put(payload) for part, payload in zip(parts, payloads, strict=True)]
+                parts = [part or self.place(payload) for part, payload in zip(parts, payloads, strict=True)]
         return parts
 
+    def place(self, payload: Payload) -> Any:
+        """What `put` returns for one payload; the lock is held.
+
+        Raises:
+            ClosedError: The lanes were closed.
+            ResourceError: There is no memory or no descriptor for it.
+        """
+        if payload.nbytes <= INLINE_NBYTES:
+            return inline(payload)
+        if self.is_stopped:
+            raise ClosedError(self._why_closed)
+        return self._shelf.put(payload)
+
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
-        """Send the calls, each encoded once."""
-        for call in calls:
+        """Send the calls as a unit: no other call comes between them on any rank."""
+        with self.lock:
+            self.send_calls(calls, tickets)
+
+    def send_calls(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+        """Send calls, each encoded once; the lock is held.
+
+        Raises:
+            ResourceError: There is no memory or no descriptor for what they say; none was sent.
+        """
+        messages = [self._that_fit(call.parts) for call in calls]
+        for call, parts in zip(calls, messages, strict=True):
             arguments = call.method, call.reply is not Reply.NOTHING
-            self._submit(tickets, call.ranks, "call", arguments, call.parts, call.loans)
+            self._submit(tickets, call.ranks, "call", arguments, parts, call.loans)
 
     def send(
         self,
@@ -142,16 +170,14 @@ class LaneCrew:
     ) -> Ticket:
         """Send one operation to one rank, with payloads that were put."""
         tickets: dict[int, Ticket] = {}
-        self._submit(tickets, (rank,), operation, arguments, parts, loans)
+        with self.lock:
+            self._submit(tickets, (rank,), operation, arguments, parts, loans)
         return tickets[rank]
 
     def pause(self, rank: int) -> None:
-        """Have a worker leave its lane, once it has done what was sent before."""
-        with self.lock:
-            if rank not in self.deaths:
-                pause = message_of(UNANSWERED, "pause", (), ()), (), None
-                if self._queues[rank] or not self._send(rank, pause):
-                    self._queue(rank, pause)
+        """Have a worker leave its lane, once it has done what was sent before; the lock is held."""
+        if rank not in self.deaths:
+            self._send_in_order(rank, (message_of(UNANSWERED, "pause", (), ()), (), None))
 
     def _submit(
         self,
@@ -162,9 +188,12 @@ class LaneCrew:
         parts: Sequence[Any],
         loans: tuple[Loan, ...] = (),
     ) -> None:
-        """Send the same message to some ranks; where the worker is gone, the ticket says so."""
-        if len(parts) > 1:
-            parts = self._that_fit(parts)
+        """Send the same message to some ranks; where the worker is gone, the ticket says so. The lock is held."""
+        self._n_messages = number = self._n_messages + 1
+        if self.deaths:
+            ranks = [rank for rank in ranks if not self._answer_for_the_dead(rank, number, tickets)]
+        if not ranks:
+            return
         segments: list[Segment] = []
         named: list[Any] = []
         for part in parts:
@@ -173,48 +202,48 @@ class LaneCrew:
                 named.append(part.segment.id)
             else:
                 named.append(part)
-        with self.lock:
-            self._n_messages = number = self._n_messages + 1
-            message = message_of(number, operation, arguments, named)
-            for rank in ranks:
-                tickets[rank] = ticket = Ticket(number, loans)
-                if rank in self.deaths:
-                    self._finish(ticket, self.deaths[rank])
-                    continue
-                for segment in segments:
-                    self._writer.lend(segment, rank)
-                self._pending[rank][number] = ticket
-                outgoing = message, segments, ticket
-                if self._queues[rank] or not self._send(rank, outgoing):  # each gets its messages in order
-                    self._queue(rank, outgoing)
+        message = message_of(number, operation, arguments, named)
+        for rank in ranks:
+            tickets[rank] = ticket = Ticket(number, loans)
+            for segment in segments:
+                self._writer.lend(segment, rank)
+            self._pending[rank][number] = ticket
+            self._send_in_order(rank, (message, segments, ticket))
+
+    def _answer_for_the_dead(self, rank: int, number: int, tickets: dict[int, Ticket]) -> bool:
+        """Whether a rank is dead; then its ticket says so."""
+        if rank in self.deaths:
+            tickets[rank] = Ticket(number)
+            self._finish(tickets[rank], self.deaths[rank])
+        return rank in self.deaths
 
     def _that_fit(self, parts: Sequence[Any]) -> Sequence[Any]:
         """The parts of one message; those that are too large together have gone into segments, the largest first."""
+        if len(parts) < 2:
+            return parts
         sizes = [0 if isinstance(part, Written) else Payload(*part).nbytes for part in parts]
         fitting = list(parts)
         while sum(sizes) > MAX_PARTS_NBYTES:
             largest = sizes.index(max(sizes))
-            with self.lock:
-                fitting[largest] = self._shelf.put(Payload(*parts[largest]))
+            fitting[largest] = self._shelf.put(Payload(*parts[largest]))
             sizes[largest] = 0
         return fitting
 
-    def _queue(self, rank: int, outgoing: _Outgoing) -> None:
-        """Have a message sent once the worker reads again."""
-        queue = self._queues[rank]
-        queue.append(outgoing)
-        if len(queue) == 1:
-            self._arrivals.ask_for_room(self._lanes[rank].fileno(), True)
+    def _send_in_order(self, rank: int, outgoing: _Outgoing) -> None:
+        """Send a message now, or behind those that wait for the worker to read."""
+        if self._queues[rank] or len(self._pending[rank]) > MAX_UNANSWERED or not self._send(rank, outgoing):
+            self._queues[rank].append(outgoing)
             if self._sender is None:
                 self._sender = threading.Thread(target=self._send_queued, name="bandmaster-sender", daemon=True)
                 self._sender.start()
 
     def _send(self, rank: int, outgoing: _Outgoing) -> bool:
-        """Send a message; False if the worker does not read now."""
+        """Send a message; False if the worker does not read now: then there will be an event when it has read."""
         message, segments, _ = outgoing
         try:
             self._lanes[rank].send(message, segments)
         except BlockingIOError:
+            self._arrivals.ask_for_room(self._lanes[rank].fileno(), True)
             return False
         except Closed:
             self._read_to_the_end(rank)
@@ -238,19 +267,17 @@ class LaneCrew:
         """
         with self.lock:
             while any(self._pending.values()) and not self._arrivals.is_closed:
-                self._receive(self._arrivals.wait(None, self._arrivals.n_told))
+                self._receive(self._arrivals.wait(None))
             self._sender = None
 
     def _flush(self, rank: int) -> None:
-        """Send what is queued for a rank as far as it reads."""
+        """Send what is queued for a rank as far as it reads and answers."""
         queue = self._queues[rank]
-        while queue:
+        while queue and len(self._pending[rank]) - len(queue) < MAX_UNANSWERED:
             outgoing = queue.popleft()
             if not self._send(rank, outgoing):
                 queue.appendleft(outgoing)
                 break
-        if not queue and rank not in self.deaths:
-            self._arrivals.ask_for_room(self._lanes[rank].fileno(), False)
 
     def give_up(self, tickets: Mapping[int, Ticket]) -> None:
         """Interrupt what is asked for where it runs, and have it passed over where it does not run yet."""
@@ -264,10 +291,12 @@ class LaneCrew:
         for rank, ticket in sent.items():
             desk.give_up(self.processes[rank], ticket.number)
 
-    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+    def stacks(self, tickets: Mapping[int, Ticket]) -> dict[int, str]:
         """The Python stacks of ranks, as far as they can be had."""
-        texts = desk.stacks([self.processes[rank] for rank in ranks])
-        return {rank: texts[self.processes[rank]] for rank in ranks if self.processes[rank] in texts}
+        queued = {rank: "" if self.is_at(rank, ticket) else QUEUED for rank, ticket in tickets.items()}
+        texts = desk.stacks([self.processes[rank] for rank in tickets])
+        pids = {rank: self.processes[rank] for rank in tickets}
+        return {rank: queued[rank] + texts[pid] for rank, pid in pids.items() if pid in texts}
 
     def is_at(self, rank: int, ticket: Ticket) -> bool:
         """Whether a worker has come to a call: it answers them in order."""
@@ -284,10 +313,7 @@ class LaneCrew:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self.lock:  # Ctrl-C comes when it is left, and may be the user's to handle without an exception
-                try:
-                    done = self._wait(tickets, deadline)
-                finally:
-                    self._arrivals.leave()
+                done = self._wait(tickets, deadline)
             if done is not None:
                 return done
 
@@ -298,7 +324,6 @@ class LaneCrew:
         if n_failed and any(type(ticket.outcome) is Failure for ticket in tickets):
             return [ticket for ticket in tickets if ticket.is_done]
         while True:
-            n_told = self._arrivals.n_told
             while n_done < n_tickets and tickets[n_done].is_done:
                 n_done += 1
             if n_done == n_tickets:
@@ -311,7 +336,7 @@ class LaneCrew:
                 break
             if self.lock.has_to_let_go:
                 return None
-            self._receive(self._arrivals.wait(left, n_told))
+            self._receive(self._arrivals.wait(left))
         return [ticket for ticket in tickets if ticket.is_done]
 
     def fetch(self, ticket: Ticket) -> Any | Failure:
@@ -321,8 +346,9 @@ class LaneCrew:
             if type(outcome) is bytes:
                 return pickle.loads(outcome)
             return decode(outcome) if isinstance(outcome, Payload) else outcome
-        except Exception as error:  # the user's objects may not like to be unpickled here
-            return Failure.unreadable(error)
+        except BaseException as error:  # the user's objects may raise anything as they are unpickled
+            was_interrupted, ticket.is_interrupted = ticket.is_interrupted, isinstance(error, KeyboardInterrupt)
+            return Failure.unreadable(error, was_interrupted)
 
     def look_for_deaths(self) -> None:
         """Read what has arrived; a lane that was hung up tells of a death."""
@@ -358,8 +384,9 @@ class LaneCrew:
     def close_lanes(self, why: str = CLOSED) -> None:
         """Hang up on every worker; whoever waits is told that it is gone."""
         with self.lock:
-            if self._arrivals.is_closed:
+            if self.is_stopped:
                 return
+            self.is_stopped, self._why_closed = True, why
             for rank, lane in self._lanes.items():
                 if rank not in self.deaths:
                     self.deaths[rank] = Failure(FailureKind.DIED, why)
@@ -395,20 +422,23 @@ class LaneCrew:
                 if rank is None or rank in self.deaths:
                     continue
                 if events & HAS_ROOM:
-                    self._flush(rank)
-                if events != HAS_ROOM and rank not in self.deaths:
+                    self._arrivals.ask_for_room(fd, False)
+                if events != HAS_ROOM:
                     self._receive_from(rank)
+                if self._queues[rank] and rank not in self.deaths:
+                    self._flush(rank)
         finally:
             self._arrivals.tell()
 
     def _receive_from(self, rank: int) -> None:
         """Take one answer, if there is one."""
-        buffer = self._buffers.pop() if self._buffers else Buffer()  # a signal handler's call needs another one
         try:
-            body = self._lanes[rank].receive(block=False, buffer=buffer)
+            body = self._lanes[rank].receive(block=False, buffer=self._buffer)
             if body is not None:
                 kind, number = HEADER.unpack_from(body)
-                ticket = self._pending[rank].pop(number)
+                ticket = self._pending[rank].pop(number, None)
+                if ticket is None:
+                    return  # a worker that was interrupted as it answered has answered twice
                 if kind == Answer.VALUE:
                     self._finish(ticket, bytes(body[HEADER_NBYTES:]))
                 else:
@@ -416,18 +446,15 @@ class LaneCrew:
         except Closed:
             self._note_death(rank)
         except OSError as error:  # the answer came, but there was no descriptor left for what it is in
-            _, number = HEADER.unpack_from(self._lanes[rank].body)
-            self._finish(self._pending[rank].pop(number), Failure.of(error))
-        finally:
-            self._buffers.append(buffer)
+            body = self._lanes[rank].body
+            assert body is not None, "it was received before its segments were opened"
+            self._finish(self._pending[rank].pop(HEADER.unpack_from(body)[1]), Failure.of(error))
 
     def _finish_with(self, ticket: Ticket, rank: int, kind: int, body: memoryview) -> None:
         try:
             self._finish(ticket, read_answer(self._lanes[rank], kind, body))
         except BaseException as error:  # the user's exceptions may do anything when they are unpickled
             self._finish(ticket, Failure.of(error))
-            if not isinstance(error, Exception | SystemExit):
-                raise
 
     def _finish(self, ticket: Ticket, outcome: bytes | Payload | Failure | None) -> None:
         ticket.outcome, ticket.is_done, ticket.loans = outcome, True, ()

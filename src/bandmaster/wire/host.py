@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -12,7 +11,8 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any
 
-from bandmaster.failure import Failure, FailureKind
+from bandmaster.failure import Failure, FailureKind, summary_of
+from bandmaster.limits import start_thread
 from bandmaster.wire.codec import Payload, decode, encode
 from bandmaster.wire.desk import Interrupted
 from bandmaster.wire.rendezvous import Rendezvous
@@ -84,8 +84,10 @@ class WorkerHost:
             return None
         try:
             return encode(value)
-        except Exception as error:
-            what = f"the returned {type(value).__name__} cannot be pickled: {error}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # as above
+            what = f"the returned {type(value).__name__} cannot be pickled: {summary_of(error)}"
             return self.failure(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
 
     def _merge(self, parts: Sequence[Payload]) -> Sequence[tuple[Any, Any]]:
@@ -168,8 +170,11 @@ class _EventLoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._serve, name="bandmaster-async-methods", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = start_thread("bandmaster-async-methods", self._serve)
+        except BaseException:
+            self._loop.close()
+            raise
 
     def _serve(self) -> None:
         while not self._is_closed:

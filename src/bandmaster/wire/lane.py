@@ -5,7 +5,7 @@ same for many workers and is then encoded once, behind a small part for this wor
 
     message   = length of control (4 bytes) │ control │ body        + descriptors
     control   = (segments new to the reader, ids closed by the writer, ids the sender has nothing left in,
-                 ids that the sender could not open)
+                 ids of which the same is true, but which must not be reused)
     body      = whatever the two ends agree on (see `crew` and `loop`)
 
 Small payloads travel inside the body; larger ones lie in segments, which the body names by number: the head of a
@@ -50,12 +50,15 @@ __all__ = [
 ]
 
 INLINE_NBYTES = 64 * 1024  # larger payloads go into a segment, which takes longer for smaller ones
-MAX_MESSAGE_NBYTES = 160 * 1024  # fits the kernel's default socket buffer
+MAX_MESSAGE_NBYTES = 160 * 1024
 MAX_PARTS_NBYTES = 144 * 1024  # of all parts of one message together
+BUFFER_NBYTES = 208 * 1024  # of a socket: the largest message, and what the kernel adds to it
 MAX_DESCRIPTORS = 64  # in one message
 MAX_UNKNOWN = 256  # connections of this user's that have not said who they are
 LOOK_S = 0.1  # how often to ask for workers that cannot connect
+MAX_IDS = 512  # of segments, of each kind, in the control part of one message
 
+_SO_SNDBUFFORCE = 32  # asm-generic/socket.h: as SO_SNDBUF, past the limit, for a process with CAP_NET_ADMIN
 _SEND_FLAGS = int(socket.MSG_NOSIGNAL)
 _TRUNCATED = int(socket.MSG_CTRUNC)
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
@@ -64,7 +67,7 @@ _RECEIVE_NOW_FLAGS = _RECEIVE_FLAGS | _DONT_WAIT
 _LENGTH = struct.Struct("<I")
 LENGTH_NBYTES = _LENGTH.size  # of a message's control, before that
 _log = logging.getLogger(__name__)
-_ANCILLARY_NBYTES = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
+_ANCILLARY_NBYTES = (socket.CMSG_SPACE(4 * MAX_DESCRIPTORS),)
 
 
 class Closed(Exception):
@@ -72,8 +75,41 @@ class Closed(Exception):
 
 
 def lane_pair() -> tuple[socket.socket, socket.socket]:
-    """The two ends of a lane."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """The two ends of a lane.
+
+    Raises:
+        OSError: There is no descriptor for them, or the host's socket buffers are too small.
+    """
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        for end in ends:
+            _set_buffer(end)
+    except OSError:
+        for end in ends:
+            end.close()
+        raise
+    return ends
+
+
+def _set_buffer(sock: socket.socket) -> None:
+    """Give a socket the buffer that messages need, whatever the host's default is.
+
+    Raises:
+        OSError: The host does not allow one of that size.
+
+    Source: socket(7): the kernel doubles the size that is set, and ``net.core.wmem_max`` bounds it before that.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_NBYTES // 2)
+    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < BUFFER_NBYTES:
+        with contextlib.suppress(PermissionError):
+            sock.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, BUFFER_NBYTES // 2)
+    given = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    if given < BUFFER_NBYTES:
+        raise OSError(
+            errno.ENOBUFS,
+            f"a socket needs a send buffer of {BUFFER_NBYTES:,} bytes, and this host allows {given:,}; raise the "
+            f"limit: sysctl -w net.core.wmem_max={BUFFER_NBYTES // 2}",
+        )
 
 
 class LaneListener:
@@ -123,6 +159,7 @@ class LaneListener:
                     if_it_fails.enter_context(sock)
                     if rank in missing:
                         missing.remove(rank)
+                        _set_buffer(sock)
                         lanes[rank] = sock
                     else:
                         sock.close()
@@ -172,6 +209,7 @@ def connect(name: str, introduction: bytes) -> socket.socket | None:
     """A worker's end of a lane to the listener of that name; None if it cannot be reached from here."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        _set_buffer(sock)
         sock.connect(f"\0{name}")
         if _peer(sock)[1] != os.geteuid():
             raise PermissionError("another user has taken the name of a listener that is gone")
@@ -212,6 +250,8 @@ class Lane:
         writer: The segments of this side, which other lanes may share.
         reader_id: How the other end is known to ``writer``.
         blocks: Whether sending waits while the other end does not read.
+        is_only_reader: Whether no other lane shares ``writer``: then a segment's descriptor is closed once the other
+            end has it.
     """
 
     def __init__(
@@ -220,6 +260,7 @@ class Lane:
         writer: SegmentWriter,
         reader_id: int = 0,
         blocks: bool = True,
+        is_only_reader: bool = False,
     ) -> None:
         self.socket = sock
         self.reader = SegmentReader()
@@ -228,8 +269,11 @@ class Lane:
         self._attached: set[int] = set()
         writer.on_close.append(self._segment_closed)
         self._closed_ids: list[int] = []
-        self._refused: list[int] = []  # segments of the other end's that could not be taken in
-        self.body = memoryview(b"")  # what was received last
+        self._returned: list[int] = []  # segments in which nothing lies any more, as the other end is to be told
+        self._unusable: list[int] = []  # segments of the other end's that it must not use again
+        self._is_only_reader = is_only_reader
+        self.body: memoryview | None = None  # what was received last
+        self._received: list[Any] = []  # at most one message, which lies in the buffer
         self._patience_s: float | None = None
         self._send_flags = _SEND_FLAGS | (0 if blocks else _DONT_WAIT)
         self._buffer: Buffer | None = None
@@ -261,29 +305,37 @@ class Lane:
             OSError: The message could not be sent; the lane is as it was.
         """
         new = [segment for segment in segments if segment.id not in self._attached] if segments else segments
-        if not (new or self.reader.loans.ended or self._closed_ids or self._refused):
+        if not (new or self.reader.loans.ended or self._returned or self._closed_ids or self._unusable):
             try:
                 self.socket.send(message, self._send_flags)
             except ConnectionError:
                 raise Closed from None
             return
-        ended = self.reader.take_ended()
-        returned = [loan.of for loan in ended]
-        closed, self._closed_ids = self._closed_ids, []  # at once: a signal's handler may send a message, too
-        refused, self._refused = self._refused, []
-        control = pickle.dumps(([(s.id, s.nbytes) for s in new], closed, returned, refused), protocol=5)
+        self._note_returned()
+        about_new = [(segment.id, segment.nbytes) for segment in new]
+        about_old = [ids[:MAX_IDS] for ids in (self._closed_ids, self._returned, self._unusable)]
+        control = pickle.dumps((about_new, *about_old), protocol=5)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [s.fd for s in new]))] if new else []
         parts: list[bytes | memoryview] = [_LENGTH.pack(len(control)), control, memoryview(message)[LENGTH_NBYTES:]]
         try:
             self.socket.sendmsg(parts, rights, self._send_flags)
         except ConnectionError:
             raise Closed from None
-        except OSError:
-            self.reader.loans.put_back(ended)
-            self._closed_ids += closed
-            self._refused += refused
-            raise
+        for ids in (self._closed_ids, self._returned, self._unusable):
+            del ids[:MAX_IDS]
         self._attached.update([segment.id for segment in new])
+        if self._is_only_reader:
+            for segment in new:
+                segment.close_descriptor()
+
+    def _note_returned(self) -> None:
+        """Sort the segments in which nothing lies any more: those that a fork of this process may read are unusable."""
+        for loan in self.reader.loans.take_ended():
+            if self.reader.was_forked(loan.of):
+                self._unusable.append(loan.of)
+                self.reader.forget([loan.of])
+            else:
+                self._returned.append(loan.of)
 
     def lend(self, segments: Sequence[Segment]) -> None:
         """The other end is about to be told of these segments."""
@@ -303,6 +355,8 @@ class Lane:
     def receive(self, block: bool = True, buffer: Buffer | None = None) -> memoryview | None:
         """The next body, valid until the next one is received; None when there is none in time, or if not ``block``.
 
+        An exception that a signal handler raises here loses no message: the next call returns it.
+
         Args:
             block: Whether to wait for it.
             buffer: Where it is to lie; by default in one that this lane keeps.
@@ -314,21 +368,24 @@ class Lane:
         flags = _RECEIVE_FLAGS if block else _RECEIVE_NOW_FLAGS
         if buffer is None:
             buffer = self._buffer = self._buffer or Buffer()
-        try:
-            n, ancillary, message_flags, _ = self.socket.recvmsg_into(buffer.memory, _ANCILLARY_NBYTES, flags)
-        except BlockingIOError:
-            return None
-        except ConnectionError:
-            raise Closed from None
+        if not self._received:
+            try:  # one call of C code reads and stores, so that an exception of a signal handler loses no message
+                self._received.extend(map(self.socket.recvmsg_into, (buffer.memory,), _ANCILLARY_NBYTES, (flags,)))
+            except BlockingIOError:
+                return None
+            except ConnectionError:
+                raise Closed from None
+        n, ancillary, message_flags, _ = self._received[0]
         if not n:
             raise Closed
         (n_control,) = _LENGTH.unpack_from(buffer.view)
         body = self.body = buffer.view[LENGTH_NBYTES + n_control : n]
+        self._received.clear()
         if n_control:
-            new, closed, returned, refused = pickle.loads(buffer.view[LENGTH_NBYTES : LENGTH_NBYTES + n_control])
+            new, closed, returned, unusable = pickle.loads(buffer.view[LENGTH_NBYTES : LENGTH_NBYTES + n_control])
             self.writer.give_back(returned, self._reader_id)
-            if new or closed or refused:
-                self._take_control(new, closed, refused, _descriptors(ancillary), message_flags)
+            if new or closed or unusable:
+                self._take_control(new, closed, unusable, _descriptors(ancillary), message_flags)
         return body
 
     def pack(self, payload: Payload) -> tuple[Any, list[Segment]]:
@@ -361,14 +418,15 @@ class Lane:
         self,
         new: Sequence[tuple[int, int]],
         closed: Sequence[int],
-        refused: Sequence[int],
+        unusable: Sequence[int],
         descriptors: list[int],
         message_flags: int,
     ) -> None:
         self.reader.forget(closed)
-        self._attached.difference_update(refused)
-        self.writer.give_back(refused, self._reader_id)
-        reason = "no descriptor is left for it" if message_flags & _TRUNCATED or len(descriptors) != len(new) else ""
+        self._attached.difference_update(unusable)
+        self.writer.discard(unusable, self._reader_id)
+        is_truncated = message_flags & _TRUNCATED or len(descriptors) != len(new)
+        reason = "no descriptor is left for it; raise the limit on open files (ulimit -n)" if is_truncated else ""
         while descriptors:
             fd = descriptors.pop(0)
             try:
@@ -378,13 +436,11 @@ class Lane:
                     number, nbytes = new[-1 - len(descriptors)]
                     self.reader.attach(number, fd, nbytes)
             except OSError as error:
-                reason = str(error)
+                reason = f"{error}; keep fewer arrays, or raise the limit on mappings (sysctl vm.max_map_count)"
         if reason:
-            self._refused += [number for number, _ in new]
-            self.reader.forget(self._refused)
-            raise OSError(
-                errno.EMFILE, f"a segment of shared memory cannot be opened: {reason}; raise the limit (ulimit -n)"
-            )
+            self._unusable += [number for number, _ in new]
+            self.reader.forget(self._unusable)
+            raise OSError(errno.EMFILE, f"a segment of shared memory cannot be opened: {reason}")
 
 
 def inline(payload: Payload) -> tuple[bytes, tuple[bytearray, ...]]:

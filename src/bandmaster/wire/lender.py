@@ -21,7 +21,7 @@ class Lender:
     """Lends copies of tensors on the controller's GPUs to workers that have shown that they can read them.
 
     Nobody waits for the answer: until it is there, and where it is no, tensors travel through host memory. So do all of
-    them where the environment says ``BANDMASTER_CUDA_IPC=0``.
+    them unless the environment says ``BANDMASTER_CUDA_IPC=1``: this has not been tried on a GPU yet.
 
     Args:
         ask: Sends a worker a trial: ``(rank, loan, what it is to read)``. What it returns says, whenever it is called,
@@ -33,12 +33,14 @@ class Lender:
         self._trials: dict[tuple[int, int], Callable[[], bool]] = {}  # by rank and GPU
         self._refused: set[int] = set()  # GPUs whose memory cannot be lent
         self._lent: Traces[tuple[int, int]] = Traces()  # GPU and bytes of each copy
-        self._is_off = os.environ.get("BANDMASTER_CUDA_IPC") == "0"
+        self._is_on = os.environ.get("BANDMASTER_CUDA_IPC") == "1"
 
     def lend(self, ranks: Sequence[int], memory: Any) -> gpu.Loan | None:
         """A loan of a copy of flat bytes on a GPU; None if it is not known that all the ranks can read it."""
+        if not self._is_on:
+            return None
         device = memory.device.index
-        if memory.numel() < INLINE_NBYTES or self._is_off or device in self._refused:
+        if memory.numel() < INLINE_NBYTES or device in self._refused:
             return None
         try:
             trials = [self._trial(rank, memory.device) for rank in ranks]

@@ -6,6 +6,7 @@ that an answer never goes to the wrong call, whatever was interrupted at whateve
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pickle
@@ -29,6 +30,7 @@ HEADER = struct.Struct("<BQ")  # of a body: kind and number
 HEADER_NBYTES = HEADER.size
 _START = struct.Struct("<IBQ")  # of what is sent: no control, and the header
 UNANSWERED = 0
+_log = logging.getLogger(__name__)
 
 
 class Message:
@@ -70,16 +72,49 @@ def serve(
         Whether there may be more messages: it was enough.
     """
     deadline = math.inf if most_s == math.inf else time.monotonic() + most_s
-    segments: list[Segment]
-    names: dict[bytes, str] = {}  # so that each is the same object every time, which Python finds sooner
     lane.wait_at_most(patience_s)
-    while most_nbytes > 0 and (deadline == math.inf or time.monotonic() < deadline):
-        try:
+    return _Loop(lane, host, desk, deadline, most_nbytes).run()
+
+
+class _Loop:
+    """Reads messages, has them done, and answers each exactly once, though signal handlers may raise at any moment.
+
+    An exception of a handler fails the call that is being run or answered; between calls it is logged. The body of the
+    lane is that of the message which has not been answered, None between calls.
+    """
+
+    def __init__(self, lane: Lane, host: WorkerHost, desk: Desk, deadline: float, most_nbytes: float) -> None:
+        self._lane, self._host, self._desk = lane, host, desk
+        self._deadline, self._most_nbytes = deadline, most_nbytes
+        self._error: BaseException | None = None  # raised outside of a method, and not dealt with yet
+
+    def run(self) -> bool:
+        """As `serve`."""
+        self._lane.body = None
+        while True:
+            try:
+                while True:  # twice, as an exception can also come where a loop goes back to its beginning
+                    try:
+                        return self._run()
+                    except Closed:
+                        return False
+                    except (Exception, KeyboardInterrupt) as error:
+                        self._desk.running = 0  # and no call, in which another exception might come
+                        self._error = error
+            except (Exception, KeyboardInterrupt) as error:
+                self._error = error
+
+    def _run(self) -> bool:
+        lane, host, desk, deadline = self._lane, self._host, self._desk, self._deadline
+        names: dict[bytes, str] = {}  # so that each is the same object every time, which Python finds sooner
+        if self._error is not None:
+            self._answer_for_the_error()
+        while self._most_nbytes > 0 and (deadline == math.inf or time.monotonic() < deadline):
             message = lane.receive()
             if message is None:
                 break
             kind, number = HEADER.unpack_from(message)
-            most_nbytes -= LENGTH_NBYTES + len(message)
+            self._most_nbytes -= LENGTH_NBYTES + len(message)
             if number == UNANSWERED:
                 return False  # the one such message there is says pause
             desk.begin(number)
@@ -92,31 +127,42 @@ def serve(
                 operation, *arguments = pickle.loads(message[HEADER_NBYTES:])
                 outcome = _OPERATIONS[operation](lane, host, *arguments)
             desk.end()
-        except Closed:
-            return False
-        except KeyboardInterrupt as error:  # given up, or raised by the method: nobody presses keys here
-            desk.end()
-            outcome = host.failure(error)
-        except OSError as error:  # no descriptor or no memory for a segment that came with the message
-            outcome, number = Failure.of(error), HEADER.unpack_from(lane.body)[1]
-        try:
             if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
-                kind, content, segments = Answer.VALUE, outcome.head, []  # as most are
+                lane.send(_START.pack(0, Answer.VALUE, number) + outcome.head)  # as most are
             else:
-                kind, content, segments = _encode(lane, outcome)
-                lane.lend(segments)
-            del outcome
-            try:
-                lane.send(_START.pack(0, kind, number) + content, segments)
-            except OSError as error:  # too many descriptors are on their way, say
-                lane.take_back(segments)
-                kind, content, _ = _encode(lane, Failure.of(error))
-                lane.send(_body(kind, number, content))
-            for segment in segments:
-                lane.writer.give_back([segment.id], OWNER)
-        except Closed:
-            return False
-    return True
+                outcomes = [outcome]
+                del outcome  # so that the segments in which it lies are given back with the answer
+                _answer(lane, number, outcomes)
+            lane.body = None
+        return True
+
+    def _answer_for_the_error(self) -> None:
+        """Fail the call that an error concerns: it was given up, or there is no room for what came with it, say."""
+        error, self._error = self._error, None
+        assert error is not None, "the caller has looked"
+        if self._lane.body is None:
+            _log.warning("a signal handler raised while no call was running, which is ignored", exc_info=error)
+        else:
+            number = HEADER.unpack_from(self._lane.body)[1]
+            _answer(self._lane, number, [self._host.failure(error)])
+            self._lane.body = None
+
+
+def _answer(lane: Lane, number: int, outcomes: list[Payload | Failure | None]) -> None:
+    """Send the one outcome, and take it out of the list.
+
+    If a signal handler raises as it has been sent, its call is answered again. The controller takes the first answer.
+    """
+    kind, content, segments = _encode(lane, outcomes.pop())
+    lane.lend(segments)
+    try:
+        lane.send(_START.pack(0, kind, number) + content, segments)
+    except OSError as error:  # too many descriptors are on their way, say
+        lane.take_back(segments)
+        kind, content, _ = _encode(lane, Failure.of(error))
+        lane.send(_body(kind, number, content))
+    for segment in segments:
+        lane.writer.give_back([segment.id], OWNER)
 
 
 def message_of(number: int, operation: str, arguments: tuple[Any, ...], parts: Sequence[Any]) -> bytes:

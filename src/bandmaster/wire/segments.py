@@ -10,8 +10,9 @@
       free again when all have ◄── ids ─────────────────────   the last array over it is gone
       given it back
 
-A segment is reused only when no reader has anything left that lies in it. Segments that nobody asks for any more are
-closed, and readers are told to forget them.
+A segment is reused only when no reader has anything left that lies in it. A segment that was mapped by a reader when
+that process forked is closed instead: the fork may read it for as long as it lives. Segments that have not been used
+for long are closed too, and readers are told to forget them.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
-
-from bandmaster.wire.traces import Trace, Traces
+from bandmaster.wire.mapping import Mapping
+from bandmaster.wire.traces import Traces
 
 __all__ = ["OWNER", "Segment", "SegmentReader", "SegmentWriter", "fill"]
 
 ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
 MAX_FREE_NBYTES = 512 << 20  # of segments that are kept for reuse
+MAX_FREE = 64  # segments that are kept for reuse: each may have a descriptor
 MAX_FREE_AGE = 256  # a free segment that was passed over by so many writes is closed
 WRITES_PER_LOOK = 16  # for such segments
 
@@ -53,19 +54,27 @@ class Segment:
 
     Attributes:
         id: Its number, never used again.
-        fd: Its descriptor.
+        fd: Its descriptor; -1 once it was given away.
         memory: The writer's own mapping.
         nbytes: Its capacity.
         readers: Who may still have arrays in it.
         last_used: Count of writes when it was last taken.
+        is_spoiled: Whether it is to be closed, rather than reused, when nobody reads it any more.
     """
 
     id: int
     fd: int
-    memory: mmap.mmap
+    memory: Mapping
     nbytes: int
     readers: set[int] = field(default_factory=set)
     last_used: int = 0
+    is_spoiled: bool = False
+
+    def close_descriptor(self) -> None:
+        """Give the descriptor up: no further reader can be told of the segment."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 _nbytes, _last_used = attrgetter("nbytes"), attrgetter("last_used")
@@ -73,8 +82,6 @@ _nbytes, _last_used = attrgetter("nbytes"), attrgetter("last_used")
 
 class SegmentWriter:
     """The segments of one writing side. Not thread-safe: its owner holds a lock.
-
-    A signal's handler may make calls in the middle of anything, though: so segments are claimed by popping them.
 
     Attributes:
         on_close: Called with the number of every segment that is closed; readers have to forget it.
@@ -117,12 +124,23 @@ class SegmentWriter:
             segment = self._segments.get(number)
             if segment is not None:
                 segment.readers.discard(reader)
-                if not segment.readers:
+                if not segment.readers and segment.is_spoiled:
+                    self._close(segment)
+                elif not segment.readers:
                     self._free[number] = segment
+        if len(self._free) > MAX_FREE:
+            self._trim()
+
+    def discard(self, ids: Iterable[int], reader: int) -> None:
+        """A reader has nothing left in these segments, but they must not be reused."""
+        for number in ids:
+            if number in self._segments:
+                self._segments[number].is_spoiled = True
+        self.give_back(ids, reader)
 
     def forget_reader(self, reader: int) -> None:
         """A reader is gone: it has nothing left anywhere."""
-        self.give_back([number for number, s in list(self._segments.items()) if reader in s.readers], reader)
+        self.give_back([number for number, s in self._segments.items() if reader in s.readers], reader)
 
     def close(self) -> None:
         """Close all segments; readers keep what they have mapped."""
@@ -132,28 +150,24 @@ class SegmentWriter:
 
     def _take(self, nbytes: int) -> Segment:
         self._n_writes += 1
-        fitting = [s for s in list(self._free.values()) if nbytes <= s.nbytes <= 4 * nbytes]
-        fitting.sort(key=_nbytes)
-        for segment in fitting:
-            if self._free.pop(segment.id, None) is not None:
-                break
-        else:
-            segment = self._create(nbytes)
+        fitting = [s for s in self._free.values() if nbytes <= s.nbytes <= 4 * nbytes]
+        segment = self._free.pop(min(fitting, key=_nbytes).id) if fitting else self._create(nbytes)
         segment.last_used = self._n_writes
         self._trim()
         return segment
 
     def _trim(self) -> None:
         """Close free segments that are too many or, every now and then, too old."""
-        excess = sum(map(_nbytes, list(self._free.values()))) - MAX_FREE_NBYTES
-        if excess <= 0 and self._n_writes % WRITES_PER_LOOK:
+        excess = sum(map(_nbytes, self._free.values())) - MAX_FREE_NBYTES
+        if excess <= 0 and len(self._free) <= MAX_FREE and self._n_writes % WRITES_PER_LOOK:
             return
         for segment in sorted(self._free.values(), key=_last_used):
-            if excess <= 0 and self._n_writes - segment.last_used <= MAX_FREE_AGE:
+            is_young = self._n_writes - segment.last_used <= MAX_FREE_AGE
+            if excess <= 0 and len(self._free) <= MAX_FREE and is_young:
                 break
             excess -= segment.nbytes
-            if self._free.pop(segment.id, None) is not None:
-                self._close(segment)
+            del self._free[segment.id]
+            self._close(segment)
 
     def _create(self, nbytes: int) -> Segment:
         step = max(mmap.PAGESIZE, 1 << nbytes.bit_length() >> SPARE_BITS)  # pages that are not written to cost nothing
@@ -161,7 +175,7 @@ class SegmentWriter:
         fd = os.memfd_create("bandmaster", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, capacity)
-            memory = mmap.mmap(fd, capacity)
+            memory = Mapping(fd, capacity, is_private=False)
         except BaseException:
             os.close(fd)
             raise
@@ -171,8 +185,8 @@ class SegmentWriter:
 
     def _close(self, segment: Segment) -> None:
         del self._segments[segment.id]
-        os.close(segment.fd)
-        segment.memory.close()
+        segment.close_descriptor()
+        del segment.memory  # whoever still knows the segment does not keep it mapped
         for tell in self.on_close:
             tell(segment.id)
 
@@ -181,82 +195,82 @@ def fill(segment: Segment, chunks: Sequence[Any]) -> None:
     """Copy chunks into a segment that was reserved for them."""
     views = [memoryview(chunk).cast("B") for chunk in chunks]
     sizes = [view.nbytes for view in views]
-    with memoryview(segment.memory) as memory:
-        struct.pack_into(f"<{1 + len(sizes)}Q", memory, 0, len(sizes), *sizes)
-        for view, offset in zip(views, _layout(sizes)[0], strict=True):
-            memory[offset : offset + view.nbytes] = view
+    memory = memoryview(segment.memory.array())
+    struct.pack_into(f"<{1 + len(sizes)}Q", memory, 0, len(sizes), *sizes)
+    for view, offset in zip(views, _layout(sizes)[0], strict=True):
+        memory[offset : offset + view.nbytes] = view
 
 
 class SegmentReader:
     """The mappings of one reading side, of the segments of one writer.
 
     Attributes:
-        loans: Of segments, by their numbers: they end when nothing lies in a segment any more, as its writer has to be
-            told.
+        loans: Of segments, by their numbers. One ends when nothing lies in the segment any more, which its writer has
+            to be told.
     """
 
     def __init__(self) -> None:
         self.loans: Traces[int] = Traces()
-        self._maps: dict[int, tuple[mmap.mmap, int]] = {}  # and the address of each
-        self._kept: set[int] = set()  # segments that are never given back
+        self._maps: dict[int, Mapping] = {}
+        self._were_forked: set[int] = set()  # segments that a fork of this process may read
         self._were_read: set[int] = set()
         _readers.add(self)
 
     def attach(self, number: int, fd: int, nbytes: int) -> None:
         """Map a segment that is new here; ``fd`` is closed."""
         try:
-            memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            self._maps[number] = memory, np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+            self._maps[number] = Mapping(fd, nbytes, is_private=True)
         finally:
             os.close(fd)
 
     def chunks(self, number: int) -> list[memoryview]:
         """What was written, in memory that may be written to; given back when the last view of it is gone."""
-        memory, address = self._maps[number]
-        if number in self._were_read and _may_differ(memory, address):
-            memory.madvise(mmap.MADV_DONTNEED)  # what this reader wrote into it the last time must not show
+        memory = self._maps[number]
+        if number in self._were_read and _may_differ(memory):
+            memory.forget_writes()  # what this reader wrote into it the last time must not show
         self._were_read.add(number)
-        (n_chunks,) = struct.unpack_from("<Q", memory)
-        sizes = struct.unpack_from(f"<{n_chunks}Q", memory, _LENGTH)
-        offsets, nbytes = _layout(sizes)
-        whole = np.frombuffer(memory, np.uint8, nbytes)  # lives as long as any view of it
+        whole = memory.array()  # lives as long as any view of it
         self.loans.follow(whole, number)
-        view = memoryview(whole.data)
+        view = memoryview(whole)
+        (n_chunks,) = struct.unpack_from("<Q", view)
+        sizes = struct.unpack_from(f"<{n_chunks}Q", view, _LENGTH)
+        offsets, _ = _layout(sizes)
         return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
-    def keep(self) -> None:
-        """Never give back what is lent now: a process that is about to be forked will have it too."""
-        self._kept.update(self.loans.living())
+    def note_fork(self) -> None:
+        """This process is about to be forked, and its fork may read all that is lent now."""
+        self._were_forked.update(self.loans.living())
 
-    def take_ended(self) -> list[Trace[int]]:
-        """The loans that have ended, but for those of segments that are kept."""
-        return [loan for loan in self.loans.take_ended() if loan.of not in self._kept]
+    def was_forked(self, number: int) -> bool:
+        """Whether a fork of this process may read a segment, which its writer must not reuse then."""
+        return number in self._were_forked
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Unmap segments that their writer has closed."""
+        """Unmap segments, once nothing lies in them: their writer has closed them, or is to close them."""
         for number in ids:
             self._maps.pop(number, None)
             self._were_read.discard(number)
+            self._were_forked.discard(number)
 
     def close(self) -> None:
         """Unmap all segments; arrays that lie in one keep it."""
         self.forget(list(self._maps))
 
 
-def _may_differ(memory: mmap.mmap, address: int) -> bool:
+def _may_differ(memory: Mapping) -> bool:
     """Whether a page of a private mapping was written to, and so is no longer that of the segment.
 
     Dropping pages would make the reader fault all of them in again, which takes a third as long as to copy them.
 
     Source: Documentation/admin-guide/mm/pagemap.rst of Linux, bits 61 to 63.
     """
-    n_pages = len(memory) // mmap.PAGESIZE
+    n_pages = memory.nbytes // mmap.PAGESIZE
     if n_pages <= FEW_PAGES:
         return True
     try:
         pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            entries = os.pread(pagemap, 8 * n_pages, address // mmap.PAGESIZE * 8)
+            entries = os.pread(pagemap, 8 * n_pages, memory.address // mmap.PAGESIZE * 8)
         finally:
             os.close(pagemap)
     except OSError:
@@ -268,12 +282,12 @@ def _may_differ(memory: mmap.mmap, address: int) -> bool:
 _readers: weakref.WeakSet[SegmentReader] = weakref.WeakSet()
 
 
-def _keep_all() -> None:
+def _note_fork() -> None:
     for reader in list(_readers):
-        reader.keep()
+        reader.note_fork()
 
 
-os.register_at_fork(before=_keep_all)
+os.register_at_fork(before=_note_fork)
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:

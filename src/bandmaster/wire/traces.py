@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 __all__ = ["Trace", "Traces"]
@@ -24,7 +24,7 @@ class Trace(weakref.ref[Any], Generic[T]):
 
 
 class Traces(Generic[T]):
-    """Of the objects that somebody asked to be told of. Not thread-safe, but a signal's handler may call all of it.
+    """Of the objects that somebody asked to be told of. Not thread-safe, but objects may end in any thread.
 
     Attributes:
         ended: Of those that are gone.
@@ -48,14 +48,7 @@ class Traces(Generic[T]):
         """What `ended` has; it has nothing afterwards."""
         taken = []
         while self.ended:
-            try:
-                trace = self.ended.popleft()
-            except IndexError:  # a signal's handler has taken it
-                break
+            trace = self.ended.popleft()
             self._all.pop(id(trace), None)
             taken.append(trace)
         return taken
-
-    def put_back(self, traces: Iterable[Trace[T]]) -> None:
-        """What was taken is to be taken again."""
-        self.ended.extendleft(traces)

@@ -1,0 +1,51 @@
+"""A controller in a process that multiprocessing has started afresh: there, the main script is called __mp_main__."""
+
+import multiprocessing
+import sys
+from dataclasses import dataclass
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+
+@dataclass
+class Row:
+    n: int
+
+
+class OutOfRows(Exception):
+    pass
+
+
+def double(n):
+    return 2 * n
+
+
+class Rows(bm.Worker):
+    @register(Dispatch.DP_PROTO)
+    def doubled(self, rows):
+        if not rows:
+            raise OutOfRows(self.rank)
+        return [Row(double(row.n)) for row in rows]
+
+
+def control(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        assert group.doubled([Row(1), Row(2)]) == [Row(2), Row(4)]
+        try:
+            group.doubled([Row(1)])
+        except bm.RemoteError as error:
+            assert isinstance(error.__cause__, OutOfRows), error
+        else:
+            raise AssertionError("rank 1 has no rows")
+
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        for backend in ("inprocess", "local"):
+            process = multiprocessing.get_context(method).Process(target=control, args=(backend,))
+            process.start()
+            process.join()
+            if process.exitcode:
+                sys.exit(f"{method}, {backend}: exit code {process.exitcode}")

@@ -1,0 +1,240 @@
+"""Pools and groups that threads, finalizers and signal handlers make and close at once: nothing is given twice."""
+
+import gc
+import signal
+import sys
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+from bandmaster.backends import inprocess, machine, register_backend
+
+pytestmark = pytest.mark.timeout(60)
+
+N_GPUS, N_THREADS, N_ROUNDS = 4, 8, 20
+TIMEOUT_S = 20
+
+
+class Holder(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self):
+        return self.device
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine of four GPUs; nothing here uses them."""
+    monkeypatch.setattr(machine, "count_gpus", lambda: N_GPUS)
+
+
+@pytest.fixture
+def threads_alternate():
+    """After a few steps each."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def at_once(*functions):
+    """What each function returns or raises that begins, in a thread of its own, when all others do."""
+    barrier = threading.Barrier(len(functions))
+
+    def run(function):
+        barrier.wait(TIMEOUT_S)
+        try:
+            return function()
+        except bm.BandmasterError as error:
+            return error
+
+    with ThreadPoolExecutor(len(functions)) as executor:
+        return list(executor.map(run, functions))
+
+
+def of_type(kind, outcomes):
+    return [outcome for outcome in outcomes if isinstance(outcome, kind)]
+
+
+@pytest.mark.usefixtures("gpus", "threads_alternate")
+def test_no_gpu_is_given_to_two_pools():
+    for _ in range(N_ROUNDS):
+        pools = [bm.ResourcePool([1], backend="inprocess", use_gpu=True) for _ in range(N_THREADS)]
+        outcomes = at_once(*(lambda pool=pool: bm.WorkerGroup(pool, Holder) for pool in pools))
+        groups = of_type(bm.WorkerGroup, outcomes)
+        assert sorted(group.where()[0] for group in groups) == [f"cuda:{n}" for n in range(N_GPUS)]
+        assert len(of_type(bm.PlacementError, outcomes)) == N_THREADS - N_GPUS
+        at_once(*(pool.close for pool in pools))
+    with bm.ResourcePool([N_GPUS], backend="inprocess", use_gpu=True):
+        pass  # all were given back
+
+
+@pytest.mark.usefixtures("threads_alternate")
+def test_a_place_never_holds_more_groups_than_it_may():
+    with bm.ResourcePool([2], backend="inprocess", max_colocate_count=3) as pool:
+        for _ in range(N_ROUNDS):
+            outcomes = at_once(*[lambda: bm.WorkerGroup(pool, Holder)] * N_THREADS)
+            groups = of_type(bm.WorkerGroup, outcomes)
+            errors = of_type(bm.PlacementError, outcomes)
+            assert (len(groups), len(errors)) == (3, N_THREADS - 3)
+            assert all("3 groups of at most 3" in str(error) for error in errors)
+            at_once(*(group.close for group in groups))
+
+
+@pytest.mark.usefixtures("threads_alternate")
+def test_a_pool_reserves_its_places_once_whoever_asks(gpus):
+    for _ in range(N_ROUNDS):
+        with bm.ResourcePool([N_GPUS], backend="inprocess", use_gpu=True) as pool:
+            outcomes = at_once(*[lambda pool=pool: bm.WorkerGroup(pool, Holder)] * 3)
+            assert [group.where() for group in outcomes] == [[f"cuda:{n}" for n in range(N_GPUS)]] * 3
+
+
+@pytest.mark.usefixtures("threads_alternate")
+def test_a_pool_that_is_closed_while_groups_are_made_on_it_keeps_none(gpus):
+    for _ in range(N_ROUNDS):
+        pool = bm.ResourcePool([N_GPUS], backend="inprocess", use_gpu=True)
+        made, _ = at_once(lambda pool=pool: bm.WorkerGroup(pool, Holder), pool.close)
+        if isinstance(made, bm.WorkerGroup):
+            with pytest.raises(bm.ClosedError):
+                made.where()
+        else:
+            assert isinstance(made, bm.ClosedError)
+        with bm.ResourcePool([N_GPUS], backend="inprocess", use_gpu=True):
+            pass  # all were given back
+
+
+def test_groups_of_one_name_give_back_a_place_each():
+    with bm.ResourcePool([1], backend="inprocess", max_colocate_count=2) as pool:
+        first, second = (bm.WorkerGroup(pool, Holder, name_prefix="same") for _ in range(2))
+        with pytest.raises(bm.PlacementError, match="2 groups of at most 2 "):
+            bm.WorkerGroup(pool, Holder, name_prefix="same")
+        first.close()
+        third = bm.WorkerGroup(pool, Holder, name_prefix="same")
+        assert second.where() == third.where() == ["cpu"]
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["in the same thread", "in another thread"])
+def test_a_pool_may_be_collected_as_garbage_while_another_is_placed(monkeypatch, in_thread):
+    """Finalizers run at any moment in any thread: also while GPUs are counted."""
+    forgotten = []
+
+    def count():
+        collect = threading.Thread(target=lambda: (forgotten.clear(), gc.collect()))
+        if forgotten and in_thread:
+            collect.start()
+            collect.join(TIMEOUT_S)
+            assert not collect.is_alive(), "the finalizer waits for who waits for it"
+        elif forgotten:
+            collect.run()
+        return N_GPUS
+
+    monkeypatch.setattr(machine, "count_gpus", count)
+    pool = bm.ResourcePool([2], backend="inprocess", use_gpu=True).reserve()
+    pool.itself = pool
+    forgotten.append(pool)
+    del pool
+    with bm.ResourcePool([2], backend="inprocess", use_gpu=True) as other:
+        assert bm.WorkerGroup(other, Holder).where() in (["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"])
+    with bm.ResourcePool([N_GPUS], backend="inprocess", use_gpu=True):
+        pass
+
+
+def test_a_signal_handler_may_make_a_pool_while_another_is_placed(monkeypatch):
+    pools, before = [], signal.getsignal(signal.SIGUSR1)
+
+    def make(*_):
+        pools.append(bm.ResourcePool([1], backend="inprocess", use_gpu=True))
+        pools[0].reserve()
+
+    def count():
+        if not pools:
+            signal.raise_signal(signal.SIGUSR1)
+        return N_GPUS
+
+    monkeypatch.setattr(machine, "count_gpus", count)
+    signal.signal(signal.SIGUSR1, make)
+    try:
+        with bm.ResourcePool([3], backend="inprocess", use_gpu=True) as pool:
+            groups = [bm.WorkerGroup(pool, Holder), bm.WorkerGroup(pools[0], Holder)]
+            assert sorted(device for group in groups for device in group.where()) == [f"cuda:{n}" for n in range(4)]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        for made in pools:
+            made.close()
+
+
+def test_a_signal_handler_may_use_a_pool_while_it_is_placed(monkeypatch):
+    groups, before = [], signal.getsignal(signal.SIGUSR1)
+
+    def count():
+        if not groups:
+            groups.append(None)
+            signal.raise_signal(signal.SIGUSR1)
+        return N_GPUS
+
+    pool = bm.ResourcePool([N_GPUS], backend="inprocess", use_gpu=True)
+    monkeypatch.setattr(machine, "count_gpus", count)
+    signal.signal(signal.SIGUSR1, lambda *_: groups.append(bm.WorkerGroup(pool, Holder)))
+    try:
+        group = bm.WorkerGroup(pool, Holder)
+        assert group.where() == groups[1].where() == [f"cuda:{n}" for n in range(N_GPUS)]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        pool.close()
+
+
+# --- other things that are one for the whole process ------------------------------------------------------------
+
+
+class Meeting:
+    is_loading, may_go_on = threading.Event(), threading.Event()
+
+
+def load_slowly():
+    Meeting.is_loading.set()
+    assert Meeting.may_go_on.wait(TIMEOUT_S)
+
+
+class LoadsSlowly:
+    def __reduce__(self):
+        return load_slowly, ()
+
+
+class Takes(bm.Worker):
+    def __init__(self, argument):
+        self.argument = argument
+
+
+def test_a_thread_may_make_a_pool_while_another_loads_a_workers_class():
+    def make_slowly():
+        with bm.ResourcePool([1], backend="inprocess") as pool:
+            return bool(bm.WorkerGroup(pool, Takes, LoadsSlowly()))
+
+    def make():
+        try:
+            assert Meeting.is_loading.wait(TIMEOUT_S)
+            with bm.ResourcePool([1], backend="inprocess") as pool:
+                return bm.WorkerGroup(pool, Holder).where()
+        finally:
+            Meeting.may_go_on.set()
+
+    assert at_once(make_slowly, make) == [True, ["cpu"]]
+
+
+@pytest.mark.usefixtures("threads_alternate")
+def test_a_backend_is_made_once_whoever_asks_first():
+    made = []
+
+    def factory():
+        made.append(inprocess.InProcessBackend())
+        for _ in range(1000):  # so that other threads come here, too, if they can
+            made[-1].inventory()
+        return made[-1]
+
+    name = f"slow-{uuid.uuid4().hex}"
+    register_backend(name, factory)
+    at_once(*[lambda: bm.ResourcePool([1], backend=name)] * 4)
+    assert len(made) == 1
