@@ -455,6 +455,50 @@ def test_names_that_do_not_say_which_group(start_controller, capsys):
     assert all(map(runs, first.workers))
 
 
+EVIL_NAMES = [
+    "bandmaster-worker a b c d e",
+    "bandmaster-worker",
+    "bandmaster-worker 1 2 3",
+    f"bandmaster-worker {10**24} 1 0 1 x",
+    f"bandmaster-worker PID {10**24} 0 1 x",
+    f"bandmaster-worker PID 1 {10**24} {10**25} x",
+    "bandmaster-worker PID 1 5 4 x",
+    "bandmaster-worker PID -1 0 1 x",
+    "bandmaster-worker PID ٣ 0 1 x",
+    "bandmaster-worker PID 4 0 1 \x1b[31mred\nline \u202e\xff",
+]
+HAS_NAMES = """
+import ctypes, os, sys
+for name in sys.argv[1:]:
+    os.memfd_create(name.replace("PID", str(os.getpid())))
+if os.environ.get("ANOTHER_USER"):
+    os.setgroups([]); os.setgid(65533); os.setuid(65533)
+    ctypes.CDLL(None).prctl(4, 0)  # which has its directory in /proc look like root's
+print(flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("user", ["", pytest.param("other", marks=pytest.mark.skipif("os.geteuid() != 0"))])
+def test_names_that_somebody_made_up_do_no_harm(capsys, user):
+    environment = {**os.environ, "ANOTHER_USER": user}
+    command = [sys.executable, "-S", "-c", HAS_NAMES, *EVIL_NAMES]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as evil:
+        evil.stdout.readline()
+        found = [
+            (plate.rank, plate.world_size) for g in take_census().groups for plate, p in g.workers if p.pid == evil.pid
+        ]
+        assert main(["ps"]) == 0
+        table = capsys.readouterr().out
+        assert main(["kill", "no such group"]) == 1
+        complaint = capsys.readouterr().err
+        evil.communicate("\n")
+    assert found == ([] if user else [(0, 1)])
+    assert ("[31mred\\nline \\u202e" in table) == (not user)
+    for text in (table, complaint):
+        assert all(character.isprintable() for line in text.split("\n") for character in line)
+
+
 def test_kill_has_to_be_told_what(capsys):
     for arguments in ([], ["some", "--all"], ["--all", "--orphans"]):
         with pytest.raises(SystemExit) as exit:

@@ -131,3 +131,23 @@ def test_the_same_program_gives_the_same_results(make_group):
     assert group.loss(np.arange(5.0)) == {"loss": 5.0, "rows": 2.5}
     assert group.names() == ["stage 0"]
     assert group.each([1, 2, 3, 4], b=[10, 20, 30, 40]) == [11, 23, 35, 47]
+
+
+class Draws(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def draw(self):
+        import random
+
+        import torch
+
+        return random.random(), np.random.random(), torch.rand(1, dtype=torch.float64).item()
+
+
+def test_random_streams_differ_between_ranks_and_after_a_restart(make_group):
+    """Every worker starts with streams of its own, also where it is forked from a process that has imported torch."""
+    group = make_group(2, Draws)
+    draws = group.draw()
+    group.restart()
+    draws += group.draw()
+    for stream in zip(*draws, strict=True):
+        assert len(set(stream)) == 4, draws

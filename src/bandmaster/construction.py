@@ -12,7 +12,12 @@ from bandmaster.errors import CallTimeout, ConstructorError, RemoteError
 from bandmaster.future import Future
 from bandmaster.options import CallOptions
 
-__all__ = ["Mortal", "answers", "await_construction", "replacement"]
+__all__ = ["Mortal", "answers", "await_construction", "replacement", "start_timeout"]
+
+_START_ADVICE = (
+    "the workers that were starting have been ended; give them longer with start_timeout_s, or find out what takes "
+    "them so long"
+)
 
 
 class Mortal(Protocol):
@@ -29,14 +34,21 @@ def answers(crew: Crew, tickets: dict[int, Any], launch: Launch) -> dict[int, An
     """Wait for what ranks answer while the group is made, as long as its construction may take."""
     # Nobody waits for constructors that others have failed to meet.
     options = CallOptions(launch.start_timeout_s, grace=0.0)
-    info = CallInfo(f"{launch.cls.__name__}.__init__", launch.mesh, launch.group, options)
+    info = CallInfo(_constructor(launch), launch.mesh, launch.group, options)
     try:
         return Future(GroupCall(crew, tickets, info), dict).result()
     except CallTimeout as error:
-        raise error.but(
-            "the workers that were starting have been ended; give them longer with start_timeout_s, or find out what "
-            "takes them so long"
-        ) from None
+        raise error.but(_START_ADVICE) from None
+
+
+def start_timeout(launch: Launch, ranks: Sequence[int], why: str) -> CallTimeout:
+    """The error of ranks whose processes were not started in time."""
+    assert launch.start_timeout_s is not None, "only a deadline ends the wait early"
+    return CallTimeout(_constructor(launch), tuple(ranks), launch.start_timeout_s, None, f"{why}; {_START_ADVICE}")
+
+
+def _constructor(launch: Launch) -> str:
+    return f"{launch.cls.__name__}.__init__"
 
 
 def await_construction(crew: Crew, tickets: dict[int, Any], launch: Launch) -> None:

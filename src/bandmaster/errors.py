@@ -181,7 +181,8 @@ class CallTimeout(BandmasterError, TimeoutError):
         method: ``"Class.method"``.
         missing: The ranks that have not answered.
         stacks: Where each of them is: its Python stack, innermost frame last; without those that could not be had.
-        future: The call, for ``future.result()`` or ``future.cancel()``; None after a pickle.
+        future: The call, for ``future.result()`` or ``future.cancel()``; None after a pickle, and for a constructor,
+            whose worker is ended.
     """
 
     def __init__(

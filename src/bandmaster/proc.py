@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Stat", "children_of", "everyone", "pids", "stat"]
+__all__ = ["Stat", "everyone", "pids", "running_children_of", "stat"]
 
 
 class Stat(NamedTuple):
@@ -19,6 +19,7 @@ class Stat(NamedTuple):
         state: A letter; ``Z`` and ``X`` for one that has ended.
         parent: The number of its parent.
         start: When it started, in ticks since the boot.
+        status: How it ended, as `os.wait4` gives it, once it has; 0 where this process may not know.
 
     Source: proc(5), /proc/[pid]/stat.
     """
@@ -28,6 +29,7 @@ class Stat(NamedTuple):
     state: str
     parent: int
     start: int
+    status: int
 
 
 def stat(pid: int) -> Stat | None:
@@ -35,7 +37,7 @@ def stat(pid: int) -> Stat | None:
     with contextlib.suppress(OSError):
         before, _, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")  # any name
         fields = after.split()  # from the third on
-        return Stat(pid, before.partition("(")[2], fields[0], int(fields[1]), int(fields[19]))
+        return Stat(pid, before.partition("(")[2], fields[0], int(fields[1]), int(fields[19]), int(fields[49]))
     return None
 
 
@@ -49,6 +51,6 @@ def everyone() -> Iterator[Stat]:
     return filter(None, map(stat, pids()))
 
 
-def children_of(pid: int) -> list[int]:
-    """The processes whose parent is ``pid``."""
-    return [process.pid for process in everyone() if process.parent == pid]
+def running_children_of(pid: int) -> list[Stat]:
+    """The processes whose parent is ``pid``, but for those that have ended and that it has not waited for."""
+    return [process for process in everyone() if process.parent == pid and process.state not in "ZX"]

@@ -71,3 +71,43 @@ def test_nothing_outlives_the_controller(state, end):
         finally:
             controller.kill()
     wait_until_gone(pids)
+
+
+NESTED = """
+import os, signal, subprocess, sys
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+class Inner(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def start(self):
+        return os.getpid(), subprocess.Popen(["sleep", "300"], start_new_session=True).pid
+
+class Outer(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def make(self):
+        self.group = bm.WorkerGroup(bm.ResourcePool([2]), Inner)
+        return [os.getpid(), *sum(self.group.start(), ())]
+
+group = bm.WorkerGroup(bm.ResourcePool([1]), Outer)
+print(*group.make()[0], flush=True)
+if sys.argv[1] == "close":
+    group.close()
+if sys.argv[1] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "exit", "kill"])
+def test_what_workers_of_workers_have_started_ends_with_the_controller(end):
+    done = subprocess.run(
+        [sys.executable, "-c", NESTED, end],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=30,
+        env={**os.environ, "BANDMASTER_PRELOAD": "numpy"},
+    )
+    assert done.returncode == (-signal.SIGKILL if end == "kill" else 0)
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 5
+    wait_until_gone(pids, timeout_s=0.5 if end == "close" else 2.0)

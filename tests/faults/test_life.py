@@ -1,5 +1,6 @@
 """Workers that die, and groups that are restarted: in time, with the cause, and nothing is left behind."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 import pytest
 from ends import abort_with_a_dump, exit_three, kill_oneself, runs, segfault, wait_until_gone
@@ -385,6 +388,57 @@ def test_children_of_local_workers_end_with_them_whatever_their_session(zygote, 
             for pid in pids(group):
                 os.kill(pid, signal.SIGKILL)
         wait_until_gone(children)
+
+
+class Leaver(bm.Worker):
+    def leave(self):
+        os.setpgid(0, os.getppid())
+        return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def be_deaf(self, fifo):
+        with open(fifo, "w"):  # which waits until the controller opens it
+            pass
+        while True:
+            with contextlib.suppress(BaseException):
+                time.sleep(300)
+
+
+@pytest.mark.parametrize("end", ["close", "cancel"])
+def test_a_worker_that_has_left_its_process_group_is_ended_as_others(zygote, tmp_path, end):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    with bm.ResourcePool([1], backend="local") as pool:
+        group = bm.WorkerGroup(pool, Leaver)
+        worker = group.execute_all_sync("leave")
+        busy = group.be_deaf.options(grace=0.1).submit(fifo)
+        with open(fifo):
+            pass
+        if end == "close":
+            group.close()
+        else:
+            busy.cancel()
+            with pytest.raises(bm.CallCancelled):
+                busy.result(timeout=10)
+        wait_until_gone(worker)
+
+
+class Sharer(bm.Worker):
+    def share(self):
+        self.memory = SharedMemory(create=True, size=100)
+        return self.memory.name
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_shared_memory_that_a_local_worker_has_not_unlinked_is_unlinked_at_its_end(zygote, end):
+    with bm.ResourcePool([2], backend="local") as pool:
+        group = bm.WorkerGroup(pool, Sharer)
+        files = [Path("/dev/shm") / name for name in group.execute_all_sync("share")]
+        assert all(file.exists() for file in files)
+        if end == "kill":
+            for worker in group.workers:
+                os.kill(worker.pid, signal.SIGKILL)
+        group.close()
+        assert not any(file.exists() for file in files)
 
 
 def test_a_group_is_not_for_forks_of_the_controller(group):

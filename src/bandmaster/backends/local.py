@@ -11,13 +11,13 @@ The one port is that of torch's rendezvous, on the loopback address (wire/rendez
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib.util
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +26,8 @@ from bandmaster.backends import CLOSED, Launch
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.backends.output import WorkerOutput
 from bandmaster.backends.threads import THREAD_VARIABLES
-from bandmaster.backends.zygote import Spawn, Zygote
-from bandmaster.construction import answers, await_construction, replacement
+from bandmaster.backends.zygote import NoAnswer, Spawn, Zygote
+from bandmaster.construction import answers, await_construction, replacement, start_timeout
 from bandmaster.errors import ResourceError, UsageError
 from bandmaster.failure import Failure
 from bandmaster.hardware import count_cores, visible_devices
@@ -81,17 +81,12 @@ class LocalBackend(MachineBackend):
         if self._zygote is not None and not self._zygote.is_ours:
             raise UsageError("this process was forked from the one that has the workers; make pools in that one")
         with self._lock:
-            if self._zygote is None or not self._zygote.is_alive:
-                self._end_zygote()
+            if self._zygote is not None and not self._zygote.is_alive:
+                self._zygote.close()
+                self._zygote = None
+            if self._zygote is None or self._zygote.is_abandoned:  # groups that were made before may still use that
                 self._zygote = _started_zygote()
-                atexit.register(self._end_zygote)
             return self._zygote
-
-    def _end_zygote(self) -> None:
-        atexit.unregister(self._end_zygote)
-        if self._zygote is not None:
-            self._zygote.close()
-            self._zygote = None
 
 
 class LocalCrew(LaneCrew):
@@ -105,15 +100,20 @@ class LocalCrew(LaneCrew):
         self.port = 0  # of the rendezvous
         self._devices = [_device_of(launch)] * len(launch.seats)
         ours: list[socket.socket] = []
+        zygote.begin_use(self)
         try:
+            began = time.monotonic()
             for rank in range(len(launch.seats)):
-                ours.append(self._start_process(_spawn_of(launch, rank), rank))
+                ours.append(self._start_process(launch, rank, began))
             self._output.start()
         except BaseException:
             for sock in ours:
                 sock.close()
-            zygote.end(list(self.processes.values()), 0.0)
-            self._output.finish(0.0)
+            try:
+                zygote.end(list(self.processes.values()), 0.0)
+            finally:
+                zygote.end_use(self)
+                self._output.finish(0.0)
             raise
         super().__init__(dict(enumerate(ours)), self.processes, self._how_it_died)
         named = enumerate(launch.worker_names)
@@ -134,7 +134,7 @@ class LocalCrew(LaneCrew):
 
     def start_again(self, launch: Launch, rank: int) -> None:
         """A new process for a rank that was buried."""
-        mine = self._start_process(_spawn_of(launch, rank), rank)
+        mine = self._start_process(launch, rank, time.monotonic())
         pid = self.processes[rank]
         self._output.start()
         self._handles[rank] = LocalWorker(launch.worker_names[rank], rank, pid)
@@ -152,12 +152,21 @@ class LocalCrew(LaneCrew):
         except BaseException:  # Ctrl-C: nobody waits for them any longer
             self._zygote.end(processes, 0.0)
             raise
+        self._zygote.end_use(self)
         self.forget_loans()
         self._output.finish(timeout_s=2.0)
         self._is_ended = True
 
-    def _start_process(self, spawn: Spawn, rank: int) -> socket.socket:
-        """Fork a worker; the controller's end of its lane."""
+    def _start_process(self, launch: Launch, rank: int, began: float) -> socket.socket:
+        """Fork a worker; the controller's end of its lane.
+
+        Raises:
+            CallTimeout: It was not forked in time, counted from ``began``.
+            PlacementError: It cannot be forked.
+            ResourceError: There are too few descriptors.
+        """
+        spawn, limit_s = _spawn_of(launch, rank), launch.start_timeout_s
+        left_s = None if limit_s is None else limit_s + began - time.monotonic()
         with contextlib.ExitStack() as if_it_fails, contextlib.ExitStack() as close_here:
             try:
                 with SteadyLock():  # so that Ctrl-C leaves no descriptor that nobody closes
@@ -167,7 +176,12 @@ class LocalCrew(LaneCrew):
                     writers = self._output.add(rank)
                     for fd in writers:
                         close_here.callback(os.close, fd)
-                self.processes[rank] = self._zygote.spawn(spawn, [theirs.fileno(), *writers])
+                self.processes[rank] = self._zygote.spawn(spawn, [theirs.fileno(), *writers], left_s)
+            except NoAnswer as error:
+                if limit_s is None or time.monotonic() < began + limit_s:
+                    raise
+                missing = [other for other in range(len(launch.seats)) if other == rank or other not in self.processes]
+                raise start_timeout(launch, missing, str(error)) from error
             except OSError as error:
                 raise ResourceError(
                     f"cannot start rank {rank} of {spawn.nameplate.world_size}: {error}; a worker takes three "

@@ -8,11 +8,15 @@ import select
 import sys
 import threading
 from collections import deque
+from typing import NamedTuple
 
 from bandmaster.failure import N_LAST_LINES
 from bandmaster.wire.steady import SteadyLock
 
 __all__ = ["WorkerOutput"]
+
+MAX_LINE_NBYTES = 64 * 1024
+LAST_LINE_NCHARS = 1000  # of a line of standard error that is kept
 
 
 class WorkerOutput:
@@ -25,8 +29,8 @@ class WorkerOutput:
     def __init__(self, label: str) -> None:
         self._label = label
         self._sources: dict[int, tuple[int, str]] = {}  # rank and stream of each descriptor
-        self._partial: dict[int, bytes] = {}
-        self._last: dict[int, deque[str]] = {}
+        self._lines: dict[int, _Lines] = {}  # of each descriptor
+        self._last: dict[int, deque[_Line]] = {}
         self._poll = select.epoll()
         self._lock = SteadyLock()  # the sources, and whether the thread runs
         self._thread: threading.Thread | None = None
@@ -44,7 +48,7 @@ class WorkerOutput:
                 os.close(out_reader)
                 raise
             for reader, stream in ((out_reader, "stdout"), (err_reader, "stderr")):
-                self._sources[reader] = (rank, stream)
+                self._sources[reader], self._lines[reader] = (rank, stream), _Lines()
                 self._poll.register(reader, select.EPOLLIN)
         return out_writer, err_writer
 
@@ -58,7 +62,7 @@ class WorkerOutput:
 
     def last_errors(self, rank: int) -> str:
         """The last lines of a worker's standard error."""
-        return "\n".join(self._last[rank])
+        return "\n".join(line.text for line in self._last[rank])
 
     def finish(self, timeout_s: float) -> None:
         """Wait until everything that ended workers have printed is written."""
@@ -87,21 +91,74 @@ class WorkerOutput:
                     with self._lock:
                         self._poll.unregister(fd)
                         os.close(fd)
-                        del self._sources[fd]
+                        del self._sources[fd], self._lines[fd]
 
     def _write(self, fd: int, data: bytes) -> None:
         """Write whole lines; the rest of a line waits for its end, or for the end of the worker."""
         rank, stream = self._sources[fd]
-        *lines, rest = (self._partial.pop(fd, b"") + data).split(b"\n")
-        if rest and not data:
-            lines.append(rest)
-        elif rest:
-            self._partial[fd] = rest
-        text = [line.decode(errors="replace") for line in lines]
+        lines = self._lines[fd].feed(data) if data else self._lines[fd].rest()
         if stream == "stderr":
-            self._last[rank].extend(text)
+            for line in lines:
+                if self._last[rank] and self._last[rank][-1].is_overwritten:
+                    self._last[rank].pop()
+                self._last[rank].append(line._replace(text=line.text[:LAST_LINE_NCHARS]))
         target = getattr(sys, stream)
-        if text and target is not None:
+        if lines and target is not None:
             with contextlib.suppress(Exception):  # a broken pipe, say: workers must not block because nobody listens
-                target.write("".join(f"[{self._label} {rank}] {line}\n" for line in text))
+                target.write("".join(f"[{self._label} {rank}] {line.text}\n" for line in lines))
                 target.flush()
+
+
+class _Line(NamedTuple):
+    """A line, and whether a terminal shows the next one in its place."""
+
+    text: str
+    is_overwritten: bool = False
+
+
+class _Lines:
+    """Cuts a stream of bytes into lines, in linear time: at ``\\n``, ``\\r\\n``, and the ``\\r`` of progress bars.
+
+    A line that has no end for `MAX_LINE_NBYTES` is cut there.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []  # of the line that has no end yet
+        self._nbytes = 0
+        self._is_after_return = False  # whether the last line was ended by a ``\r``, of which a ``\n`` may be a part
+
+    def feed(self, data: bytes) -> list[_Line]:
+        """The lines that end in this data, without what ends them."""
+        lines = []
+        for piece in data.splitlines(keepends=True):
+            text = piece.rstrip(b"\r\n")
+            if piece.endswith(b"\n"):
+                if text or not self._is_after_return:
+                    lines.append(_Line(self._ended(text)))
+            elif piece.endswith(b"\r"):
+                line = self._ended(text)
+                if line.strip():  # bars begin with it, or are wiped out with it
+                    lines.append(_Line(line, is_overwritten=True))
+            else:
+                self._parts.append(text)
+                self._nbytes += len(text)
+                if self._nbytes >= MAX_LINE_NBYTES:
+                    lines.append(_Line(self._cut()))
+            self._is_after_return = piece.endswith(b"\r")
+        return lines
+
+    def rest(self) -> list[_Line]:
+        """The line that has no end, if there is one, at the end of the stream."""
+        return [_Line(self._ended())] if self._nbytes else []
+
+    def _ended(self, text: bytes = b"", n_kept: int = 0) -> str:
+        """The line that is ended by this text, but for its last bytes, which are kept for the next."""
+        line = b"".join([*self._parts, text])
+        split = len(line) - n_kept
+        self._parts, self._nbytes = [line[split:]], n_kept
+        return line[:split].decode(errors="replace")
+
+    def _cut(self) -> str:
+        """What there is of the line, but for the beginning of a character of UTF-8."""
+        end = b"".join(self._parts[-3:])[-3:]
+        return self._ended(n_kept=next((n for n in range(1, len(end) + 1) if end[-n] >= 0xC0), 0))

@@ -1,4 +1,4 @@
-"""What Linux knows of processes that have ended: how, and whether memory ran out."""
+"""What Linux knows of processes that have ended, how and whether memory ran out; and ending those they leave behind."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from bandmaster.cgroups import Cgroups
+from bandmaster.proc import Stat, everyone, running_children_of, stat
 from bandmaster.wire.steady import SteadyLock
 
-__all__ = ["Ended", "MemoryPressure", "memory_file", "prctl"]
+__all__ = ["Ended", "MemoryPressure", "Orphans", "end_descendants", "memory_file", "prctl", "status_in_words"]
 
 GiB = 1 << 30
+TRACKER_GRACE_S = 1.0  # for a resource tracker of `multiprocessing` to unlink what its processes have left
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,21 @@ class Ended:
 
     def in_words(self) -> str:
         """Exit code or signal by its name, and for what the kernel may have killed, what is known about memory."""
-        code = os.waitstatus_to_exitcode(self.status)
-        if code >= 0:
-            return f"exit code {code}"
-        text = f"killed by {signal.Signals(-code).name}"
-        if code != -signal.SIGKILL:
+        text = status_in_words(self.status)
+        if os.waitstatus_to_exitcode(self.status) != -signal.SIGKILL:
             return text
         return f"{text}; it had up to {self.peak_nbytes / GiB:.1f} GiB of {_limit()}{self.out_of_memory}"
+
+
+def status_in_words(status: int) -> str:
+    """Exit code, or signal by its name, of a status as `os.wait4` gives it."""
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"killed by signal {-code}"
 
 
 class MemoryPressure:
@@ -73,6 +84,63 @@ def memory_file(content: bytes) -> Iterator[IO[bytes]]:
 def prctl(operation: int, argument: int) -> None:
     """The system call."""
     ctypes.CDLL(None, use_errno=True).prctl(operation, argument)
+
+
+class Orphans:
+    """The processes that a child subreaper became the parent of because their own parents ended.
+
+    Args:
+        parent: The pid of the subreaper.
+    """
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+        self._killed_at: dict[tuple[int, int], float] = {}  # by pid and start
+
+    def end(self, but_for: Collection[int]) -> bool:
+        """Kill the subreaper's children that are not ``but_for``; whether there were any that still ran.
+
+        What these have started themselves comes to the subreaper in its turn: call this until it is False.
+        """
+        orphans = {(p.pid, p.start): p for p in running_children_of(self._parent) if p.pid not in but_for}
+        now = time.monotonic()
+        self._killed_at = {key: self._killed_at.get(key) or now + _grace_s(key[0]) for key in orphans}
+        for key, moment in self._killed_at.items():
+            if moment <= now:
+                _kill(orphans[key])
+        return bool(orphans)
+
+
+def end_descendants() -> None:
+    """Kill whatever descends from this process, but for trackers, which end by themselves when it does."""
+    children: dict[int, list[Stat]] = {}
+    for process in everyone():
+        children.setdefault(process.parent, []).append(process)
+    found = children.get(os.getpid(), [])
+    while found:
+        process = found.pop()
+        found += children.get(process.pid, [])
+        if not _grace_s(process.pid):
+            _kill(process)
+
+
+def _grace_s(pid: int) -> float:
+    with contextlib.suppress(OSError):
+        if b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return TRACKER_GRACE_S
+    return 0.0
+
+
+def _kill(process: Stat) -> None:
+    """Kill a process, but none that has been given its number since."""
+    with contextlib.suppress(ProcessLookupError, PermissionError), SteadyLock():
+        pidfd = os.pidfd_open(process.pid)
+        try:
+            found = stat(process.pid)
+            if found is not None and found.start == process.start:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
 
 
 def _out_of_memory_kills() -> Iterator[tuple[str, int]]:

@@ -7,11 +7,14 @@ free. So all calls run in the order of their submission, whichever way they come
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
+import select
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +23,14 @@ from typing import Any
 import ray
 
 from bandmaster.backends import Reply
+from bandmaster.backends.processes import end_descendants
 from bandmaster.binding import signature_without_self
 from bandmaster.failure import Failure
 from bandmaster.hardware import count_gpus
 from bandmaster.wire.codec import Payload, decode
 from bandmaster.wire.desk import Desk, Nameplate
 from bandmaster.wire.host import WorkerHost
-from bandmaster.wire.lane import Lane, connect
+from bandmaster.wire.lane import Lane, connect, peer_pid
 from bandmaster.wire.loop import serve
 from bandmaster.wire.rendezvous import Rendezvous
 from bandmaster.wire.segments import SegmentWriter
@@ -121,6 +125,7 @@ class WorkerActor:
         if sock is not None:
             os.register_at_fork(after_in_child=sock.close)
             self._lane = Lane(sock, SegmentWriter(), is_only_reader=True)
+            _end_with(peer_pid(sock))
         return sock is not None
 
     def bandmaster_serve(self, n_left: int = 0) -> None:
@@ -164,6 +169,22 @@ class WorkerActor:
             except KeyboardInterrupt as error:  # given up, or raised by the method
                 self._desk.end()
                 return self._host.failure(error)
+
+
+def _end_with(controller: int) -> None:
+    """End this process as soon as its controller is gone: Ray takes a while, as does a lane that forks have, too."""
+    with contextlib.suppress(OSError):  # it is not in our namespace of processes, or gone already
+        threading.Thread(
+            target=_end_after, args=[os.pidfd_open(controller)], name="bandmaster-controller-watch", daemon=True
+        ).start()
+
+
+def _end_after(controller: int) -> None:
+    poll = select.poll()
+    poll.register(controller, select.POLLIN)
+    poll.poll()
+    end_descendants()
+    os._exit(1)
 
 
 class _Encoded:

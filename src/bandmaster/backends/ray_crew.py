@@ -106,13 +106,16 @@ class RayCrew:
 
     def _connected(self, ranks: Sequence[int]) -> dict[int, socket.socket]:
         with LaneListener() as listener:
-            introductions = [listener.introduction(rank) for rank in ranks]
-            refs = [
-                self.actors[rank].bandmaster_connect.remote(listener.name, introduction)
-                for rank, introduction in zip(ranks, introductions, strict=True)
-            ]
-            can = ray.get(refs, timeout=CONNECT_TIMEOUT_S)
-            return listener.accept([rank for rank, it_can in zip(ranks, can, strict=True) if it_can], CONNECT_TIMEOUT_S)
+            asked = {
+                self.actors[rank].bandmaster_connect.remote(listener.name, listener.introduction(rank)): rank
+                for rank in ranks
+            }
+
+            def refusing() -> list[int]:
+                answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+                return [asked[reference] for reference in answered if not ray.get(reference)]
+
+            return listener.accept(ranks, CONNECT_TIMEOUT_S, refusing)
 
     def lend(self, ranks: Sequence[int], memory: Any) -> Loan | None:
         """To those that have a lane."""

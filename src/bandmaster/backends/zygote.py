@@ -10,15 +10,18 @@
     end(pids) ─────────────────────► kills those that do not end by themselves
 
 Nothing outlives the controller: when it is gone, the zygote kills the workers, each with the processes it started,
-and ends. When the zygote is gone, the kernel kills the workers, and the controller what they have started.
+and ends. When the zygote is gone, the kernel kills the workers, and the controller what they have started. When the
+zygote does not answer, because it still imports or is stopped, the controller does not wait for it for ever.
 """
 
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import gc
 import importlib
+import itertools
 import os
 import pickle
 import random
@@ -34,19 +37,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bandmaster.backends.processes import Ended, MemoryPressure, memory_file, prctl
+from bandmaster.backends.processes import Ended, MemoryPressure, Orphans, memory_file, prctl, status_in_words
 from bandmaster.backends.threads import THREAD_VARIABLES, set_threads
 from bandmaster.errors import PlacementError
 from bandmaster.forks import n_forks
-from bandmaster.proc import children_of
+from bandmaster.proc import stat
 from bandmaster.wire.desk import Desk, Nameplate
 from bandmaster.wire.host import WorkerHost
 from bandmaster.wire.lane import Lane
 from bandmaster.wire.loop import serve
 from bandmaster.wire.segments import SegmentWriter
+from bandmaster.wire.steady import SteadyLock
 
-__all__ = ["Spawn", "Zygote"]
+__all__ = ["NoAnswer", "Spawn", "Zygote"]
 
+ANSWER_S = 2.0  # for the zygote to answer what it can answer at once
+STATUS_S = 1.0  # for a worker to end that has hung up
+GONE_S = 1.5  # for processes to be gone that were killed
+EXIT_S = 2.0  # for the zygote to end all workers, and itself
+ORPHANS_S = 0.05  # how often to look whether some are left
+POLL_S = 0.1  # how often to look whether another thread has read an answer
 _MESSAGE_NBYTES = 150 * 1024
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -71,8 +81,18 @@ class Spawn:
     argv: Sequence[str]
 
 
+class NoAnswer(PlacementError):
+    """The zygote has not answered in time."""
+
+
 class Zygote:
-    """The controller's end.
+    """The controller's end. Any thread may use it, and so may a signal's handler or a finalizer in one that does.
+
+    A zygote that does not answer is abandoned: it gets no more groups, the controller ends its workers itself, and it
+    is killed once no group uses it, as that would kill its workers.
+
+    Attributes:
+        is_abandoned: Whether it has not answered in time.
 
     Args:
         preload: Modules to import; those that are not installed are passed over.
@@ -80,9 +100,12 @@ class Zygote:
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock = threading.RLock()  # a group that is collected as garbage while this is held may come back here
-        self._n_asked = 0
+        self._reading = SteadyLock()  # Ctrl-C must not lose an answer, which may be another thread's
+        self._numbers = itertools.count()
         self._answers: dict[int, Any] = {}  # by number of the question; None where it is still awaited
+        self._silent_since: float | None = None  # when it was asked something, if it has not answered anything since
+        self._has_answered = False
+        self._preload = preload
         self._n_forks = n_forks()
         source = str(Path(__file__).parents[2])
         program = (
@@ -97,9 +120,16 @@ class Zygote:
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **single},
             )
+        self.is_abandoned = False
+        self._users: set[int] = set()
         self._workers: set[int] = set()
-        watched = (os.pidfd_open(self._process.pid), self._workers)
-        threading.Thread(target=_end_after, args=watched, name="bandmaster-zygote-watch", daemon=True).start()
+        try:
+            watched = (os.pidfd_open(self._process.pid), self._workers)
+            threading.Thread(target=_end_after, args=watched, name="bandmaster-zygote-watch", daemon=True).start()
+            atexit.register(self.close)
+        except BaseException:  # there is no thread or no descriptor left for this, or Ctrl-C
+            self.close()
+            raise
 
     @property
     def is_ours(self) -> bool:
@@ -108,17 +138,28 @@ class Zygote:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still be asked for workers."""
+        """Whether its process is there."""
         return self._process.poll() is None
 
-    def spawn(self, spawn: Spawn, descriptors: Sequence[int]) -> int:
+    def begin_use(self, user: object) -> None:
+        """It is not killed before this user calls `end_use`."""
+        self._users.add(id(user))
+
+    def end_use(self, user: object) -> None:
+        """This user has ended its workers. Calling it again does nothing."""
+        self._users.discard(id(user))
+        if self.is_abandoned and not self._users:
+            self.close()
+
+    def spawn(self, spawn: Spawn, descriptors: Sequence[int], timeout_s: float | None) -> int:
         """Fork a worker whose lane, standard output and standard error are these descriptors; its pid.
 
         Raises:
+            NoAnswer: It was not forked in time. If it still will be, it finds that its lane is closed, and ends.
             PlacementError: The machine cannot start one more process, or the zygote is gone.
         """
         with memory_file(pickle.dumps(spawn)) as file:  # an environment can be larger than a message
-            answer = self._ask(("spawn",), [*descriptors, file.fileno()])
+            answer = self._ask(("spawn",), timeout_s, [*descriptors, file.fileno()])
         if isinstance(answer, str):
             raise PlacementError(f"cannot start a worker process: {answer}")
         self._workers.add(int(answer))
@@ -127,51 +168,130 @@ class Zygote:
     def how_it_ended(self, pid: int) -> str:
         """How a worker ended that has just hung up, as a person would say it; one that still runs is ended."""
         try:
-            ended: Ended | None = self._ask(("status", pid))
+            ended: Ended | None = self._ask(("status", pid), STATUS_S + ANSWER_S)
+            words = None if ended is None else ended.in_words()
+        except NoAnswer as error:
+            words = self._seen_from_here(pid, error)
         except PlacementError:
-            return "killed, as the process that workers are forked from is gone"
-        if ended is None:
+            words = "killed, as the process that workers are forked from is gone"
+        if words is None:
             self.end([pid], 0.0)
             return "it closed its lane while it ran on, and so was ended"
-        return ended.in_words()
+        self._workers.discard(pid)
+        return words
 
     def end(self, pids: Sequence[int], grace_s: float) -> None:
         """Wait for workers to end, and kill those that do not in time, with all processes they started."""
-        if self.is_alive:
-            with contextlib.suppress(PlacementError):
-                self._ask(("end", list(pids), grace_s))
-                self._workers.difference_update(pids)
+        try:
+            if self.is_alive and pids:
+                self._ask(("end", list(pids), grace_s), grace_s + GONE_S + ANSWER_S)
+        except PlacementError:
+            self._end_from_here(pids)
+        self._workers.difference_update(pids)
 
     def close(self) -> None:
         """End it, and whatever it has forked."""
+        atexit.unregister(self.close)
         if self.is_ours:
+            if self._has_answered:  # else it has forked nothing, or nothing that has anything to do
+                self.end(list(self._workers), 0.0)
+            else:
+                self._process.kill()
             with contextlib.suppress(OSError):
                 self._control.shutdown(socket.SHUT_RDWR)  # also where a fork of the controller has the socket too
-            self._process.wait()
+            try:
+                self._process.wait(0.0 if self.is_abandoned else EXIT_S + 1.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold it up
+                    self._process.wait(GONE_S)
         self._control.close()
 
-    def _ask(self, request: Any, descriptors: Sequence[int] = ()) -> Any:
+    def _ask(self, request: Any, timeout_s: float | None, descriptors: Sequence[int] = ()) -> Any:
+        """The answer to a request.
+
+        Raises:
+            NoAnswer: There was none in time.
+            PlacementError: The zygote is gone.
+        """
+        if self.is_abandoned and self._is_silent():
+            timeout_s = POLL_S  # it may answer again, but it is not waited for once more
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        with self._lock:
-            self._n_asked += 1
-            number = self._n_asked
+        number, began, is_sent = next(self._numbers), time.monotonic(), False
+        self._silent_since = self._silent_since or began
+        poll = select.poll()
+        try:
             self._answers[number] = None
+            while self._answers[number] is None:
+                left = POLL_S if timeout_s is None else began + timeout_s - time.monotonic()
+                if left <= 0:
+                    raise self._unanswered()
+                poll.register(self._control, select.POLLIN if is_sent else select.POLLIN | select.POLLOUT)
+                poll.poll(min(left, POLL_S) * 1000)  # whoever else waits may read the answer to this one
+                if not is_sent:
+                    is_sent = self._send(pickle.dumps((number, *request)), ancillary)
+                self._receive()
+            return self._answers[number][0]
+        except (OSError, ValueError) as error:  # ValueError: its socket has been closed here
+            raise PlacementError(f"{self._who()} is gone ({error}); make the group again") from error
+        finally:
+            self._answers.pop(number, None)
+
+    def _send(self, message: bytes, ancillary: Any) -> bool:
+        """Send a message; False if the zygote has not read those before."""
+        try:
+            self._control.sendmsg([message], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _receive(self) -> None:
+        """Take an answer, if there is one."""
+        with self._reading:
             try:
-                self._control.sendmsg([pickle.dumps((number, *request))], ancillary, socket.MSG_NOSIGNAL)
-                while self._answers[number] is None:
-                    data = self._control.recv(_MESSAGE_NBYTES)
-                    if not data:
-                        raise ConnectionResetError("it has hung up")
-                    answered, answer = pickle.loads(data)
-                    if answered in self._answers:  # if not, whoever asked was interrupted
-                        self._answers[answered] = (answer,)
-                return self._answers[number][0]
-            except OSError as error:
-                raise PlacementError(
-                    f"the process that workers are forked from is gone ({error}); make the group again"
-                ) from error
-            finally:
-                del self._answers[number]
+                data = self._control.recv(_MESSAGE_NBYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            if not data:
+                raise ConnectionResetError("it has hung up")
+            self._silent_since, self._has_answered = None, True
+            number, answer = pickle.loads(data)
+            if number in self._answers:  # if not, whoever asked was interrupted, or has not waited so long
+                self._answers[number] = (answer,)
+
+    def _unanswered(self) -> NoAnswer:
+        """The error for this; a zygote that is silent is abandoned."""
+        if self._is_silent():
+            self.is_abandoned = True
+        found = stat(self._process.pid)
+        if found is not None and found.state in "Tt":
+            state = "is stopped"
+        elif not self._has_answered:
+            state = f"is still importing {', '.join(self._preload)}"
+        else:
+            state = "does not answer"
+        return NoAnswer(f"{self._who()} {state}")
+
+    def _is_silent(self) -> bool:
+        """Whether it has answered nothing for so long that it may never."""
+        return self._silent_since is not None and time.monotonic() - self._silent_since >= ANSWER_S
+
+    def _who(self) -> str:
+        return f"the process that workers are forked from (pid {self._process.pid})"
+
+    def _seen_from_here(self, pid: int, why: NoAnswer) -> str | None:
+        """How a worker ended, as far as it can be seen without the zygote; None if it still runs."""
+        found = stat(pid)
+        if found is None or found.parent != self._process.pid:
+            return f"it has ended; how is not known, as {why}"
+        return status_in_words(found.status) if found.state in "ZX" else None
+
+    def _end_from_here(self, pids: Sequence[int]) -> None:
+        """End workers as the zygote would, which does not; all that it became the parent of as well."""
+        orphans, others = Orphans(self._process.pid), self._workers.difference(pids)
+        deadline = time.monotonic() + GONE_S
+        while orphans.end(others) and time.monotonic() < deadline:
+            time.sleep(ORPHANS_S)  # only their parent is told of their end
 
 
 def _end_after(zygote: int, workers: set[int]) -> None:
@@ -204,14 +324,36 @@ def main() -> None:
     _Nursery(control, controller).run()
 
 
+@dataclass
+class _Question:
+    """One that is answered when workers have ended.
+
+    Attributes:
+        number: Of the question.
+        pids: The workers.
+        until: How long to wait for that.
+        kills: Whether those are killed then that have not ended, and waited for once more.
+        has_killed: Whether this was done.
+    """
+
+    number: int
+    pids: frozenset[int]
+    until: float
+    kills: bool
+    has_killed: bool = False
+
+
 class _Nursery:
-    """Forks workers, and knows how each of them ended."""
+    """Forks workers, and knows how each of them ended. It waits only in one place, for whatever may come."""
 
     def __init__(self, control: socket.socket, controller: int) -> None:
         self._control = control
         self._controller = controller
         self._living: set[int] = set()
         self._ended: dict[int, Ended] = {}
+        self._orphans = Orphans(os.getpid())
+        self._has_orphans = False
+        self._questions: list[_Question] = []
         self._memory = MemoryPressure()
         self._wake, self._waker = socket.socketpair()  # the kernel's word that a worker ended
         self._wake.setblocking(False)
@@ -226,15 +368,23 @@ class _Nursery:
         for source in (self._control, self._wake, self._controller):
             poll.register(source, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poll.poll()}
-            if self._wake.fileno() in ready:
-                self._reap()
-            if self._controller in ready or (self._control.fileno() in ready and not self._answer()):
-                self._end(list(self._living), 0.0)
+            ready = {fd for fd, _ in poll.poll(self._patience_ms())}
+            self._reap()
+            if self._controller in ready or (self._control.fileno() in ready and not self._take()):
+                self._end_all()
+                signal.set_wakeup_fd(-1)
                 return
+            self._answer_what_is_due()
 
-    def _answer(self) -> bool:
-        """Do what the controller asks; False when it is gone."""
+    def _patience_ms(self) -> float | None:
+        """How long there is nothing to do if nothing comes."""
+        moments = [question.until for question in self._questions]
+        if self._has_orphans:
+            moments.append(time.monotonic() + ORPHANS_S)
+        return max(0.0, min(moments) - time.monotonic()) * 1000 if moments else None
+
+    def _take(self) -> bool:
+        """Take a question of the controller's; False when it is gone."""
         try:
             data, ancillary, _, _ = self._control.recvmsg(
                 _MESSAGE_NBYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
@@ -244,20 +394,40 @@ class _Nursery:
         if not data:
             return False
         number, operation, *arguments = pickle.loads(data)
-        answer: Any
         if operation == "spawn":
             *fds, spawn = array.array("i", b"".join(chunk for _, _, chunk in ancillary))
-            answer = self._fork(spawn, fds)
+            self._answer(number, self._fork(spawn, fds))
         elif operation == "status":
-            answer = self._status(*arguments)
+            (pid,) = arguments
+            self._questions.append(_Question(number, frozenset([pid]), time.monotonic() + STATUS_S, kills=False))
         else:
-            answer = None
-            self._end(*arguments)
-        try:
-            self._control.send(pickle.dumps((number, answer)), socket.MSG_NOSIGNAL)
-        except ConnectionError:
-            return False
+            pids, grace_s = arguments
+            self._questions.append(_Question(number, frozenset(pids), time.monotonic() + grace_s, kills=True))
         return True
+
+    def _answer(self, number: int, answer: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # that the controller is gone is seen when it is read from
+            self._control.send(pickle.dumps((number, answer)), socket.MSG_NOSIGNAL)
+
+    def _answer_what_is_due(self) -> None:
+        for question in list(self._questions):
+            running = self._living & question.pids
+            is_over = not running and not (question.kills and self._has_orphans)
+            if not is_over and time.monotonic() < question.until:
+                continue
+            if not is_over and question.kills and not question.has_killed:
+                for pid in running:
+                    os.kill(pid, signal.SIGKILL)  # its number is taken until it is waited for
+                question.has_killed, question.until = True, time.monotonic() + GONE_S
+                continue
+            self._questions.remove(question)
+            if question.kills:
+                for pid in question.pids:
+                    self._ended.pop(pid, None)
+                self._answer(question.number, None)
+            else:
+                (pid,) = question.pids
+                self._answer(question.number, self._ended.get(pid))
 
     def _fork(self, spawn: int, fds: list[int]) -> int | str:
         with open(spawn, "rb") as file:
@@ -277,57 +447,31 @@ class _Nursery:
         return pid
 
     def _reap(self) -> None:
+        """Wait for what has ended, and end what it has left: while it lived, it was the parent of that itself."""
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
-        while (pid := _ended_child()) is not None:
-            if pid in self._living:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)  # what it started itself; its number is taken until it is waited for
-            _, status, usage = os.wait4(pid, 0)
-            if pid in self._living:
-                self._living.discard(pid)
-                self._ended[pid] = Ended(status, usage.ru_maxrss * 1024, self._memory.words())
-            self._end_orphans()
+        has_reaped = False
+        with contextlib.suppress(ChildProcessError):  # there is none
+            while (found := os.wait4(-1, os.WNOHANG))[0]:
+                pid, status, usage = found
+                has_reaped = True
+                if pid in self._living:
+                    self._living.discard(pid)
+                    self._ended[pid] = Ended(status, usage.ru_maxrss * 1024, self._memory.words())
+        if has_reaped or self._has_orphans:
+            self._has_orphans = self._orphans.end(self._living)
 
-    def _end_orphans(self) -> None:
-        """End what a dead worker started in sessions of their own; while it lived, it was their parent itself."""
-        for pid in children_of(os.getpid()):
-            if pid not in self._living:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-    def _status(self, pid: int) -> Ended | None:
-        self._wait_for([pid], 1.0)
-        return self._ended.get(pid)
-
-    def _end(self, pids: list[int], grace_s: float) -> None:
-        self._wait_for(pids, grace_s)
-        for pid in self._living.intersection(pids):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        self._wait_for(pids, 5.0)
-        for pid in pids:
-            self._ended.pop(pid, None)
-
-    def _wait_for(self, pids: list[int], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
+    def _end_all(self) -> None:
+        """End the workers and whatever they have started."""
+        self._living.clear()
+        self._has_orphans = True
+        deadline = time.monotonic() + EXIT_S
+        while self._has_orphans and time.monotonic() < deadline:
             self._reap()
-            left = deadline - time.monotonic()
-            if left <= 0 or not self._living.intersection(pids):
-                return
-            select.select([self._wake], [], [], left)
+            select.select([self._wake], [], [], ORPHANS_S)
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------
-
-
-def _ended_child() -> int | None:
-    """A child that has ended and was not waited for."""
-    with contextlib.suppress(ChildProcessError):
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return found.si_pid if found is not None else None
-    return None
 
 
 def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int) -> None:
@@ -369,10 +513,19 @@ def _take_on(spawn: Spawn) -> None:
         os.chdir(spawn.directory)
     sys.path[:] = spawn.path
     sys.argv[:] = spawn.argv
-    random.seed()
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # forks would all draw the same numbers
+    _seed_random_streams()
     set_threads(spawn.environment)
+
+
+def _seed_random_streams() -> None:
+    """Seed, from the operating system, the streams that forks of one process would share.
+
+    A module that a worker imports later seeds itself in the same way.
+    """
+    random.seed()
+    for name in ("numpy.random", "torch"):
+        if name in sys.modules:
+            sys.modules[name].seed()
 
 
 def _close_all(fds: Sequence[int]) -> None:

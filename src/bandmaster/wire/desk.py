@@ -19,6 +19,7 @@ import faulthandler
 import fcntl
 import mmap
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,9 @@ STACKS_TIMEOUT_S = 0.5
 
 _MARK = "bandmaster-worker"
 _MAX_NAME_NBYTES = 200  # the kernel takes 249
+_NAMEPLATE = re.compile(rf"/memfd:{_MARK} ([0-9]+) ([0-9]+) ([0-9]+) ([0-9]+) (.*) \(deleted\)", re.DOTALL)
+_MAX_PID = 1 << 22
+_MAX_SIZE = 1 << 31
 _SETTLED_S = 0.01  # stacks that have not grown for so long are whole
 
 
@@ -69,12 +73,15 @@ class Nameplate:
 
     @classmethod
     def read(cls, link: str) -> Nameplate | None:
-        """From what the kernel shows of a descriptor; None if that is something else."""
-        found = link.removeprefix("/memfd:").removesuffix(" (deleted)").split(" ", 5)
-        if len(found) != 6 or found[0] != _MARK:
+        """From what the kernel shows of a descriptor, which can be anything; None if it is no nameplate."""
+        found = _NAMEPLATE.fullmatch(link)
+        if found is None:
             return None
-        pid, controller, rank, world_size = map(int, found[1:5])
-        return cls(pid, controller, rank, world_size, found[5])
+        pid, controller, rank, world_size = map(int, found.groups()[:4])
+        if not (0 < pid <= _MAX_PID and controller <= _MAX_PID and rank < world_size < _MAX_SIZE):
+            return None
+        group = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found[5])
+        return cls(pid, controller, rank, world_size, group)
 
 
 class Desk:

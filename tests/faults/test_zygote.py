@@ -1,0 +1,149 @@
+"""The process that local workers are forked from is slow, or stopped: every wait for it ends, and groups go on."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from ends import wait_until_gone
+
+pytestmark = pytest.mark.timeout(60)
+
+COMMON = """
+import os, signal, sys, threading, time
+import psutil
+import bandmaster as bm
+from bandmaster import Dispatch, register
+from ends import runs, wait_until_gone
+
+class Echo(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+    @register(Dispatch.ONE_TO_ALL)
+    def start_child(self):
+        import subprocess
+        return subprocess.Popen(["sleep", "300"], start_new_session=True).pid
+
+def error_of(function, within):
+    start = time.monotonic()
+    try:
+        function()
+    except BaseException as error:
+        assert time.monotonic() - start < within, time.monotonic() - start
+        return error
+    raise AssertionError("there was no error")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have let its background jobs ignore it
+"""
+
+SLOW = """
+def waits(**options):
+    return bm.WorkerGroup(pool, Echo, **options)
+
+def let_it_go_on():
+    with open(os.environ["FIFO"], "w"):
+        pass
+
+pool = bm.ResourcePool([2])
+case = sys.argv[1]
+if case == "interrupt":
+    assert isinstance(error_of(waits, within=5), KeyboardInterrupt)
+if case == "deadline":
+    error = error_of(lambda: waits(start_timeout_s=0.3), within=3)
+    assert isinstance(error, bm.CallTimeout), error
+    assert error.missing == (0, 1)
+    assert "Echo.__init__ has no answer from rank 0, 1 after 0.3 s" in str(error), error
+    assert "is still importing slow" in str(error), error
+    let_it_go_on()
+    assert waits(start_timeout_s=30).echo(1) == [1, 1]
+if case == "another thread":
+    groups = []
+    thread = threading.Thread(target=lambda: groups.append(waits()))
+    thread.start()
+    error = error_of(lambda: waits(start_timeout_s=2.5), within=5)  # so long that the next group gets another one
+    assert isinstance(error, bm.CallTimeout), error
+    let_it_go_on()
+    thread.join()
+    assert groups[0].echo(1) == [1, 1]
+    threading.Thread(target=let_it_go_on).start()
+    assert waits(start_timeout_s=30).echo(2) == [2, 2]
+if case == "exit":
+    error_of(lambda: waits(start_timeout_s=0.1), within=3)
+print("done", flush=True)
+"""
+
+STOPPED = """
+pool = bm.ResourcePool([2])
+group, other = bm.WorkerGroup(pool, Echo), bm.WorkerGroup(pool, Echo)
+pids = [worker.pid for worker in group.workers]
+children = group.start_child()
+zygote = psutil.Process(pids[0]).ppid()
+os.kill(zygote, signal.SIGSTOP)
+case = sys.argv[1]
+if case == "death":
+    os.kill(pids[1], signal.SIGKILL)
+    error = error_of(lambda: group.echo(1), within=6)
+    assert isinstance(error, bm.WorkerDied), error
+    assert "lost its process on rank 1" in str(error) and "killed by SIGKILL" in str(error), error
+    assert isinstance(error_of(lambda: group.echo(1), within=1), bm.WorkerDied)
+    assert other.echo(2) == [2, 2], "it has its workers still"
+    group.restart()
+    assert group.echo(3) == [3, 3]
+    wait_until_gone([*pids, *children])
+    assert other.echo(4) == [4, 4]
+    other.close()
+    wait_until_gone([zygote])
+if case == "start":
+    error = error_of(lambda: bm.WorkerGroup(pool, Echo, start_timeout_s=2.5), within=5)
+    assert isinstance(error, bm.CallTimeout), error
+    assert f"the process that workers are forked from (pid {zygote}) is stopped" in str(error), error
+    assert group.echo(1) == other.echo(1) == [1, 1]
+    assert bm.WorkerGroup(pool, Echo).echo(2) == [2, 2]
+if case == "close":
+    start = time.monotonic()
+    group.close()
+    assert time.monotonic() - start < 8
+    wait_until_gone([*pids, *children])
+    assert other.echo(1) == [1, 1]
+print("done", *pids, *children, zygote, flush=True)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run a script; how long that took, and the words of its last line."""
+
+    def run(script, case, **environment):
+        paths = [str(tmp_path), os.path.dirname(os.path.dirname(__file__)), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", COMMON + script, case], capture_output=True, text=True, timeout=50, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout, done.stderr
+        return time.monotonic() - start, done.stdout.splitlines()[-1].split()
+
+    return run
+
+
+@pytest.mark.parametrize("case", ["interrupt", "deadline", "another thread", "exit"])
+def test_slow_imports_hold_nobody_up(run, tmp_path, case):
+    os.mkfifo(tmp_path / "fifo")
+    interrupt = "os.kill(os.getppid(), signal.SIGINT)" if case == "interrupt" else ""
+    module = f"import os, signal\n{interrupt}\nopen(os.environ['FIFO']).read()\n"  # until somebody opens it to write
+    (tmp_path / "slow.py").write_text(module)
+    seconds, words = run(SLOW, case, BANDMASTER_PRELOAD="slow", FIFO=str(tmp_path / "fifo"))
+    assert words == ["done"]
+    assert seconds < 20
+
+
+@pytest.mark.parametrize("case", ["death", "start", "close", "exit"])
+def test_a_process_that_is_stopped_holds_nobody_up(run, case):
+    seconds, (word, *pids) = run(STOPPED, case, BANDMASTER_PRELOAD="numpy")
+    assert word == "done"
+    assert seconds < 25
+    wait_until_gone(map(int, pids))
