@@ -37,6 +37,26 @@ def test_gather_lists_and_only_takes_one():
     assert collect(Only(tp=1), [1], [values], "C.m") is values
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda x: x, torch.nn.Parameter, lambda x: {"x": {"y": x}, "n": [1, 2]}, lambda x: TensorDict({"x": x}, [2])],
+    ids=["tensor", "parameter", "dict", "TensorDict"],
+)
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_what_is_joined_or_reduced_is_detached(wrap, n_ranks):
+    values = [wrap(torch.ones(2, requires_grad=True)) for _ in range(n_ranks)]
+    losses = [{"loss": torch.ones((), requires_grad=True)} for _ in range(n_ranks)]
+
+    results = [concat(values), reduced("mean", losses), reduced("max", losses)]
+
+    assert [(type(x), x.requires_grad, x.grad_fn) for x in map(tensor_in, results)] == [(torch.Tensor, False, None)] * 3
+    assert tensor_in(values[0]).requires_grad, "the rank's own is as it was"
+
+
+def tensor_in(value):
+    return value if isinstance(value, torch.Tensor) else tensor_in(next(iter(value.values())))
+
+
 # --- padding ----------------------------------------------------------------------------------------------------
 
 

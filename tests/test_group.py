@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 import bandmaster as bm
 from bandmaster import Broadcast, Dispatch, Execute, Gather, Mesh, Only, Reduce, Split, TransferProtocol, register
@@ -383,6 +384,18 @@ def test_registered_batch_types_are_split_and_joined(make_group):
 
     group = make_group(2, Upper)
     assert group.upper(Prompts(["a", "b", "c"])).texts == ["A0", "B0", "C1"]
+
+
+def test_tensors_that_require_grad_arrive_as_leaves_and_come_back_without(make_group):
+    class Learner(bm.Worker):
+        @register(TransferProtocol(Split("dp", pad=True), (bm.Concat("dp"), Gather(), Reduce("mean"))))
+        def learn(self, weights):
+            return 2 * weights, (weights.requires_grad, weights.is_leaf), weights.sum()
+
+    learned, arrived, mean = make_group(2, Learner).learn(3 * torch.ones(3, requires_grad=True))
+    assert arrived == [(True, True)] * 2
+    assert [(tensor.requires_grad, tensor.grad_fn) for tensor in (learned, mean)] == [(False, None)] * 2
+    assert (learned.tolist(), mean.item()) == ([6, 6, 6], 6)
 
 
 class Fragile(bm.Worker):

@@ -33,6 +33,7 @@ __all__ = [
     "concat_rows",
     "count_rows",
     "describe",
+    "detached",
     "is_same_kind",
     "pad_rows",
     "register_batch_type",
@@ -154,6 +155,22 @@ def concat_rows(values: Sequence[Any]) -> Any:
 def is_same_kind(first: Any, second: Any) -> bool:
     """Whether two batches are of types that are handled alike, and so can be joined."""
     return _batch_type(first) is _batch_type(second)
+
+
+def detached(value: Any) -> Any:
+    """``value`` with no tensor that requires grad, and itself where there is none.
+
+    Rows in lists and values of registered types are left as they are; so is all that is no batch, such as a number.
+    """
+    kind = _kind(value) if "torch" in sys.modules else None
+    if kind is _TENSOR or kind is _TENSORDICT:
+        return value.detach() if value.requires_grad else value
+    if kind is None or kind.rows not in (_mapping_rows, _record_rows):
+        return value
+    columns = _columns(value)
+    without = {key: detached(column) for key, column in columns.items()}
+    is_same = all(without[key] is column for key, column in columns.items())
+    return value if is_same else _rebuilt(value, without)
 
 
 def pad_rows(value: Any, rows: int) -> Any:
@@ -432,13 +449,14 @@ def _encoding_concat(values: Sequence[Any]) -> Any:
 
 _MAPPING = BatchType(_mapping_rows, _columns_split, _columns_concat)
 _RECORD = BatchType(_record_rows, _columns_split, _columns_concat)
+_TENSOR = BatchType(_tensor_rows, _tensor_split, _tensor_concat)
 _TENSORDICT = BatchType(_tensordict_rows, _slice, _tensordict_concat)
 _FRAME = BatchType(len, _frame_split, _frame_concat)
 _KNOWN_BY_NAME = {  # so that nothing is imported to ask the question
     ("numpy", "ndarray"): BatchType(_array_rows, _slice, _array_concat),
     ("builtins", "list"): BatchType(len, _slice, _list_concat),
     ("builtins", "dict"): _MAPPING,
-    ("torch", "Tensor"): BatchType(_tensor_rows, _tensor_split, _tensor_concat),
+    ("torch", "Tensor"): _TENSOR,
     ("tensordict.base", "TensorDictBase"): _TENSORDICT,
     ("pandas", "DataFrame"): _FRAME,
     ("pandas", "Series"): _FRAME,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bandmaster.batch import KNOWN, concat_rows, count_rows, is_same_kind, slice_rows
+from bandmaster.batch import KNOWN, concat_rows, count_rows, detached, is_same_kind, slice_rows
 from bandmaster.errors import BatchError, CollectError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.planning import CollectEach, RealRows
@@ -113,7 +113,7 @@ def _without_padding(rank: int, value: Any, rows: int, sent: int, real: int, met
 
 def _join(ranks: Sequence[int], parts: Sequence[Any], method: str) -> Any:
     try:
-        return concat_rows(parts)
+        return detached(concat_rows(parts))
     except BatchError as error:
         for rank, part in zip(ranks, parts, strict=True):
             if not is_same_kind(parts[0], part):
@@ -138,7 +138,7 @@ def _reduce(how: Reduce, ranks: Sequence[int], values: Sequence[Any], method: st
             ranks, values = list(compress(ranks, rows)), list(compress(values, rows))
             shares = _shares([n for n in rows if n])
     try:
-        return _reduce_tree(how.op, values, shares)
+        return detached(_reduce_tree(how.op, values, shares))
     except Exception as error:
         types = ", ".join(f"rank {rank}: {type(value).__name__}" for rank, value in zip(ranks, values, strict=True))
         raise _error(ranks[0], method, f"returned what {how!r} cannot reduce ({types}): {error}") from error

@@ -120,7 +120,9 @@ class Concat(_Selection):
         *axes: The axes to join over, the slowest first; at least one.
         **at: Coordinates of the ranks to take on other axes; 0 where nothing is said, -1 is the last.
 
-    A method that returns None on all those ranks gives None.
+    A method that returns None on all those ranks gives None. What is joined belongs to the caller alone: a tensor is
+    detached, whether or not those of the ranks require grad. (`Gather` and `Only` give the tensors of the ranks, as
+    leaves that require grad if they did there.)
     """
 
     def __init__(self, *axes: str, **at: int) -> None:
@@ -146,7 +148,7 @@ class Reduce(_Selection):
 
     Args:
         op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``, elementwise over numbers, arrays and tensors, and inside
-            dicts; or a function from the list of values to the result.
+            dicts; tensors in the result are detached. Or a function from the list of values to the result.
         *axes: As in `Gather`.
         weights: ``"rows"`` weighs a mean by the number of rows that each rank was sent, padding not counted; ranks
             without rows are left out, or, if no rank has any, all count alike. None counts all ranks alike.
