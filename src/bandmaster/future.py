@@ -10,6 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from bandmaster.calls import GroupCall
 from bandmaster.errors import CallTimeout
+from bandmaster.limits import start_thread
 from bandmaster.wire.steady import check_not_held
 
 __all__ = ["Future"]
@@ -104,7 +105,7 @@ class Future(Generic[T]):
             return
         self._callbacks.append(fn)
         if len(self._callbacks) == 1:
-            threading.Thread(target=self._run_callbacks, name="bandmaster-future", daemon=True).start()
+            start_thread("bandmaster-future", self._run_callbacks)
 
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio  # here, as it takes a third of the time that the import of everything takes

@@ -11,6 +11,7 @@ from collections import deque
 from typing import NamedTuple
 
 from bandmaster.failure import N_LAST_LINES
+from bandmaster.limits import start_thread
 from bandmaster.wire.steady import SteadyLock
 
 __all__ = ["WorkerOutput"]
@@ -56,9 +57,7 @@ class WorkerOutput:
         """Begin to read, or go on with it when workers have been added."""
         with self._lock:
             if self._thread is None and self._sources:
-                name = f"bandmaster-output-{self._label}"
-                self._thread = threading.Thread(target=self._read, name=name, daemon=True)
-                self._thread.start()
+                self._thread = start_thread(f"bandmaster-output-{self._label}", self._read)
 
     def last_errors(self, rank: int) -> str:
         """The last lines of a worker's standard error."""

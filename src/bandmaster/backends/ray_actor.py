@@ -14,7 +14,6 @@ import os
 import select
 import socket
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from bandmaster.backends.processes import end_descendants
 from bandmaster.binding import signature_without_self
 from bandmaster.failure import Failure
 from bandmaster.hardware import count_gpus
+from bandmaster.limits import start_thread
 from bandmaster.wire.codec import Payload, decode
 from bandmaster.wire.desk import Desk, Nameplate
 from bandmaster.wire.host import WorkerHost
@@ -174,9 +174,7 @@ class WorkerActor:
 def _end_with(controller: int) -> None:
     """End this process as soon as its controller is gone: Ray takes a while, as does a lane that forks have, too."""
     with contextlib.suppress(OSError):  # it is not in our namespace of processes, or gone already
-        threading.Thread(
-            target=_end_after, args=[os.pidfd_open(controller)], name="bandmaster-controller-watch", daemon=True
-        ).start()
+        start_thread("bandmaster-controller-watch", _end_after, os.pidfd_open(controller))
 
 
 def _end_after(controller: int) -> None:

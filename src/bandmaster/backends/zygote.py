@@ -41,6 +41,7 @@ from bandmaster.backends.processes import Ended, MemoryPressure, Orphans, memory
 from bandmaster.backends.threads import THREAD_VARIABLES, set_threads
 from bandmaster.errors import PlacementError
 from bandmaster.forks import n_forks
+from bandmaster.limits import start_thread
 from bandmaster.proc import stat
 from bandmaster.wire.desk import Desk, Nameplate
 from bandmaster.wire.host import WorkerHost
@@ -100,7 +101,7 @@ class Zygote:
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._reading = SteadyLock()  # Ctrl-C must not lose an answer, which may be another thread's
+        self._reading = threading.RLock()  # re-entrant, as a finalizer may end a group anywhere
         self._numbers = itertools.count()
         self._answers: dict[int, Any] = {}  # by number of the question; None where it is still awaited
         self._silent_since: float | None = None  # when it was asked something, if it has not answered anything since
@@ -113,19 +114,20 @@ class Zygote:
             "from bandmaster.backends.zygote import main; main()"
         )
         single = {name: "1" for name in THREAD_VARIABLES if name not in os.environ}
-        with theirs:
+        with contextlib.ExitStack() as if_it_fails, theirs:
+            if_it_fails.enter_context(self._control)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program, str(theirs.fileno()), *preload],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **single},
             )
+            if_it_fails.pop_all()
         self.is_abandoned = False
         self._users: set[int] = set()
         self._workers: set[int] = set()
         try:
-            watched = (os.pidfd_open(self._process.pid), self._workers)
-            threading.Thread(target=_end_after, args=watched, name="bandmaster-zygote-watch", daemon=True).start()
+            start_thread("bandmaster-zygote-watch", _end_after, os.pidfd_open(self._process.pid), self._workers)
             atexit.register(self.close)
         except BaseException:  # there is no thread or no descriptor left for this, or Ctrl-C
             self.close()
@@ -247,7 +249,7 @@ class Zygote:
 
     def _receive(self) -> None:
         """Take an answer, if there is one."""
-        with self._reading:
+        with SteadyLock(), self._reading:  # Ctrl-C must not lose an answer, which may be another thread's
             try:
                 data = self._control.recv(_MESSAGE_NBYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -317,7 +319,7 @@ def main() -> None:
     os.setpgid(0, 0)
     controller = os.pidfd_open(os.getppid())  # sockets may live on in what the controller forks; this does not
     for name in sys.argv[2:]:
-        with contextlib.suppress(Exception):  # whoever needs it will see why when a worker imports it
+        with contextlib.suppress(Exception, SystemExit):  # whoever needs it will see why when a worker imports it
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is imported stays shared with the workers

@@ -21,6 +21,7 @@ from typing import Any
 from bandmaster.backends import CLOSED, QUEUED, Call, Reply
 from bandmaster.errors import ClosedError
 from bandmaster.failure import Failure, FailureKind
+from bandmaster.limits import start_thread
 from bandmaster.wire import desk
 from bandmaster.wire.arrivals import HAS_ROOM, Arrivals, Event
 from bandmaster.wire.codec import Payload, decode
@@ -234,8 +235,7 @@ class LaneCrew:
         if self._queues[rank] or len(self._pending[rank]) > MAX_UNANSWERED or not self._send(rank, outgoing):
             self._queues[rank].append(outgoing)
             if self._sender is None:
-                self._sender = threading.Thread(target=self._send_queued, name="bandmaster-sender", daemon=True)
-                self._sender.start()
+                self._sender = start_thread("bandmaster-sender", self._send_queued)
 
     def _send(self, rank: int, outgoing: _Outgoing) -> bool:
         """Send a message; False if the worker does not read now: then there will be an event when it has read."""
