@@ -11,7 +11,7 @@ from bandmaster.mesh import Mesh
 from bandmaster.pool import ResourcePool
 from bandmaster.worker import ClassWithInitArgs, Worker
 
-__all__ = ["check_names", "checked_mesh", "unwrap"]
+__all__ = ["check_names", "check_options", "checked_mesh", "unwrap"]
 
 
 def unwrap(
@@ -56,6 +56,22 @@ def check_names(cls: type[Worker], methods: Collection[str], taken: Collection[s
         raise UsageError(
             f"{cls.__name__} registers {', '.join(map(repr, unreachable))}, which every Worker has as an attribute "
             "of that name, so that the method cannot be reached; rename the method"
+        )
+
+
+def check_options(owner: str, name_prefix: object, start_timeout_s: object) -> None:
+    """Refuse what is given in the place of another option.
+
+    Raises:
+        UsageError: A value of the wrong type, or a time that is none.
+    """
+    if not isinstance(name_prefix, str | None):
+        raise UsageError(f"name_prefix of {owner} is a string, or None for the pool's own, not {name_prefix!r}")
+    is_number = isinstance(start_timeout_s, int | float) and not isinstance(start_timeout_s, bool)
+    if start_timeout_s is not None and not (is_number and start_timeout_s >= 0):  # type: ignore[operator]
+        raise UsageError(
+            f"start_timeout_s of {owner} is a number of seconds from 0, or None for as long as it takes, not "
+            f"{start_timeout_s!r}"
         )
 
 
