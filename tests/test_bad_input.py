@@ -23,6 +23,7 @@ from bandmaster import (
     collect_all_to_all,
     register,
 )
+from bandmaster.single_controller.ray import RayResourcePool, RayWorkerGroup
 
 PADDED = Split("dp", pad=True)
 
@@ -678,7 +679,7 @@ GROUPS = {
         f"{value!r} seconds for the constructors": (
             lambda pool, value=value: bm.WorkerGroup(pool, Fragile, start_timeout_s=value),
             bm.UsageError,
-            ["start_timeout_s must be a non-negative number of seconds or None", f"got {value!r}"],
+            ["start_timeout_s of WorkerGroup must be a non-negative number of seconds or None", f"got {value!r}"],
         )
         for value in ("a", -1, float("nan"), True)
     },
@@ -708,6 +709,21 @@ GROUPS = {
         ["Mesh(dp=2, tp=2) has 4 ranks", "has 2 places", "Mesh(dp=2)"],
     ),
     "no mesh": (lambda pool: bm.WorkerGroup(pool, Fragile, mesh={"dp": 2}), bm.MeshError, ["Mesh(dp=2)", "{'dp': 2}"]),
+    "a name that is no string": (
+        lambda pool: bm.WorkerGroup(pool, Fragile, name_prefix=b"actor"),
+        bm.UsageError,
+        ["name_prefix of WorkerGroup is a string", "not b'actor'"],
+    ),
+    "a time to start that is no number": (
+        lambda pool: bm.WorkerGroup(pool, Fragile, start_timeout_s="soon"),
+        bm.UsageError,
+        ["start_timeout_s of WorkerGroup must be a non-negative number of seconds", "got 'soon'"],
+    ),
+    "a time to start that is no time": (
+        lambda pool: bm.WorkerGroup(pool, Fragile, start_timeout_s=float("nan")),
+        bm.UsageError,
+        ["start_timeout_s of WorkerGroup must be a non-negative number of seconds", "got nan"],
+    ),
     "methods that hide the group's own": (
         lambda pool: bm.WorkerGroup(pool, HidesTwo),
         bm.UsageError,
@@ -887,10 +903,15 @@ def test_a_pool_of_no_sensible_size_is_refused(make_pool, nodes):
         {"max_colocate_count": True},
         {"cpus_per_worker": -1},
         {"cpus_per_worker": "two"},
+        {"cpus_per_worker": True},
         {"cpus_per_worker": float("nan")},
         {"placement_timeout_s": -1},
         {"placement_timeout_s": float("nan")},
         {"placement_timeout_s": None},
+        {"placement_timeout_s": True},
+        {"placement_timeout_s": float("nan")},
+        {"name_prefix": 3},
+        {"name_prefix": True},
         {"use_gpu": "yes"},
         {"use_gpu": 2},
     ],
@@ -902,6 +923,13 @@ def test_an_option_of_a_pool_that_makes_no_sense_is_refused(make_pool, options):
         make_pool([2], **options)
     assert name in str(refused.value)
     assert repr(value) in str(refused.value)
+
+
+def test_values_in_other_places_than_in_verl_are_refused_by_name(pool):
+    with pytest.raises(bm.UsageError, match=r"^cpus_per_worker is a number of 0 or more, not False$"):
+        RayResourcePool([2], True, None, 1, False)
+    with pytest.raises(bm.UsageError, match=r"^name_prefix of RayWorkerGroup is a string, or None .*, not True$"):
+        RayWorkerGroup(pool, Fragile, True)
 
 
 def test_an_unknown_backend_is_answered_with_the_known_ones():

@@ -8,10 +8,11 @@ from typing import Any
 
 from bandmaster.errors import ArgumentError, MeshError, UsageError
 from bandmaster.mesh import Mesh
+from bandmaster.options import check_seconds
 from bandmaster.pool import ResourcePool
 from bandmaster.worker import ClassWithInitArgs, Worker
 
-__all__ = ["check_names", "checked_mesh", "unwrap"]
+__all__ = ["check_names", "check_options", "checked_mesh", "unwrap"]
 
 
 def unwrap(
@@ -62,6 +63,17 @@ def check_names(cls: type[Worker], methods: Collection[str], taken: Collection[s
             f"{cls.__name__} registers {', '.join(map(repr, unreachable))}, which every Worker has as an attribute "
             "of that name, so that the method cannot be reached; rename the method"
         )
+
+
+def check_options(owner: str, name_prefix: object, start_timeout_s: object) -> None:
+    """Refuse what is given in the place of another option.
+
+    Raises:
+        UsageError: A value of the wrong type, or a time that is none.
+    """
+    if not isinstance(name_prefix, str | None):
+        raise UsageError(f"name_prefix of {owner} is a string, or None for the pool's own, not {name_prefix!r}")
+    check_seconds(f"start_timeout_s of {owner}", start_timeout_s)
 
 
 def checked_mesh(mesh: Mesh | None, pool: ResourcePool) -> Mesh:

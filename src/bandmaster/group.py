@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from bandmaster.backends import Call, Crew, Launch, Reply, get_backend
 from bandmaster.binding import bind, signature_without_self
 from bandmaster.calls import CallInfo, GroupCall, OpenCalls
-from bandmaster.checks import check_names, checked_mesh, unwrap
+from bandmaster.checks import check_names, check_options, checked_mesh, unwrap
 from bandmaster.collect import collect
 from bandmaster.envelope import encode_constructor, encode_parcel
 from bandmaster.errors import ArgumentError, CallTimeout, ClosedError, CollectError, UsageError, WorkerDied
@@ -28,7 +28,7 @@ from bandmaster.failure import Failure
 from bandmaster.future import Future
 from bandmaster.mesh import Mesh
 from bandmaster.method import GroupMethod, MethodSpec
-from bandmaster.options import CallOptions, check_seconds, default_options
+from bandmaster.options import CallOptions, default_options
 from bandmaster.planning import CollectEach, Packed, Slot, alike, everywhere, scatter
 from bandmaster.pool import ResourcePool
 from bandmaster.render import html_table, text_table
@@ -61,8 +61,8 @@ class WorkerGroup:
     Raises:
         ArgumentError: The constructor cannot be called so, or an argument cannot be pickled.
         MeshError: The mesh has another size than the pool, or lacks an axis that a registered method names.
-        UsageError: No worker class, an async constructor, a ``start_timeout_s`` that is no duration, or a registered
-            method that hides an attribute of the group.
+        UsageError: No worker class, an async constructor, an option of the wrong type, or a registered method that hides
+            an attribute of the group.
         ConstructorError: A worker's constructor raised; the others were ended. All places were given back.
         WorkerDied: A worker's process ended before it was constructed; likewise.
         CallTimeout: The constructors did not end in time; likewise.
@@ -83,7 +83,7 @@ class WorkerGroup:
     ) -> None:
         if not isinstance(pool, ResourcePool):
             raise ArgumentError(f"{type(self).__name__} takes a ResourcePool, then a worker class; {pool!r} is no pool")
-        check_seconds("start_timeout_s", start_timeout_s)
+        check_options(type(self).__name__, name_prefix, start_timeout_s)
         cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
         registered = registrations(cls)
         check_names(cls, registered, dir(WorkerGroup))

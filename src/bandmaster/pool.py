@@ -70,13 +70,16 @@ class ResourcePool:
         placement_timeout_s: float = 60.0,
     ) -> None:
         nodes = _checked_nodes(process_on_nodes)
-        if isinstance(max_colocate_count, bool) or not isinstance(max_colocate_count, int) or max_colocate_count < 1:
+        is_count = isinstance(max_colocate_count, int) and not isinstance(max_colocate_count, bool)
+        if not is_count or max_colocate_count < 1:
             raise UsageError(f"max_colocate_count is the number of groups on a place, not {max_colocate_count!r}")
         for what, amount in (("cpus_per_worker", cpus_per_worker), ("placement_timeout_s", placement_timeout_s)):
-            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:  # nan is not
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
                 raise UsageError(f"{what} is a number of 0 or more, not {amount!r}")
         if not isinstance(use_gpu, bool):
             raise UsageError(f"use_gpu is True or False, one GPU for every place or none, not {use_gpu!r}")
+        if not isinstance(name_prefix, str | None):
+            raise UsageError(f"name_prefix is a string, or None for a pool without a name, not {name_prefix!r}")
         get_backend(backend)
         request = Request(name_prefix or "pool", nodes, cpus_per_worker, int(use_gpu))
         lease = _Lease(request, backend, max_colocate_count, placement_timeout_s)
