@@ -441,7 +441,9 @@ def test_shared_memory_that_a_local_worker_has_not_unlinked_is_unlinked_at_its_e
         assert not any(file.exists() for file in files)
 
 
-def test_a_group_is_not_for_forks_of_the_controller(group):
+def test_a_group_is_not_for_forks_of_the_controller(make_pool):
+    pool = make_pool([3])
+    group = bm.WorkerGroup(pool, Mortal, start=10)
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -449,11 +451,17 @@ def test_a_group_is_not_for_forks_of_the_controller(group):
             group.add(1)
         except bm.UsageError as error:
             os.write(tell, str(error).encode())
-        finally:
             group.close()
+            with pool:
+                pass
+            os.write(tell, b"; closed")
+        finally:
             os._exit(0)
     os.waitpid(child, 0)
-    assert "belongs to the process that this one was forked from" in os.read(told, 1000).decode()
-    os.close(told)
     os.close(tell)
+    with open(told) as lines:
+        said = lines.read()
+    assert "belongs to the process that this one was forked from" in said
+    assert said.endswith("; closed")
     assert group.add(1) == [11, 11, 11]
+    assert make_pool([1]).reserve() is not None

@@ -40,6 +40,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from bandmaster.backends import Launch
 from bandmaster.backends.ray_actor import CONSTRUCTION, actor_class, host_identity
 from bandmaster.backends.ray_crew import POLL_S, RayCrew
+from bandmaster.backends.ray_session import RaySession
 from bandmaster.construction import answers, await_construction, replacement
 from bandmaster.errors import PlacementError, UsageError
 from bandmaster.limits import working_directory
@@ -75,7 +76,7 @@ class RayBackend:
 
     def __init__(self) -> None:
         self._is_connected_here = False  # whether Ray is to be left with the last reservation
-        self._session: str | None = None  # which Ray that was
+        self._session: RaySession | None = None  # the one that was made here
         self._is_embedded = False  # whether it is a Ray of our own
         self._reservations: list[Reservation] = []
 
@@ -122,7 +123,7 @@ class RayBackend:
     def release(self, reservation: Reservation) -> None:
         """Remove the placement groups; the Ray of our own ends with its last reservation."""
         self._reservations.remove(reservation)
-        if ray.is_initialized():
+        if reservation.session.is_current:
             for group in reservation.groups:
                 remove_placement_group(group)
         self._disconnect_if_idle()
@@ -135,7 +136,8 @@ class RayBackend:
                 raise UsageError(
                     f"{launch.cls.__name__} asks Ray for {asked}, but {why}; leave this out of @ray.remote(...)"
                 )
-        crew = RayCrew()
+        _check_session(launch)
+        crew = RayCrew(launch.group)
         try:
             for rank in range(len(launch.seats)):
                 crew.actors.append(self._start_actor(launch, rank))
@@ -147,6 +149,7 @@ class RayBackend:
 
     def replace(self, crew: RayCrew, launch: Launch, rank: int) -> None:
         """Start a new actor on a seat, and construct it."""
+        _check_session(launch)
         with replacement(crew, rank):
             crew.actors[rank] = self._start_actor(replace(launch, is_again=True), rank)
             crew.revive(rank)
@@ -195,7 +198,7 @@ class RayBackend:
                 if not group.wait(max(1.0, min(10.0, deadline - time.monotonic()))):
                     raise TimeoutError
             bundles = [_in_device_order(group, bool(request.gpus_per_worker)) for group in groups]
-            return Reservation(tuple(groups), tuple(bundles))
+            return Reservation(request.name, tuple(groups), tuple(bundles), RaySession())
         except BaseException as error:
             for group in groups:
                 remove_placement_group(group)
@@ -213,7 +216,7 @@ class RayBackend:
         if ray.is_initialized():
             if ray.util.client.ray.is_connected():
                 raise UsageError(_NO_CLIENT)
-            if self._session != _session():  # the user has left ours and joined another
+            if self._session is None or not self._session.is_current:  # the user has left ours and joined another
                 self._is_connected_here = self._is_embedded = False
             return
         self._is_connected_here, self._is_embedded = True, False
@@ -224,11 +227,11 @@ class RayBackend:
         else:
             ray.init("local", include_dashboard=False, logging_level=logging.WARNING, resources={PLACE: 1e6})
             self._is_embedded = True
-        self._session = _session()
+        self._session = RaySession()
 
     def _disconnect_if_idle(self) -> None:
-        if self._is_connected_here and not self._reservations:
-            if self._session == _session():
+        if self._is_connected_here and not any(held.session.is_current for held in self._reservations):
+            if self._session is not None and self._session.is_current:
                 ray.shutdown()
             self._is_connected_here = self._is_embedded = False
 
@@ -237,8 +240,15 @@ class RayBackend:
 class Reservation:
     """The placement group of each node of a request, and its bundles in the order of their devices."""
 
+    name: str
     groups: tuple[PlacementGroup, ...]
     bundles: tuple[tuple[int, ...], ...]
+    session: RaySession
+
+
+def _check_session(launch: Launch) -> None:
+    for seat in launch.seats:
+        seat.reservation.session.check(f"pool {seat.reservation.name!r}")
 
 
 def _construct(crew: RayCrew, launch: Launch, ranks: Sequence[int]) -> None:
@@ -266,11 +276,6 @@ def _construct(crew: RayCrew, launch: Launch, ranks: Sequence[int]) -> None:
         tickets.update(crew.update_environment([r for r in crew.standings if r not in ranks], rendezvous))
     await_construction(crew, tickets, launch)
     crew.connect(ranks)
-
-
-def _session() -> str | None:
-    """Which job on which Ray this process is connected as."""
-    return ray.get_runtime_context().get_job_id() + ray.nodes()[0]["NodeID"] if ray.is_initialized() else None
 
 
 def _running_cluster() -> str | None:

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bandmaster.backends import CLOSED, QUEUED, Call, Reply
 from bandmaster.backends.ray_actor import CONSTRUCTION, OTHERS, Standing, host_identity
+from bandmaster.backends.ray_session import RaySession
 from bandmaster.errors import ClosedError
 from bandmaster.failure import N_LAST_LINES, Failure, FailureKind
 from bandmaster.wire import desk
@@ -44,11 +45,16 @@ class RayCrew:
         actors: Their handles, one per rank.
         standings: What each says of itself.
         deaths: Of those that broke a lane or failed a call; otherwise Ray tells of a death only to who asks.
+
+    Args:
+        group: Name of the group.
     """
 
     has_native_tickets = True
 
-    def __init__(self) -> None:
+    def __init__(self, group: str) -> None:
+        self._group = f"group {group!r}"
+        self._session = RaySession()
         self.actors: list[Any] = []
         self.standings: dict[int, Standing] = {}
         self._here = host_identity()
@@ -120,7 +126,7 @@ class RayCrew:
     def lend(self, ranks: Sequence[int], memory: Any) -> Loan | None:
         """To those that have a lane."""
         with self._lock:
-            if not self._has_lane.issuperset(ranks):
+            if not (self._has_lane.issuperset(ranks) and self._session.is_current):
                 return None
             for rank in ranks:
                 self._resume(rank)
@@ -132,6 +138,7 @@ class RayCrew:
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """By lane where there is one and the ticket is not the user's; else one actor task each."""
+        self._session.check(self._group)
         for call in calls:
             if len(self._by_lane(call)) < len(call.ranks):
                 for part in call.parts:
@@ -174,7 +181,7 @@ class RayCrew:
         by_reference = {ticket.reference: ticket for ticket in tickets if isinstance(ticket, RayTicket)}
         references = list(by_reference)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self.is_stopped:
+        while self._can_call_ray():
             left = max(0.0, min(POLL_S, deadline - time.monotonic()))
             ready = ray.wait(references, num_returns=len(references), timeout=left)[0]
             done: list[Any] = [by_reference[reference] for reference in ready]
@@ -188,8 +195,9 @@ class RayCrew:
         """The decoded value; exceptions of Ray's own become failures."""
         if isinstance(ticket, Ticket):
             return self._lanes.fetch(ticket)
-        if self.is_stopped:
-            return self.deaths.get(ticket.rank) or Failure(FailureKind.DIED, CLOSED)
+        if not self._can_call_ray():
+            why = CLOSED if self.is_stopped else self._session.ended(self._group)
+            return self.deaths.get(ticket.rank) or Failure(FailureKind.DIED, why)
         try:
             return ray.get(ticket.reference)
         except RayActorError as error:
@@ -238,7 +246,8 @@ class RayCrew:
         """Kill actors, whatever they do."""
         for rank in ranks:
             self._lanes.note_end(rank, why)
-            ray.kill(self.actors[rank])
+            if self._session.is_current:
+                ray.kill(self.actors[rank])
 
     def bury(self, rank: int) -> None:
         """Note the death of a rank that was ended."""
@@ -267,10 +276,16 @@ class RayCrew:
         """Ask Ray about the actors, and look at the lanes."""
         self._lanes.look_for_deaths()
         for rank, actor in enumerate(self.actors):
-            if rank not in self.deaths:
-                state = ray._private.state.actors(actor._actor_id.hex())
-                if state.get("State") == "DEAD":
-                    self._note_death(rank)
+            if rank not in self.deaths and self._is_dead(actor):
+                self._note_death(rank)
+
+    def _is_dead(self, actor: Any) -> bool:
+        if not self._session.is_current:
+            return True
+        return bool(ray._private.state.actors(actor._actor_id.hex()).get("State") == "DEAD")
+
+    def _can_call_ray(self) -> bool:
+        return not self.is_stopped and self._session.is_current
 
     def stop(self, why: str = CLOSED) -> None:
         """Hang up and kill the actors."""
@@ -279,7 +294,7 @@ class RayCrew:
             self._lanes.deaths.setdefault(rank, Failure(FailureKind.DIED, why))
         self._has_lane.clear()
         actors, self.actors = self.actors, []
-        if ray.is_initialized():
+        if self._session.is_current:
             for actor in actors:
                 ray.kill(actor)
 
@@ -305,6 +320,8 @@ class RayCrew:
     def _how_it_died(self, rank: int) -> Failure:
         error = self._told.get(rank) or self._last_words(rank)
         summary = "its process is gone" if error is None else f"{type(error).__name__}: {error}".strip()
+        if not self._session.is_current:
+            summary = self._session.ended(self._group)
         standing = self.standings.get(rank)
         if standing is None:
             return Failure(FailureKind.DIED, summary)
@@ -312,7 +329,7 @@ class RayCrew:
 
     def _last_words(self, rank: int) -> RayError | None:
         """What Ray says about an actor whose lane broke."""
-        if rank in self._serving:
+        if rank in self._serving and self._session.is_current:
             try:
                 ray.get(self.actors[rank].__ray_ready__.remote(), timeout=LAST_WORDS_TIMEOUT_S)
             except RayError as error:
@@ -338,7 +355,7 @@ class RayCrew:
         """Call a function on the node of a rank; None if that cannot be."""
         if self._is_near(rank):
             return function(*args)
-        if rank not in self.standings:
+        if rank not in self.standings or not self._session.is_current:
             return None
         strategy = NodeAffinitySchedulingStrategy(self.standings[rank].node, soft=False)
         try:

@@ -183,7 +183,12 @@ class Zygote:
         return words
 
     def end(self, pids: Sequence[int], grace_s: float) -> None:
-        """Wait for workers to end, and kill those that do not in time, with all processes they started."""
+        """Wait for workers to end, and kill those that do not in time, with all processes they started.
+
+        In a fork of the controller this does nothing: they are not its own.
+        """
+        if not self.is_ours:
+            return
         try:
             if self.is_alive and pids:
                 self._ask(("end", list(pids), grace_s), grace_s + GONE_S + ANSWER_S)

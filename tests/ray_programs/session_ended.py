@@ -1,0 +1,73 @@
+"""Pools and groups whose Ray was left with `ray.shutdown` say so at once, start no other, and do it no harm."""
+
+import contextlib
+import logging
+import time
+
+import ray
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+
+class Naps(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def nap(self, seconds):
+        time.sleep(seconds)
+        return self.rank
+
+    def on_replace(self, rank, state):
+        pass
+
+
+def connect():
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+
+
+@contextlib.contextmanager
+def fails(error, words, within_s=5.0):
+    start = time.monotonic()
+    try:
+        yield
+    except error as raised:
+        assert words in str(raised), raised
+    else:
+        raise AssertionError(f"there was no {error}")
+    assert time.monotonic() - start < within_s
+    assert not ray.is_initialized(), "no Ray was started"
+
+
+connect()
+pool = bm.ResourcePool([1], backend="ray", cpus_per_worker=0, name_prefix="old")
+by_lane, by_ray = bm.WorkerGroup(pool, Naps), bm.WorkerGroup(pool, Naps)
+assert len(by_ray.workers) == 1  # from here on, its calls are Ray's own
+idle = bm.WorkerGroup(pool, Naps)
+assert by_lane.nap(0) == by_ray.nap(0) == idle.nap(0) == [0]
+pending = by_lane.nap.submit(300), by_ray.nap.submit(300)
+ray.shutdown()
+
+ended = "was made in has ended (ray.shutdown()); make the pool and its groups again"
+for future in pending:
+    with fails(bm.WorkerDied, ended):
+        future.result(timeout=20)
+with fails(bm.ClosedError, f"the Ray session that group {idle.name!r} {ended}"):
+    idle.nap(0)
+for group in (by_lane, by_ray):
+    with fails((bm.ClosedError, bm.WorkerDied), f"the Ray session that group {group.name!r} {ended}"):
+        group.nap(0)  # whose workers may be known to be gone
+    with fails(bm.ClosedError, f"the Ray session that group {group.name!r} {ended}"):
+        group.execute_all_async("nap", 0)
+    with fails(bm.ClosedError, f"the Ray session that pool 'old' {ended}"):
+        group.replace(0)
+    assert not group.healthy
+with fails(bm.ClosedError, f"the Ray session that pool 'old' {ended}"):
+    bm.WorkerGroup(pool, Naps)
+
+connect()
+with bm.ResourcePool([1], backend="ray") as new_pool:
+    new = bm.WorkerGroup(new_pool, Naps)
+    by_lane.close()
+    pool.close()
+    assert new.nap(0) == [0]
+    assert ray.get(new.execute_all_async("nap", 0)) == [0]
+ray.shutdown()
