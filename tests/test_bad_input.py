@@ -714,16 +714,6 @@ GROUPS = {
         bm.UsageError,
         ["name_prefix of WorkerGroup is a string", "not b'actor'"],
     ),
-    "a time to start that is no number": (
-        lambda pool: bm.WorkerGroup(pool, Fragile, start_timeout_s="soon"),
-        bm.UsageError,
-        ["start_timeout_s of WorkerGroup must be a non-negative number of seconds", "got 'soon'"],
-    ),
-    "a time to start that is no time": (
-        lambda pool: bm.WorkerGroup(pool, Fragile, start_timeout_s=float("nan")),
-        bm.UsageError,
-        ["start_timeout_s of WorkerGroup must be a non-negative number of seconds", "got nan"],
-    ),
     "methods that hide the group's own": (
         lambda pool: bm.WorkerGroup(pool, HidesTwo),
         bm.UsageError,

@@ -61,8 +61,8 @@ class WorkerGroup:
     Raises:
         ArgumentError: The constructor cannot be called so, or an argument cannot be pickled.
         MeshError: The mesh has another size than the pool, or lacks an axis that a registered method names.
-        UsageError: No worker class, an async constructor, an option of the wrong type, or a registered method that hides
-            an attribute of the group.
+        UsageError: No worker class, an async constructor, an option of the wrong type, or a registered method that
+            hides an attribute of the group.
         ConstructorError: A worker's constructor raised; the others were ended. All places were given back.
         WorkerDied: A worker's process ended before it was constructed; likewise.
         CallTimeout: The constructors did not end in time; likewise.
