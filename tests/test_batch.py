@@ -216,8 +216,7 @@ def test_slices_are_views_and_joins_are_not():
 
 
 def test_nested_tensors_in_the_strided_layout():
-    with pytest.warns(UserWarning, match="prototype"):
-        nested = torch.nested.nested_tensor([torch.arange(3), torch.arange(1)])
+    nested = torch.nested.nested_tensor([torch.arange(3), torch.arange(1)])
 
     assert count_rows(nested) == 2
     assert plain(concat_rows([slice_rows(nested, 1, 2), slice_rows(nested, 0, 1)])) == [[0], [0, 1, 2]]

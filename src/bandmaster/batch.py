@@ -164,13 +164,20 @@ def detached(value: Any) -> Any:
     """
     kind = _kind(value) if "torch" in sys.modules else None
     if kind is _TENSOR or kind is _TENSORDICT:
-        return value.detach() if value.requires_grad else value
+        return value.detach() if _may_require_grad(value) else value
     if kind is None or kind.rows not in (_mapping_rows, _record_rows):
         return value
     columns = _columns(value)
     without = {key: detached(column) for key, column in columns.items()}
     is_same = all(without[key] is column for key, column in columns.items())
     return value if is_same else _rebuilt(value, without)
+
+
+def _may_require_grad(value: Any) -> bool:
+    try:
+        return bool(value.requires_grad)
+    except RuntimeError:  # a lazy stack of unequal shapes cannot say
+        return True
 
 
 def pad_rows(value: Any, rows: int) -> Any:

@@ -20,6 +20,10 @@ from bandmaster import Dispatch, WorkerDied, register
 pytestmark = [pytest.mark.timeout(60), pytest.mark.own_processes]
 
 
+def exit_with_an_error(*_):
+    sys.exit(1)
+
+
 class Mortal(bm.Worker):
     def __init__(self, start=0):
         self.count = start
@@ -40,6 +44,10 @@ class Mortal(bm.Worker):
             print("my last words", file=sys.stderr, flush=True)
             how()
         return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def exit_on(self, number):
+        signal.signal(number, exit_with_an_error)
 
     @register(Dispatch.ONE_TO_ALL)
     def hang_on(self, ranks):
@@ -182,6 +190,17 @@ def pids(group):
     header, *rows = group.describe().splitlines()[1:]
     column = header.split().index("pid")
     return [int(row.split()[column]) for row in rows]
+
+
+def test_a_worker_whose_handler_of_a_signal_exits_is_gone(group):
+    """Its `SystemExit` is not taken for the method's own, so that what is told to end does."""
+    group.exit_on(signal.SIGUSR1)
+    sleeping = group.hang_on.submit([1])
+    with pytest.raises(bm.CallTimeout):
+        sleeping.result(timeout=0.3)
+    os.kill(pids(group)[1], signal.SIGUSR1)
+    with pytest.raises(WorkerDied, match="rank 1"):
+        sleeping.result(timeout=20)
 
 
 def test_health_and_a_callback_tell_of_a_death_while_nothing_is_called(group):

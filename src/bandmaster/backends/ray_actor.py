@@ -181,6 +181,7 @@ def _end_after(controller: int) -> None:
     poll = select.poll()
     poll.register(controller, select.POLLIN)
     poll.poll()
+    sys.setswitchinterval(1e-5)  # a method that spins would hold this thread up for 5 ms at each look at a process
     end_descendants()
     os._exit(1)
 

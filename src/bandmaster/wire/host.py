@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import CoroutineType
 from typing import Any
 
-from bandmaster.failure import Failure, FailureKind, summary_of
+from bandmaster.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
 from bandmaster.limits import start_thread
 from bandmaster.wire.codec import Payload, decode, encode
 from bandmaster.wire.desk import Interrupted
@@ -48,6 +48,7 @@ class WorkerHost:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the user's code may raise anything, SystemExit included
+            reraise_if_from_signal(error)  # as that of a handler of SIGTERM: the process is to end
             return self.failure(error)
         if self.rendezvous is not None:
             self._hand_over()
@@ -79,6 +80,7 @@ class WorkerHost:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # as above
+            reraise_if_from_signal(error)
             return self.failure(error)
         if not is_collected:
             return None
@@ -87,6 +89,7 @@ class WorkerHost:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # as above
+            reraise_if_from_signal(error)
             what = f"the returned {type(value).__name__} cannot be pickled: {summary_of(error)}"
             return self.failure(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
 
