@@ -416,10 +416,10 @@ class Leaver(bm.Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def be_deaf(self, fifo):
-        with open(fifo, "w"):  # which waits until the controller opens it
-            pass
         while True:
             with contextlib.suppress(BaseException):
+                with open(fifo, "w"):  # which waits until the controller opens it
+                    pass
                 time.sleep(300)
 
 
