@@ -440,7 +440,7 @@ with bm.ResourcePool([2]) as pool:
             may_interrupt.set()  # from here on, once
             call(group)
             is_over.set()
-            interrupting.join()
+            interrupting.join(1)  # in steps: a signal just before a thread blocks in C does not wake it
         except KeyboardInterrupt:
             n_interrupted += 1
     other.join()
