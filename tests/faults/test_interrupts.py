@@ -15,6 +15,7 @@ from ends import wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+from bandmaster.backends.local import LocalCrew
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -461,3 +462,29 @@ def test_answers_go_to_their_calls_in_a_storm_of_interrupts():
     assert int(words[3]) > 100, done.stdout
     assert int(words[5]) > 100, done.stdout
     assert "Traceback" not in done.stderr, done.stderr
+
+
+class CanBeReplaced(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def my_rank(self):
+        return self.rank
+
+    def on_replace(self, rank, state):
+        pass
+
+
+@pytest.mark.parametrize("step", ["start_again", "add_lane", "send", "wait"])
+def test_a_replacement_that_ctrl_c_interrupts_can_be_made_again(monkeypatch, step):
+    with bm.ResourcePool([2]) as pool:
+        group = bm.WorkerGroup(pool, CanBeReplaced)
+        real = getattr(LocalCrew, step)
+
+        def interrupted(*args):
+            signal.raise_signal(signal.SIGINT)
+            return real(*args)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(LocalCrew, step, interrupted)
+            group.replace(1)
+        group.replace(1)
+        assert group.my_rank() == [0, 1]

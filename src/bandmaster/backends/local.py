@@ -138,8 +138,9 @@ class LocalCrew(LaneCrew):
         pid = self.processes[rank]
         self._output.start()
         self._handles[rank] = LocalWorker(launch.worker_names[rank], rank, pid)
-        self.forget_death(rank)
-        self.add_lane(rank, mine, pid)
+        with SteadyLock():  # so that Ctrl-C leaves no rank without a process
+            self.forget_death(rank)
+            self.add_lane(rank, mine, pid)
 
     def stop(self, why: str = CLOSED) -> None:
         """Hang up, so that the workers end; kill those that do not."""
