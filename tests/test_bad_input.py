@@ -677,9 +677,9 @@ GROUPS = {
     ),
     **{
         f"{value!r} seconds for the constructors": (
-            lambda pool, value=value: bm.WorkerGroup(pool, Fragile, start_timeout_s=value),
+            lambda pool, value=value: bm.WorkerGroup(pool, Fragile, start_timeout=value),
             bm.UsageError,
-            ["start_timeout_s of WorkerGroup must be a non-negative number of seconds or None", f"got {value!r}"],
+            ["start_timeout of WorkerGroup must be a non-negative number of seconds or None", f"got {value!r}"],
         )
         for value in ("a", -1, float("nan"), True)
     },
@@ -895,11 +895,11 @@ def test_a_pool_of_no_sensible_size_is_refused(make_pool, nodes):
         {"cpus_per_worker": "two"},
         {"cpus_per_worker": True},
         {"cpus_per_worker": float("nan")},
-        {"placement_timeout_s": -1},
-        {"placement_timeout_s": float("nan")},
-        {"placement_timeout_s": None},
-        {"placement_timeout_s": True},
-        {"placement_timeout_s": float("nan")},
+        {"placement_timeout": -1},
+        {"placement_timeout": float("nan")},
+        {"placement_timeout": None},
+        {"placement_timeout": True},
+        {"placement_timeout": float("nan")},
         {"name_prefix": 3},
         {"name_prefix": True},
         {"use_gpu": "yes"},

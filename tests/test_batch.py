@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tensordict import TensorClass, TensorDict, lazy_stack, tensorclass
 
 from bandmaster import BatchError, UsageError, register_batch_type
-from bandmaster.batch import concat_rows, count_rows, pad_rows, slice_rows
+from bandmaster.plan.batch import concat_rows, count_rows, pad_rows, slice_rows
 
 
 @tensorclass

@@ -14,13 +14,13 @@ from ends import runs, wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
-from bandmaster.cgroups import Cgroups, Limit
 from bandmaster.cli import main
-from bandmaster.cli.census import Census, Group, Process, take_census
+from bandmaster.cli.discovery import Discovered, Group, Process, discover
 from bandmaster.cli.facts import Cores, Facts, Gpus, Kernel, Memory, Software
 from bandmaster.cli.findings import judge
 from bandmaster.cli.processes import chosen, shown
-from bandmaster.wire.desk import Nameplate
+from bandmaster.platform.cgroups import Cgroups, Limit
+from bandmaster.transport.control_page import WorkerIdentity
 
 GiB = 1 << 30
 
@@ -409,7 +409,7 @@ def test_a_group_is_shown_and_ended(make_pool, capsys):
     with pytest.raises(bm.WorkerDied):
         group.pid()
     assert len(other.pid()) == 2, "other groups go on"
-    assert group.name not in [found.name for found in take_census().groups]
+    assert group.name not in [found.name for found in discover().groups]
 
 
 def test_what_workers_have_started_ends_with_them(start_controller, capsys):
@@ -486,7 +486,10 @@ def test_names_that_somebody_made_up_do_no_harm(capsys, user):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as evil:
         evil.stdout.readline()
         found = [
-            (plate.rank, plate.world_size) for g in take_census().groups for plate, p in g.workers if p.pid == evil.pid
+            (identity.rank, identity.world_size)
+            for g in discover().groups
+            for identity, p in g.workers
+            if p.pid == evil.pid
         ]
         assert main(["ps"]) == 0
         table = capsys.readouterr().out
@@ -508,28 +511,28 @@ def test_kill_has_to_be_told_what(capsys):
 
 def made_up(name, controller, is_orphan, ranks=(0, 1), age_s=0):
     started_s = time.clock_gettime(time.CLOCK_BOOTTIME) - age_s
-    workers = [(Nameplate(n, controller, n, 8, name), Process(n, started_s, 3 << 20)) for n in ranks]
+    workers = [(WorkerIdentity(n, controller, n, 8, name), Process(n, started_s, 3 << 20)) for n in ranks]
     return Group(name, controller, 8, is_orphan, tuple(workers))
 
 
 def test_which_are_chosen():
     living, orphan = made_up("actor", 1, False), made_up("critic", 2, True)
-    census = Census((living, orphan), (Process(3, 0.0, 1),))
+    discovered = Discovered((living, orphan), (Process(3, 0.0, 1),))
 
-    assert chosen(census, [], is_all=True, is_orphans=False) == census
-    assert chosen(census, [], is_all=False, is_orphans=True) == Census((orphan,), census.orphaned_zygotes)
-    assert chosen(census, ["actor"], is_all=False, is_orphans=False) == Census((living,))
-    assert chosen(census, ["critic@2"], is_all=False, is_orphans=False) == Census((orphan,))
+    assert chosen(discovered, [], is_all=True, is_orphans=False) == discovered
+    assert chosen(discovered, [], is_all=False, is_orphans=True) == Discovered((orphan,), discovered.orphaned_zygotes)
+    assert chosen(discovered, ["actor"], is_all=False, is_orphans=False) == Discovered((living,))
+    assert chosen(discovered, ["critic@2"], is_all=False, is_orphans=False) == Discovered((orphan,))
 
 
 def test_what_is_shown():
-    assert shown(Census()) == "no groups of yours are on this machine"
-    assert "  0-2,5,7 of 8  15 MiB  " in shown(Census((made_up("actor", 1, False, ranks=(0, 1, 2, 5, 7)),)))
-    assert "  on another host  " in shown(Census((made_up("actor", 0, False),)))
+    assert shown(Discovered()) == "no groups of yours are on this machine"
+    assert "  0-2,5,7 of 8  15 MiB  " in shown(Discovered((made_up("actor", 1, False, ranks=(0, 1, 2, 5, 7)),)))
+    assert "  on another host  " in shown(Discovered((made_up("actor", 0, False),)))
 
 
 @pytest.mark.parametrize(
     ("age_s", "words"), [(5, "5 s"), (95, "1 min 35 s"), (7300, "2 h 1 min"), (200_000, "2 d 7 h")]
 )
 def test_ages(age_s, words):
-    assert f"  {words}  " in shown(Census((made_up("actor", 1, False, age_s=age_s),)))
+    assert f"  {words}  " in shown(Discovered((made_up("actor", 1, False, age_s=age_s),)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tensordict import TensorDict
 
-from bandmaster.wire.codec import Payload, decode, encode
+from bandmaster.codec.pickling import Payload, decode, encode
 
 N = 2000  # items, enough for a buffer of its own in every dtype of four bytes or more
 

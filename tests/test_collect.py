@@ -6,8 +6,8 @@ import torch
 from tensordict import TensorDict
 
 from bandmaster import CollectError, Concat, Gather, Mesh, Only, Reduce
-from bandmaster.collect import collect
-from bandmaster.planning import RealRows, on_mesh, sources
+from bandmaster.plan.collection import collect
+from bandmaster.plan.rows import RealRows, on_mesh, sources
 
 
 def concat(values, ranks=None, real_rows=None):

@@ -91,7 +91,7 @@ def test_a_timeout_survives_a_pickle():
     assert (error.method, error.missing) == ("Actor.step", (0, 2))
     assert str(error) == (
         "Actor.step has no answer from rank 0, 2 after 1.5 s; the call still runs: wait for it with result() again, "
-        "or give it up with cancel()"
+        "or cancel it with cancel()"
     )
 
 

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import bandmaster as bm
 from bandmaster import Dispatch, Gather, Split, TransferProtocol, register
-from bandmaster.batch import concat_rows, count_rows, slice_rows
+from bandmaster.plan.batch import concat_rows, count_rows, slice_rows
 
 IDS = torch.arange(10).reshape(5, 2)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import bandmaster as bm
 from bandmaster import Concat, Dispatch, Gather, Mesh, Split, TransferProtocol, register
-from bandmaster.testing import standing
+from bandmaster.testing import held_resources
 
 # --- 1 and 6: what goes out comes back, whole and in order -------------------------------------------------------
 
@@ -88,9 +88,9 @@ class Keeper(bm.Worker):
 def test_a_large_payload_is_written_once_however_many_ranks_of_this_host_read_it(make_pool):
     def n_written(n_ranks, method, *args):
         with bm.WorkerGroup(make_pool([n_ranks]), Keeper) as group:
-            before = len(standing().segments)
+            before = len(held_resources().segments)
             getattr(group, method)(*args)
-            return len(standing().segments) - before
+            return len(held_resources().segments) - before
 
     large = np.ones(100_000)
     once = n_written(1, "keep", large)

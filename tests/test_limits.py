@@ -8,9 +8,10 @@ import uuid
 import pytest
 
 import bandmaster as bm
-from bandmaster import Dispatch, limits, register
+from bandmaster import Dispatch, register
 from bandmaster.backends import local, register_backend
-from bandmaster.cgroups import Limit
+from bandmaster.platform import limits
+from bandmaster.platform.cgroups import Limit
 
 
 class Echo(bm.Worker):

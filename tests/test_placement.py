@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bandmaster.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
+from bandmaster.plan.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
 
 
 def cpu_nodes(*free, total=None):

@@ -1,4 +1,4 @@
-"""Planning, without a process: which rows go to which rank, what shares a parcel, whose values come back."""
+"""Planning, without a process: which rows go to which rank, what shares a group, whose values come back."""
 
 from dataclasses import dataclass
 
@@ -26,8 +26,10 @@ from bandmaster import (
     TransferProtocol,
     plan,
 )
-from bandmaster.collect import collect
-from bandmaster.planning import RealRows, Slot, pack, row_ranges, sources
+from bandmaster.plan.arguments import BoundArgument as Bound
+from bandmaster.plan.arguments import plan_call
+from bandmaster.plan.collection import collect
+from bandmaster.plan.rows import RealRows, row_ranges, sources
 
 THREE_D = Mesh(pp=2, dp=2, tp=2)
 MICRO_TP = THREE_D.refine(gen_pp=2, gen_tp=1)
@@ -88,7 +90,11 @@ def test_the_table(protocol, mesh, rows, received, collected):
     assert list(planned.collected) == collected
     assert plan(Dispatch.named(protocol), mesh, rows) == planned
 
-    sent = pack([Slot(0, "x", list(range(rows)))], planned.protocol.outgoing, {}, mesh, "C.m") if received[0] else None
+    sent = (
+        plan_call([Bound(0, "x", list(range(rows)))], planned.protocol.outgoing, {}, mesh, "C.m")
+        if received[0]
+        else None
+    )
     for rank, expected in enumerate(received):
         assert expected is None or arguments(sent, rank) == {0: list(range(*expected))}
 
@@ -112,7 +118,9 @@ def test_axes_of_the_table_that_a_mesh_does_not_have_count_as_size_1(protocol, m
     assert (planned.received, planned.collected) == (same.received, same.collected)
     assert f" on {mesh}, 10 rows\nrank" in str(planned)
     assert planned._repr_svg_().count(">rank ") == mesh.size
-    sent = [pack([Slot(0, "x", list(range(10)))], p.protocol.outgoing, {}, p.mesh, "C.m") for p in (planned, same)]
+    sent = [
+        plan_call([Bound(0, "x", list(range(10)))], p.protocol.outgoing, {}, p.mesh, "C.m") for p in (planned, same)
+    ]
     assert planned.received[0] is None or sent[0] == sent[1]
 
 
@@ -164,13 +172,13 @@ def test_the_ranks_that_are_collected(incoming, ranks):
 # --- what goes out ----------------------------------------------------------------------------------------------
 
 
-def arguments(packed, rank):
+def arguments(sent_by, rank):
     """What the rank gets, by position or keyword."""
-    return {key: value for parcel in packed.parcels if rank in parcel.ranks for key, value in parcel.items}
+    return {key: value for group in sent_by.groups if rank in group.ranks for key, value in group.items}
 
 
 def pack_one(value, mesh, outgoing=SPLIT):
-    return pack([Slot(0, "x", value)], outgoing, {}, mesh, "C.m")
+    return plan_call([Bound(0, "x", value)], outgoing, {}, mesh, "C.m")
 
 
 @pytest.mark.parametrize(
@@ -180,10 +188,10 @@ def pack_one(value, mesh, outgoing=SPLIT):
     ids=lambda value: f"{type(value).__name__} {value!s:.15}",
 )  # fmt: skip
 def test_what_has_no_rows_is_broadcast_beside_a_batch_whatever_its_length(value):
-    packed = pack([Slot(0, "x", value), Slot(1, "rows", [1, 2])], SPLIT, {}, Mesh(dp=2), "C.m")
+    sent_by = plan_call([Bound(0, "x", value), Bound(1, "rows", [1, 2])], SPLIT, {}, Mesh(dp=2), "C.m")
 
-    assert [arguments(packed, rank) for rank in (0, 1)] == [{0: value, 1: [1]}, {0: value, 1: [2]}]
-    assert arguments(packed, 1)[0] is value
+    assert [arguments(sent_by, rank) for rank in (0, 1)] == [{0: value, 1: [1]}, {0: value, 1: [2]}]
+    assert arguments(sent_by, 1)[0] is value
 
 
 @pytest.mark.parametrize(
@@ -196,9 +204,9 @@ def test_what_has_no_rows_is_broadcast_beside_a_batch_whatever_its_length(value)
     ],
 )  # fmt: skip
 def test_batches_are_split(value, parts):
-    packed = pack_one(value, Mesh(dp=2))
+    sent_by = pack_one(value, Mesh(dp=2))
 
-    assert [arguments(packed, rank)[0] for rank in (0, 1)] == parts
+    assert [arguments(sent_by, rank)[0] for rank in (0, 1)] == parts
 
 
 @pytest.mark.parametrize(
@@ -207,35 +215,35 @@ def test_batches_are_split(value, parts):
     ids=lambda batch: f"{type(batch).__name__} {batch.shape}",
 )
 def test_slices_of_arrays_and_tensors_are_views(batch):
-    packed = pack_one(batch, Mesh(dp=2))
+    sent_by = pack_one(batch, Mesh(dp=2))
     half = (len(batch) + 1) // 2
 
     for rank, expected in enumerate([batch[:half], batch[half:]]):
-        part = arguments(packed, rank)[0]
+        part = arguments(sent_by, rank)[0]
         assert part.tolist() == expected.tolist()
         assert (part.base if isinstance(part, np.ndarray) else part._base) is not None
 
 
 def test_a_tensordict_is_split_by_its_batch_size():
     batch = TensorDict({"a": torch.arange(3), "b": {"c": torch.zeros(3, 2)}}, batch_size=[3])
-    packed = pack_one(batch, Mesh(dp=2))
+    sent_by = pack_one(batch, Mesh(dp=2))
 
-    assert [arguments(packed, rank)[0].batch_size for rank in (0, 1)] == [(2,), (1,)]
-    assert arguments(packed, 1)[0]["b", "c"].tolist() == [[0, 0]]
-    assert arguments(packed, 0)[0]["a"].data_ptr() == batch["a"].data_ptr()
+    assert [arguments(sent_by, rank)[0].batch_size for rank in (0, 1)] == [(2,), (1,)]
+    assert arguments(sent_by, 1)[0]["b", "c"].tolist() == [[0, 0]]
+    assert arguments(sent_by, 0)[0]["a"].data_ptr() == batch["a"].data_ptr()
 
 
 def test_rules_of_single_arguments_come_first():
-    slots = [
-        Slot(0, "rows", [1, 2, 3, 4]),
-        Slot(1, "table", ["a", "b"]),
-        Slot("seeds", "seeds", [7, 8, 9, 10]),
-        Slot("by_tp", "by_tp", [5, 6]),
+    bound = [
+        Bound(0, "rows", [1, 2, 3, 4]),
+        Bound(1, "table", ["a", "b"]),
+        Bound("seeds", "seeds", [7, 8, 9, 10]),
+        Bound("by_tp", "by_tp", [5, 6]),
     ]
     rules = {"table": Broadcast(), "seeds": PerRank(), "by_tp": Split("tp")}
-    packed = pack(slots, Split("dp"), rules, Mesh(dp=2, tp=2), "C.m")
+    sent_by = plan_call(bound, Split("dp"), rules, Mesh(dp=2, tp=2), "C.m")
 
-    assert [arguments(packed, rank) for rank in range(4)] == [
+    assert [arguments(sent_by, rank) for rank in range(4)] == [
         {0: [1, 2], 1: ["a", "b"], "seeds": 7, "by_tp": [5]},
         {0: [1, 2], 1: ["a", "b"], "seeds": 8, "by_tp": [6]},
         {0: [3, 4], 1: ["a", "b"], "seeds": 9, "by_tp": [5]},
@@ -244,10 +252,14 @@ def test_rules_of_single_arguments_come_first():
 
 
 def test_a_rule_for_var_args_or_var_kwargs_holds_for_all_of_them_and_one_for_a_keyword_for_that_one():
-    slots = [Slot(0, "args", [1, 2]), Slot("a", "options", [3, 4]), Slot("b", "options", [5, 6])]
-    packed = pack(slots, Split("dp"), {"args": Broadcast(), "b": PerRank()}, Mesh(dp=2), "C.m")
+    bound = [
+        Bound(0, "args", [1, 2]),
+        Bound("a", "options", [3, 4]),
+        Bound("b", "options", [5, 6]),
+    ]
+    sent_by = plan_call(bound, Split("dp"), {"args": Broadcast(), "b": PerRank()}, Mesh(dp=2), "C.m")
 
-    assert [arguments(packed, rank) for rank in (0, 1)] == [
+    assert [arguments(sent_by, rank) for rank in (0, 1)] == [
         {0: [1, 2], "a": [3], "b": 5},
         {0: [1, 2], "a": [4], "b": 6},
     ]
@@ -264,39 +276,44 @@ def test_other_protocols_ask_no_argument_whether_it_has_rows():
 
 
 def test_replicas_share_a_parcel():
-    packed = pack_one(list(range(8)), PAPER, Split("dp", "micro_dp"))
+    sent_by = pack_one(list(range(8)), PAPER, Split("dp", "micro_dp"))
 
-    assert [parcel.ranks for parcel in packed.parcels] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert [group.ranks for group in sent_by.groups] == [(0, 2), (1, 3), (4, 6), (5, 7)]
 
 
 def test_arguments_of_one_rule_share_a_parcel():
-    slots = [Slot(0, "x", [1, 2]), Slot(1, "lr", 0.1), Slot("y", "y", [3, 4]), Slot("tag", "tag", "t")]
-    packed = pack(slots, Split("dp"), {}, Mesh(dp=2), "C.m")
+    bound = [
+        Bound(0, "x", [1, 2]),
+        Bound(1, "lr", 0.1),
+        Bound("y", "y", [3, 4]),
+        Bound("tag", "tag", "t"),
+    ]
+    sent_by = plan_call(bound, Split("dp"), {}, Mesh(dp=2), "C.m")
 
-    assert sorted((parcel.names, parcel.ranks) for parcel in packed.parcels) == [
+    assert sorted((group.names, group.ranks) for group in sent_by.groups) == [
         (("lr", "tag"), (0, 1)), (("x", "y"), (0,)), (("x", "y"), (1,)),
     ]  # fmt: skip
 
 
 def test_ranks_that_are_given_the_same_object_share_a_parcel():
     big, other = object(), object()
-    packed = pack_one([big, other, big, big], Mesh(dp=4), PerRank())
+    sent_by = pack_one([big, other, big, big], Mesh(dp=4), PerRank())
 
-    assert [(parcel.ranks, parcel.items) for parcel in packed.parcels] == [
+    assert [(group.ranks, group.items) for group in sent_by.groups] == [
         ((0, 2, 3), ((0, big),)),
         ((1,), ((0, other),)),
     ]
 
 
 def test_values_that_are_made_on_the_way_are_not_mixed_up():
-    packed = pack_one(range(1000, 1064), Mesh(dp=64), PerRank())
+    sent_by = pack_one(range(1000, 1064), Mesh(dp=64), PerRank())
 
-    assert [arguments(packed, rank)[0] for rank in range(64)] == list(range(1000, 1064))
+    assert [arguments(sent_by, rank)[0] for rank in range(64)] == list(range(1000, 1064))
 
 
 def test_a_call_without_arguments():
     for outgoing in (Split("dp"), Broadcast(), PerRank()):
-        assert not pack([], outgoing, {}, Mesh(dp=2), "C.m").parcels
+        assert not plan_call([], outgoing, {}, Mesh(dp=2), "C.m").groups
 
 
 @dataclass
@@ -309,9 +326,9 @@ class Config:
 def test_a_dataclass_with_a_field_that_is_no_batch_is_broadcast_beside_a_batch():
     config = Config(0.5, [1, 2, 3])
     config.parent = config
-    packed = pack([Slot(0, "config", config), Slot(1, "rows", [1, 2])], SPLIT, {}, Mesh(dp=2), "C.m")
+    sent_by = plan_call([Bound(0, "config", config), Bound(1, "rows", [1, 2])], SPLIT, {}, Mesh(dp=2), "C.m")
 
-    assert arguments(packed, 0)[0] is arguments(packed, 1)[0] is config
+    assert arguments(sent_by, 0)[0] is arguments(sent_by, 1)[0] is config
 
 
 NOTHING_TO_SPLIT = {
@@ -330,22 +347,26 @@ NOTHING_TO_SPLIT = {
 @pytest.mark.parametrize(("values", "rules", "words"), NOTHING_TO_SPLIT.values(), ids=NOTHING_TO_SPLIT)
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_a_split_that_finds_no_batch_is_refused(values, rules, words, n_ranks):
-    slots = [Slot(index, name, value) for index, (name, value) in enumerate(values.items())]
+    bound = [Bound(index, name, value) for index, (name, value) in enumerate(values.items())]
 
     with pytest.raises(BatchError) as caught:
-        pack(slots, SPLIT, rules, Mesh(dp=n_ranks), "C.m")
+        plan_call(bound, SPLIT, rules, Mesh(dp=n_ranks), "C.m")
     start = "C.m splits batches by Split('dp'), but got none: "
     words = [start, *words, "Give a batch (arrays", "register_batch_type", "ONE_TO_ALL"]
     assert [word for word in words if word not in str(caught.value)] == []
 
 
 def test_what_the_user_declared_is_not_asked_for_a_batch():
-    everything = pack(
-        [Slot(0, "x", 1), Slot("y", "z", 2)], SPLIT, {"x": Broadcast(), "y": Broadcast()}, Mesh(dp=2), "C.m"
+    everything = plan_call(
+        [Bound(0, "x", 1), Bound("y", "z", 2)],
+        SPLIT,
+        {"x": Broadcast(), "y": Broadcast()},
+        Mesh(dp=2),
+        "C.m",
     )
     assert [arguments(everything, rank) for rank in (0, 1)] == [{0: 1, "y": 2}] * 2
 
-    per_rank = pack([Slot(0, "x", 1), Slot(1, "seed", [7, 8])], SPLIT, {"seed": PerRank()}, Mesh(dp=2), "C.m")
+    per_rank = plan_call([Bound(0, "x", 1), Bound(1, "seed", [7, 8])], SPLIT, {"seed": PerRank()}, Mesh(dp=2), "C.m")
     assert [arguments(per_rank, rank) for rank in (0, 1)] == [{0: 1, 1: 7}, {0: 1, 1: 8}]
 
 
@@ -363,10 +384,10 @@ def test_what_the_user_declared_is_not_asked_for_a_batch():
 )
 def test_padding_repeats_rows_from_the_start(rows, parts, real_rows):
     before = list(rows)
-    packed = pack_one(rows, Mesh(dp=4), Split("dp", pad=True))
+    sent_by = pack_one(rows, Mesh(dp=4), Split("dp", pad=True))
 
-    assert [arguments(packed, rank)[0] for rank in range(4)] == parts
-    assert packed.real_rows == real_rows
+    assert [arguments(sent_by, rank)[0] for rank in range(4)] == parts
+    assert sent_by.real_rows == real_rows
     assert rows == before
 
 
@@ -376,38 +397,38 @@ def test_the_rows_of_each_rank_are_known():
 
 
 def test_the_rows_that_are_padded_count_where_there_are_several_splits():
-    slots = [Slot(0, "x", [1, 2, 3]), Slot(1, "y", [1, 2]), Slot(2, "z", [1])]
-    packed = pack(slots, SPLIT, {"y": Split("tp", pad=True), "z": Split("tp")}, Mesh(dp=2, tp=2), "C.m")
+    bound = [Bound(0, "x", [1, 2, 3]), Bound(1, "y", [1, 2]), Bound(2, "z", [1])]
+    sent_by = plan_call(bound, SPLIT, {"y": Split("tp", pad=True), "z": Split("tp")}, Mesh(dp=2, tp=2), "C.m")
 
-    assert packed.real_rows == RealRows((1, 1, 1, 1), 1)
+    assert sent_by.real_rows == RealRows((1, 1, 1, 1), 1)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_in_the_strided_layout_is_split_where_each_rank_gets_a_row():
     nested = torch.nested.nested_tensor([torch.ones(3)])
-    packed = pack_one(nested, Mesh(dp=2), Split("dp", pad=True))
+    sent_by = pack_one(nested, Mesh(dp=2), Split("dp", pad=True))
 
-    assert [arguments(packed, rank)[0].unbind()[0].tolist() for rank in (0, 1)] == [[1, 1, 1]] * 2
+    assert [arguments(sent_by, rank)[0].unbind()[0].tolist() for rank in (0, 1)] == [[1, 1, 1]] * 2
     with pytest.raises(BatchError, match=r"argument 'x' of C.m: a nested tensor in .* cannot be sent without rows, .*"):
         pack_one(nested, Mesh(dp=2))
 
 
 def test_replicas_are_padded_alike():
-    packed = pack_one(np.arange(3), Mesh(dp=2, tp=2), Split("dp", pad=True))
+    sent_by = pack_one(np.arange(3), Mesh(dp=2, tp=2), Split("dp", pad=True))
 
-    assert [arguments(packed, rank)[0].tolist() for rank in range(4)] == [[0, 1], [0, 1], [2, 0], [2, 0]]
-    assert packed.real_rows == RealRows((2, 2, 1, 1), 2)
+    assert [arguments(sent_by, rank)[0].tolist() for rank in range(4)] == [[0, 1], [0, 1], [2, 0], [2, 0]]
+    assert sent_by.real_rows == RealRows((2, 2, 1, 1), 2)
 
 
 @given(st.integers(0, 30), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([list, np.array]))
 def test_what_goes_out_comes_back(n_rows, dp, tp, pad, make):
     mesh = Mesh(dp=dp, pp=2, tp=tp)
     batch = make([10 * row for row in range(n_rows)])
-    packed = pack_one(batch, mesh, Split("dp", "tp", pad=pad))
+    sent_by = pack_one(batch, mesh, Split("dp", "tp", pad=pad))
     incoming = Concat("dp", "tp", pp=-1)
     ranks = sources(mesh, incoming)
 
-    back = collect(incoming, ranks, [arguments(packed, rank)[0] for rank in ranks], "C.m", packed.real_rows)
+    back = collect(incoming, ranks, [arguments(sent_by, rank)[0] for rank in ranks], "C.m", sent_by.real_rows)
 
     assert type(back) is type(batch)
     assert list(back) == list(batch)
@@ -415,9 +436,9 @@ def test_what_goes_out_comes_back(n_rows, dp, tp, pad, make):
 
 def test_a_lazy_stack_of_fewer_rows_than_ranks_comes_back():
     batch = lazy_stack([TensorDict({"ids": torch.arange(n)}) for n in (3, 1)])
-    packed = pack_one(batch, Mesh(dp=4))
+    sent_by = pack_one(batch, Mesh(dp=4))
 
-    back = collect(Concat("dp"), range(4), [arguments(packed, rank)[0] for rank in range(4)], "C.m")
+    back = collect(Concat("dp"), range(4), [arguments(sent_by, rank)[0] for rank in range(4)], "C.m")
 
     assert [row["ids"].tolist() for row in back.unbind(0)] == [[0, 1, 2], [0]]
 
@@ -426,7 +447,7 @@ def test_a_lazy_stack_of_fewer_rows_than_ranks_comes_back():
 
 
 @pytest.mark.parametrize(
-    ("slots", "outgoing", "rules", "error", "message"),
+    ("bound", "outgoing", "rules", "error", "message"),
     [
         ({"x": [1, 2, 3]}, PerRank(), {}, ArgumentError,
          "argument 'x' of C.m has 3 values for 2 ranks; give one value per rank"),
@@ -449,11 +470,11 @@ def test_a_lazy_stack_of_fewer_rows_than_ranks_comes_back():
         ({"x": [1]}, Split("ep"), {}, MeshError, "Mesh(dp=2) has no axis 'ep', only 'dp'"),
     ],
 )  # fmt: skip
-def test_mistakes_name_the_argument_and_both_numbers(slots, outgoing, rules, error, message):
-    slots = [Slot(index, name, value) for index, (name, value) in enumerate(slots.items())]
+def test_mistakes_name_the_argument_and_both_numbers(bound, outgoing, rules, error, message):
+    bound = [Bound(index, name, value) for index, (name, value) in enumerate(bound.items())]
 
     with pytest.raises(error) as caught:
-        pack(slots, outgoing, rules, Mesh(dp=2), "C.m")
+        plan_call(bound, outgoing, rules, Mesh(dp=2), "C.m")
     assert message in str(caught.value)
 
 

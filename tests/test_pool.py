@@ -135,7 +135,7 @@ def test_a_notebook_shows_every_place():
         (lambda: ResourcePool([1], backend="mpi"), "no backend is called 'mpi'; there are '"),
         (lambda: ResourcePool([1], max_colocate_count=0), "is the number of groups on a place, not 0"),
         (lambda: ResourcePool([1], cpus_per_worker=-1), "cpus_per_worker is a number of 0 or more, not -1"),
-        (lambda: ResourcePool([1], placement_timeout_s="1"), "placement_timeout_s is a number of 0 or more, not '1'"),
+        (lambda: ResourcePool([1], placement_timeout="1"), "placement_timeout is a number of 0 or more, not '1'"),
         (lambda: ResourcePool([1], use_gpu=2), "use_gpu is True or False, one GPU for every place or none, not 2"),
         (lambda: split_resource_pool(ResourcePool([4]), 3), "cannot split 4 places into parts of 3; give a divisor"),
         (lambda: split_resource_pool(ResourcePool([4]), 0), "cannot split 4 places into parts of 0"),

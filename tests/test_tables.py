@@ -11,7 +11,7 @@ import pytest
 
 import bandmaster as bm
 from bandmaster import Concat, Dispatch, Gather, Split, TransferProtocol, register
-from bandmaster.batch import concat_rows, count_rows, slice_rows
+from bandmaster.plan.batch import concat_rows, count_rows, slice_rows
 
 
 class Columns(NamedTuple):

@@ -14,7 +14,8 @@ import pytest
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import get_backend, register_backend
-from bandmaster.backends.inprocess import InProcessBackend, InProcessCrew, Ticket
+from bandmaster.backends.inprocess import InProcessBackend, InProcessWorkers
+from bandmaster.contract import Reply
 from bandmaster.testing import (
     BackendContract,
     BadResult,
@@ -26,11 +27,11 @@ from bandmaster.testing import (
     Kill,
     LeakError,
     Raise,
+    held_resources,
     no_leaks,
-    standing,
     with_faults,
 )
-from bandmaster.wire.segments import SegmentWriter
+from bandmaster.transport.segments import SegmentWriter
 from bandmaster.worker import registrations
 
 pytestmark = pytest.mark.timeout(60)
@@ -243,7 +244,7 @@ def test_only_worker_classes_can_be_given_faults(what):
 
 def left_by(make, kinds=("threads", "processes", "descriptors", "segments")):
     """What is said to be left by a block that makes something; the thing itself."""
-    with pytest.raises(LeakError) as caught, no_leaks(timeout_s=0.2, kinds=kinds):
+    with pytest.raises(LeakError) as caught, no_leaks(timeout=0.2, kinds=kinds):
         thing = make()
     return caught.value.left, thing
 
@@ -330,7 +331,7 @@ def test_a_placement_group_is_found(ray_cluster):
 def test_a_group_that_was_closed_leaves_nothing_though_it_was_the_first(backend_name):
     program = f"""
 import bandmaster as bm
-from bandmaster.testing import no_leaks
+from bandmaster.testing import no_leaks, held_resources
 
 class Nothing(bm.Worker): pass
 
@@ -360,7 +361,7 @@ class DescriptorOfGarbage:
 
 
 def test_an_error_in_the_block_goes_on():
-    with pytest.raises(KeyError), no_leaks(timeout_s=0.1):
+    with pytest.raises(KeyError), no_leaks(timeout=0.1):
         file = open(os.devnull)  # noqa: SIM115
         raise KeyError
     file.close()
@@ -386,10 +387,10 @@ def test_what_was_left_survives_a_pickle():
 
 def test_descriptors_may_be_others_than_before_but_not_more():
     file = open(os.devnull)  # noqa: SIM115
-    before = standing()
+    before = held_resources()
     with open(os.devnull, "rb"):
         file.close()
-        assert "descriptors" not in standing().beyond(before)
+        assert "descriptors" not in held_resources().beyond(before)
 
 
 # --- backends of one's own ---------------------------------------------------------------------------------------
@@ -439,14 +440,14 @@ class Sharing(Tiny):
     """Does not copy what it sends."""
 
     def start(self, launch):
-        crew = super().start(launch)
-        crew.__class__ = SharingCrew
-        return crew
+        workers = super().start(launch)
+        workers.__class__ = SharingWorkers
+        return workers
 
 
-class SharingCrew(InProcessCrew):
+class SharingWorkers(InProcessWorkers):
     def _run(self, rank, call):
-        return Ticket(self.hosts[rank].call(call.method, call.parts, True))
+        return self._executors[rank].call(call.method, Reply.RETURN, call.parts)
 
 
 register_backend("sharing", Sharing)

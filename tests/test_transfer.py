@@ -22,7 +22,7 @@ from bandmaster import (
     collect_all_to_all,
     register,
 )
-from bandmaster.transfer import Custom, as_protocol
+from bandmaster.plan.transfer import Custom, as_protocol
 
 AXES = ["pp", "dp", "tp", "micro_dp"]
 fixed = st.dictionaries(st.sampled_from(AXES), st.integers(-2, 2), max_size=2)

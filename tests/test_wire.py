@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 import bandmaster as bm
 from bandmaster import Broadcast, Dispatch, Gather, PerRank, Split, TransferProtocol, register
-from bandmaster.wire.lender import Lender
+from bandmaster.calls.exports import exports_are_on
 
 PROGRAMS = sorted((Path(__file__).parent / "local_programs").glob("*.py"))
 LARGE = 100_000  # elements: more than a message holds
@@ -61,7 +61,7 @@ class Echo(bm.Worker):
         return float(self.kept.sum())
 
     @register(Dispatch.ONE_TO_ALL)
-    def standing(self):
+    def held_resources(self):
         return mapped() + psutil.Process().num_fds()
 
 
@@ -210,7 +210,7 @@ def test_results_that_nobody_reads_are_given_back(group):
         group.make(10)
         gc.collect()
         group.make(10)
-        return group.standing()
+        return group.held_resources()
 
     before = drop_futures()
     for _ in range(3):
@@ -228,11 +228,11 @@ def test_many_calls_of_mixed_sizes_leave_nothing(group):
 
     for _ in range(3):
         round_of_calls()
-    ours, theirs = (psutil.Process().num_fds(), mapped()), group.standing()
+    ours, theirs = (psutil.Process().num_fds(), mapped()), group.held_resources()
     for _ in range(5):
         round_of_calls()
     assert (psutil.Process().num_fds(), mapped()) <= ours
-    assert [now <= then for now, then in zip(group.standing(), theirs, strict=True)] == [True, True]
+    assert [now <= then for now, then in zip(group.held_resources(), theirs, strict=True)] == [True, True]
 
 
 def test_batches_that_grow_little_by_little_lie_in_the_same_memory(group):
@@ -262,11 +262,9 @@ def test_memory_that_is_used_again_shows_nothing_of_what_was_written_to_it(group
 
 
 @pytest.mark.parametrize("setting", [None, "", "0", "yes"])
-def test_memory_of_a_gpu_is_not_lent_unless_the_environment_says_so(monkeypatch, setting):
+def test_memory_of_a_gpu_is_not_exported_unless_the_environment_says_so(monkeypatch, setting):
     if setting is None:
         monkeypatch.delenv("BANDMASTER_CUDA_IPC", raising=False)
     else:
         monkeypatch.setenv("BANDMASTER_CUDA_IPC", setting)
-    lender = Lender(lambda *_: pytest.fail("a worker was asked to read it"))
-
-    assert lender.lend((0,), torch.zeros(1 << 20, dtype=torch.uint8)) is None
+    assert not exports_are_on()

@@ -14,10 +14,12 @@ import pytest
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
-from bandmaster.backends import Call, Reply
-from bandmaster.testing import standing
-from bandmaster.wire import lane
-from bandmaster.wire.codec import Payload, encode
+from bandmaster.calls import submission
+from bandmaster.codec import decode, encode
+from bandmaster.codec.cuda_ipc import CAN_OPEN
+from bandmaster.contract import Call, Reply
+from bandmaster.testing import held_resources
+from bandmaster.transport import lane
 
 
 def fork_for_a_moment():
@@ -28,7 +30,7 @@ def fork_for_a_moment():
 
 def n_segments():
     """How many segments this process has a descriptor of: those it writes."""
-    return len(standing(["segments"]).segments)
+    return len(held_resources(["segments"]).segments)
 
 
 def raise_timeout(*_):
@@ -194,7 +196,9 @@ def test_signals_whose_handler_raises_fail_the_call_that_runs_and_no_other(group
 @pytest.mark.parametrize("buffer_nbytes", [None, 4_000_000], ids=["as it is", "of a tuned host"])
 def test_calls_that_are_given_up_are_not_run_however_much_a_socket_holds(group, buffer_nbytes):
     if buffer_nbytes is not None:
-        group._tenancy.crew._lanes[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_nbytes)
+        group._ownership.workers()._client._channels[0].socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_nbytes
+        )
     hanging = group.hang.submit()
     futures = [group.count.submit() for _ in range(1500)]
     assert {future.cancel() for future in futures} == {True}
@@ -256,7 +260,7 @@ def test_closing_a_group_wakes_who_waits_for_it(group):
 
 @pytest.mark.timeout(60)
 def test_an_interrupted_send_does_not_shift_the_answers(group, monkeypatch):
-    first = group._tenancy.crew._lanes[0]
+    first = group._ownership.workers()._client._channels[0]
     real = first.send
 
     def interrupted(*message):
@@ -340,43 +344,34 @@ class Something:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("ends", ["answers", "is closed"])
-def test_what_is_lent_for_a_call_is_kept_until_its_ranks_have_answered_or_gone(group, tmp_path, ends):
+def test_what_is_exported_for_a_call_is_kept_until_its_ranks_have_answered_or_gone(group, monkeypatch, tmp_path, ends):
     """As memory of a GPU is, which this does not need: who keeps it does not look at it."""
-    crew, path, loan, tickets = group._tenancy.crew, tmp_path / "pipe", Something(), {}
+    path, exported, real = tmp_path / "pipe", [Something()], submission.encode_group
+
+    def encode_and_export(*args):
+        payload = real(*args)
+        payload.exports = (exported.pop(),)
+        return payload
+
     os.mkfifo(path)
-    is_kept = weakref.ref(loan)
-    (part,) = crew.put([encode(((0, str(path)),))])
-    crew.call([Call((0,), "write_to", (part,), Reply.VALUE, (loan,))], tickets)
-    del loan
-    assert crew.wait([tickets[0]], 0.1) == []  # it waits for somebody to read from the pipe
+    is_kept = weakref.ref(exported[0])
+    monkeypatch.setattr(submission, "encode_group", encode_and_export)
+    future = group.write_to.submit(str(path))
+    assert not future.done()  # it waits for somebody to read from the pipe
     assert is_kept()
     if ends == "is closed":
         group.close()
+        del future
     else:
         assert path.read_text() == "done"
-        assert crew.wait([tickets[0]], None) == [tickets[0]]
+        future.result()
     assert not is_kept()
 
 
 @pytest.mark.timeout(60)
-def test_what_is_lent_to_one_rank_does_not_decide_about_the_call_of_another(zygote, monkeypatch):
-    """Each rank's call names what was lent to it alone: a rank on another host has no part in that."""
-    sent = []
-    with bm.ResourcePool([2], backend="local") as pool:
-        group = bm.WorkerGroup(pool, Forks)
-        crew = group._tenancy.crew
-        monkeypatch.setattr(crew, "call", lambda calls, tickets: sent.extend(calls))
-        monkeypatch.setattr(
-            "bandmaster.group.encode_parcel",
-            lambda parcel, *_: Payload(b"", loans=("lent",) if 0 in parcel.ranks else ()),
-        )
-        group.rows_of.submit(np.ones(2))
-    assert [(tuple(call.ranks), call.loans) for call in sent] == [((0,), ("lent",)), ((1,), ())]
-
-
-@pytest.mark.timeout(60)
-def test_a_worker_without_a_gpu_says_that_it_cannot_copy_from_one(group):
-    crew = group._tenancy.crew
-    ticket = crew.send(0, "borrow", (bytes(64), 0, b"sample"))
-    crew.wait([ticket], None)
-    assert crew.fetch(ticket) is False
+def test_a_worker_without_a_gpu_says_that_it_cannot_open_memory_of_one(group):
+    workers, tickets = group._ownership.workers(), {}
+    parts = workers.put([encode(tuple(enumerate((bytes(64), 0, b"sample"))))])
+    workers.call([Call((0,), CAN_OPEN, tuple(parts), Reply.RETURN)], tickets)
+    workers.wait([tickets[0]], None)
+    assert decode(workers.fetch(tickets[0])) is False

@@ -3,7 +3,8 @@
 The public names, by the module that each comes from; `README.md` has the tour.
 """
 
-from bandmaster.batch import register_batch_type
+from bandmaster.calls.future import Future
+from bandmaster.calls.options import CallOptions, set_default_options
 from bandmaster.errors import (
     ArgumentError,
     BandmasterError,
@@ -21,13 +22,11 @@ from bandmaster.errors import (
     UsageError,
     WorkerDied,
 )
-from bandmaster.future import Future
 from bandmaster.group import WorkerGroup
-from bandmaster.mesh import Mesh
-from bandmaster.options import CallOptions, set_default_options
-from bandmaster.planning import TransferPlan, plan
-from bandmaster.pool import ResourcePool, merge_resource_pool, split_resource_pool
-from bandmaster.transfer import (
+from bandmaster.plan.batch import register_batch_type
+from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.preview import TransferPlan, plan
+from bandmaster.plan.transfer import (
     Broadcast,
     Concat,
     Dispatch,
@@ -40,6 +39,7 @@ from bandmaster.transfer import (
     TransferProtocol,
     collect_all_to_all,
 )
+from bandmaster.pool import ResourcePool, merge_resource_pool, split_resource_pool
 from bandmaster.worker import ClassWithInitArgs, Worker, register
 
 __version__ = "0.1.0"

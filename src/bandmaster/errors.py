@@ -16,7 +16,7 @@
     ├── ResourceError               the world: no memory, processes, …    (OSError)
     ├── WorkerDied                  the world: a process is gone          (RuntimeError)
     ├── CallTimeout                 the world: no answer in time          (TimeoutError)
-    └── CallCancelled               the caller gave the call up           (RuntimeError)
+    └── CallCancelled               the caller cancelled the call           (RuntimeError)
 
 Every leaf is also the honest builtin named beside it, so ``except ValueError`` works as one would hope.
 """
@@ -172,9 +172,9 @@ class WorkerDied(_RankError):
 
 
 class CallTimeout(BandmasterError, TimeoutError):
-    """A call that did not answer in the time given; it can still be waited for, or given up.
+    """A call that did not answer in the time given; it can still be waited for, or cancelled.
 
-    Constructors that take longer than ``start_timeout_s`` raise it too. Then the workers were ended, and there is no
+    Constructors that take longer than ``start_timeout`` raise it too. Then the workers were ended, and there is no
     ``future``.
 
     Attributes:
@@ -191,7 +191,7 @@ class CallTimeout(BandmasterError, TimeoutError):
         missing: tuple[int, ...],
         timeout_s: float,
         stacks: Mapping[int, str] | None = None,
-        what_next: str = "the call still runs: wait for it with result() again, or give it up with cancel()",
+        what_next: str = "the call still runs: wait for it with result() again, or cancel it with cancel()",
     ) -> None:
         self.method, self.missing, self._timeout_s, self.stacks = method, missing, timeout_s, dict(stacks or {})
         self._what_next = what_next
@@ -214,4 +214,4 @@ class CallTimeout(BandmasterError, TimeoutError):
 
 
 class CallCancelled(BandmasterError, RuntimeError):
-    """The result of a call that was given up with `Future.cancel`, or by Ctrl-C while it was waited for."""
+    """The result of a call that was cancelled with `Future.cancel`, or by Ctrl-C while it was waited for."""

@@ -26,7 +26,7 @@ class FailureKind(Enum):
     RAISED = "raised"  # the user's method or constructor
     RESULT = "result"  # the method returned what cannot be pickled or joined
     DIED = "died"  # the process is gone
-    CANCELLED = "cancelled"  # the controller interrupted or ended it: the call was given up, or had failed elsewhere
+    CANCELLED = "cancelled"  # the controller interrupted or ended it: the call was cancelled, or had failed elsewhere
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""`WorkerGroup`: one worker class on every place of a pool, called as if it were one object.
+"""`WorkerGroup`: one worker class on every slot of a pool, called as if it were one object.
 
 ::
 
-    group.method(x) ── bind (the real signature) ── pack (mesh, protocol) ── encode ──► crew.put, crew.call
-                                                                                             │ workers
-    result ◄────────── collect (join, list, reduce) ◄── Future ◄────────── crew.wait, crew.fetch
+    group.method(x) ── bind (the real signature) ── plan (mesh, protocol) ── encode ──► Workers.put, Workers.call
+                                                                                              │ worker processes
+    result ◄────────── collect (join, list, reduce) ◄── PendingCall ◄──────── Workers.wait, Workers.fetch
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
-from bandmaster.backends import Call, Crew, Launch, Reply, get_backend
-from bandmaster.binding import bind, signature_without_self
-from bandmaster.calls import CallInfo, GroupCall, OpenCalls
-from bandmaster.checks import check_names, check_options, checked_mesh, unwrap
-from bandmaster.collect import collect
-from bandmaster.envelope import encode_constructor, encode_parcel
-from bandmaster.errors import ArgumentError, CallTimeout, ClosedError, CollectError, UsageError, WorkerDied
-from bandmaster.failure import Failure
-from bandmaster.future import Future
-from bandmaster.mesh import Mesh
-from bandmaster.method import GroupMethod, MethodSpec
-from bandmaster.options import CallOptions, default_options
-from bandmaster.planning import CollectEach, Packed, Slot, alike, everywhere, scatter
+from bandmaster.backends import get_backend
+from bandmaster.calls.encoding import encode_constructor
+from bandmaster.calls.method import GroupMethod, MethodSpec
+from bandmaster.calls.options import default_options
+from bandmaster.calls.pending import CallSite, Collection
+from bandmaster.calls.submission import Submitter
+from bandmaster.contract import Launch
+from bandmaster.errors import ArgumentError, ClosedError, UsageError, WorkerDied
+from bandmaster.lifecycle.checks import check_names, check_options, checked_mesh, unwrap
+from bandmaster.lifecycle.construction import replace_worker, start_workers
+from bandmaster.lifecycle.death_watch import DeathWatch
+from bandmaster.lifecycle.ownership import Ownership
+from bandmaster.plan.arguments import BoundArgument, CallPlan, everywhere, scatter
+from bandmaster.plan.binding import bind, signature_without_self
+from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.render import html_table, text_table
+from bandmaster.plan.transfer import Gather, Only
+from bandmaster.platform.locks import check_not_held
 from bandmaster.pool import ResourcePool
-from bandmaster.render import html_table, text_table
-from bandmaster.tenancy import Tenancy
-from bandmaster.transfer import Gather, Incoming, Only
-from bandmaster.watch import DeathWatch
-from bandmaster.wire.steady import check_not_held
 from bandmaster.worker import registrations
 
 __all__ = ["WorkerGroup"]
@@ -54,9 +53,10 @@ class WorkerGroup:
         *args: Positional arguments of its constructor, the same for every rank.
         mesh: Named axes over the ranks; ``Mesh(dp=world_size)`` by default.
         name_prefix: Beginning of the workers' names; the pool's and six random letters by default.
-        start_timeout_s: How long the constructors may take; as long as they take by default.
+        start_timeout: Seconds that the processes may take to start, and then the constructors; None, the default, for
+            as long as they take.
         **kwargs: Keyword arguments of its constructor. Those called ``mesh``, ``name_prefix`` or
-            ``start_timeout_s`` have to go through `ClassWithInitArgs`.
+            ``start_timeout`` have to go through `ClassWithInitArgs`.
 
     Raises:
         ArgumentError: The constructor cannot be called so, or an argument cannot be pickled.
@@ -78,48 +78,47 @@ class WorkerGroup:
         *args: Any,
         mesh: Mesh | None = None,
         name_prefix: str | None = None,
-        start_timeout_s: float | None = None,
+        start_timeout: float | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(pool, ResourcePool):
             raise ArgumentError(f"{type(self).__name__} takes a ResourcePool, then a worker class; {pool!r} is no pool")
-        check_options(type(self).__name__, name_prefix, start_timeout_s)
+        check_options(type(self).__name__, name_prefix, start_timeout)
         cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
         registered = registrations(cls)
         check_names(cls, registered, dir(WorkerGroup))
         self._cls = cls
         self._pool = pool
-        self._mesh = checked_mesh(mesh, pool)
-        self._ranks = tuple(range(self._mesh.size))
+        self._mesh = checked_mesh(mesh, pool.world_size, pool)
         self._methods = {name: MethodSpec.of(cls, name, registered[name], self._mesh) for name in registered}
-        self._options: dict[str, float | None] = {}
-        self._infos: dict[str, CallInfo] = {}  # by method
-        self._life = threading.RLock()  # one restart or replacement at a time
-        self._open_calls = OpenCalls()
+        self._changing = threading.RLock()  # one restart or replacement at a time
         self._watches: list[DeathWatch] = []
-        constructor = encode_constructor(cls, args, kwargs)
+        self._constructor = encode_constructor(cls, args, kwargs)
         prefix = pool.name_prefix + _random_letters() if name_prefix is None else name_prefix
         self._name = f"{prefix}{cls.__name__}"
-        self._tenancy = Tenancy(self, self._name)
+        self._ownership = Ownership(self, self._name)
+        self._submitter = Submitter(self._ownership.workers, cls, self._mesh, self._name)
         try:
-            seats = pool._occupy(self, self._name, self._tenancy.take)
-            names = tuple(f"{self._name}_{seat.node_rank}:{seat.local_rank}" for seat in seats)
+            slots = pool._occupy(self, self._name, self._ownership.set_slots)
+            names = tuple(f"{self._name}_{slot.node_rank}:{slot.local_rank}" for slot in slots)
             self._launch = Launch(
                 self._name,
                 cls,
-                constructor,
                 self._mesh,
-                seats,
+                slots,
                 names,
                 pool.use_gpu,
                 pool.cpus_per_worker,
                 options,
-                start_timeout_s,
+                start_timeout,
             )
-            self._tenancy.move_in(get_backend(pool.backend).start(self._launch))
+            self._start(self._launch)
         except BaseException:
-            self._tenancy.close()
+            self._ownership.close()
             raise
+
+    def _start(self, launch: Launch) -> None:
+        self._ownership.set_workers(start_workers(get_backend(self._pool.backend), launch, self._constructor))
 
     @property
     def world_size(self) -> int:
@@ -144,7 +143,7 @@ class WorkerGroup:
     @property
     def workers(self) -> list[Any]:
         """The backend's own handles, one per rank: actor handles on Ray, the objects themselves in-process."""
-        return list(self._tenancy.crew.handles)
+        return [record.handle() for record in self._ownership.workers().records]
 
     def execute_all_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run a method, registered or not, on every rank, and wait.
@@ -159,12 +158,13 @@ class WorkerGroup:
             ArgumentError: No such method, or arguments that do not fit it.
             RemoteError: It raised on some rank.
         """
-        values: list[Any] = self._on_all(method_name, self._pack_all(method_name, args, kwargs))
+        values: list[Any] = self._on_all(method_name, self._plan_for_all(method_name, args, kwargs))
         return values
 
     def execute_all_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """The same without waiting: for every rank an ObjectRef on Ray, a `Future` elsewhere."""
-        return self._references(method_name, self._pack_all(method_name, args, kwargs), self._ranks)
+        """Non-blocking `execute_all_sync`. Returns one ObjectRef per rank on Ray, one `Future` per rank elsewhere."""
+        plan = self._plan_for_all(method_name, args, kwargs)
+        return self._submitter.submit_for_each(self, method_name, plan, self._submitter.ranks)
 
     def execute_rank_zero_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method, registered or not, on rank 0 with the arguments as they are; its plain value.
@@ -173,33 +173,35 @@ class WorkerGroup:
             ArgumentError: No such method, or arguments that do not fit it.
             RemoteError: It raised.
         """
-        packed = self._same(method_name, args, kwargs, 1)
-        return self._submit(method_name, packed, (0,), Only(), (0,), waits=True)
+        plan = self._same(method_name, args, kwargs, 1)
+        return self._submitter.submit(self, method_name, plan, (0,), Collection(Only(), (0,)), waits=True)
 
     def execute_rank_zero_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """The same without waiting: an ObjectRef on Ray, a `Future` elsewhere."""
-        return self._references(method_name, self._same(method_name, args, kwargs, 1), (0,))[0]
+        """Non-blocking `execute_rank_zero_sync`. Returns an ObjectRef on Ray, a `Future` elsewhere."""
+        plan = self._same(method_name, args, kwargs, 1)
+        return self._submitter.submit_for_each(self, method_name, plan, (0,))[0]
 
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async
 
     def describe(self) -> str:
-        """A table of the ranks: where each is on the mesh, on which host and device, and whether it has a lane.
+        """A table of the ranks: where each is on the mesh, on which host and device, and by which channel it is called.
 
         Raises:
             ClosedError: The group was closed.
         """
-        return text_table(repr(self), *self._table(self._tenancy.crew.describe()))
+        records = self._ownership.workers().records
+        facts = [{name: getattr(record, name) for name in ("host", "pid", "device", "channel")} for record in records]
+        return text_table(repr(self), *self._table(facts))
 
     @property
     def healthy(self) -> bool:
         """Whether every worker's process is there, as far as is known without asking it; False once closed."""
         try:
-            crew = self._tenancy.crew
+            workers = self._ownership.workers()
         except ClosedError:
             return False
-        crew.look_for_deaths()
-        return not crew.deaths
+        return workers.check() and not workers.deaths
 
     def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
         """Call ``callback(error)`` from a thread as soon as a worker dies, once until `restart` or `replace`.
@@ -210,8 +212,8 @@ class WorkerGroup:
             ClosedError: The group was closed.
             ResourceError: The system allows no more threads.
         """
-        call = CallInfo(self._cls.__name__, self._mesh, self._name)
-        self._watches.append(DeathWatch(self._tenancy.crew, call, callback))
+        site = CallSite(self._cls.__name__, self._mesh, self._name)
+        self._watches.append(DeathWatch(self._ownership.workers(), site, callback))
 
     def restart(self, state: Any = None) -> None:
         """End all workers, whatever they do, and start and construct new ones on the same places.
@@ -228,16 +230,16 @@ class WorkerGroup:
             RemoteError: ``on_restart`` raised.
             ClosedError: The group was closed.
         """
-        check_not_held(self._life)
-        with self._life:
-            crew, has_hook = self._tenancy.crew, callable(getattr(self._cls, "on_restart", None))
+        check_not_held(self._changing)
+        with self._changing:
+            workers, has_hook = self._ownership.workers(), callable(getattr(self._cls, "on_restart", None))
             if state is not None and not has_hook:
                 raise UsageError(f"{self._cls.__name__} has no method on_restart(self, state) to take the state")
             hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
-            crew.stop("the group was restarted")
+            workers.stop("the group was restarted")
             self._end_watches()
-            self._open_calls = OpenCalls()  # what was pending has failed
-            self._tenancy.move_in(get_backend(self._pool.backend).start(replace(self._launch, is_again=True)))
+            self._submitter.begin_anew()
+            self._start(replace(self._launch, is_again=True))
             self._watch_again()
             if hook is not None:
                 self._on_all("on_restart", hook)
@@ -247,7 +249,7 @@ class WorkerGroup:
 
         The class allows it by having a method ``on_replace(self, rank, state)``, which is called on every rank when
         the new worker stands: there the others can, for example, leave their process group and join a new one. Calls
-        that are pending are given up first; a rank that does not stop within their grace is ended as ever.
+        that are pending are cancelled first; a rank that does not stop within their grace is ended as ever.
 
         Args:
             rank: Whose worker.
@@ -259,7 +261,7 @@ class WorkerGroup:
             RemoteError: ``on_replace`` raised.
             ClosedError: The group was closed.
         """
-        self._tenancy.check()
+        self._ownership.check()
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise UsageError(f"{rank!r} is no rank of {self._name}, which has 0 to {self.world_size - 1}")
         if not callable(getattr(self._cls, "on_replace", None)):
@@ -268,20 +270,21 @@ class WorkerGroup:
                 "on_replace(self, rank, state), or restart() the whole group"
             )
         hook = self._same("on_replace", (rank, state), {}, self.world_size)
-        check_not_held(self._life)
-        with self._life:
+        check_not_held(self._changing)
+        with self._changing:
             self._check_alive_but(rank)
-            self._open_calls.give_up_all()
+            self._submitter.cancel_all()
             self._check_alive_but(rank)
             self._end_watches()
-            get_backend(self._pool.backend).replace(self._tenancy.crew, self._launch, rank)
+            self._submitter.forget(rank)
+            replace_worker(self._ownership.workers(), self._launch, self._constructor, rank)
             self._watch_again()
             self._on_all("on_replace", hook)
 
     def _check_alive_but(self, rank: int) -> None:
-        crew = self._tenancy.crew
-        crew.look_for_deaths()
-        others = [str(dead) for dead in crew.deaths if dead != rank]
+        workers = self._ownership.workers()
+        workers.check()
+        others = [str(dead) for dead in workers.deaths if dead != rank]
         if others:
             raise UsageError(f"rank {', '.join(others)} is dead too, and one can be replaced at a time; use restart()")
 
@@ -290,12 +293,13 @@ class WorkerGroup:
             watch.end()
 
     def _watch_again(self) -> None:
-        """Who watches for deaths watches the new workers."""
-        self._watches = [watch.again(self._tenancy.crew) for watch in self._watches]
+        """Watch the new workers for deaths, where the old ones were watched."""
+        self._watches = [watch.again(self._ownership.workers()) for watch in self._watches]
 
     def close(self) -> None:
         """End the workers and give their places back. Closing twice is fine."""
-        self._tenancy.close()
+        self._ownership.close()
+        self._submitter.begin_anew()
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -307,7 +311,7 @@ class WorkerGroup:
         known = self.__dict__  # may lack anything, when `__init__` has failed
         spec = known.get("_methods", {}).get(name)
         if spec is not None:
-            return GroupMethod(self, spec)
+            return GroupMethod(self, self._submitter, spec)
         cls = known.get("_cls")
         if cls is not None and callable(getattr(cls, name, None)) and not name.startswith("_"):
             raise AttributeError(
@@ -323,7 +327,7 @@ class WorkerGroup:
         return sorted({*super().__dir__(), *self._methods})
 
     def __repr__(self) -> str:
-        closed = "" if self._tenancy.is_open else ", closed"
+        closed = "" if self._ownership.is_open else ", closed"
         return f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{closed}>"
 
     def _repr_html_(self) -> str:
@@ -338,31 +342,34 @@ class WorkerGroup:
         ]
         return ["rank", "worker", *self._mesh.axis_names, *known], rows
 
-    def _pack_all(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Packed:
-        slots = self._bind(method, args, kwargs)
-        if slots and all(isinstance(slot.value, list) and len(slot.value) == self.world_size for slot in slots):
-            return Packed(tuple(scatter(slots, self.world_size, self._label(method))))
-        return Packed((everywhere(slots, self.world_size),))
+    def _plan_for_all(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
+        arguments = self._bind(method, args, kwargs)
+        if arguments and all(isinstance(a.value, list) and len(a.value) == self.world_size for a in arguments):
+            return CallPlan(tuple(scatter(arguments, self.world_size, self._submitter.label(method))))
+        return CallPlan((everywhere(arguments, self.world_size),))
 
-    def _same(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], n_ranks: int) -> Packed:
+    def _same(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], n_ranks: int) -> CallPlan:
         """The same arguments for the first ranks."""
-        return Packed((everywhere(self._bind(method, args, kwargs), n_ranks),))
+        return CallPlan((everywhere(self._bind(method, args, kwargs), n_ranks),))
 
-    def _on_all(self, method: str, packed: Packed) -> Any:
+    def _on_all(self, method: str, plan: CallPlan) -> Any:
         """Call every rank, and wait for the value of each."""
-        return self._submit(method, packed, self._ranks, Gather(), self._ranks, waits=True)
+        ranks = self._submitter.ranks
+        return self._submitter.submit(self, method, plan, ranks, Collection(Gather(), ranks), waits=True)
 
-    def _bind(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Slot]:
+    def _bind(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[BoundArgument]:
         if not (isinstance(method, str) and callable(getattr(self._cls, method, None))):
             if isinstance(method, str) and hasattr(self._cls, method):
                 kind = type(getattr(self._cls, method)).__name__
-                raise ArgumentError(f"{self._label(method)} is a {kind}, not a method; add a method that returns it")
+                raise ArgumentError(
+                    f"{self._submitter.label(method)} is a {kind}, not a method; add a method that returns it"
+                )
             import difflib  # here, as few need it, and the import of everything is to be quick
 
             near = difflib.get_close_matches(str(method), dir(self._cls), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ArgumentError(f"{self._cls.__name__} has no method {method!r}{hint}")
-        return bind(self._label(method), signature_without_self(self._cls, method), args, kwargs)
+        return bind(self._submitter.label(method), signature_without_self(self._cls, method), args, kwargs)
 
     def set_default_options(self, /, **options: float | None) -> None:
         """Set what holds for the calls of this group that say nothing else.
@@ -374,113 +381,9 @@ class WorkerGroup:
             UsageError: There is no such option, or its value makes no sense.
         """
         default_options().but(options)  # to check them
-        self._options.update(options)
-
-    def _call_info(self, method: str, options: CallOptions | None) -> CallInfo:
-        info = self._infos.get(method)
-        if info is None:
-            info = CallInfo(self._label(method), self._mesh, self._name, None, self._options)
-            self._infos[method] = info
-        return info if options is None else info._replace(options=options)
-
-    def _label(self, method: str) -> str:
-        return f"{self._cls.__name__}.{method}"
-
-    def _submit(
-        self,
-        method: str,
-        packed: Packed,
-        ranks: tuple[int, ...],
-        incoming: Incoming | CollectEach,
-        collected: tuple[int, ...],
-        finish: Callable[[list[Any]], Any] | None = None,
-        options: CallOptions | None = None,
-        waits: bool = False,
-    ) -> Any:
-        """Send a call to ranks; its future collects from some of them by ``incoming``, then calls ``finish``.
-
-        Returns:
-            The future, or its result if the caller ``waits`` for it: then Ctrl-C gives the call up, as nobody else has
-            the future.
-        """
-        crew, info = self._tenancy.crew, self._call_info(method, options)
-
-        def conclude(values: Mapping[int, Any]) -> Any:
-            in_order = [values[rank] for rank in collected]
-            try:
-                result = collect(incoming, collected, in_order, info.method, packed.real_rows)
-            except CollectError as error:
-                where = {rank: self._mesh.coordinates(rank) for rank in error.failures}
-                raise CollectError(error.method, error.failures, where) from error.__cause__
-            return result if finish is None else finish(result)
-
-        tickets: dict[int, Any] = {}
-        call = GroupCall(crew, tickets, info, self._open_calls, dict(crew.deaths))
-        future = Future(call, conclude)
-        try:
-            if not call.failures:
-                outgoing = self._encode(crew, info, method, packed, ranks, collected, Reply.VALUE)
-                with call.reading:
-                    self._open_calls.add(call)
-                    crew.call(outgoing, tickets)
-                del outgoing  # nor does the traceback of what is raised here keep it
-            return future.result() if waits else future
-        except CallTimeout:
-            raise  # it can still be waited for
-        except BaseException:  # Ctrl-C: the ranks that were asked must not wait for those that were not
-            future.cancel()
-            raise
-
-    def _references(self, method: str, packed: Packed, ranks: tuple[int, ...]) -> list[Any]:
-        """Send a call; what the backend's own users know for each rank's value, or a future of its own."""
-        crew, tickets, info = self._tenancy.crew, dict[int, Any](), self._call_info(method, None)
-        outgoing = self._encode(crew, info, method, packed, ranks, ranks, Reply.NATIVE)
-        try:
-            crew.call(outgoing, tickets)
-        except BaseException:  # Ctrl-C
-            crew.give_up(tickets)
-            raise
-        if crew.has_native_tickets:
-            return list(tickets.values())
-        failures: dict[int, Failure] = {}  # which all know, so that none is left in a collective with one that failed
-        calls = {rank: GroupCall(crew, {rank: t}, info, self._open_calls, failures) for rank, t in tickets.items()}
-        for call in calls.values():
-            self._open_calls.add(call)
-        return [Future(call, partial(_value_of, self, rank)) for rank, call in calls.items()]
-
-    @staticmethod
-    def _encode(
-        crew: Crew,
-        info: CallInfo,
-        method: str,
-        packed: Packed,
-        ranks: tuple[int, ...],
-        collected: tuple[int, ...],
-        reply: Reply,
-    ) -> list[Call]:
-        """Encode and put everything: what cannot be encoded is known before anything is sent."""
-        lend = None if reply is Reply.NATIVE else crew.lend
-        payloads, receivers = [], []
-        for parcel in packed.parcels:
-            if parcel.items:
-                payloads.append(encode_parcel(parcel, info.method, lend))
-                receivers.append(parcel.ranks)
-        parts = crew.put(payloads)
-        calls = []
-        for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
-            answer = reply if is_collected else Reply.NOTHING
-            loans: tuple[Any, ...] = ()
-            for number in numbers:
-                loans += payloads[number].loans
-            calls.append(Call(members, method, tuple([parts[n] for n in numbers]), answer, loans))
-        return calls
-
-
-def _value_of(group: WorkerGroup, rank: int, values: Mapping[int, Any]) -> Any:
-    """The value of the one rank; ``group`` is named so that it lives as long as the future that holds this."""
-    return values[rank]
+        self._submitter.options.update(options)
 
 
 def _random_letters() -> str:
-    """Whatever the user has seeded."""
+    """Six letters that do not depend on what the user has seeded."""
     return "".join(string.ascii_letters[byte % 52] for byte in uuid.uuid4().bytes[:6])

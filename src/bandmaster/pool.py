@@ -17,19 +17,25 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from bandmaster.backends import Seat, get_backend
+from bandmaster.backends import get_backend
+from bandmaster.contract import Slot
 from bandmaster.errors import ClosedError, PlacementError, UsageError
-from bandmaster.placement import RESERVING, Request
-from bandmaster.render import html_table
-from bandmaster.wire.steady import check_not_held
+from bandmaster.plan.placement import RESERVING, Request
+from bandmaster.plan.render import html_table
+from bandmaster.platform.locks import check_not_held
 from bandmaster.worker import ClassLoading
 
-if TYPE_CHECKING:
-    from bandmaster.group import WorkerGroup
-
 __all__ = ["ResourcePool", "merge_resource_pool", "split_resource_pool"]
+
+
+class Closes(Protocol):
+    """What holds places of a pool, and gives them back when it is closed: a worker group."""
+
+    def close(self) -> None:
+        """Give the places back."""
+
 
 _occupying = threading.RLock()  # one group at a time takes places; re-entrant, as a signal handler may close a pool
 
@@ -47,7 +53,7 @@ class ResourcePool:
         name_prefix: Name of the pool in messages, and the beginning of its workers' names.
         max_colocate_count: How many groups may share a place; each is given that part of its GPU and CPUs.
         cpus_per_worker: CPUs reserved for each place, for all groups on it together.
-        placement_timeout_s: How long to wait for places that others hold; on this machine nothing is waited for.
+        placement_timeout: Seconds to wait for places that others hold; on this machine nothing is waited for.
 
     Raises:
         UsageError: A value that makes no sense, or a backend that does not exist or is not installed.
@@ -67,13 +73,13 @@ class ResourcePool:
         name_prefix: str | None = None,
         max_colocate_count: int = 10,
         cpus_per_worker: float = 1,
-        placement_timeout_s: float = 60.0,
+        placement_timeout: float = 60.0,
     ) -> None:
         nodes = _checked_nodes(process_on_nodes)
         is_count = isinstance(max_colocate_count, int) and not isinstance(max_colocate_count, bool)
         if not is_count or max_colocate_count < 1:
             raise UsageError(f"max_colocate_count is the number of groups on a place, not {max_colocate_count!r}")
-        for what, amount in (("cpus_per_worker", cpus_per_worker), ("placement_timeout_s", placement_timeout_s)):
+        for what, amount in (("cpus_per_worker", cpus_per_worker), ("placement_timeout", placement_timeout)):
             if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
                 raise UsageError(f"{what} is a number of 0 or more, not {amount!r}")
         if not isinstance(use_gpu, bool):
@@ -82,14 +88,14 @@ class ResourcePool:
             raise UsageError(f"name_prefix is a string, or None for a pool without a name, not {name_prefix!r}")
         get_backend(backend)
         request = Request(name_prefix or "pool", nodes, cpus_per_worker, int(use_gpu))
-        lease = _Lease(request, backend, max_colocate_count, placement_timeout_s)
+        lease = _Lease(request, backend, max_colocate_count, placement_timeout)
         parts = [_Part(lease, node, tuple(range(size))) for node, size in enumerate(nodes)]
         self._set_up(parts, name_prefix or "", (lease,))
 
     def _set_up(self, parts: Sequence[_Part], name_prefix: str, owned: tuple[_Lease, ...]) -> None:
         self._parts = tuple(parts)
         self._owned = owned  # leases that end with this pool
-        self._groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
+        self._groups: weakref.WeakSet[Closes] = weakref.WeakSet()
         self._is_closed = False
         self.name_prefix = name_prefix
 
@@ -185,27 +191,25 @@ class ResourcePool:
         if self._is_over:
             raise ClosedError(f"{self._described()} was closed; make a new pool")
 
-    def _occupy(
-        self, owner: WorkerGroup, name: str, take: Callable[[Callable[[], object]], object]
-    ) -> tuple[Seat, ...]:
+    def _occupy(self, owner: Closes, name: str, take: Callable[[Callable[[], object]], object]) -> tuple[Slot, ...]:
         """Seats for a new group; ``take`` gets what gives them back, before anything is taken."""
         self.reserve()
         places = [(part.lease, part.node, index) for part in self._parts for index in part.indices]
         holder = object()
-        take(partial(_vacate, places, holder))
+        take(partial(_free, places, holder))
         with _occupying:
             for lease, node, index in places:
                 lease.holders.setdefault((node, index), {})[holder] = name
             try:
                 self._check_room(holder, name)
             except PlacementError:
-                _vacate(places, holder)  # before others count it
+                _free(places, holder)  # before others count it
                 raise
             for lease in {part.lease for part in self._parts}:
                 lease.groups.add(owner)
             self._groups.add(owner)
         self._check_open()  # another thread may have closed it before it knew of this group
-        return tuple(self._seats())
+        return tuple(self._slots())
 
     def _check_room(self, holder: object, name: str) -> None:
         """Make sure that a holder is not one too many at any of its places."""
@@ -221,11 +225,11 @@ class ResourcePool:
                         "close one of them, or make the pool with a larger max_colocate_count"
                     )
 
-    def _seats(self) -> Iterator[Seat]:
+    def _slots(self) -> Iterator[Slot]:
         for node_rank, part in enumerate(self._parts):
             for local_rank, index in enumerate(part.indices):
                 share = 1 / part.lease.max_colocate_count
-                yield Seat(part.lease.reservation, part.node, index, node_rank, local_rank, len(part.indices), share)
+                yield Slot(part.lease.reservation, part.node, index, node_rank, local_rank, len(part.indices), share)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a ResourcePool stays in its controller; pass the values that the workers need instead")
@@ -239,9 +243,9 @@ class ResourcePool:
         return f"ResourcePool({list(self.process_on_nodes)}, backend={self.backend!r}{gpu}{prefix})"
 
     def _repr_html_(self) -> str:
-        seats = [(rank, s.node_rank, s.local_rank) for rank, s in enumerate(self._seats())]
+        slots = [(rank, s.node_rank, s.local_rank) for rank, s in enumerate(self._slots())]
         places = [part.lease.names((part.node, index)) for part in self._parts for index in part.indices]
-        rows = [[*seat, ", ".join(names) or "-"] for seat, names in zip(seats, places, strict=True)]
+        rows = [[*slot, ", ".join(names) or "-"] for slot, names in zip(slots, places, strict=True)]
         return html_table(repr(self), ["rank", "node", "local rank", "groups"], rows)
 
 
@@ -323,7 +327,7 @@ class _Lease:
         self.backend = backend
         self.max_colocate_count = max_colocate_count
         self.holders: dict[tuple[int, int], dict[object, str]] = {}  # names of groups by (node, index) and holder
-        self.groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
+        self.groups: weakref.WeakSet[Closes] = weakref.WeakSet()
         self.reservation: Any = None
         self.is_closed = False
         self._timeout_s = timeout_s
@@ -384,13 +388,13 @@ def _joined(parts: Sequence[_Part]) -> list[_Part]:
     return joined
 
 
-def _vacate(places: Sequence[tuple[_Lease, int, int]], holder: object) -> None:
+def _free(places: Sequence[tuple[_Lease, int, int]], holder: object) -> None:
     """Give places back. Without a lock, as it may run as a finalizer at any moment in any thread."""
     for lease, node, index in places:
         lease.holders.get((node, index), {}).pop(holder, None)
 
 
-def _close_all(things: Iterable[WorkerGroup | _Lease]) -> None:
+def _close_all(things: Iterable[Closes | _Lease]) -> None:
     """Close groups or leases: all of them, though one may raise."""
     with _occupying:  # while they are listed, none is added
         listed = list(things)

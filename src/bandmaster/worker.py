@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from bandmaster.errors import ProtocolError, UsageError
-from bandmaster.mesh import Mesh
-from bandmaster.transfer import (
+from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.transfer import (
     Custom,
     Dispatch,
     Execute,

@@ -1,4 +1,4 @@
-"""Calls that fail, hang or are given up: one error with its cause, in time; the group is usable or says it is not."""
+"""Calls that fail, hang or are cancelled: one error with its cause, in time; the group is usable or says it is not."""
 
 import asyncio
 import gc
@@ -281,7 +281,7 @@ def test_what_a_future_is_printed_as(group):
     future = group.sleep_on.submit([0, 2])
     assert repr(future) == "<Future of Faulty.sleep_on, waiting for rank 0, 1, 2>"
     future.cancel()
-    assert "given up" in repr(future)
+    assert "cancelled" in repr(future)
     echoed = group.echo.submit(1)
     assert group.echo(2) == [2, 2, 2]
     assert not echoed.cancel(), "it was answered before"
@@ -298,7 +298,7 @@ def test_a_call_can_be_given_up(group, method):
     with within(10):
         assert queued.cancel()
         assert future.cancel()
-        with pytest.raises(CallCancelled, match="given up"):
+        with pytest.raises(CallCancelled, match="cancelled"):
             future.result()
         with pytest.raises(CallCancelled):
             queued.result()
@@ -358,7 +358,7 @@ def test_a_rank_that_is_stuck_in_a_call_that_was_given_up_is_said_to_have_been_e
     with pytest.raises(CallTimeout):
         future.result(timeout=0.2)
     future.cancel()
-    with within(10), pytest.raises(WorkerDied, match=r"had not stopped in time after Faulty.deadlock_on was given up"):
+    with within(10), pytest.raises(WorkerDied, match=r"had not stopped in time after Faulty.deadlock_on was cancelled"):
         while True:
             group.echo(1)
 

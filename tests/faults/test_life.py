@@ -374,10 +374,10 @@ def test_a_constructor_that_fails_frees_those_that_wait_for_it(make_pool, how, e
     pool = make_pool([3])
     start = time.monotonic()
     with pytest.raises(error, match=words) as caught:
-        bm.WorkerGroup(pool, FailsToStart, how, start_timeout_s=8)
+        bm.WorkerGroup(pool, FailsToStart, how, start_timeout=8)
     if error is bm.CallTimeout:
         assert caught.value.future is None
-        assert "have been ended; give them longer with start_timeout_s" in str(caught.value)
+        assert "have been ended; give them longer with start_timeout" in str(caught.value)
     assert took(start) < 25
     assert bm.WorkerGroup(pool, Rigid).pid(), "the places are free again"
 

@@ -52,26 +52,26 @@ case = sys.argv[1]
 if case == "interrupt":
     assert isinstance(error_of(waits, within=5), KeyboardInterrupt)
 if case == "deadline":
-    error = error_of(lambda: waits(start_timeout_s=0.3), within=3)
+    error = error_of(lambda: waits(start_timeout=0.3), within=3)
     assert isinstance(error, bm.CallTimeout), error
     assert error.missing == (0, 1)
     assert "Echo.__init__ has no answer from rank 0, 1 after 0.3 s" in str(error), error
     assert "is still importing slow" in str(error), error
     let_it_go_on()
-    assert waits(start_timeout_s=30).echo(1) == [1, 1]
+    assert waits(start_timeout=30).echo(1) == [1, 1]
 if case == "another thread":
     groups = []
     thread = threading.Thread(target=lambda: groups.append(waits()))
     thread.start()
-    error = error_of(lambda: waits(start_timeout_s=2.5), within=5)  # so long that the next group gets another one
+    error = error_of(lambda: waits(start_timeout=2.5), within=5)  # so long that the next group gets another one
     assert isinstance(error, bm.CallTimeout), error
     let_it_go_on()
     thread.join()
     assert groups[0].echo(1) == [1, 1]
     threading.Thread(target=let_it_go_on).start()
-    assert waits(start_timeout_s=30).echo(2) == [2, 2]
+    assert waits(start_timeout=30).echo(2) == [2, 2]
 if case == "exit":
-    error_of(lambda: waits(start_timeout_s=0.1), within=3)
+    error_of(lambda: waits(start_timeout=0.1), within=3)
 print("done", flush=True)
 """
 
@@ -97,7 +97,7 @@ if case == "death":
     other.close()
     wait_until_gone([zygote])
 if case == "start":
-    error = error_of(lambda: bm.WorkerGroup(pool, Echo, start_timeout_s=2.5), within=5)
+    error = error_of(lambda: bm.WorkerGroup(pool, Echo, start_timeout=2.5), within=5)
     assert isinstance(error, bm.CallTimeout), error
     assert f"the process that workers are forked from (pid {zygote}) is stopped" in str(error), error
     assert group.echo(1) == other.echo(1) == [1, 1]

@@ -59,7 +59,7 @@ def main():
     with bm.ResourcePool([4], backend="ray", use_gpu=True, name_prefix="critic") as critic:
         assert [s[4] for s in bm.WorkerGroup(critic, Where).look()] == [0, 1, 2, 3]
         try:
-            bm.ResourcePool([4], backend="ray", use_gpu=True, placement_timeout_s=1).reserve()
+            bm.ResourcePool([4], backend="ray", use_gpu=True, placement_timeout=1).reserve()
         except bm.PlacementError as error:
             assert "within 1 s" in str(error), error
             assert "held by pool 'critic' (4 places)" in str(error), error
@@ -67,7 +67,7 @@ def main():
         else:
             raise AssertionError("four GPUs were taken twice")
     bm.ResourcePool(
-        [4], backend="ray", use_gpu=True, placement_timeout_s=20
+        [4], backend="ray", use_gpu=True, placement_timeout=20
     ).reserve().close()  # given back, so free again
 
 

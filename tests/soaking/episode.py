@@ -218,7 +218,7 @@ class Episode:
         return not self.expected.may_be_dead and (self.expected.is_certain or not self.faults)
 
     def hang(self):
-        """Ranks hang until the call is given up."""
+        """Ranks hang until the call is cancelled."""
         rng = self.rng
         ranks, what = rng.sample(self.ranks, rng.randint(1, self.mesh.size)), rng.choice(HANGING)
         prediction = self.expected.count("misbehave_on")
@@ -251,7 +251,7 @@ class Episode:
                 self.await_death()
             outcome = outcome_of(future.result, 8.0)
         if not isinstance(outcome, bm.CallCancelled):
-            raise Wrong(f"given up, and came to {outcome!r}")
+            raise Wrong(f"cancelled, and came to {outcome!r}")
 
     def kill(self):
         """From outside, while calls are on their way."""
@@ -325,7 +325,7 @@ class Episode:
         others = dict.fromkeys(self.ranks, "sleep") if self.rng.random() < 0.3 else {}
         with self.within(15, f"start with {how} on {rank}"):
             limit_s = None if how in ("raise", *DEADLY) else 0.3
-            arguments = {"start_timeout_s": limit_s, "mesh": self.mesh}
+            arguments = {"start_timeout": limit_s, "mesh": self.mesh}
             error = outcome_of(bm.WorkerGroup, pool, self.cls, {**others, rank: how}, **arguments)
         self.count_fault(f"{how} in a constructor")
         kinds = {"raise": bm.ConstructorError, "sleep": bm.CallTimeout}

@@ -7,7 +7,7 @@ from soaking.subject import Subject, same
 
 import bandmaster as bm
 from bandmaster.failure import FailureKind
-from bandmaster.planning import sources
+from bandmaster.plan.rows import sources
 from bandmaster.testing import BadResult, Delay, Exit, FailToUnpickle, Kill, Raise
 from bandmaster.worker import registrations
 
@@ -64,7 +64,7 @@ class Expected:
     Attributes:
         may_be_dead: Ranks that were killed, or ended, as far as this knows.
         is_dead: Whether a call has told of that, so that all calls must.
-        is_certain: Whether the number of calls that each rank has had is known; not after one that was given up, or
+        is_certain: Whether the number of calls that each rank has had is known; not after one that was cancelled, or
             that told of a death.
     """
 

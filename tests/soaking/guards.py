@@ -9,8 +9,8 @@ import threading
 import time
 from collections import Counter, deque
 
-from bandmaster.testing import standing
-from bandmaster.wire import desk
+from bandmaster.testing import held_resources
+from bandmaster.transport import control_page
 
 REPORT_S = 10.0
 N_STACKS = 8
@@ -76,9 +76,9 @@ class Watchdog:
         """What is known about something that went wrong."""
         print(f"FAILED: {why}\nwhat was done before:", *self.recent, sep="\n  ", flush=True)
         faulthandler.dump_traceback(all_threads=True)
-        for pid, stack in desk.stacks(self.worker_pids[:N_STACKS]).items():
+        for pid, stack in control_page.stacks(self.worker_pids[:N_STACKS]).items():
             print(f"worker {pid} is at\n{stack}", file=sys.stderr)
-        print("processes:", *standing().processes.values(), sep="\n  ", file=sys.stderr, flush=True)
+        print("processes:", *held_resources().processes.values(), sep="\n  ", file=sys.stderr, flush=True)
 
 
 class Interrupter:

@@ -10,83 +10,58 @@ import pickle
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
-from bandmaster.backends import CLOSED, Call, Launch, Reply
+from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
-from bandmaster.construction import replacement
-from bandmaster.errors import ConstructorError
+from bandmaster.codec import Payload
+from bandmaster.contract import CLOSED, Call, Launch, WorkerRecord
 from bandmaster.failure import Failure, FailureKind
-from bandmaster.wire.codec import Payload, decode
-from bandmaster.wire.host import WorkerHost
-from bandmaster.wire.steady import check_not_held
+from bandmaster.platform.locks import check_not_held
+from bandmaster.worker_process.executor import Executor
 
-__all__ = ["InProcessBackend"]
+__all__ = ["InProcessBackend", "InProcessTicket", "InProcessWorkers"]
 
 
 class InProcessBackend(MachineBackend):
     """All ranks in this process."""
 
-    def start(self, launch: Launch) -> InProcessCrew:
-        """Construct the workers in rank order."""
-        crew = InProcessCrew(launch)
-        try:
-            for rank in range(len(launch.seats)):
-                crew.construct(launch, rank)
-        except BaseException:
-            crew.stop()
-            raise
-        return crew
-
-    def replace(self, crew: InProcessCrew, launch: Launch, rank: int) -> None:
-        """Make one of the objects again."""
-        with replacement(crew, rank):
-            crew.construct(launch, rank)
+    def start(self, launch: Launch) -> InProcessWorkers:
+        """Nothing to start: the objects are made when they are constructed."""
+        return InProcessWorkers(launch)
 
 
-class InProcessCrew:
-    """A call runs as it is sent, so a ticket is done from the start: it holds the outcome.
+class InProcessWorkers:
+    """The objects of one group. The calls of several threads run one after the other.
 
-    The calls of several threads run one after the other.
+    Attributes:
+        deaths: The ranks whose objects were let go.
     """
 
-    has_native_tickets = False
-    processes: Mapping[int, int] = MappingProxyType({})
-    is_stopped = False
-
     def __init__(self, launch: Launch) -> None:
-        self.hosts = [WorkerHost() for _ in launch.seats]
+        self._launch = launch
+        self._executors = [self._executor(rank) for rank in range(len(launch.slots))]
         self.deaths: dict[int, Failure] = {}
+        self._is_stopped = False
         self._running = threading.RLock()  # held while a method or a constructor runs
 
-    def construct(self, launch: Launch, rank: int) -> None:
-        """Make the worker of a rank.
-
-        Raises:
-            ConstructorError: Its constructor raised.
-        """
-        seat = launch.seats[rank]
-        device = f"cuda:{seat.reservation.gpus[seat.node][seat.index]}" if launch.uses_gpu else "cpu"
-        failure = self.hosts[rank].construct(launch.context(rank, device), launch.constructor.private())
-        if failure is not None:
-            where = {rank: launch.mesh.coordinates(rank)}
-            failures = {rank: _delivered(failure)}
-            raise ConstructorError(f"{launch.cls.__name__}.__init__", failures, where, launch.group)
-        self.deaths.pop(rank, None)
+    def _executor(self, rank: int) -> Executor:
+        slot = self._launch.slots[rank]
+        gpus = slot.reservation.gpus if self._launch.uses_gpu else ()
+        device = f"cuda:{gpus[slot.node][slot.index]}" if self._launch.uses_gpu else "cpu"
+        executor = Executor()
+        executor.prepare(self._launch.context(rank, device))
+        return executor
 
     @property
-    def handles(self) -> list[Any]:
-        """The worker objects themselves."""
-        return [host.worker for host in self.hosts]
-
-    def describe(self) -> list[dict[str, Any]]:
-        """All in this process."""
-        here = {"host": socket.gethostname(), "pid": os.getpid(), "lane": "in process"}
-        return [{**here, "device": host.worker.device if host.worker else "-"} for host in self.hosts]
-
-    def lend(self, ranks: Sequence[int], memory: Any) -> None:
-        """CUDA does not lend memory to the process that has it."""
+    def records(self) -> Sequence[WorkerRecord]:
+        """All of them in this process; the handles are the worker objects."""
+        host, pid = socket.gethostname(), os.getpid()
+        return [
+            WorkerRecord(host, pid, one.device, "in process", partial(getattr, one, "worker"))
+            for one in self._executors
+        ]
 
     def put(self, payloads: Sequence[Payload]) -> Sequence[Payload]:
         """Nothing to write: every rank copies what it reads."""
@@ -99,44 +74,53 @@ class InProcessCrew:
         try:
             with self._running:
                 for rank in sorted(by_rank):
-                    tickets[rank] = Ticket(self.deaths[rank]) if rank in self.deaths else self._run(rank, by_rank[rank])
+                    dead = self.deaths.get(rank)
+                    tickets[rank] = InProcessTicket(dead if dead is not None else self._run(rank, by_rank[rank]))
         finally:
             self._let_go_of_the_dead()
 
-    def _run(self, rank: int, call: Call) -> Ticket:
+    def _run(self, rank: int, call: Call) -> Payload | Failure | None:
         parts = [part.private() for part in call.parts]
-        outcome = self.hosts[rank].call(call.method, parts, call.reply is not Reply.NOTHING)
-        return Ticket(outcome.private() if isinstance(outcome, Payload) else outcome)
+        outcome = self._executors[rank].call(call.method, call.reply, parts)
+        return outcome.private() if isinstance(outcome, Payload) else outcome
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
-        """All of them."""
+        """All tickets: a call has run when it was sent."""
         return list(tickets)
 
-    def fetch(self, ticket: Ticket) -> Any | Failure:
-        """The outcome, its exception having been through a pickle as everywhere."""
-        if not isinstance(ticket.outcome, Payload):
-            return ticket.outcome and _delivered(ticket.outcome)
-        try:
-            return decode(ticket.outcome)
-        except BaseException as error:  # the user's objects may raise anything when they are unpickled
-            was_interrupted, ticket.is_interrupted = ticket.is_interrupted, isinstance(error, KeyboardInterrupt)
-            return Failure.unreadable(error, was_interrupted)
+    def fetch(self, ticket: InProcessTicket) -> Payload | Failure | None:
+        """The outcome; the exception of a failure has been through a pickle, as on every other backend."""
+        if not isinstance(ticket.outcome, Failure):
+            return ticket.outcome
+        revived: Failure = pickle.loads(pickle.dumps(ticket.outcome))
+        return revived
 
-    def give_up(self, tickets: Mapping[int, Any]) -> None:
-        """Nothing runs any more."""
+    def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
+        """Nothing runs any more; workers that are to be killed are let go."""
+        if kill_because is not None:
+            self._let_go(tickets, kill_because)
+
+    def replace(self, rank: int) -> None:
+        """Have one of the objects constructed again."""
+        self._let_go([rank], "ended by the controller, to be replaced")
+        self._executors[rank] = self._executor(rank)
+        del self.deaths[rank]
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
         """Always empty: ranks run on the caller's own stack."""
         return {}
 
-    def end(self, tickets: Mapping[int, Any], why: str) -> None:
-        """Nobody can be ended alone."""
+    def check(self) -> bool:
+        """Whether the workers were not stopped: none can have died."""
+        return not self._is_stopped
 
-    def look_for_deaths(self) -> None:
-        """Nobody can have died."""
+    def stop(self, why: str = CLOSED) -> None:
+        """Let all workers go, once no method runs."""
+        self._check_idle()
+        self._is_stopped = True
+        self._let_go(range(len(self._executors)), why)
 
-    def kill(self, ranks: Sequence[int], why: str) -> None:
-        """Let some of the workers go, once no method runs."""
+    def _let_go(self, ranks: Sequence[int] | Mapping[int, Any], why: str) -> None:
         self._check_idle()
         for rank in ranks:
             self.deaths[rank] = Failure(FailureKind.DIED, why)
@@ -151,33 +135,19 @@ class InProcessCrew:
         )
 
     def _let_go_of_the_dead(self) -> None:
-        """Let workers go that were ended; if a method runs, the thread that runs it does so afterwards."""
+        """Let dead workers go; if a method runs, the thread that runs it does so afterwards."""
         if self.deaths and self._running.acquire(blocking=False):
             try:
                 for rank in self.deaths:
-                    self.hosts[rank].close()
+                    self._executors[rank].close()
             finally:
                 self._running.release()
 
-    def bury(self, rank: int) -> None:
-        """Nothing to wait for."""
 
-    def stop(self, why: str = CLOSED) -> None:
-        """Let all of them go."""
-        self._check_idle()
-        self.is_stopped = True
-        self.kill(range(len(self.hosts)), why)
+class InProcessTicket(contract.Ticket):
+    """The outcome of one call on one rank: a call runs as it is sent, so a ticket is done from the start."""
 
-
-class Ticket:
-    """The outcome of one call on one rank."""
+    __slots__ = ("outcome",)
 
     def __init__(self, outcome: Payload | Failure | None) -> None:
         self.outcome = outcome
-        self.is_interrupted = False  # whether unpickling it has raised KeyboardInterrupt
-
-
-def _delivered(failure: Failure) -> Failure:
-    """The failure as the controller of another process would get it."""
-    revived: Failure = pickle.loads(pickle.dumps(failure))
-    return revived

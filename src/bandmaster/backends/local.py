@@ -2,11 +2,11 @@
 
 ::
 
-    LocalBackend.start ──► Zygote.spawn, once per rank ──► worker processes
-         └── LaneCrew ◄──── a lane each ────────────────────┘    (wire/lane.py, wire/segments.py, wire/loop.py)
+    LocalBackend.start ──► Zygote.spawn, once per rank ──► worker processes: bandmaster.worker_process.loop
+         └── WorkerClient ◄─ a lane each ───────────────────┘
          └── WorkerOutput ◄─ their standard output and error
 
-The one port is that of torch's rendezvous, on the loopback address (wire/rendezvous.py).
+The one port is that of torch's rendezvous, on the loopback address: rank 0 inherits its listening socket.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from bandmaster.backends import CLOSED, Launch
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.backends.output import WorkerOutput
-from bandmaster.backends.threads import THREAD_VARIABLES
-from bandmaster.backends.zygote import NoAnswer, Spawn, Zygote
-from bandmaster.construction import answers, await_construction, replacement, start_timeout
+from bandmaster.backends.zygote import NoAnswer, Zygote
+from bandmaster.backends.zygote_process import Spawn
+from bandmaster.contract import CLOSED, Launch, WorkerRecord
 from bandmaster.errors import ResourceError, UsageError
 from bandmaster.failure import Failure
-from bandmaster.hardware import count_cores, visible_devices
-from bandmaster.limits import cannot_start, working_directory
-from bandmaster.wire.crew import LaneCrew
-from bandmaster.wire.desk import Nameplate
-from bandmaster.wire.lane import lane_pair
-from bandmaster.wire.rendezvous import rendezvous_environment
-from bandmaster.wire.steady import SteadyLock
+from bandmaster.platform.hardware import count_cores, visible_devices
+from bandmaster.platform.limits import cannot_start, working_directory
+from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.platform.math_threads import THREAD_VARIABLES
+from bandmaster.transport.client import WorkerClient
+from bandmaster.transport.control_page import WorkerIdentity
+from bandmaster.transport.lane import Lane, lane_pair
+from bandmaster.worker_process.rendezvous import listening_socket, rendezvous_environment
 
-__all__ = ["LocalBackend", "LocalWorker"]
+__all__ = ["LocalBackend", "LocalWorker", "LocalWorkers"]
 
 LOOPBACK = "127.0.0.1"
 END_GRACE_S = 0.5  # for workers to end by themselves before they are killed
@@ -61,21 +62,9 @@ class LocalBackend(MachineBackend):
         self._zygote: Zygote | None = None
         self._lock = threading.Lock()  # of those that start it
 
-    def start(self, launch: Launch) -> LocalCrew:
-        """Fork a worker for every seat, then construct all of them concurrently."""
-        crew = LocalCrew(launch, self._living_zygote())
-        try:
-            _construct(crew, launch, range(len(launch.seats)))
-        except BaseException:
-            crew.stop()
-            raise
-        return crew
-
-    def replace(self, crew: LocalCrew, launch: Launch, rank: int) -> None:
-        """Fork a new worker for a seat, and construct it."""
-        with replacement(crew, rank):
-            crew.start_again(launch, rank)
-            _construct(crew, launch, [rank])
+    def start(self, launch: Launch) -> LocalWorkers:
+        """Fork a process for every slot."""
+        return LocalWorkers(launch, self._living_zygote())
 
     def _living_zygote(self) -> Zygote:
         if self._zygote is not None and not self._zygote.is_ours:
@@ -89,138 +78,128 @@ class LocalBackend(MachineBackend):
             return self._zygote
 
 
-class LocalCrew(LaneCrew):
-    """The processes of one group."""
+class LocalWorkers:
+    """The processes of one group, each reached by a lane.
+
+    Attributes:
+        deaths: The ranks whose processes have ended, and how.
+    """
 
     def __init__(self, launch: Launch, zygote: Zygote) -> None:
+        self._launch = launch
         self._zygote = zygote
         self._output = WorkerOutput(launch.cls.__name__)
-        self.processes: dict[int, int] = {}
+        self._port = 0  # of the rendezvous
         self._is_ended = False
-        self.port = 0  # of the rendezvous
-        self._devices = [_device_of(launch)] * len(launch.seats)
-        ours: list[socket.socket] = []
+        self._client = client = WorkerClient(self._how_it_died)
+        self.deaths: Mapping[int, Failure] = client.deaths
+        self.put, self.wait, self.fetch, self.check = client.put, client.wait, client.fetch, client.check
+        self.call, self.stacks = client.call, client.stacks
         zygote.begin_use(self)
         try:
             began = time.monotonic()
-            for rank in range(len(launch.seats)):
-                ours.append(self._start_process(launch, rank, began))
+            for rank in range(len(launch.slots)):
+                self._start_process(rank, began)
             self._output.start()
         except BaseException:
-            for sock in ours:
-                sock.close()
-            try:
-                zygote.end(list(self.processes.values()), 0.0)
-            finally:
-                zygote.end_use(self)
-                self._output.finish(0.0)
+            self._close(0.0)
             raise
-        super().__init__(dict(enumerate(ours)), self.processes, self._how_it_died)
-        named = enumerate(launch.worker_names)
-        self._handles = [LocalWorker(name, rank, self.processes[rank]) for rank, name in named]
 
     @property
-    def handles(self) -> Sequence[LocalWorker]:
-        """Names and pids."""
-        return self._handles
-
-    def describe(self) -> list[dict[str, Any]]:
-        """Pids and devices; all have a lane."""
-        host = socket.gethostname()
+    def records(self) -> list[WorkerRecord]:
+        """Names and pids; all workers have a lane."""
+        host, device = socket.gethostname(), _device_of(self._launch)
         return [
-            {"host": host, "pid": self.processes[rank], "device": device, "lane": "yes"}
-            for rank, device in enumerate(self._devices)
+            WorkerRecord(host, pid, device, "lane", partial(LocalWorker, self._launch.worker_names[rank], rank, pid))
+            for rank, pid in sorted(self._client.processes.items())
         ]
 
-    def start_again(self, launch: Launch, rank: int) -> None:
-        """A new process for a rank that was buried."""
-        mine = self._start_process(launch, rank, time.monotonic())
-        pid = self.processes[rank]
+    def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
+        """Through the control page of each rank; or kill those that are at these calls, with all that they started."""
+        if kill_because is None:
+            self._client.interrupt(tickets)
+        else:
+            self._kill([rank for rank, t in tickets.items() if t is None or self._client.is_at(rank, t)], kill_because)
+
+    def replace(self, rank: int) -> None:
+        """Fork a new process for a slot; a new rank 0 has a new rendezvous, and the others learn of its port."""
+        self._kill([rank], "ended by the controller, to be replaced")
+        self._start_process(rank, time.monotonic())
         self._output.start()
-        self._handles[rank] = LocalWorker(launch.worker_names[rank], rank, pid)
-        with SteadyLock():  # so that Ctrl-C leaves no rank without a process
-            self.forget_death(rank)
-            self.add_lane(rank, mine, pid)
+        if rank == 0:
+            for other in self._client.processes:
+                if other != 0:
+                    self._client.change_environment(other, rendezvous_environment(LOOPBACK, self._port))
 
     def stop(self, why: str = CLOSED) -> None:
         """Hang up, so that the workers end; kill those that do not."""
-        if self._is_ended:
-            return
-        self.close_lanes(why)
-        processes = list(self.processes.values())
+        if not self._is_ended:
+            self._client.close_channels(why)
+            self._close(END_GRACE_S)
+
+    def _close(self, grace_s: float) -> None:
+        self._client.close_channels()
+        processes = list(self._client.processes.values())
         try:
-            self._zygote.end(processes, END_GRACE_S)
+            self._zygote.end(processes, grace_s)
         except BaseException:  # Ctrl-C: nobody waits for them any longer
             self._zygote.end(processes, 0.0)
             raise
         self._zygote.end_use(self)
-        self.forget_loans()
         self._output.finish(timeout_s=2.0)
         self._is_ended = True
 
-    def _start_process(self, launch: Launch, rank: int, began: float) -> socket.socket:
-        """Fork a worker; the controller's end of its lane.
+    def _start_process(self, rank: int, began: float) -> None:
+        """Fork a worker, and reach it by a lane.
 
         Raises:
             CallTimeout: It was not forked in time, counted from ``began``.
             PlacementError: It cannot be forked.
             ResourceError: There are too few descriptors.
         """
-        spawn, limit_s = _spawn_of(launch, rank), launch.start_timeout_s
+        launch, limit_s = self._launch, self._launch.start_timeout_s
         left_s = None if limit_s is None else limit_s + began - time.monotonic()
         with contextlib.ExitStack() as if_it_fails, contextlib.ExitStack() as close_here:
             try:
-                with SteadyLock():  # so that Ctrl-C leaves no descriptor that nobody closes
+                with SigintSafeLock():  # so that Ctrl-C leaves no descriptor that nobody closes
                     mine, theirs = lane_pair()
                     if_it_fails.enter_context(mine)
                     close_here.enter_context(theirs)
-                    writers = self._output.add(rank)
-                    for fd in writers:
+                    descriptors = [theirs.fileno(), *self._output.add(rank)]
+                    for fd in descriptors[1:]:
                         close_here.callback(os.close, fd)
-                self.processes[rank] = self._zygote.spawn(spawn, [theirs.fileno(), *writers], left_s)
+                    if rank == 0:
+                        listening = close_here.enter_context(listening_socket(LOOPBACK))
+                        self._port = listening.getsockname()[1]
+                        descriptors.append(listening.fileno())
+                pid = self._zygote.spawn(_spawn_of(launch, rank, self._port), descriptors, left_s)
             except NoAnswer as error:
                 if limit_s is None or time.monotonic() < began + limit_s:
                     raise
-                missing = [other for other in range(len(launch.seats)) if other == rank or other not in self.processes]
-                raise start_timeout(launch, missing, str(error)) from error
+                started = self._client.processes
+                missing = [other for other in range(len(launch.slots)) if other == rank or other not in started]
+                raise launch.late(missing, str(error)) from error
             except OSError as error:
                 raise ResourceError(
-                    f"cannot start rank {rank} of {spawn.nameplate.world_size}: {error}; a worker takes three "
-                    "descriptors of the controller: raise the limit on open files (ulimit -n), or ask for fewer"
+                    f"cannot start rank {rank} of {len(launch.slots)}: {error}; a worker takes three descriptors of "
+                    "the controller: raise the limit on open files (ulimit -n), or ask for fewer"
                 ) from error
-            if_it_fails.pop_all()
-        return mine
+            with SigintSafeLock():
+                if_it_fails.pop_all()
+                self._client.add(rank, Lane(mine, self._client.writer, rank, blocks=False), pid)
 
-    def end(self, tickets: Mapping[int, Any], why: str) -> None:
-        """Kill those that are at these calls, with all processes that they started."""
-        self.kill([rank for rank, ticket in tickets.items() if self.is_at(rank, ticket)], why)
-
-    def kill(self, ranks: Sequence[int], why: str) -> None:
-        """Kill ranks, whatever they do."""
+    def _kill(self, ranks: Sequence[int], why: str) -> None:
+        """Kill processes, with all that they started."""
         for rank in ranks:
-            self.note_end(rank, why)
-        self._zygote.end([self.processes[rank] for rank in ranks], 0.0)
+            self._client.is_killed(rank, why)
+        self._zygote.end([self._client.processes[rank] for rank in ranks], 0.0)
+        for rank in ranks:
+            self._client.note_death(rank)
 
     def _how_it_died(self, rank: int) -> Failure:
-        pid = self.processes[rank]
+        pid = self._client.processes[rank]
         ended, last = self._zygote.how_it_ended(pid), self._output.last_errors(rank)
-        return Failure.of_death(ended, last, socket.gethostname(), pid, self._devices[rank])
-
-
-def _construct(crew: LocalCrew, launch: Launch, ranks: Sequence[int]) -> None:
-    """Construct these ranks; when one of them is rank 0, all learn of its new rendezvous."""
-    if 0 in ranks:
-        listening = crew.send(0, "listen", (LOOPBACK,))
-        crew.port = int(answers(crew, {0: listening}, launch)[0])
-    rendezvous = rendezvous_environment(LOOPBACK, crew.port)
-    parts = crew.put([launch.constructor])
-    tickets = {}
-    for rank in ranks:
-        context = launch.context(rank, _device_of(launch))
-        tickets[rank] = crew.send(rank, "construct", (context, {**context.environment(), **rendezvous}), parts)
-    others = [rank for rank in range(len(launch.seats)) if rank not in ranks]
-    told = {rank: crew.send(rank, "environment", (rendezvous,)) for rank in others if 0 in ranks}
-    await_construction(crew, {**tickets, **told}, launch)
+        return Failure.of_death(ended, last, socket.gethostname(), pid, _device_of(self._launch))
 
 
 def _started_zygote() -> Zygote:
@@ -248,16 +227,16 @@ def _device_of(launch: Launch) -> str:
     return "cuda:0" if launch.uses_gpu else "cpu"  # a worker sees no other GPU than its own
 
 
-def _spawn_of(launch: Launch, rank: int) -> Spawn:
-    seat = launch.seats[rank]
-    environment = dict(os.environ)
+def _spawn_of(launch: Launch, rank: int, port: int) -> Spawn:
+    slot, context = launch.slots[rank], launch.context(rank, _device_of(launch))
+    environment = {**os.environ, **context.environment(), **rendezvous_environment(LOOPBACK, port)}
     if launch.uses_gpu:
-        environment["CUDA_VISIBLE_DEVICES"] = visible_devices()[seat.reservation.gpus[seat.node][seat.index]]
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices()[slot.reservation.gpus[slot.node][slot.index]]
     if "OMP_NUM_THREADS" not in os.environ:
-        share = str(max(1, count_cores() // len(launch.seats)))
+        share = str(max(1, count_cores() // len(launch.slots)))
         environment.update({name: share for name in THREAD_VARIABLES if name not in os.environ})
-    nameplate = Nameplate(0, os.getpid(), rank, len(launch.seats), launch.group)
-    return Spawn(nameplate, environment, working_directory(), tuple(sys.path), tuple(sys.argv))
+    identity = WorkerIdentity(0, os.getpid(), rank, len(launch.slots), launch.group)
+    return Spawn(identity, context, environment, working_directory(), tuple(sys.path), tuple(sys.argv))
 
 
 def _modules_to_preload() -> list[str]:

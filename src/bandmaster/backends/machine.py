@@ -7,9 +7,9 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
-from bandmaster.hardware import count_gpus
-from bandmaster.placement import RESERVING, Node, Request, assign_nodes, cannot_place
-from bandmaster.wire.steady import check_not_held
+from bandmaster.plan.placement import RESERVING, Node, Request, assign_nodes, cannot_place
+from bandmaster.platform.hardware import count_gpus
+from bandmaster.platform.locks import check_not_held
 
 __all__ = ["MachineBackend", "Reservation"]
 

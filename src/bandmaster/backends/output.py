@@ -11,8 +11,8 @@ from collections import deque
 from typing import NamedTuple
 
 from bandmaster.failure import N_LAST_LINES
-from bandmaster.limits import start_thread
-from bandmaster.wire.steady import SteadyLock
+from bandmaster.platform.limits import start_thread
+from bandmaster.platform.locks import SigintSafeLock
 
 __all__ = ["WorkerOutput"]
 
@@ -33,7 +33,7 @@ class WorkerOutput:
         self._lines: dict[int, _Lines] = {}  # of each descriptor
         self._last: dict[int, deque[_Line]] = {}
         self._poll = select.epoll()
-        self._lock = SteadyLock()  # the sources, and whether the thread runs
+        self._lock = SigintSafeLock()  # the sources, and whether the thread runs
         self._thread: threading.Thread | None = None
         self._is_finished = False  # whether no worker will be added any more
 

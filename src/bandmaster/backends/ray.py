@@ -7,8 +7,8 @@
     call ─────────── actor task ─────────────────────►                             │
     fetch ◄───────── its object ◄──────────────────────────────────── encode ◄────┘ only if collected
 
-The modules called ``ray`` are the only ones that import it: this one places and starts actors, `ray_crew` calls them,
-`ray_actor` is what runs in them. A Ray that is running is used as it is; otherwise the first pool starts one for
+The modules called ``ray`` are the only ones that import it: this one places and starts actors, `ray_workers` calls
+them, `ray_actor` is what runs in them. A Ray that is running is used as it is; otherwise the first pool starts one for
 itself, where places are counted without regard to CPUs, and the last pool stops it.
 """
 
@@ -18,12 +18,11 @@ import logging
 import math
 import os
 import socket
-import sys
 import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -37,21 +36,17 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from bandmaster.backends import Launch
-from bandmaster.backends.ray_actor import CONSTRUCTION, actor_class, host_identity
-from bandmaster.backends.ray_crew import POLL_S, RayCrew
+from bandmaster.backends.ray_actor import actor_class
 from bandmaster.backends.ray_session import RaySession
-from bandmaster.construction import answers, await_construction, replacement
-from bandmaster.errors import PlacementError, UsageError
-from bandmaster.limits import working_directory
-from bandmaster.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
-from bandmaster.wire.desk import Nameplate
-from bandmaster.wire.rendezvous import rendezvous_environment
+from bandmaster.backends.ray_workers import POLL_S, START_TIMEOUT_S, RayWorkers
+from bandmaster.contract import Launch
+from bandmaster.errors import UsageError
+from bandmaster.plan.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
+from bandmaster.platform.limits import working_directory
 
 __all__ = ["RayBackend"]
 
 PLACE = "bandmaster_place"  # what a place costs in a Ray of our own
-START_TIMEOUT_S = 300.0  # for actor processes, not for constructors
 RENAME_TIMEOUT_S = 10.0  # for Ray to forget the name of an actor that was killed
 _NO_CLIENT = (
     "backend 'ray' needs a process that is part of the Ray cluster, and Ray Client (ray://) is not; run the script on "
@@ -128,8 +123,8 @@ class RayBackend:
                 remove_placement_group(group)
         self._disconnect_if_idle()
 
-    def start(self, launch: Launch) -> RayCrew:
-        """Start an actor on every seat, then construct all workers concurrently."""
+    def start(self, launch: Launch) -> RayWorkers:
+        """Start an actor on every slot."""
         for keys, why in REFUSED_OPTIONS:
             asked = {key: launch.options[key] for key in keys & launch.options.keys() if launch.options[key]}
             if asked and asked != {"max_concurrency": 1}:
@@ -137,33 +132,18 @@ class RayBackend:
                     f"{launch.cls.__name__} asks Ray for {asked}, but {why}; leave this out of @ray.remote(...)"
                 )
         _check_session(launch)
-        crew = RayCrew(launch.group)
-        try:
-            for rank in range(len(launch.seats)):
-                crew.actors.append(self._start_actor(launch, rank))
-            _construct(crew, launch, range(len(launch.seats)))
-        except BaseException:
-            crew.stop()
-            raise
-        return crew
-
-    def replace(self, crew: RayCrew, launch: Launch, rank: int) -> None:
-        """Start a new actor on a seat, and construct it."""
-        _check_session(launch)
-        with replacement(crew, rank):
-            crew.actors[rank] = self._start_actor(replace(launch, is_again=True), rank)
-            crew.revive(rank)
-            _construct(crew, launch, [rank])
+        return RayWorkers(launch, self._start_actor)
 
     def _start_actor(self, launch: Launch, rank: int) -> Any:
-        seat = launch.seats[rank]
-        share = math.floor(seat.share * 1e4) / 1e4  # Ray counts in ten-thousandths
+        _check_session(launch)
+        slot = launch.slots[rank]
+        share = math.floor(slot.share * 1e4) / 1e4  # Ray counts in ten-thousandths
         bundle = _bundle(launch.cpus_per_worker, int(launch.uses_gpu), self._is_embedded)
         taken = {name: amount * share for name, amount in bundle.items()}
         options = {key: value for key, value in launch.options.items() if key not in PLACED_BY_POOL}
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=seat.reservation.groups[seat.node],
-            placement_group_bundle_index=seat.reservation.bundles[seat.node][seat.index],
+            placement_group=slot.reservation.groups[slot.node],
+            placement_group_bundle_index=slot.reservation.bundles[slot.node][slot.index],
         )
         actor = actor_class(launch.cls).options(
             **options,
@@ -247,35 +227,8 @@ class Reservation:
 
 
 def _check_session(launch: Launch) -> None:
-    for seat in launch.seats:
-        seat.reservation.session.check(f"pool {seat.reservation.name!r}")
-
-
-def _construct(crew: RayCrew, launch: Launch, ranks: Sequence[int]) -> None:
-    """Construct these ranks; when one of them is rank 0, all learn of its new rendezvous."""
-    here = host_identity()
-    standing = {}
-    for rank in ranks:
-        nameplate = Nameplate(0, os.getpid(), rank, len(crew.actors), launch.group)
-        standing[rank] = crew.ask(rank, "bandmaster_stand", launch.uses_gpu, nameplate, here)
-    stood = [ticket.reference for ticket in standing.values()]
-    _, missing = ray.wait(stood, num_returns=len(stood), timeout=START_TIMEOUT_S)
-    if missing:
-        raise PlacementError(f"{len(missing)} of {len(standing)} actors did not start in {START_TIMEOUT_S:g} s")
-    crew.standings.update(answers(crew, standing, launch))
-    first = crew.standings[0]
-    rendezvous = rendezvous_environment(first.address, first.rendezvous_port)
-    constructor = ray.put(launch.constructor)
-    tickets: dict[int, Any] = {}
-    for rank in ranks:
-        context = launch.context(rank, crew.standings[rank].device)
-        environment = {**context.environment(), **rendezvous}
-        asked = ("bandmaster_construct", context, environment, sys.path, constructor)
-        tickets[rank] = crew.ask(rank, *asked, number=CONSTRUCTION)
-    if 0 in ranks:
-        tickets.update(crew.update_environment([r for r in crew.standings if r not in ranks], rendezvous))
-    await_construction(crew, tickets, launch)
-    crew.connect(ranks)
+    for slot in launch.slots:
+        slot.reservation.session.check(f"pool {slot.reservation.name!r}")
 
 
 def _running_cluster() -> str | None:

@@ -14,39 +14,41 @@ import os
 import select
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from bandmaster.backends import Reply
-from bandmaster.backends.processes import end_descendants
-from bandmaster.binding import signature_without_self
+from bandmaster.codec import Payload, decode
+from bandmaster.contract import Reply
 from bandmaster.failure import Failure
-from bandmaster.hardware import count_gpus
-from bandmaster.limits import start_thread
-from bandmaster.wire.codec import Payload, decode
-from bandmaster.wire.desk import Desk, Nameplate
-from bandmaster.wire.host import WorkerHost
-from bandmaster.wire.lane import Lane, connect, peer_pid
-from bandmaster.wire.loop import serve
-from bandmaster.wire.rendezvous import Rendezvous
-from bandmaster.wire.segments import SegmentWriter
+from bandmaster.plan.binding import signature_without_self
+from bandmaster.platform.hardware import count_gpus
+from bandmaster.platform.limits import start_thread
+from bandmaster.platform.processes import end_descendants
+from bandmaster.transport.control_page import WorkerIdentity
+from bandmaster.transport.lane import Lane
+from bandmaster.transport.listener import connect, peer_pid
+from bandmaster.transport.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
+from bandmaster.worker_process.control_page import ControlPage
+from bandmaster.worker_process.executor import Executor
+from bandmaster.worker_process.loop import serve
+from bandmaster.worker_process.rendezvous import Rendezvous, listening_socket
 
-__all__ = ["CONSTRUCTION", "Standing", "actor_class", "host_identity"]
+__all__ = ["FIRST_NUMBER", "OTHERS", "ActorInfo", "actor_class", "host_identity"]
 
-CONSTRUCTION = 1 << 62  # its number; Ray's calls are numbered from there, and those of the lane from 1
-OTHERS = CONSTRUCTION - 1  # that of calls that are not the group's
+FIRST_NUMBER = 1 << 62  # of the group's calls by Ray; those of the lane are numbered from 1
+OTHERS = FIRST_NUMBER - 1  # that of calls that are not the group's
 SHORT_S, LONG_S = 0.05, 5.0  # how long a lane is served before Ray's calls have a turn
 A_TICK_S = 1e-5  # is rounded up to one of the kernel's ticks
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What an actor says of itself once its process runs.
+class ActorInfo:
+    """What an actor says about itself once its process runs.
 
     Attributes:
         address: Of its node.
@@ -76,41 +78,39 @@ class WorkerActor:
     """
 
     def __init__(self) -> None:
-        self._host = WorkerHost()
+        self._executor = Executor()
         self._lane: Lane | None = None
-        self._desk: Desk
+        self._page: ControlPage
         self._patience_s = SHORT_S  # how long the lane is served before it is left for others' calls
         self._is_away = False  # whether it is to be served again after that
         self._n_left = 0
 
-    def bandmaster_stand(self, uses_gpu: bool, nameplate: Nameplate, controllers_host: str) -> Standing:
-        """Say where this is; on rank 0, open the rendezvous."""
-        controller = nameplate.controller if controllers_host == host_identity() else 0
-        self._desk = Desk(replace(nameplate, pid=os.getpid(), controller=controller))
-        self._host.hold = self._desk.hold
+    def bandmaster_begin(self, uses_gpu: bool, identity: WorkerIdentity, controllers_host: str) -> ActorInfo:
+        """Open the control page and, on rank 0, the rendezvous; where this actor is."""
+        controller = identity.controller if controllers_host == host_identity() else 0
+        self._page = ControlPage(replace(identity, pid=os.getpid(), controller=controller))
+        self._executor.hold = self._page.hold
         address = ray.util.get_node_ip_address()
         device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
-        if nameplate.rank == 0:
-            self._host.rendezvous = Rendezvous(address)
-        port = self._host.rendezvous.port if self._host.rendezvous else 0
+        if identity.rank == 0:
+            self._executor.rendezvous = Rendezvous(listening_socket(address))
+        port = self._executor.rendezvous.port if self._executor.rendezvous else 0
         node, stderr = ray.get_runtime_context().get_node_id(), os.readlink("/proc/self/fd/2")
-        return Standing(address, os.uname().nodename, host_identity(), os.getpid(), device, port, node, stderr)
+        return ActorInfo(address, os.uname().nodename, host_identity(), os.getpid(), device, port, node, stderr)
 
-    def bandmaster_construct(
-        self, context: WorkerContext, environment: Mapping[str, str], paths: Sequence[str], constructor: Payload
-    ) -> Failure | None:
-        """Make the worker, importing what the controller can import; what went wrong, if anything."""
+    def bandmaster_prepare(self, context: WorkerContext, environment: Mapping[str, str], paths: Sequence[str]) -> None:
+        """Take what the worker is told about itself, and import what the controller can import."""
+        self._executor.prepare(context)
         os.environ.update(environment)
         sys.path.extend(path for path in paths if path not in sys.path and os.path.isdir(path))
-        failure: Failure | None = self._at_desk(CONSTRUCTION, self._host.construct, context, constructor.private())
-        return failure
 
-    def bandmaster_call(self, number: int, method: str, reply: Reply, *parts: Payload) -> Any:
-        """Run a method. Failures are values for the controller, and exceptions for users of the ObjectRef."""
+    def bandmaster_call(self, number: int, method: str, reply: int, *parts: Payload) -> Any:
+        """Run a call. Failures are values for the controller, and exceptions for users of the ObjectRef."""
         self._catch_up()
-        private = [part.private() for part in parts]
-        outcome = self._at_desk(number, self._host.call, method, private, reply is not Reply.NOTHING)
-        if isinstance(outcome, Failure) and reply is Reply.NATIVE:
+        outcome = self._run(number, method, reply, [part.private() for part in parts])
+        if reply != Reply.NATIVE:
+            return outcome
+        if isinstance(outcome, Failure):
             raise outcome.exception or RuntimeError(outcome.summary)
         return _Encoded(outcome) if isinstance(outcome, Payload) else outcome
 
@@ -156,19 +156,19 @@ class WorkerActor:
 
     def _serve(self, patience_s: float | None, most_s: float = math.inf, most_nbytes: float = math.inf) -> None:
         assert self._lane is not None, "it was connected"
-        self._is_away = serve(self._lane, self._host, self._desk, patience_s, most_s, most_nbytes)
+        self._is_away = serve(self._lane, self._executor, self._page, patience_s, most_s, most_nbytes)
 
-    def _at_desk(self, number: int, run: Callable[..., Any], *args: Any) -> Any:
-        """Run a call that can be given up by its number."""
-        with self._desk.announce(number):
+    def _run(self, number: int, method: str, reply: int, parts: Sequence[Payload]) -> Payload | Failure | None:
+        """Run a call that can be interrupted by its number."""
+        with self._page.announce(number):
             try:
-                self._desk.begin(number)
-                outcome = run(*args)
-                self._desk.end()
+                self._page.begin(number)
+                outcome = self._executor.call(method, reply, parts)
+                self._page.end()
                 return outcome
-            except KeyboardInterrupt as error:  # given up, or raised by the method
-                self._desk.end()
-                return self._host.failure(error)
+            except KeyboardInterrupt as error:  # interrupted, or raised by the method
+                self._page.end()
+                return self._executor.failure(error)
 
 
 def _end_with(controller: int) -> None:
@@ -211,8 +211,8 @@ def _forward(cls: type, name: str) -> Any:
     def forward(self: WorkerActor, /, *args: Any, **kwargs: Any) -> Any:
         self._catch_up_with_what_is_there()
         self._patience_s = SHORT_S
-        with self._desk.announce(OTHERS):
-            return self._host.run(name, args, kwargs)
+        with self._page.announce(OTHERS):
+            return self._executor.run(name, args, kwargs)
 
     forward.__name__ = forward.__qualname__ = name
     forward.__doc__ = getattr(cls, name).__doc__

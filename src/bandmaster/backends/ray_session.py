@@ -8,7 +8,7 @@ import ray
 from ray._private import worker as _worker
 
 from bandmaster.errors import ClosedError
-from bandmaster.forks import n_forks
+from bandmaster.platform.forks import n_forks
 
 __all__ = ["RaySession"]
 

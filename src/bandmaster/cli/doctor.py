@@ -14,9 +14,9 @@ from bandmaster.cli.findings import Finding, gib, judge
 from bandmaster.cli.gather import gather
 from bandmaster.errors import BandmasterError
 from bandmaster.group import WorkerGroup
+from bandmaster.plan.render import text_table
+from bandmaster.plan.transfer import Dispatch
 from bandmaster.pool import ResourcePool
-from bandmaster.render import text_table
-from bandmaster.transfer import Dispatch
 from bandmaster.worker import Worker, register
 
 __all__ = ["doctor"]

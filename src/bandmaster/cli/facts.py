@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bandmaster.cgroups import Limit
+from bandmaster.platform.cgroups import Limit
 
 __all__ = ["DESCRIPTORS_PER_WORKER", "Cores", "Facts", "Gpus", "Kernel", "Memory", "Software"]
 

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bandmaster.backends.threads import THREAD_VARIABLES
-from bandmaster.cgroups import Cgroups, Limit
 from bandmaster.cli.facts import Cores, Facts, Gpus, Kernel, Memory, Software
-from bandmaster.hardware import visible_devices
-from bandmaster.limits import process_limit
+from bandmaster.platform.cgroups import Cgroups, Limit
+from bandmaster.platform.hardware import visible_devices
+from bandmaster.platform.limits import process_limit
+from bandmaster.platform.math_threads import THREAD_VARIABLES
 
 __all__ = ["gather"]
 
@@ -112,7 +112,7 @@ def _works(open_something: Callable[[], int]) -> bool:
 
 
 def _can_see_workers() -> bool:
-    """As `bandmaster.wire.desk` does: open another process's descriptor for writing."""
+    """As `bandmaster.transport.control_page` does: open another process's descriptor for writing."""
     with contextlib.suppress(AttributeError, OSError):
         fd = os.memfd_create("bandmaster-doctor")
         try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bandmaster.checks import checked_mesh
 from bandmaster.errors import MeshError, UsageError
-from bandmaster.mesh import Mesh
-from bandmaster.planning import plan
+from bandmaster.lifecycle.checks import checked_mesh
+from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.preview import plan
+from bandmaster.plan.render import text_table
 from bandmaster.pool import ResourcePool
-from bandmaster.render import text_table
 
 __all__ = ["plan_pool"]
 
@@ -36,11 +36,11 @@ def plan_pool(places: str, has_gpus: bool, axes: str | None, protocol: str | Non
         raise UsageError("--rows says how many rows are planned under a --protocol; give one, such as 3D_PROTO")
     sizes = [_number(size) for size in places.split(",")]
     pool = ResourcePool(sizes, use_gpu=has_gpus)  # type: ignore[arg-type]  # it says itself what is no size
-    mesh = checked_mesh(None if axes is None else _mesh(axes), pool)
+    mesh = checked_mesh(None if axes is None else _mesh(axes), pool.world_size, pool)
     transfer = None if protocol is None else plan(protocol, mesh, mesh.size if rows is None else rows)
     coordinates = mesh.axis_names if axes is not None else ()
     title = f"{pool!r}" + (f" on {mesh!r}" if axes is not None else "")
-    table = [[*seat, *(mesh.coordinates(rank)[axis] for axis in coordinates)] for rank, seat in enumerate(_seats(pool))]
+    table = [[*slot, *(mesh.coordinates(rank)[axis] for axis in coordinates)] for rank, slot in enumerate(_slots(pool))]
     print(text_table(title, ["rank", "node", "local rank", "device", *coordinates], table))
     if has_gpus:
         print("a GPU's number counts those that the pool takes on the node; its worker sees it alone, as cuda:0")
@@ -49,7 +49,7 @@ def plan_pool(places: str, has_gpus: bool, axes: str | None, protocol: str | Non
     return 0
 
 
-def _seats(pool: ResourcePool) -> Iterator[tuple[int, int, int, str]]:
+def _slots(pool: ResourcePool) -> Iterator[tuple[int, int, int, str]]:
     """Rank, node, local rank and device of each place."""
     rank = 0
     for node, size in enumerate(pool.process_on_nodes):

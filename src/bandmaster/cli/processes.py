@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from bandmaster.cli.census import Census, Group, Process, age_s, is_orphaned_zygote, take_census
-from bandmaster.render import text_table
-from bandmaster.wire.desk import Nameplate, look
+from bandmaster.cli.discovery import Discovered, Group, Process, age_s, discover, is_orphaned_zygote
+from bandmaster.plan.render import text_table
+from bandmaster.transport.control_page import WorkerIdentity, find
 
 __all__ = ["chosen", "kill", "ps", "shown"]
 
@@ -24,7 +24,7 @@ GONE_WITHIN_S = 2.0
 
 def ps() -> int:
     """Print the groups; always 0."""
-    print(shown(take_census()))
+    print(shown(discover()))
     return 0
 
 
@@ -39,54 +39,54 @@ def kill(names: Sequence[str], is_all: bool, is_orphans: bool) -> int:
     Returns:
         0, or 1 if there is no such group or something could not be ended.
     """
-    census = take_census()
+    discovered = discover()
     if names:
-        complaints = [complaint for name in names if (complaint := _complaint(name, census))]
+        complaints = [complaint for name in names if (complaint := _complaint(name, discovered))]
         if complaints:
             print("\n".join(f"bandmaster kill: {complaint}" for complaint in complaints), file=sys.stderr)
             return 1
-    census = chosen(census, names, is_all, is_orphans)
-    if not (census.groups or census.orphaned_zygotes):
+    discovered = chosen(discovered, names, is_all, is_orphans)
+    if not (discovered.groups or discovered.orphaned_zygotes):
         print("there is nothing to end")
         return 0
-    left = _end(census)
-    for group in census.groups:
-        print(f"group {group.full_name}: {_outcome([plate.pid for plate, _ in group.workers], left)}")
-    if census.orphaned_zygotes:
-        print(f"zygotes: {_outcome([process.pid for process in census.orphaned_zygotes], left)}")
+    left = _end(discovered)
+    for group in discovered.groups:
+        print(f"group {group.full_name}: {_outcome([identity.pid for identity, _ in group.workers], left)}")
+    if discovered.orphaned_zygotes:
+        print(f"zygotes: {_outcome([process.pid for process in discovered.orphaned_zygotes], left)}")
     return 1 if left else 0
 
 
-def shown(census: Census) -> str:
-    """A census, for a terminal."""
+def shown(discovered: Discovered) -> str:
+    """A discovered, for a terminal."""
     tables = []
-    if census.groups:
+    if discovered.groups:
         header = ["group", "controller", "ranks", "memory", "age", "pids"]
-        tables.append(text_table("groups on this machine", header, [_row(group) for group in census.groups]))
-    if census.orphaned_zygotes:
-        rows = [[process.pid, _memory([process]), _age([process])] for process in census.orphaned_zygotes]
+        tables.append(text_table("groups on this machine", header, [_row(group) for group in discovered.groups]))
+    if discovered.orphaned_zygotes:
+        rows = [[process.pid, _memory([process]), _age([process])] for process in discovered.orphaned_zygotes]
         title = "processes that workers are forked from, without a controller (end them: bandmaster kill --orphans)"
         tables.append(text_table(title, ["pid", "memory", "age"], rows))
     return "\n\n".join(tables) or "no groups of yours are on this machine"
 
 
-def chosen(census: Census, names: Sequence[str], is_all: bool, is_orphans: bool) -> Census:
-    """What of a census is to be ended; see `kill`."""
+def chosen(discovered: Discovered, names: Sequence[str], is_all: bool, is_orphans: bool) -> Discovered:
+    """What of a discovered is to be ended; see `kill`."""
     if is_all:
-        return census
+        return discovered
     if is_orphans:
-        return Census(tuple(group for group in census.groups if group.is_orphan), census.orphaned_zygotes)
-    return Census(tuple(group for group in census.groups if group.name in names or group.full_name in names))
+        return Discovered(tuple(group for group in discovered.groups if group.is_orphan), discovered.orphaned_zygotes)
+    return Discovered(tuple(group for group in discovered.groups if group.name in names or group.full_name in names))
 
 
-def _complaint(name: str, census: Census) -> str:
+def _complaint(name: str, discovered: Discovered) -> str:
     """Why a name does not say which group is meant; "" if it does."""
-    named = [group.full_name for group in census.groups if group.name == name]
+    named = [group.full_name for group in discovered.groups if group.name == name]
     if len(named) > 1:
         return f"several controllers have a group {name!r}: say which, {' or '.join(named)}"
-    if named or name in [group.full_name for group in census.groups]:
+    if named or name in [group.full_name for group in discovered.groups]:
         return ""
-    known = [group.name for group in census.groups]
+    known = [group.name for group in discovered.groups]
     near = [other for other in known if name.lower() in other.lower()] or difflib.get_close_matches(name, known)
     if not known:
         return f"there is no group {name!r}, nor any other of yours on this machine"
@@ -96,7 +96,7 @@ def _complaint(name: str, census: Census) -> str:
 
 def _row(group: Group) -> list[object]:
     processes = [process for _, process in group.workers]
-    ranks = f"{_ranges([plate.rank for plate, _ in group.workers])} of {group.world_size}"
+    ranks = f"{_ranges([identity.rank for identity, _ in group.workers])} of {group.world_size}"
     controller = f"{group.controller} (gone)" if group.is_orphan else str(group.controller or "on another host")
     pids = " ".join(str(process.pid) for process in processes)
     return [group.name, controller, ranks, _memory(processes), _age(processes), pids]
@@ -131,14 +131,14 @@ class _Target:
     is_still_it: Callable[[], bool]
 
 
-def _end(census: Census) -> set[int]:
+def _end(discovered: Discovered) -> set[int]:
     """End them, workers before the zygotes, which would take the workers with them but not what those started.
 
     Returns:
         The pids that are still there after two seconds.
     """
-    targets = [_worker(nameplate) for group in census.groups for nameplate, _ in group.workers]
-    targets += [_zygote(process.pid) for process in census.orphaned_zygotes]
+    targets = [_worker(identity) for group in discovered.groups for identity, _ in group.workers]
+    targets += [_zygote(process.pid) for process in discovered.orphaned_zygotes]
     with contextlib.ExitStack() as close_all:
         waiting: dict[int, int] = {}  # pid by pidfd
         for target in targets:
@@ -151,12 +151,12 @@ def _end(census: Census) -> set[int]:
         return _still_there(waiting)
 
 
-def _worker(nameplate: Nameplate) -> _Target:
+def _worker(identity: WorkerIdentity) -> _Target:
     def is_still_it() -> bool:
-        found = look(nameplate.pid)
-        return found is not None and found[0] == nameplate
+        found = find(identity.pid)
+        return found is not None and found[0] == identity
 
-    return _Target(nameplate.pid, is_still_it)
+    return _Target(identity.pid, is_still_it)
 
 
 def _zygote(pid: int) -> _Target:

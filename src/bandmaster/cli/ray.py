@@ -11,7 +11,7 @@ import ray
 
 from bandmaster.backends import get_backend
 from bandmaster.backends.ray import _running_cluster
-from bandmaster.placement import Node
+from bandmaster.plan.placement import Node
 
 __all__ = ["NotThere", "nodes_of"]
 

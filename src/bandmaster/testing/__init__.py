@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bandmaster.errors import UsageError
-from bandmaster.testing.belongings import Standing, standing
+from bandmaster.testing.belongings import HeldResources, held_resources
 from bandmaster.testing.faults import BadResult, Delay, Exit, FailToUnpickle, Fault, Hang, Kill, Raise
 from bandmaster.testing.faulty import with_faults
 from bandmaster.testing.leaks import LeakError, no_leaks
@@ -24,12 +24,12 @@ __all__ = [
     "FailToUnpickle",
     "Fault",
     "Hang",
+    "HeldResources",
     "Kill",
     "LeakError",
     "Raise",
-    "Standing",
+    "held_resources",
     "no_leaks",
-    "standing",
     "with_faults",
 ]
 

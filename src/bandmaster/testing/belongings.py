@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bandmaster.backends import get_backend
-from bandmaster.proc import Stat, everyone
+from bandmaster.platform.proc import Stat, everyone
 
-__all__ = ["KINDS", "Standing", "is_connected_to_ray", "standing"]
+__all__ = ["KINDS", "HeldResources", "held_resources", "is_connected_to_ray"]
 
 KINDS = ("threads", "processes", "descriptors", "segments", "placements")
 
-_SEGMENT = "/memfd:bandmaster "  # a worker's desk has a longer name
+_SEGMENT = "/memfd:bandmaster "  # a control page has a longer name
 _ZYGOTE_WATCH = "bandmaster-zygote-watch"
 
 
 @dataclass(frozen=True)
-class Standing:
+class HeldResources:
     """What a process has at one moment.
 
     Attributes:
@@ -41,7 +41,7 @@ class Standing:
     segments: Mapping[int, str]
     placements: Mapping[str, str]
 
-    def beyond(self, before: Standing, kinds: Collection[str] = KINDS) -> dict[str, list[str]]:
+    def beyond(self, before: HeldResources, kinds: Collection[str] = KINDS) -> dict[str, list[str]]:
         """What is there that was not, in words, by kind; kinds of which there is nothing are left out.
 
         Of threads of one name, descriptors and segments there may be others than before, but not more.
@@ -56,7 +56,7 @@ class Standing:
         return {kind: found[kind] for kind in KINDS if kind in kinds and found[kind]}
 
 
-def standing(kinds: Collection[str] = KINDS) -> Standing:
+def held_resources(kinds: Collection[str] = KINDS) -> HeldResources:
     """What this process has now.
 
     Args:
@@ -64,21 +64,21 @@ def standing(kinds: Collection[str] = KINDS) -> Standing:
 
     Example:
         >>> import subprocess
-        >>> before = standing(["processes"])
+        >>> before = held_resources(["processes"])
         >>> child = subprocess.Popen(["sleep", "60"])
-        >>> list(standing(["processes"]).beyond(before))
+        >>> list(held_resources(["processes"]).beyond(before))
         ['processes']
         >>> child.kill()
         >>> child.wait()
         -9
-        >>> standing(["processes"]).beyond(before)
+        >>> held_resources(["processes"]).beyond(before)
         {}
     """
     zygote = _zygote() if {"processes", "descriptors", "segments"} & set(kinds) else _Zygote()
     processes = _descendants() if "processes" in kinds else ()
     targets = _descriptors() if {"descriptors", "segments"} & set(kinds) else ()
     ours = {fd: target for fd, target in targets if fd not in zygote.descriptors}
-    return Standing(
+    return HeldResources(
         threads=tuple(_threads()) if "threads" in kinds else (),
         processes={process: command for process, command in processes if process[0] != zygote.pid},
         descriptors={fd: target for fd, target in ours.items() if not target.startswith(_SEGMENT)},

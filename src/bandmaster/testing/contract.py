@@ -29,7 +29,7 @@ from bandmaster.errors import (
     WorkerDied,
 )
 from bandmaster.group import WorkerGroup
-from bandmaster.mesh import Mesh
+from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
 from bandmaster.testing.faults import BadResult, FailToUnpickle, Fault, Kill, Raise
 from bandmaster.testing.faulty import with_faults
@@ -52,22 +52,22 @@ class BackendContract:
         pool_options: Further arguments of every `ResourcePool`.
         has_processes: Whether workers have processes of their own, so that one can die, and hang while others work.
         can_replace: Whether one rank can be replaced.
-        timeout_s: How long any call may take, and the constructors of a group.
+        timeout: Seconds that any call may take, and the constructors of a group.
     """
 
     backend: ClassVar[str]
     pool_options: ClassVar[Mapping[str, Any]] = {}
     has_processes: ClassVar[bool] = True
     can_replace: ClassVar[bool] = True
-    timeout_s: ClassVar[float] = 60.0
+    timeout: ClassVar[float] = 60.0
 
     @contextlib.contextmanager
     def group(self, where: int | Mesh, cls: type[Worker], *args: Any, **kwargs: Any) -> Iterator[WorkerGroup]:
         """A group on a pool of its own; both are closed."""
         mesh = Mesh(dp=where) if isinstance(where, int) else where
         with ResourcePool([mesh.size], backend=self.backend, **self.pool_options) as pool:
-            group = WorkerGroup(pool, cls, *args, mesh=mesh, start_timeout_s=self.timeout_s, **kwargs)
-            group.set_default_options(timeout=self.timeout_s)
+            group = WorkerGroup(pool, cls, *args, mesh=mesh, start_timeout=self.timeout, **kwargs)
+            group.set_default_options(timeout=self.timeout)
             yield group
 
     # --- 1 and 6: what goes out comes back, whole and in order ---
@@ -178,8 +178,8 @@ class BackendContract:
         with ResourcePool([2], backend=self.backend, **self.pool_options) as pool:
             start = time.monotonic()
             with pytest.raises(ConstructorError, match=r"rank 1.*no such weights") as caught:
-                WorkerGroup(pool, FailsToStart, 1, self.has_processes, start_timeout_s=self.timeout_s)
-            assert time.monotonic() - start < self.timeout_s
+                WorkerGroup(pool, FailsToStart, 1, self.has_processes, start_timeout=self.timeout)
+            assert time.monotonic() - start < self.timeout
             assert caught.value.rank == 1
             assert isinstance(caught.value.__cause__, KeyError)
             host = caught.value.failures[1].host

@@ -155,7 +155,7 @@ class Delay(Fault):
 
 @dataclass(frozen=True)
 class Hang(Fault):
-    """The method never runs, and the call does not end by itself; it can be given up."""
+    """The method never runs, and the call does not end by itself; it can be cancelled."""
 
     needs_process = True  # nobody could give it up
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 
 from bandmaster.errors import UsageError
-from bandmaster.testing.belongings import KINDS, Standing, is_connected_to_ray, standing
+from bandmaster.testing.belongings import KINDS, HeldResources, held_resources, is_connected_to_ray
 
 __all__ = ["LeakError", "no_leaks"]
 
@@ -45,11 +45,11 @@ class LeakError(AssertionError):
 
 
 @contextlib.contextmanager
-def no_leaks(timeout_s: float = 10.0, kinds: Collection[str] | None = None) -> Iterator[None]:
+def no_leaks(timeout: float = 10.0, kinds: Collection[str] | None = None) -> Iterator[None]:
     """Check that the block leaves nothing behind. If the block raises, that goes on, and nothing is checked.
 
     Args:
-        timeout_s: How long to wait, at the end, for what ends by itself: processes, threads, garbage.
+        timeout: Seconds to wait, at the end, for what ends by itself: processes, threads, garbage.
         kinds: Of `KINDS`, those to look at; all by default. While this process is connected to a Ray, that is
             without descriptors, of which Ray opens and keeps what it likes.
 
@@ -59,7 +59,7 @@ def no_leaks(timeout_s: float = 10.0, kinds: Collection[str] | None = None) -> I
 
     Example:
         >>> import subprocess
-        >>> with no_leaks(timeout_s=0.1, kinds=["processes"]):
+        >>> with no_leaks(timeout=0.1, kinds=["processes"]):
         ...     child = subprocess.Popen(["sleep", "60"])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         bandmaster.testing.leaks.LeakError: left behind after 0.1 s:
@@ -71,14 +71,14 @@ def no_leaks(timeout_s: float = 10.0, kinds: Collection[str] | None = None) -> I
     unknown = set(kinds or ()) - set(KINDS)
     if unknown:
         raise UsageError(f"nothing is known of {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
-    before = standing(KINDS if kinds is None else kinds)
+    before = held_resources(KINDS if kinds is None else kinds)
     yield
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout
     collect_at = time.monotonic() + GARBAGE_S
-    while left := _standing_beyond(before, kinds):
+    while left := _held_beyond(before, kinds):
         now = time.monotonic()
         if now >= deadline:
-            raise LeakError(left, timeout_s)
+            raise LeakError(left, timeout)
         if now >= collect_at:
             gc.collect()
             collect_at = now + COLLECT_S
@@ -86,9 +86,9 @@ def no_leaks(timeout_s: float = 10.0, kinds: Collection[str] | None = None) -> I
             time.sleep(POLL_S)
 
 
-def _standing_beyond(before: Standing, kinds: Collection[str] | None) -> dict[str, list[str]]:
+def _held_beyond(before: HeldResources, kinds: Collection[str] | None) -> dict[str, list[str]]:
     looked_at = _usual_kinds() if kinds is None else kinds
-    return standing(looked_at).beyond(before, looked_at)
+    return held_resources(looked_at).beyond(before, looked_at)
 
 
 def _usual_kinds() -> Collection[str]:

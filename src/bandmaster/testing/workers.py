@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bandmaster.transfer import Broadcast, Dispatch, Execute, Gather, TransferProtocol
+from bandmaster.plan.transfer import Broadcast, Dispatch, Execute, Gather, TransferProtocol
 from bandmaster.worker import Worker, register
 
 __all__ = ["Behaves", "Counted", "Echo", "FailsToStart", "Keeps", "Notes", "Restarts"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bandmaster.group import WorkerGroup
-from bandmaster.mesh import Mesh
+from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool, merge_resource_pool, split_resource_pool
 from bandmaster.worker import ClassWithInitArgs
 
@@ -30,7 +30,7 @@ class RayResourcePool(ResourcePool):
         name_prefix: Name of the pool.
         max_colocate_count: How many groups may share a place.
         cpus_per_worker: CPUs reserved for each place.
-        placement_timeout_s: How long to wait for places that others hold.
+        placement_timeout: Seconds to wait for places that others hold.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RayResourcePool(ResourcePool):
         name_prefix: str | None = None,
         max_colocate_count: int = 10,
         cpus_per_worker: float = 1,
-        placement_timeout_s: float = 60.0,
+        placement_timeout: float = 60.0,
     ) -> None:
         super().__init__(
             process_on_nodes,
@@ -49,7 +49,7 @@ class RayResourcePool(ResourcePool):
             name_prefix=name_prefix,
             max_colocate_count=max_colocate_count,
             cpus_per_worker=cpus_per_worker,
-            placement_timeout_s=placement_timeout_s,
+            placement_timeout=placement_timeout,
         )
 
 

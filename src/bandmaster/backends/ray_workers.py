@@ -1,0 +1,450 @@
+"""The controller's side of a group of Ray actors: Ray's calls, and lanes to the actors on the controller's own host."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from bandmaster import contract
+from bandmaster.backends.ray_actor import FIRST_NUMBER, OTHERS, ActorInfo, host_identity
+from bandmaster.backends.ray_session import RaySession
+from bandmaster.codec import Payload
+from bandmaster.contract import CLOSED, QUEUED, Call, Launch, Reply, WorkerRecord
+from bandmaster.errors import ClosedError, ConstructorError, PlacementError, WorkerDied
+from bandmaster.failure import N_LAST_LINES, Failure, FailureKind
+from bandmaster.transport import control_page
+from bandmaster.transport.client import LaneTicket, WorkerClient
+from bandmaster.transport.control_page import WorkerIdentity
+from bandmaster.transport.lane import Lane
+from bandmaster.transport.listener import LaneListener
+from bandmaster.worker_process.rendezvous import rendezvous_environment
+
+__all__ = ["POLL_S", "RayTicket", "RayWorkers"]
+
+POLL_S = 0.1  # Ray has no event for "a resource became free" or "one of these failed"
+PUT_NBYTES = 100 * 1024  # smaller payloads travel inside the call, as Ray's own small arguments do
+START_TIMEOUT_S = 300.0  # for actor processes, not for constructors
+CONNECT_TIMEOUT_S = 10.0
+LAST_WORDS_TIMEOUT_S = 2.0  # for Ray to notice why an actor died whose lane broke
+LAST_NBYTES = 16 * 1024  # of standard error, among which its last lines are looked for
+FAR_TIMEOUT_S = 10.0  # for a task on another node
+_log = logging.getLogger(__name__)
+
+
+class RayTicket(contract.Ticket):
+    """A call by Ray's own means.
+
+    Attributes:
+        reference: ObjectRef of its reply.
+        rank: The rank.
+        number: The number by which it can be interrupted.
+    """
+
+    __slots__ = ("number", "rank", "reference")
+
+    def __init__(self, reference: Any, rank: int, number: int) -> None:
+        self.reference = reference
+        self.rank = rank
+        self.number = number
+
+
+class RayWorkers:
+    """The actors of one group. A ticket is a `RayTicket` or a lane's; one of `Reply.NATIVE` is an ObjectRef.
+
+    Attributes:
+        actors: The actor handle of each rank.
+        deaths: The ranks that broke a lane or failed a call; otherwise Ray tells of a death only when it is asked.
+
+    Args:
+        launch: What to start.
+        start_actor: Starts the actor of a rank.
+    """
+
+    def __init__(self, launch: Launch, start_actor: Callable[[Launch, int], Any]) -> None:
+        self._launch = launch
+        self._start_actor = start_actor
+        self._group = f"group {launch.group!r}"
+        self._session = RaySession()
+        self.actors: list[Any] = []
+        self._infos: dict[int, ActorInfo] = {}  # of the actors that have begun
+        self._here = host_identity()
+        self._client = WorkerClient(self._how_it_died)
+        self.deaths: Mapping[int, Failure] = self._client.deaths
+        self._has_lane: set[int] = set()  # those that are to be called by it
+        self._is_left = False  # whether the lanes are not to be used any more
+        self._lock = self._client.lock  # also of which way a call goes, and of the order in which calls are sent
+        self._serving: set[int] = set()  # ranks whose lane is not paused
+        self._n_called: Counter[int] = Counter()  # by Ray's calls
+        self._told: dict[int, RayError] = {}  # what Ray's calls said of actors that have died
+        try:
+            for rank in range(len(launch.slots)):
+                self.actors.append(start_actor(launch, rank))
+            self._begin(range(len(launch.slots)))
+        except BaseException:
+            self.stop()
+            raise
+
+    # --- starting ---
+
+    def _begin(self, ranks: Sequence[int]) -> None:
+        """Have new actors begin; when one of them is rank 0, the others learn of its rendezvous."""
+        self._infos.update(self._begun(ranks))
+        first = self._infos[0]
+        rendezvous = rendezvous_environment(first.address, first.rendezvous_port)
+        for rank in ranks:
+            context = self._launch.context(rank, self._infos[rank].device)
+            self.actors[rank].bandmaster_prepare.remote(context, {**context.environment(), **rendezvous}, sys.path)
+        if 0 in ranks:
+            for rank in set(self._infos).difference(ranks):
+                with self._lock:
+                    self._pause(rank)
+                    self.actors[rank].bandmaster_update_environment.remote(rendezvous)
+        self._connect([rank for rank in ranks if self._is_near(rank)])
+
+    def _begun(self, ranks: Sequence[int]) -> dict[int, ActorInfo]:
+        """What new actors say about themselves, once their processes run."""
+        launch, here = self._launch, host_identity()
+        asked = {}
+        for rank in ranks:
+            identity = WorkerIdentity(0, os.getpid(), rank, len(self.actors), launch.group)
+            asked[self.actors[rank].bandmaster_begin.remote(launch.uses_gpu, identity, here)] = rank
+        limit_s = START_TIMEOUT_S if launch.start_timeout_s is None else min(launch.start_timeout_s, START_TIMEOUT_S)
+        missing = self._unanswered(list(asked), limit_s)
+        if missing and limit_s < START_TIMEOUT_S:
+            raise launch.late(sorted(asked[reference] for reference in missing), "Ray has not started their actors")
+        if missing:
+            raise PlacementError(f"{len(missing)} of {len(asked)} actors did not start in {START_TIMEOUT_S:g} s")
+        replies = {rank: self.fetch(RayTicket(reference, rank, 0)) for reference, rank in asked.items()}
+        failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
+        if failures:
+            where = {rank: launch.mesh.coordinates(rank) for rank in failures}
+            has_died = any(failure.kind is FailureKind.DIED for failure in failures.values())
+            raise (WorkerDied if has_died else ConstructorError)(launch.constructor, failures, where, launch.group)
+        return replies
+
+    @staticmethod
+    def _unanswered(references: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The ObjectRefs that are not ready when all are, one has failed, or the time is over."""
+        deadline, ready, waiting = time.monotonic() + timeout_s, [], list(references)
+        while waiting and time.monotonic() < deadline:
+            more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(1.0, timeout_s))
+            ready += more
+        return waiting
+
+    def _connect(self, ranks: Sequence[int]) -> None:
+        """Open lanes to workers on this host, where that works."""
+        if not ranks:
+            return
+        try:
+            sockets = self._connected(ranks)
+        except (OSError, RayError) as error:  # of an actor that has died meanwhile, the next call will tell
+            _log.warning("calls of %d workers on this host go by Ray, as they have no lanes: %r", len(ranks), error)
+            return
+        for rank, sock in sockets.items():
+            self._client.add(rank, Lane(sock, self._client.writer, rank, blocks=False), self._infos[rank].pid)
+        with self._lock:
+            if not self._is_left:
+                self._has_lane.update(sockets)
+
+    def _connected(self, ranks: Sequence[int]) -> dict[int, socket.socket]:
+        with LaneListener() as listener:
+            asked = {
+                self.actors[rank].bandmaster_connect.remote(listener.name, listener.introduction(rank)): rank
+                for rank in ranks
+            }
+
+            def refusing() -> list[int]:
+                answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+                return [asked[reference] for reference in answered if not ray.get(reference)]
+
+            return listener.accept(ranks, CONNECT_TIMEOUT_S, refusing)
+
+    def replace(self, rank: int) -> None:
+        """Kill the actor of a rank, and start another one on its slot."""
+        self._kill([rank], "ended by the controller, to be replaced")
+        try:
+            self.actors[rank] = self._start_actor(replace(self._launch, is_again=True), rank)
+            self._client.forget_death(rank)
+            self._told.pop(rank, None)
+            self._infos.pop(rank, None)
+            self._begin([rank])
+        except BaseException:
+            self._kill([rank], "ended by the controller, as it could not be started")
+            raise
+
+    @property
+    def records(self) -> list[WorkerRecord]:
+        """Where each actor is; a handle is the actor handle. Who has one can call the actor past the group."""
+        return [
+            WorkerRecord(
+                info.address,
+                info.pid,
+                info.device,
+                "lane" if rank in self._has_lane else "ray",
+                partial(self._hand_out, rank),
+            )
+            for rank, info in sorted(self._infos.items())
+        ]
+
+    def _hand_out(self, rank: int) -> Any:
+        """An actor handle. Who has it can call the actor past the group, so from here on all calls are Ray's own."""
+        with self._lock:
+            for other in list(self._has_lane):
+                self._pause(other)
+            self._has_lane.clear()
+            self._is_left = True
+        return self.actors[rank]
+
+    # --- calling ---
+
+    def put(self, payloads: Sequence[Payload]) -> Sequence[Part]:
+        """The payloads, written at most once for the lanes and once for Ray, as soon as a call names them."""
+        return [Part(payload, self._client) for payload in payloads]
+
+    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+        """By lane where there is one and the value is not native; else one actor task for each rank."""
+        self._session.check(self._group)
+        for call in calls:
+            if len(self._by_lane(call)) < len(call.ranks):
+                for part in call.parts:
+                    part.on_ray()  # Ray's store may be full, and let us wait
+        with self._lock:
+            if self._client.is_stopped:
+                raise ClosedError(CLOSED)
+            for call in calls:
+                self._call(call, tickets)
+
+    def _call(self, call: Call, tickets: dict[int, Any]) -> None:
+        by_lane = self._by_lane(call)
+        if by_lane:
+            for rank in by_lane:
+                self._resume(rank)
+            parts = tuple(part.on_lane() for part in call.parts)
+            self._client.send_calls([call._replace(ranks=by_lane, parts=parts)], tickets)
+        for rank in call.ranks:
+            if rank not in tickets:
+                self._pause(rank)
+                references = [part.on_ray() for part in call.parts]
+                number = FIRST_NUMBER + self._n_called[rank]
+                self._n_called[rank] += 1
+                done = self.actors[rank].bandmaster_call.remote(number, call.method, int(call.reply), *references)
+                tickets[rank] = done if call.reply is Reply.NATIVE else RayTicket(done, rank, number)
+
+    def _by_lane(self, call: Call) -> Sequence[int]:
+        """The ranks that a call goes to by their lanes."""
+        return [] if call.reply is Reply.NATIVE else [rank for rank in call.ranks if rank in self._has_lane]
+
+    def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
+        """Wait for all, but look at what is done every now and then."""
+        by_lane = [ticket for ticket in tickets if isinstance(ticket, LaneTicket)]
+        if len(by_lane) == len(tickets):
+            return self._client.wait(by_lane, timeout_s)
+        by_reference = {_reference(ticket): ticket for ticket in tickets if not isinstance(ticket, LaneTicket)}
+        references = list(by_reference)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self._can_call_ray():
+            left = max(0.0, min(POLL_S, deadline - time.monotonic()))
+            ready = ray.wait(references, num_returns=len(references), timeout=left)[0]
+            done: list[Any] = [by_reference[reference] for reference in ready]
+            if by_lane:
+                done += self._client.wait(by_lane, 0.0)
+            if done or time.monotonic() >= deadline:
+                return done
+        return list(tickets)
+
+    def fetch(self, ticket: Any) -> Any:
+        """The reply; exceptions of Ray's own become failures."""
+        if isinstance(ticket, LaneTicket):
+            return self._client.fetch(ticket)
+        if not self._can_call_ray():
+            why = CLOSED if self._client.is_stopped else self._session.ended(self._group)
+            return self.deaths.get(ticket.rank) or Failure(FailureKind.DIED, why)
+        try:
+            reply = ray.get(ticket.reference)
+            return reply.private() if isinstance(reply, Payload) else reply
+        except RayActorError as error:
+            return self._note_death(ticket.rank, error)
+        except RayTaskError as error:
+            return Failure(FailureKind.RAISED, str(error.cause), str(error), error.cause)
+        except RayError as error:
+            return Failure.of(error)
+
+    def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
+        """Through the control page of each rank, on its own node; or kill the actors that are at these calls."""
+        if kill_because is not None:
+            self._kill([rank for rank, t in tickets.items() if t is None or self._is_at(rank, t)], kill_because)
+            return
+        for rank, ticket in tickets.items():
+            if isinstance(ticket, LaneTicket):
+                self._client.interrupt({rank: ticket})
+            elif isinstance(ticket, RayTicket):
+                self._on_its_node(rank, control_page.interrupt, self._infos[rank].pid, ticket.number)
+
+    def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
+        """Read the control page of each rank, on its own node."""
+        texts = {}
+        for rank, ticket in tickets.items():
+            if rank in self._infos:
+                pid, queued = self._infos[rank].pid, "" if self._is_at(rank, ticket) else QUEUED
+                found = self._on_its_node(rank, control_page.stacks, [pid]) or {}
+                if pid in found:
+                    texts[rank] = queued + found[pid]
+        return texts
+
+    def _is_at(self, rank: int, ticket: Any) -> bool:
+        """Whether an actor has come to a call; what does not say so has not."""
+        if isinstance(ticket, LaneTicket):
+            return self._client.is_at(rank, ticket) and control_page.announced(self._infos[rank].pid) != OTHERS
+        if rank not in self._infos:
+            return True  # it has not even said where it is
+        return bool(ticket.number == self._on_its_node(rank, control_page.announced, self._infos[rank].pid))
+
+    # --- ends ---
+
+    def check(self) -> bool:
+        """Ask Ray about the actors, and look at the lanes."""
+        is_running = self._client.check()
+        for rank, actor in enumerate(self.actors):
+            if rank not in self.deaths and self._is_dead(actor):
+                self._note_death(rank)
+        return is_running
+
+    def stop(self, why: str = CLOSED) -> None:
+        """Hang up and kill the actors."""
+        self._client.close_channels(why)
+        for rank in range(len(self.actors)):
+            self._client.deaths.setdefault(rank, Failure(FailureKind.DIED, why))
+        self._has_lane.clear()
+        actors, self.actors = self.actors, []
+        if self._session.is_current:
+            for actor in actors:
+                ray.kill(actor)
+
+    def _is_dead(self, actor: Any) -> bool:
+        if not self._session.is_current:
+            return True
+        return bool(ray._private.state.actors(actor._actor_id.hex()).get("State") == "DEAD")
+
+    def _can_call_ray(self) -> bool:
+        return not self._client.is_stopped and self._session.is_current
+
+    def _kill(self, ranks: Sequence[int], why: str) -> None:
+        """Kill actors, whatever they do."""
+        for rank in ranks:
+            self._client.is_killed(rank, why)
+            if self._session.is_current:
+                ray.kill(self.actors[rank])
+            self._note_death(rank)
+            self._has_lane.discard(rank)
+            self._serving.discard(rank)
+
+    def _resume(self, rank: int) -> None:
+        """Have the actor serve its lane, once it has done what Ray has for it."""
+        if rank not in self._serving:
+            self._serving.add(rank)
+            self.actors[rank].bandmaster_serve.remote()
+
+    def _pause(self, rank: int) -> None:
+        """Let the actor come back from its lane, once it has done what was sent there."""
+        if rank in self._serving:
+            self._serving.remove(rank)
+            self._client.pause(rank)
+
+    def _note_death(self, rank: int, error: RayError | None = None) -> Failure:
+        """An actor has died, as Ray says."""
+        if error is not None:
+            self._told.setdefault(rank, error)
+        self._client.note_death(rank)
+        return self.deaths[rank]
+
+    def _how_it_died(self, rank: int) -> Failure:
+        error = self._told.get(rank) or self._last_words(rank)
+        summary = "its process is gone" if error is None else f"{type(error).__name__}: {error}".strip()
+        if not self._session.is_current:
+            summary = self._session.ended(self._group)
+        info = self._infos.get(rank)
+        if info is None:
+            return Failure(FailureKind.DIED, summary)
+        return Failure.of_death(summary, self._last_errors(rank), info.host_name, info.pid, info.device)
+
+    def _last_words(self, rank: int) -> RayError | None:
+        """What Ray says about an actor whose lane broke."""
+        if rank in self._serving and self._session.is_current:
+            try:
+                ray.get(self.actors[rank].__ray_ready__.remote(), timeout=LAST_WORDS_TIMEOUT_S)
+            except RayError as error:
+                return error
+        return None
+
+    def _last_errors(self, rank: int) -> str:
+        if not self._is_near(rank):
+            return ""
+        try:
+            with open(self._infos[rank].stderr, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_NBYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        said = [line for line in lines if not line.startswith(":")]  # Ray's own marks
+        return "\n".join(said[-N_LAST_LINES:])
+
+    def _is_near(self, rank: int) -> bool:
+        return rank in self._infos and self._infos[rank].host == self._here
+
+    def _on_its_node(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function on the node of a rank; None if that cannot be."""
+        if self._is_near(rank):
+            return function(*args)
+        if rank not in self._infos or not self._session.is_current:
+            return None
+        strategy = NodeAffinitySchedulingStrategy(self._infos[rank].node, soft=False)
+        try:
+            return ray.get(_run.options(scheduling_strategy=strategy).remote(function, *args), timeout=FAR_TIMEOUT_S)
+        except (RayError, GetTimeoutError):
+            return None
+
+
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+def _run(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _reference(ticket: Any) -> Any:
+    """The ObjectRef of a ticket that is no lane's."""
+    return ticket.reference if isinstance(ticket, RayTicket) else ticket
+
+
+class Part:
+    """A payload that was put, in the form that each way takes it."""
+
+    def __init__(self, payload: Payload, client: WorkerClient) -> None:
+        self._payload = payload
+        self._client = client
+        self._by_lane: Any = None
+        self._by_ray: Any = None
+
+    def on_lane(self) -> Any:
+        """As `WorkerClient.put` returns it; the lock of the client is held."""
+        if self._by_lane is None:
+            self._by_lane = self._client.place(self._payload)
+        return self._by_lane
+
+    def on_ray(self) -> Any:
+        """One object in the store, or the bytes themselves where they are few."""
+        if self._by_ray is None:
+            is_large = self._payload.nbytes >= PUT_NBYTES
+            self._by_ray = ray.put(self._payload) if is_large else self._payload.private()
+        return self._by_ray

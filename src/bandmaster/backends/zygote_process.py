@@ -1,0 +1,293 @@
+"""What runs in the zygote, the process that workers are forked from, and in a worker until its loop begins."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bandmaster.platform.math_threads import set_threads
+from bandmaster.platform.processes import Ended, MemoryPressure, Orphans, prctl
+from bandmaster.transport.control_page import WorkerIdentity
+from bandmaster.transport.lane import Lane
+from bandmaster.transport.segments import SegmentWriter
+from bandmaster.worker import WorkerContext
+from bandmaster.worker_process.control_page import ControlPage
+from bandmaster.worker_process.executor import Executor
+from bandmaster.worker_process.loop import serve
+from bandmaster.worker_process.rendezvous import Rendezvous
+
+__all__ = ["EXIT_S", "GONE_S", "MESSAGE_NBYTES", "ORPHANS_S", "STATUS_S", "Spawn", "main"]
+
+STATUS_S = 1.0  # for a worker to end that has hung up
+GONE_S = 1.5  # for processes to be gone that were killed
+EXIT_S = 2.0  # for the zygote to end all workers, and itself
+ORPHANS_S = 0.05  # how often to look whether some are left
+MESSAGE_NBYTES = 150 * 1024
+MAX_DESCRIPTORS = 5  # of a worker: lane, standard output and error, the listening socket, what it is given
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """What a new worker is given: what a fork of the controller itself would have had.
+
+    Attributes:
+        identity: Who it is, but for its pid.
+        context: What the worker is told about itself.
+        environment: Its environment, whole.
+        directory: Its working directory.
+        path: What it adds to ``sys.path``.
+        argv: Its ``sys.argv``.
+    """
+
+    identity: WorkerIdentity
+    context: WorkerContext
+    environment: Mapping[str, str]
+    directory: str
+    path: Sequence[str]
+    argv: Sequence[str]
+
+
+def main() -> None:
+    """What the zygote runs: ``argv`` is the descriptor of its socket, and the modules to import."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a dead worker leaves behind comes here to be ended
+    # A process group of its own: Ctrl-C in a terminal is the controller's to handle. But the same session, as Linux
+    # schedules sessions against each other (autogroup), and calls would take longer.
+    os.setpgid(0, 0)
+    controller = os.pidfd_open(os.getppid())  # sockets may live on in what the controller forks; this does not
+    for name in sys.argv[2:]:
+        with contextlib.suppress(Exception, SystemExit):  # whoever needs it will see why when a worker imports it
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is imported stays shared with the workers
+    _Zygote(control, controller).run()
+
+
+@dataclass
+class _Question:
+    """One that is answered when workers have ended.
+
+    Attributes:
+        number: Of the question.
+        pids: The workers.
+        until: How long to wait for that.
+        kills: Whether those are killed then that have not ended, and waited for once more.
+        has_killed: Whether this was done.
+    """
+
+    number: int
+    pids: frozenset[int]
+    until: float
+    kills: bool
+    has_killed: bool = False
+
+
+class _Zygote:
+    """Forks workers, and knows how each of them ended. It waits only in one place, for whatever may come."""
+
+    def __init__(self, control: socket.socket, controller: int) -> None:
+        self._control = control
+        self._controller = controller
+        self._living: set[int] = set()
+        self._ended: dict[int, Ended] = {}
+        self._orphans = Orphans(os.getpid())
+        self._has_orphans = False
+        self._questions: list[_Question] = []
+        self._memory = MemoryPressure()
+        self._wake, self._waker = socket.socketpair()  # the kernel's word that a worker ended
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
+
+    def run(self) -> None:
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which comes with the controller's end if this one was stopped
+        poll = select.poll()
+        for source in (self._control, self._wake, self._controller):
+            poll.register(source, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll(self._patience_ms())}
+            self._reap()
+            if self._controller in ready or (self._control.fileno() in ready and not self._take()):
+                self._end_all()
+                signal.set_wakeup_fd(-1)
+                return
+            self._answer_what_is_due()
+
+    def _patience_ms(self) -> float | None:
+        """How long there is nothing to do if nothing comes."""
+        moments = [question.until for question in self._questions]
+        if self._has_orphans:
+            moments.append(time.monotonic() + ORPHANS_S)
+        return max(0.0, min(moments) - time.monotonic()) * 1000 if moments else None
+
+    def _take(self) -> bool:
+        """Take a question of the controller's; False when it is gone."""
+        try:
+            data, ancillary, _, _ = self._control.recvmsg(
+                MESSAGE_NBYTES, socket.CMSG_SPACE(4 * MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        number, operation, *arguments = pickle.loads(data)
+        if operation == "spawn":
+            *fds, spawn = array.array("i", b"".join(chunk for _, _, chunk in ancillary))
+            self._answer(number, self._fork(spawn, fds))
+        elif operation == "status":
+            (pid,) = arguments
+            self._questions.append(_Question(number, frozenset([pid]), time.monotonic() + STATUS_S, kills=False))
+        else:
+            pids, grace_s = arguments
+            self._questions.append(_Question(number, frozenset(pids), time.monotonic() + grace_s, kills=True))
+        return True
+
+    def _answer(self, number: int, answer: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # that the controller is gone is seen when it is read from
+            self._control.send(pickle.dumps((number, answer)), socket.MSG_NOSIGNAL)
+
+    def _answer_what_is_due(self) -> None:
+        for question in list(self._questions):
+            running = self._living & question.pids
+            is_over = not running and not (question.kills and self._has_orphans)
+            if not is_over and time.monotonic() < question.until:
+                continue
+            if not is_over and question.kills and not question.has_killed:
+                for pid in running:
+                    os.kill(pid, signal.SIGKILL)  # its number is taken until it is waited for
+                question.has_killed, question.until = True, time.monotonic() + GONE_S
+                continue
+            self._questions.remove(question)
+            if question.kills:
+                for pid in question.pids:
+                    self._ended.pop(pid, None)
+                self._answer(question.number, None)
+            else:
+                (pid,) = question.pids
+                self._answer(question.number, self._ended.get(pid))
+
+    def _fork(self, spawn: int, fds: list[int]) -> int | str:
+        with open(spawn, "rb") as file:
+            what = pickle.load(file)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _close_all(fds)
+            return str(error)
+        if pid == 0:
+            for ours in (self._control, self._wake, self._waker):
+                ours.close()
+            os.close(self._controller)
+            _run_worker(what, *fds)
+        _close_all(fds)
+        self._living.add(pid)
+        return pid
+
+    def _reap(self) -> None:
+        """Wait for what has ended, and end what it has left: while it lived, it was the parent of that itself."""
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(4096)
+        has_reaped = False
+        with contextlib.suppress(ChildProcessError):  # there is none
+            while (found := os.wait4(-1, os.WNOHANG))[0]:
+                pid, status, usage = found
+                has_reaped = True
+                if pid in self._living:
+                    self._living.discard(pid)
+                    self._ended[pid] = Ended(status, usage.ru_maxrss * 1024, self._memory.words())
+        if has_reaped or self._has_orphans:
+            self._has_orphans = self._orphans.end(self._living)
+
+    def _end_all(self) -> None:
+        """End the workers and whatever they have started."""
+        self._living.clear()
+        self._has_orphans = True
+        deadline = time.monotonic() + EXIT_S
+        while self._has_orphans and time.monotonic() < deadline:
+            self._reap()
+            select.select([self._wake], [], [], ORPHANS_S)
+
+
+def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *listening_fds: int) -> None:
+    """Become a worker; never returns. Rank 0 gets the listening socket of the rendezvous too."""
+    try:
+        os.setpgid(0, 0)  # so that the processes it starts can be ended with it
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # and those that leave the group are known as this one's as long as it lives
+        _die_with_parent()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        os.dup2(stdout_fd, 1)
+        os.dup2(stderr_fd, 2)
+        _close_all([stdout_fd, stderr_fd])
+        sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        _take_on(spawn)
+        page = ControlPage(replace(spawn.identity, pid=os.getpid()))
+        listening = [socket.socket(fileno=fd) for fd in listening_fds]
+        executor = Executor(page.hold, Rendezvous(listening[0]) if listening else None)
+        executor.prepare(spawn.context)
+        lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(), is_only_reader=True)
+        os.register_at_fork(after_in_child=lane.socket.close)  # or the controller would not hear of this one's end
+        serve(lane, executor, page)
+        executor.close()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _take_on(spawn: Spawn) -> None:
+    """What the controller is like now, not what it was when the zygote started."""
+    os.environ.clear()
+    os.environ.update(spawn.environment)
+    with contextlib.suppress(OSError):
+        os.chdir(spawn.directory)
+    sys.path[:] = spawn.path
+    sys.argv[:] = spawn.argv
+    _seed_random_streams()
+    set_threads(spawn.environment)
+
+
+def _seed_random_streams() -> None:
+    """Seed, from the operating system, the streams that forks of one process would share.
+
+    A module that a worker imports later seeds itself in the same way.
+    """
+    random.seed()
+    for name in ("numpy.random", "torch"):
+        if name in sys.modules:
+            sys.modules[name].seed()
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it was gone before the kernel knew

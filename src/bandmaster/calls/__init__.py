@@ -1,0 +1,7 @@
+"""The life of a call: from `group.method(...)` to its result.
+
+::
+
+    method ── plan ──► submission ── encoding, exports ──► Workers.put, Workers.call
+                            └──► PendingCall ── reads replies, escalates, collects ──► Future
+"""

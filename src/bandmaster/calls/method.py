@@ -1,0 +1,221 @@
+"""A registered method: what is known of it once, and what a group hands out under its name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from bandmaster.calls.future import Future
+from bandmaster.calls.options import CallOptions, default_options
+from bandmaster.calls.pending import Collection
+from bandmaster.calls.submission import Submitter
+from bandmaster.errors import BatchError, MeshError
+from bandmaster.plan.arguments import (
+    ArgumentGroup,
+    BoundArgument,
+    CallPlan,
+    everywhere,
+    first_ranks,
+    plan_call,
+    scatter,
+)
+from bandmaster.plan.binding import bind, bind_per_rank, signature_without_self
+from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.rows import on_mesh, shards, sources
+from bandmaster.plan.transfer import (
+    Broadcast,
+    Custom,
+    Execute,
+    Gather,
+    Incoming,
+    Only,
+    Outgoing,
+    Reduce,
+    Split,
+    TransferProtocol,
+)
+from bandmaster.worker import Registration
+
+__all__ = ["GroupMethod", "MethodSpec"]
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """What is known of a method before it is called.
+
+    Attributes:
+        function: As the class has it.
+        name: Its name.
+        label: ``"Class.method"``.
+        signature: Without ``self``.
+        positional: Names of its parameters where all of them can go by position and none is ``*args``; else None.
+        n_required: How many have no default.
+        is_for_zero: Whether it runs on rank 0 alone.
+        goes_everywhere: Whether all arguments go, as they are, to every rank that it runs on.
+        registration: What `register` was told.
+        mesh: The group's.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    label: str
+    signature: inspect.Signature
+    positional: tuple[str, ...] | None
+    n_required: int
+    is_for_zero: bool
+    goes_everywhere: bool
+    registration: Registration
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, worker_class: type, name: str, registration: Registration, mesh: Mesh) -> MethodSpec:
+        """Look at a registered method of a class.
+
+        Raises:
+            MeshError: Its protocol, or a rule of one of its arguments, asks for what the mesh does not have.
+        """
+        function = getattr(worker_class, name)
+        label = f"{worker_class.__name__}.{name}"
+        signature = signature_without_self(worker_class, name)
+        parameters = signature.parameters.values()
+        goes_by_position = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        n_required = sum(p.default is p.empty for p in parameters)
+        positional = tuple(signature.parameters) if goes_by_position else None
+        is_for_zero = registration.execute is Execute.RANK_ZERO
+        outgoing = registration.protocol.outgoing if isinstance(registration.protocol, TransferProtocol) else None
+        goes_everywhere = is_for_zero or (isinstance(outgoing, Broadcast) and not registration.arguments)
+        spec = cls(
+            function, name, label, signature, positional, n_required, is_for_zero, goes_everywhere, registration, mesh
+        )
+        spec._check_mesh()
+        return spec
+
+    def _check_mesh(self) -> None:
+        """Ask the mesh now for all that calls will ask it for."""
+        protocol = self.registration.protocol
+        if self.is_for_zero or isinstance(protocol, Custom):
+            return
+        transfers: list[tuple[str, Outgoing | Incoming]] = [
+            (self.label, protocol.outgoing),
+            *((self.label, collect) for collect in protocol.collects),
+            *((f"argument {name!r} of {self.label}", rule) for name, rule in self.registration.arguments.items()),
+        ]
+        for what, transfer in transfers:
+            try:
+                if isinstance(transfer, Split):
+                    shards(self.mesh, transfer)
+                elif isinstance(transfer, Incoming):
+                    sources(self.mesh, transfer)
+            except MeshError as error:
+                raise MeshError(f"{what} goes by {transfer!r}, but {error}; give the group a mesh= with that") from None
+
+    @cached_property
+    def described(self) -> Mapping[str, Any]:
+        """What a group's method shows of the worker's: name, docstring and signature."""
+        return {
+            "__name__": self.name,
+            "__qualname__": self.label,
+            "__doc__": self.function.__doc__,
+            "__signature__": self.signature,
+        }
+
+    @cached_property
+    def collection(self) -> Collection:
+        """How the values become the result; the `collect_fn` of a custom protocol gets them as a list."""
+        return Collection(on_mesh(self.mesh, self._incoming), sources(self.mesh, self._incoming))
+
+    @property
+    def _incoming(self) -> Incoming | tuple[Incoming, ...]:
+        if isinstance(self.registration.protocol, TransferProtocol):
+            return Only() if self.is_for_zero else self.registration.protocol.incoming
+        return Gather()
+
+    @cached_property
+    def _weighted(self) -> Reduce | None:
+        """The collect that needs to know how many rows each rank gets, if there is one."""
+        collects = getattr(self.registration.protocol, "collects", ())
+        return next((collect for collect in collects if isinstance(collect, Reduce) and collect.weights), None)
+
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any], outgoing: Outgoing) -> CallPlan:
+        """Decide which argument of a call goes where: as `bind` and `plan_call`, but plain calls take a short cut.
+
+        Raises:
+            ArgumentError: They do not fit the method.
+            BatchError: They cannot be split as asked.
+        """
+        names = self.positional
+        n_ranks = 1 if self.is_for_zero else self.mesh.size
+        if names is None or kwargs or not self.n_required <= len(args) <= len(names):
+            arguments = bind(self.label, self.signature, args, kwargs)
+        elif self.goes_everywhere:
+            return CallPlan((ArgumentGroup(tuple(enumerate(args)), names, first_ranks(n_ranks)),))
+        else:
+            arguments = [BoundArgument(index, names[index], value) for index, value in enumerate(args)]
+        if self.goes_everywhere:
+            return CallPlan((everywhere(arguments, n_ranks),))
+        plan = plan_call(arguments, outgoing, self.registration.arguments, self.mesh, self.label)
+        if plan.real_rows is None and self._weighted is not None:
+            raise BatchError(
+                f"{self.label} collects by {self._weighted!r}, but no argument of this call is split, so that there "
+                "are no rows to weigh by; give a batch, or collect without weights"
+            )
+        return plan
+
+
+class GroupMethod:
+    """A registered method, bound to a group: call it, or `submit` it to get a `Future`."""
+
+    def __init__(
+        self, group: object, submitter: Submitter, spec: MethodSpec, options: CallOptions | None = None
+    ) -> None:
+        self._group = group
+        self._submitter = submitter
+        self._spec = spec
+        self._options = options
+        self.__dict__.update(spec.described)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the method as it was registered; a `Future` if that was with ``blocking=False``."""
+        return self._send(args, kwargs, waits=self._spec.registration.is_blocking)
+
+    def options(self, /, **options: float | None) -> GroupMethod:
+        """The same method with other limits on how long a call may take.
+
+        Args:
+            **options: ``timeout``: seconds that a wait for the result may take before `CallTimeout`, None for as
+                long as it takes. ``grace``: once one rank has failed or the call was cancelled, the others are
+                interrupted, and after so many seconds more ended if they have not stopped; None never ends them.
+
+        Raises:
+            UsageError: There is no such option, or its value makes no sense.
+        """
+        base = self._options or default_options().but(self._submitter.options)
+        return GroupMethod(self._group, self._submitter, self._spec, base.but(options))
+
+    def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Send the call and return its `Future` without waiting.
+
+        Raises:
+            UsageError: The arguments do not fit the method or its protocol; nothing was sent.
+        """
+        future: Future[Any] = self._send(args, kwargs, waits=False)
+        return future
+
+    def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
+        """Send the call; its future, or its result if the caller ``waits``."""
+        spec, submitter, protocol = self._spec, self._submitter, self._spec.registration.protocol
+        collection = spec.collection
+        if isinstance(protocol, Custom):
+            arguments = bind_per_rank(spec.label, spec.signature, self._group, protocol, args, kwargs)
+            plan = CallPlan(tuple(scatter(arguments, spec.mesh.size, spec.label)))
+            collection = collection._replace(finish=partial(protocol.collect, self._group))
+        else:
+            plan = spec.plan(args, kwargs, protocol.outgoing)
+        ranks = (0,) if spec.is_for_zero else submitter.ranks
+        return submitter.submit(self._group, spec.name, plan, ranks, collection, self._options, waits)
+
+    def __repr__(self) -> str:
+        return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

@@ -1,0 +1,80 @@
+"""How long calls may take: what a call, its group and the library say about it, the closest word first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bandmaster.errors import UsageError
+
+__all__ = ["CallOptions", "check_seconds", "default_options", "set_default_options"]
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Refuse what is no duration.
+
+    Args:
+        name: Of the parameter, for the message.
+        value: Seconds, or None for no limit.
+
+    Raises:
+        UsageError: It is neither None nor a number of 0 or more.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and value >= 0):  # nan is not
+        raise UsageError(f"{name} must be a non-negative number of seconds or None, got {value!r}")
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What can be said about a call besides its arguments.
+
+    Attributes:
+        timeout: Seconds that a wait for its result may take, before `CallTimeout`; None for as long as it takes.
+        grace: Once one rank has failed, or the call was cancelled, the others are interrupted; those that have not
+            stopped after so many seconds more (stuck in C code, say) are ended. None never ends them.
+    """
+
+    timeout: float | None = None
+    grace: float | None = 5.0
+
+    def but(self, changes: Mapping[str, Any]) -> CallOptions:
+        """The same with some of them changed.
+
+        Raises:
+            UsageError: There is no such option, or its value makes no sense.
+        """
+        if not changes:
+            return self
+        for name, value in changes.items():
+            if name not in ("timeout", "grace"):
+                raise UsageError(f"a call has no option {name!r}; there are timeout and grace, both in seconds")
+            check_seconds(name, value)
+        known = {"timeout": self.timeout, "grace": self.grace}
+        return CallOptions(**{**known, **changes})
+
+
+class _Library:
+    options = CallOptions()
+
+
+def set_default_options(**options: float | None) -> None:
+    """Set what holds for the calls of all groups that say nothing else; see `CallOptions`.
+
+    Args:
+        **options: ``timeout`` and ``grace``, in seconds.
+
+    Raises:
+        UsageError: There is no such option, or its value makes no sense.
+
+    Example:
+        >>> set_default_options(timeout=600)
+        >>> set_default_options(timeout=None)
+    """
+    _Library.options = _Library.options.but(options)
+
+
+def default_options() -> CallOptions:
+    """Those of the library."""
+    return _Library.options

@@ -1,0 +1,399 @@
+"""A call that is on its way: reading its replies, making its result, and the escalation when a rank does not stop.
+
+::
+
+    submission ── sends ──► PendingCall ◄── waits ── Future
+                                │
+                            OpenCalls   the calls of a group, in the order they were sent
+
+There is no reader thread. The thread that waits for a call reads its replies, and drives the escalation of earlier
+calls: a rank can only begin with a call when it has ended those before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from bandmaster.calls.escalation import Escalation, Step
+from bandmaster.calls.options import CallOptions, default_options
+from bandmaster.codec import Payload, decode
+from bandmaster.contract import Workers
+from bandmaster.errors import CallCancelled, CollectError, RemoteError, UsageError, WorkerDied
+from bandmaster.failure import Failure, FailureKind
+from bandmaster.plan.collection import collect
+from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.rows import CollectEach, RealRows
+from bandmaster.plan.transfer import Incoming
+from bandmaster.platform.locks import check_not_held
+
+__all__ = ["CallSite", "Collection", "OpenCalls", "PendingCall"]
+
+LOOK_AROUND_S = 5.0  # a call that is waited for may be cancelled by another thread meanwhile
+MANY = 64  # open calls; from there on, each new one looks whether the oldest is over
+
+
+class CallSite(NamedTuple):
+    """What messages say about a call, and how long it may take.
+
+    Attributes:
+        method: ``"Class.method"``.
+        mesh: The group's mesh.
+        group: The group's name.
+        options: How long the call may take; None where nobody said so for this call.
+        defaults: What the group says about its calls.
+    """
+
+    method: str
+    mesh: Mesh
+    group: str = ""
+    options: CallOptions | None = None
+    defaults: Mapping[str, float | None] = MappingProxyType({})
+
+    def limits(self) -> CallOptions:
+        """How long the call may take, as the call says, else its group, else the library."""
+        if self.options is not None:
+            return self.options
+        options = default_options()
+        return options.but(self.defaults) if self.defaults else options
+
+
+class Collection(NamedTuple):
+    """How the values of a call become its result.
+
+    Attributes:
+        incoming: How they are joined, listed or reduced.
+        ranks: The ranks whose values come back, in order.
+        finish: Makes the result of that; by default it is the result.
+    """
+
+    incoming: Incoming | CollectEach
+    ranks: tuple[int, ...]
+    finish: Callable[[Any], Any] | None = None
+
+
+class PendingCall:
+    """What some ranks were asked, what they have replied, and in the end the result.
+
+    Attributes:
+        site: What messages say about it.
+        failures: By rank, also of ranks that were not asked but have died. Calls that were made as one share them.
+        is_over: Whether all ranks that were asked have replied, as far as any thread has looked.
+        is_done: Whether the result or the error is there.
+        outcome: The result, once it is done; None if there is an error.
+        error: What is to be raised, once it is done; None if there is a result.
+        reading: Held by the thread that sends the call, reads its replies or makes its result of them.
+
+    Args:
+        workers: The workers that are asked.
+        site: What messages say about it.
+        collection: How the result is made.
+        others: The calls of the same group.
+        failures: To be shared; its own by default.
+    """
+
+    __slots__ = (
+        "_cancelled_at",
+        "_collection",
+        "_escalation",
+        "_has_failed",
+        "_has_to_stop",
+        "_interrupted",
+        "_others",
+        "_values",
+        "_workers",
+        "error",
+        "failures",
+        "is_done",
+        "is_over",
+        "kept",
+        "outcome",
+        "reading",
+        "real_rows",
+        "site",
+        "tickets",
+    )
+
+    def __init__(
+        self,
+        workers: Workers,
+        site: CallSite,
+        collection: Collection,
+        others: OpenCalls | None = None,
+        failures: dict[int, Failure] | None = None,
+    ) -> None:
+        self.site = site
+        self.tickets: dict[int, Any] = {}  # of ranks that have not replied
+        self.failures = {} if failures is None else failures
+        self.real_rows: RealRows | None = None
+        self.kept: Any = None  # until all ranks have replied
+        self.is_over = self.is_done = self._has_to_stop = False
+        self.outcome: Any = None
+        self.error: BaseException | None = None
+        self.reading = threading.RLock()
+        self._has_failed = bool(self.failures)  # on a rank that was asked; else it is known to before it is sent
+        self._values: dict[int, Any] = {}
+        self._workers = workers
+        self._collection = collection
+        self._others = others
+        self._escalation: Escalation | None = None
+        self._cancelled_at: float | None = None
+        self._interrupted: set[int] = set()  # ranks whose values have raised KeyboardInterrupt when they were decoded
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not replied."""
+        return tuple(self.tickets)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._cancelled_at is not None
+
+    def stacks(self) -> Mapping[int, str]:
+        """The Python stacks of the ranks that have not replied."""
+        return self._workers.stacks(dict(self.tickets))
+
+    def cancel(self) -> None:
+        """Interrupt the call where it runs, and have it skipped where it does not run yet. From any thread."""
+        before = self._cancelled_at
+        self._cancelled_at = before or time.monotonic()
+        try:
+            self._workers.interrupt(dict(self.tickets))
+        except UsageError:
+            self._cancelled_at = before
+            raise
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Read replies until all are there, and make the result; False when the time is over before."""
+        if self.is_done:
+            return True
+        timeout_s = None if timeout_s is None or timeout_s > threading.TIMEOUT_MAX else max(0.0, timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        check_not_held(self.reading)
+        if not self.reading.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            return False
+        try:
+            if not self.is_done and self._read(deadline):
+                self._conclude()
+            return self.is_done
+        finally:
+            self.reading.release()
+
+    def wait_for_all(self) -> None:
+        """Read until every rank has replied or was ended; without making the result."""
+        with self.reading:
+            self._read(None, is_patient=True)
+
+    def drive(self) -> float | None:
+        """Take what has arrived and do what the escalation says is due, unless another thread reads and does so itself.
+
+        Returns:
+            The moment at which there is more to do, if there is one.
+        """
+        if self.is_over or self.reading._is_owned() or not self.reading.acquire(blocking=False):  # type: ignore[attr-defined]
+            return None
+        try:
+            self._take(0.0)
+            moment = self._escalate()
+            return None if self._note_end() else moment
+        finally:
+            self.reading.release()
+
+    def _read(self, deadline: float | None, is_patient: bool = False) -> bool:
+        """Read until all have replied; False when the time is over before.
+
+        Once a rank has failed, the others are interrupted; after a death they are not waited for, unless
+        ``is_patient``. `reading` is held.
+        """
+        if self._workers.deaths and self.tickets:
+            self._take(0.0)  # what was replied before counts
+        while self.tickets:
+            until = self._do_what_is_due(deadline)
+            if self._has_to_stop and not is_patient:
+                break
+            self._take(LOOK_AROUND_S if until is None else min(max(0.0, until - time.monotonic()), LOOK_AROUND_S))
+            if deadline is not None and self.tickets and time.monotonic() >= deadline:
+                return False
+        self._note_end()
+        return True
+
+    def _note_end(self) -> bool:
+        """Whether all ranks have replied; what was kept for them is let go then."""
+        self.is_over = not self.tickets
+        if self.is_over:
+            self.kept = None
+        return self.is_over
+
+    def _conclude(self) -> None:
+        """Make the result. Ctrl-C while the user's own code collects it leaves it to be asked for again."""
+        self.error = self._error()
+        if self.error is None:
+            try:
+                self.outcome = self._collected()
+            except Exception as error:  # what collecting says, or the user's code
+                self.error = error
+        self.is_done = True
+        self._values = {}
+
+    def _collected(self) -> Any:
+        incoming, ranks, finish = self._collection
+        values = [self._values[rank] for rank in ranks]
+        try:
+            result = collect(incoming, ranks, values, self.site.method, self.real_rows)
+        except CollectError as error:
+            where = {rank: self.site.mesh.coordinates(rank) for rank in error.failures}
+            raise CollectError(error.method, error.failures, where) from error.__cause__
+        return result if finish is None else finish(result)
+
+    def _error(self) -> BaseException | None:
+        """What is to be raised; None if all ranks that were asked have replied with a value."""
+        if self._cancelled_at is not None:
+            return CallCancelled(f"{self.site.method} was cancelled; make the call again")
+        if not (self._has_failed or self.tickets):
+            return None
+        failures = dict(self.failures)  # others may share them, and add to them
+        kinds = {failure.kind for failure in failures.values()}
+        where = {rank: self.site.mesh.coordinates(rank) for rank in failures}
+        if FailureKind.DIED in kinds or kinds == {FailureKind.CANCELLED}:
+            kind: Callable[..., BaseException] = WorkerDied
+        elif kinds <= {FailureKind.RESULT, FailureKind.CANCELLED}:
+            kind = CollectError
+        else:
+            kind = RemoteError
+        return kind(self.site.method, failures, where, self.site.group)
+
+    def _do_what_is_due(self, deadline: float | None) -> float | None:
+        """About this call and those before it; the moment at which there is more to do, the deadline at the latest."""
+        others = self._others.drive(self) if self._others is not None and len(self._others) > 1 else None
+        ours = self._escalate() if self.failures or self._workers.deaths or self._cancelled_at is not None else None
+        if ours is None and others is None:
+            return deadline
+        return min(moment for moment in (deadline, ours, others) if moment is not None)
+
+    def _escalate(self) -> float | None:
+        """Do what is due about ranks that go on with a call that failed; the moment at which more is due."""
+        deaths, now = self._workers.deaths, time.monotonic()
+        if not (deaths or self.failures or self._cancelled_at is not None):
+            return None
+        self._escalation = self._escalation or Escalation(self.site.limits().grace)
+        if self._cancelled_at is not None:
+            self._escalation.begin(self._cancelled_at, patience_s=0.0)
+        if deaths:
+            self.failures.update({rank: death for rank, death in deaths.items() if rank not in self.failures})
+            self._escalation.after_a_death(now)
+        elif self.failures:
+            self._escalation.begin(now)
+        while (step := self._escalation.due(now)) is not None:
+            if step is Step.INTERRUPT:
+                self._workers.interrupt(dict(self.tickets))
+            elif step is Step.END:
+                self._kill_the_stuck()
+            else:
+                self._has_to_stop = True
+        return self._escalation.next
+
+    def _kill_the_stuck(self) -> None:
+        """End ranks that are at this call still; those that have stopped have replied, others have not come to it."""
+        assert self._escalation is not None, "it says that this is due"
+        self._take(0.0)
+        if self.tickets:
+            why = f"ended by the controller, as it had not stopped in time after {self._reason()}"
+            self._workers.interrupt(self.tickets, why)
+            self._escalation.put_off_the_end(time.monotonic())
+
+    def _reason(self) -> str:
+        if self.is_cancelled:
+            return f"{self.site.method} was cancelled"
+        return f"{self.site.method} failed on rank {min(self.failures)}"
+
+    def _take(self, timeout_s: float) -> None:
+        """Take the replies that come in this time."""
+        done = self._workers.wait(list(self.tickets.values()), timeout_s)
+        finished = None if len(done) == len(self.tickets) else set(map(id, done))
+        still = {}
+        for rank, ticket in self.tickets.items():
+            if finished is not None and id(ticket) not in finished:
+                still[rank] = ticket
+                continue
+            reply = self._workers.fetch(ticket)
+            value = self._decoded(rank, reply) if type(reply) is Payload else reply
+            if type(value) is Failure:
+                self.failures[rank], self._has_failed = value, True
+            else:
+                self._values[rank] = value
+        self.tickets = still
+
+    def _decoded(self, rank: int, reply: Payload) -> Any | Failure:
+        try:
+            return decode(reply)
+        except BaseException as error:  # the user's objects may raise anything as they are unpickled
+            was_interrupted = rank in self._interrupted
+            if isinstance(error, KeyboardInterrupt):
+                self._interrupted.add(rank)
+            return Failure.unreadable(error, was_interrupted)
+
+
+class OpenCalls:
+    """The calls of a group that may not be over, in the order they were sent.
+
+    A rank can only begin with a call when it has ended those before. So the thread that waits for a call also drives
+    the ones before it: one that failed, and that nobody waits for or even knows any more, must not hold up the others.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[PendingCall] = deque()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: PendingCall) -> None:
+        """A call is about to be sent."""
+        self._calls.append(call)
+        self._forget_over()
+        if len(self._calls) > MANY:
+            self._calls[0].drive()  # nobody may be waiting for it
+
+    def drive(self, waiting: PendingCall) -> float | None:
+        """Drive the calls that were sent before one, and those that were sent as one with it.
+
+        Returns:
+            The moment at which there is more to do, if there is one.
+        """
+        calls = list(self._calls)
+        self._forget_over()
+        moments, is_behind = [], False
+        for call in calls:
+            if call is waiting:
+                is_behind = True
+            elif is_behind and call.failures is not waiting.failures:
+                break
+            else:
+                moments.append(call.drive())
+        return min((moment for moment in moments if moment is not None), default=None)
+
+    def cancel_all(self) -> None:
+        """Cancel the calls that are not over, and wait until they are: at most for the grace of each."""
+        calls = list(self._calls)
+        for call in calls:
+            call.drive()  # what has been replied counts
+        open_calls = [call for call in calls if not call.is_over]
+        for call in open_calls:
+            call.cancel()
+        for call in open_calls:
+            call.wait_for_all()
+
+    def clear(self) -> None:
+        """Forget all calls: their workers are gone."""
+        self._calls.clear()
+
+    def _forget_over(self) -> None:
+        try:
+            while (first := self._calls[0]).is_over:
+                self._calls.remove(first)
+        except (IndexError, ValueError):  # it is empty, or another thread was faster
+            pass

@@ -1,0 +1,176 @@
+"""Submission: encode what a call plan says, put the payloads, send the calls, and make a pending call of them.
+
+::
+
+    CallPlan ── encode_group, once per payload ──► Workers.put ──► Call, one for all ranks that get the same
+                                                                     └── Workers.call ──► PendingCall ──► Future
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bandmaster.calls.encoding import encode_group
+from bandmaster.calls.exports import Exporter, exports_are_on
+from bandmaster.calls.future import Future
+from bandmaster.calls.options import CallOptions
+from bandmaster.calls.pending import CallSite, Collection, OpenCalls, PendingCall
+from bandmaster.codec import Payload
+from bandmaster.contract import Call, Reply, Ticket, Workers
+from bandmaster.errors import CallTimeout
+from bandmaster.failure import Failure
+from bandmaster.plan.arguments import CallPlan, alike
+from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.transfer import Only
+
+__all__ = ["Submitter"]
+
+
+class Submitter:
+    """Sends the calls of one group.
+
+    Attributes:
+        mesh: The group's mesh.
+        ranks: All ranks.
+        options: What the group says about its calls: ``timeout`` and ``grace``.
+
+    Args:
+        workers: Returns the group's workers; raises if the group was closed.
+        cls: The worker class.
+        mesh: The group's mesh.
+        group: The group's name.
+    """
+
+    def __init__(self, workers: Callable[[], Workers], cls: type, mesh: Mesh, group: str) -> None:
+        self.mesh = mesh
+        self.ranks = tuple(range(mesh.size))
+        self.options: dict[str, float | None] = {}
+        self._workers = workers
+        self._cls = cls
+        self._group = group
+        self._sites: dict[str, CallSite] = {}  # by method
+        self._open_calls = OpenCalls()
+        self._has_exports = exports_are_on()
+        self._exporter: Exporter | None = None
+
+    def label(self, method: str) -> str:
+        """What messages call a method."""
+        return f"{self._cls.__name__}.{method}"
+
+    def submit(
+        self,
+        owner: object,
+        method: str,
+        plan: CallPlan,
+        ranks: tuple[int, ...],
+        collection: Collection,
+        options: CallOptions | None = None,
+        waits: bool = False,
+    ) -> Any:
+        """Send a call.
+
+        Args:
+            owner: The group, which lives as long as the future.
+            method: Name of the method.
+            plan: Its arguments.
+            ranks: The ranks that run it.
+            collection: How their values become the result.
+            options: How long it may take; by default as the group says.
+            waits: Whether to wait for the result: then Ctrl-C cancels the call, as nobody else has the future.
+
+        Returns:
+            The future, or its result if the caller waits for it.
+        """
+        workers = self._workers()
+        call = PendingCall(workers, self._site(method, options), collection, self._open_calls, dict(workers.deaths))
+        future: Future[Any] = Future(call, owner)
+        try:
+            if not call.failures:
+                call.real_rows = plan.real_rows
+                outgoing, call.kept = self._encode(workers, method, plan, ranks, collection.ranks, Reply.RETURN)
+                with call.reading:
+                    self._open_calls.add(call)
+                    workers.call(outgoing, call.tickets)
+                del outgoing  # nor does the traceback of what is raised here keep it
+            return future.result() if waits else future
+        except CallTimeout:
+            raise  # it can still be waited for
+        except BaseException:  # Ctrl-C: the ranks that were asked must not wait for those that were not
+            future.cancel()
+            raise
+
+    def submit_for_each(self, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Any]:
+        """Send a call; for each rank what the backend's own users read its value from, or a future of its own."""
+        workers, tickets = self._workers(), dict[int, Any]()
+        outgoing, _ = self._encode(workers, method, plan, ranks, ranks, Reply.NATIVE)
+        try:
+            workers.call(outgoing, tickets)
+        except BaseException:  # Ctrl-C
+            workers.interrupt(tickets)
+            raise
+        failures: dict[int, Failure] = {}  # which all know, so that none is left in a collective with one that failed
+        results: list[Any] = []
+        for rank, ticket in tickets.items():
+            if isinstance(ticket, Ticket):
+                collection = Collection(Only(), (rank,))
+                call = PendingCall(workers, self._site(method, None), collection, self._open_calls, failures)
+                call.tickets[rank] = ticket
+                self._open_calls.add(call)
+                ticket = Future(call, owner)
+            results.append(ticket)
+        return results
+
+    def begin_anew(self) -> None:
+        """The workers were stopped, and so all pending calls have failed; others take their place."""
+        self._open_calls.clear()
+
+    def cancel_all(self) -> None:
+        """Cancel the calls that are not over, and wait until they are: at most for the grace of each."""
+        self._open_calls.cancel_all()
+
+    def forget(self, rank: int) -> None:
+        """Forget what is known of the worker of a rank: there is a new one."""
+        if self._exporter is not None:
+            self._exporter.forget(rank)
+
+    def _site(self, method: str, options: CallOptions | None) -> CallSite:
+        site = self._sites.get(method)
+        if site is None:
+            site = self._sites[method] = CallSite(self.label(method), self.mesh, self._group, None, self.options)
+        return site if options is None else site._replace(options=options)
+
+    def _exporter_to(self, workers: Workers) -> Exporter:
+        if self._exporter is None or self._exporter.workers is not workers:
+            self._exporter = Exporter(workers)
+        return self._exporter
+
+    def _encode(
+        self,
+        workers: Workers,
+        method: str,
+        plan: CallPlan,
+        ranks: tuple[int, ...],
+        collected: tuple[int, ...],
+        reply: Reply,
+    ) -> tuple[list[Call], list[Any]]:
+        """Encode and put everything: what cannot be encoded is known before anything is sent.
+
+        Returns:
+            The calls, and what has to be kept until they were replied to.
+        """
+        label, exporter = self.label(method), None
+        if self._has_exports and reply is Reply.RETURN:
+            exporter = self._exporter_to(workers)
+        payloads: list[Payload] = []
+        receivers: list[tuple[int, ...]] = []
+        for group in plan.groups:
+            if group.items:
+                payloads.append(encode_group(group, label, exporter))
+                receivers.append(group.ranks)
+        parts = workers.put(payloads) if payloads else ()
+        calls = []
+        for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
+            answer = reply if is_collected else Reply.DROP
+            calls.append(Call(members, method, tuple([parts[number] for number in numbers]), answer))
+        return calls, [payload.exports for payload in payloads if payload.exports]

@@ -1,0 +1,233 @@
+"""Values to bytes and back: pickle protocol 5, large buffers out of band, cloudpickle where pickle cannot.
+
+The same codec on every backend, so that values are isolated in the same way everywhere::
+
+    encode(value) -> Payload(head, buffers)      buffers are views of the value's own memory: nothing is copied yet
+    decode(payload) -> value                     arrays and tensors lie in the payload's buffers: nothing is copied
+
+Whoever carries a payload copies its buffers once, into memory that is the receiver's own and writable.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from bandmaster.codec import tensors
+from bandmaster.codec.arrays import is_bare, reduce_array
+
+__all__ = ["Payload", "decode", "encode"]
+
+OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
+MAX_PLAIN_ITEMS = 32  # at each depth of a value that needs no pickler of ours
+MAX_ITEMS = 100  # that are looked at to see whether a value is bare
+MAX_CONTAINER_ITEMS = 1000  # of a container in which large bytes are looked for
+
+Reducer = Callable[..., Any]  # of a value and ``export``, see `tensors.Export`
+_OURS = {"bandmaster.codec.arrays", "bandmaster.codec.tensors"}
+_reducers: dict[type, Reducer] = {np.ndarray: reduce_array}
+_bare: dict[type, Callable[[Any], bool]] = {np.ndarray: is_bare}  # whether no other reducer is needed
+
+
+class Payload:
+    """One encoded value.
+
+    Attributes:
+        head: The pickle stream.
+        buffers: The large buffers that it refers to, in order.
+        exports: Exported tensors that it refers to; whoever made it keeps them until its readers have copied them.
+    """
+
+    __slots__ = ("buffers", "exports", "head")
+
+    def __init__(self, head: Any, buffers: tuple[Any, ...] = (), exports: tuple[Any, ...] = ()) -> None:
+        self.head = head
+        self.buffers = buffers
+        self.exports = exports
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        n_bytes = len(self.head)
+        for buffer in self.buffers:
+            n_bytes += memoryview(buffer).nbytes
+        return n_bytes
+
+    def private(self) -> Payload:
+        """The same payload in fresh memory of its own, which its reader may keep and write."""
+        return Payload(self.head, tuple(bytearray(buffer) for buffer in self.buffers))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
+        wrap: Callable[[Any], Any] = pickle.PickleBuffer if protocol >= 5 else bytearray
+        return Payload, (self.head, tuple(map(wrap, self.buffers)))
+
+
+def encode(value: Any, export: tensors.Export | None = None) -> Payload:
+    """Encode a value; the payload's buffers share memory with it, so carry them before the value changes.
+
+    Args:
+        value: Anything that can be pickled.
+        export: Exports memory on a GPU, or returns None where the readers cannot open it; by default tensors travel
+            through host memory.
+
+    Raises:
+        Exception: Whatever the value's own pickling raises; `pickle.PicklingError` and `TypeError` mostly.
+    """
+    if type(value) in _PLAIN or _is_plain(value):
+        return Payload(pickle.dumps(value, protocol=5))
+    if "torch" in sys.modules:
+        tensors.add_reducers(_reducers, _bare)
+    buffers: list[Any] = []
+    exports: list[Any] = []
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < OUT_OF_BAND_NBYTES:
+            return True
+        buffers.append(raw)
+        return False
+
+    def try_to_export(memory: Any) -> Any:
+        exported = None if export is None else export(memory)
+        if exported is not None:
+            exports.append(exported)
+        return exported
+
+    stream = io.BytesIO()
+    if _is_bare(value):
+        pickler = pickle.Pickler(stream, 5, buffer_callback=keep)
+        pickler.dispatch_table = {kind: partial(_reducers[kind], export=try_to_export) for kind in tuple(_bare)}
+        pickler.dump(value)
+    else:
+        main = sys.modules.get("__mp_main__")
+        if main is not None and main.__name__ == "__mp_main__":  # the main script, where multiprocessing spawned this
+            cloudpickle.register_pickle_by_value(main)
+        encoder = _Encoder(stream, protocol=5, buffer_callback=keep)
+        encoder.export = try_to_export
+        large = _large_bytes(value)
+        if large:
+            buffers += map(memoryview, large)
+            prologue, encoder.memo = _prologue(large)
+            stream.write(prologue)
+        encoder.dump(value)
+    return Payload(stream.getvalue(), tuple(buffers), tuple(exports))
+
+
+def decode(payload: Payload, device: str = "cpu") -> Any:
+    """The value; its arrays and tensors lie in the payload's buffers, which must be the reader's own.
+
+    Args:
+        payload: What `encode` made.
+        device: Where tensors go that were on a GPU.
+
+    Raises:
+        Exception: Whatever the value's own unpickling raises.
+    """
+    if device == "cpu":
+        return pickle.loads(payload.head, buffers=payload.buffers)
+    with tensors.arriving_on(device):
+        return pickle.loads(payload.head, buffers=payload.buffers)
+
+
+_PLAIN = {int, float, bool, str, type(None)}
+_BYTES = {bytes, bytearray}
+_CONTAINERS = {tuple, list, dict}
+_MAY_HOLD_BYTES = _BYTES | _CONTAINERS
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value needs no pickler of ours: a number, a text, or a tuple of few of them, which may be nested."""
+    if type(value) is not tuple:
+        return type(value) in _PLAIN
+    while len(value) <= MAX_PLAIN_ITEMS:
+        nested: tuple[Any, ...] = ()  # the items of all tuples in it
+        for item in value:
+            if type(item) not in _PLAIN:
+                if type(item) is not tuple or len(nested) > MAX_PLAIN_ITEMS:
+                    return False
+                nested += item
+        if not nested:
+            return True
+        value = nested
+    return False
+
+
+def _is_bare(value: Any) -> bool:
+    """Whether it is nothing but a few numbers, texts, arrays and tensors: with those, pickle's own pickler does the
+    same as ours, and sooner."""
+    found = [value]  # grows as it is looked through
+    for item in found:
+        kind = type(item)
+        if kind in _bare:
+            if not _bare[kind](item):
+                return False
+        elif kind in (tuple, list, dict) and len(found) + len(item) <= MAX_ITEMS:
+            found += item
+            if kind is dict:
+                found += item.values()
+        elif kind not in _PLAIN:
+            return False
+    return True
+
+
+def _large_bytes(value: Any) -> list[bytes | bytearray]:
+    """The large bytes in a value, each once.
+
+    They are found as values, and inside of tuples, lists and dict values of up to a thousand items. Bytes that lie
+    elsewhere go in the pickle stream.
+    """
+    large: dict[int, bytes | bytearray] = {}  # by id
+    seen: set[int] = set()
+    found = [value]  # grows as it is looked through
+    for item in found:
+        kind = type(item)
+        if kind in _BYTES:
+            if len(item) >= OUT_OF_BAND_NBYTES:
+                large[id(item)] = item
+        elif kind in _CONTAINERS and len(item) <= MAX_CONTAINER_ITEMS and id(item) not in seen:
+            seen.add(id(item))
+            inside = item.values() if kind is dict else item
+            if not _MAY_HOLD_BYTES.isdisjoint(map(type, inside)):
+                found += inside
+    return list(large.values())
+
+
+def _prologue(large: Sequence[bytes | bytearray]) -> tuple[bytes, dict[int, tuple[int, Any]]]:
+    """The start of a pickle stream, which makes bytes of its first buffers, and the memo of a pickler that goes on.
+
+    A pickler has no hook for bytes, but it refers to what its memo holds wherever it meets that: bytes that are shared
+    by containers and objects stay shared, as with plain pickle.
+
+    Source: CPython, Lib/pickletools.py on the opcodes, Lib/test/pickletester.py on setting ``Pickler.memo``.
+    """
+    kinds = list(dict.fromkeys(map(type, large)))
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    stream = [pickle.PROTO, b"\5"]
+    for kind in kinds:
+        stream += pickle.GLOBAL, f"builtins\n{kind.__name__}\n".encode(), pickle.MEMOIZE, pickle.POP
+    for item in large:
+        made = pickle.NEXT_BUFFER + pickle.TUPLE1 + pickle.REDUCE + pickle.MEMOIZE + pickle.POP
+        stream += pickle.BINGET, bytes([numbers[type(item)]]), made
+    return b"".join(stream), {id(thing): (number, thing) for number, thing in enumerate([*kinds, *large])}
+
+
+class _Encoder(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    export: tensors.Export
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is FunctionType and obj.__module__ in _OURS:
+            return NotImplemented  # by its name, without cloudpickle's looking for it
+        reducer = _reducers.get(type(obj))
+        if reducer is not None:
+            reduced = reducer(obj, self.export)
+            if reduced is not NotImplemented:
+                return reduced
+        return super().reducer_override(obj)

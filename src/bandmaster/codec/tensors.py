@@ -1,0 +1,157 @@
+"""How torch tensors are pickled: one buffer in any dtype, strides kept, grad flag kept, writable on arrival.
+
+Torch is never imported to send anything: `add_reducers` is called once it is loaded.
+Sparse, nested and quantized tensors are left to torch's own pickling, whose inner tensors come back here.
+A CUDA tensor arrives on the receiver's own device, see `arriving_on`; on its way it lies in host memory, unless its
+memory can be exported, see `bandmaster.calls.exports`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bandmaster.codec.cuda_ipc import ExportedTensor, OpenedExports
+
+__all__ = ["Export", "add_reducers", "arriving_on"]
+
+Export = Callable[[Any], ExportedTensor | None]  # of flat bytes on a GPU
+_arrival = threading.local()
+_NUMPYS = {  # of a tensor's dtype as it is printed, its name where numpy has such
+    f"torch.{name}": name
+    for kind in ("int8 int16 int32 int64 uint8", "float16 float32 float64", "complex64 complex128", "bool")
+    for name in kind.split()
+}
+
+
+@contextlib.contextmanager
+def arriving_on(device: str) -> Iterator[None]:
+    """While it lasts, tensors that this thread unpickles and that were on a GPU are put on ``device``, not the CPU."""
+    before, _arrival.now = getattr(_arrival, "now", None), (device, OpenedExports())
+    try:
+        yield
+    finally:
+        _, opened = _arrival.now
+        _arrival.now = before
+        opened.close()
+
+
+def add_reducers(reducers: dict[type, Any], bare: dict[type, Callable[[Any], bool]]) -> None:
+    """Add what is for `torch.Tensor` and `torch.nn.Parameter` to the codec's tables; torch is loaded."""
+    torch = sys.modules["torch"]
+    if getattr(torch, "Tensor", None) in reducers or not hasattr(torch, "nn") or not hasattr(torch.nn, "Parameter"):
+        return  # done before, or torch is still half imported
+    reducers[torch.Tensor] = reduce_tensor
+    reducers[torch.nn.Parameter] = reduce_parameter
+    bare[torch.Tensor] = lambda tensor: _is_plain(tensor) and not vars(tensor)
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether its elements lie in one memory, of the host or a GPU."""
+    is_strided = tensor.layout is sys.modules["torch"].strided and (tensor.is_cpu or tensor.is_cuda)
+    return is_strided and not (tensor.is_nested or tensor.is_quantized)
+
+
+def _is_like_an_array(tensor: Any) -> bool:
+    """Whether shape and elements say it all; dims of one row may have any strides."""
+    if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        return False
+    shape = tensor.shape
+    return 0 not in shape and 1 not in shape
+
+
+def reduce_tensor(tensor: Any, export: Export) -> Any:
+    """For `pickle.Pickler.reducer_override`; NotImplemented leaves the tensor to torch."""
+    if not _is_plain(tensor):
+        return NotImplemented
+    dtype = _NUMPYS.get(str(tensor.dtype))
+    if dtype and _is_like_an_array(tensor):
+        array = tensor.numpy()
+        return _with_attributes(tensor, _rebuild_contiguous, (pickle.PickleBuffer(array), dtype, array.shape))
+    torch = sys.modules["torch"]
+    data = tensor.detach().resolve_conj().resolve_neg()
+    if not data.is_contiguous() and not _is_dense(data):
+        data = data.contiguous()
+    flat = torch.as_strided(data, (data.numel(),), (1,)).view(torch.uint8)
+    layout = (str(data.dtype).removeprefix("torch."), tuple(data.shape), data.stride(), tensor.requires_grad)
+    was_on_gpu = tensor.is_cuda
+    exported = export(flat) if was_on_gpu else None
+    if exported is not None:
+        return _with_attributes(tensor, _rebuild_exported, (exported.handle, exported.offset, flat.numel(), *layout))
+    buffer = pickle.PickleBuffer(flat.cpu().numpy())
+    return _with_attributes(tensor, _rebuild, (buffer, *layout, was_on_gpu))
+
+
+def reduce_parameter(parameter: Any, _: Export) -> Any:
+    """The same for a parameter, which arrives as one."""
+    return _with_attributes(parameter, _rebuild_parameter, (parameter.data, parameter.requires_grad))
+
+
+def _with_attributes(tensor: Any, rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    attributes = vars(tensor)  # what a user set on it, such as a mark for sharding
+    return (rebuild, arguments, attributes, None, None, _set_attributes) if attributes else (rebuild, arguments)
+
+
+def _set_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
+
+
+def _is_dense(data: Any) -> bool:
+    """Whether the elements fill one stretch of memory without holes or overlaps, in whatever order of dims."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(data.stride(), data.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _rebuild(
+    buffer: Any, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool, was_on_gpu: bool
+) -> Any:
+    import torch
+
+    element = getattr(torch, dtype)
+    size = memoryview(buffer).nbytes
+    flat = (
+        torch.frombuffer(buffer, dtype=torch.uint8).view(element)
+        if size
+        else torch.empty(0, dtype=element, device="cpu")
+    )
+    if was_on_gpu and (now := getattr(_arrival, "now", None)) is not None:
+        flat = flat.to(now[0])
+    return torch.as_strided(flat, shape, stride).requires_grad_(requires_grad)
+
+
+def _rebuild_contiguous(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    """A tensor that numpy could have held: few steps, as most tensors are such, and small ones are many."""
+    torch = sys.modules.get("torch") or importlib.import_module("torch")
+    flat = torch.frombuffer(buffer, dtype=getattr(torch, dtype))
+    return flat if len(shape) == 1 else flat.view(shape)
+
+
+def _rebuild_exported(
+    handle: bytes,
+    offset: int,
+    nbytes: int,
+    dtype: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> Any:
+    import torch
+
+    device, opened = _arrival.now  # memory is exported to workers with a GPU of their own
+    flat = opened.copy(handle, offset, nbytes, device).view(getattr(torch, dtype))
+    return torch.as_strided(flat, shape, stride).requires_grad_(requires_grad)
+
+
+def _rebuild_parameter(data: Any, requires_grad: bool) -> Any:
+    import torch
+
+    return torch.nn.Parameter(data, requires_grad)

@@ -1,0 +1,280 @@
+"""The waist: what a backend is (4 methods), and what the running workers of a group are (9 methods, 2 facts).
+
+The core plans calls and never sees a socket. A backend carries payloads and never sees an axis or a protocol::
+
+    WorkerGroup ── Launch ──► Backend.start ──► Workers ── put, call ──────► worker processes
+                                                  └─────── wait, fetch ◄──── payloads or failures
+
+Backends import this module. It imports no backend, and knows nothing that only Ray or CUDA knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+from bandmaster.codec import Payload
+from bandmaster.errors import CallTimeout
+from bandmaster.failure import Failure
+from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.placement import Node, Request
+from bandmaster.worker import WorkerContext
+
+__all__ = [
+    "CLOSED",
+    "CONSTRUCT",
+    "QUEUED",
+    "START_ADVICE",
+    "Backend",
+    "Call",
+    "Launch",
+    "Reply",
+    "Slot",
+    "Ticket",
+    "WorkerRecord",
+    "Workers",
+]
+
+CLOSED = "the group was closed"
+QUEUED = "(not yet at this call, but at one that was sent before it)\n"
+START_ADVICE = (
+    "the workers that were starting have been ended; give them longer with start_timeout, or find out what takes "
+    "them so long"
+)
+CONSTRUCT = "bandmaster.construct"  # the method of the first call on a worker: its argument is ``(cls, args, kwargs)``
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place of a reservation, and what its worker is in the pool.
+
+    Attributes:
+        reservation: What `Backend.reserve` returned.
+        node: Index of the node in that reservation's request.
+        index: Index of the place on that node.
+        node_rank: Number of the node in the pool.
+        local_rank: Number of the worker on that node of the pool.
+        local_world_size: Workers of the pool on that node.
+        share: The part of the place that one group may take, 0 < share <= 1.
+    """
+
+    reservation: Any
+    node: int
+    index: int
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything a backend needs to start a group's workers, and to replace one of them later.
+
+    Attributes:
+        group: The group's name.
+        cls: The worker class.
+        mesh: The group's mesh.
+        slots: The place of each rank.
+        worker_names: The name of each rank's worker, as users see it.
+        uses_gpu: Whether every slot has a GPU.
+        cpus_per_worker: CPUs that each slot has.
+        options: The backend's own options, from the class as the user wrapped it.
+        start_timeout_s: How long the processes may take to start, and then the constructors; None for as long as they
+            take.
+        is_again: Whether these slots had workers of the same names just before.
+    """
+
+    group: str
+    cls: type
+    mesh: Mesh
+    slots: tuple[Slot, ...]
+    worker_names: tuple[str, ...]
+    uses_gpu: bool
+    cpus_per_worker: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    start_timeout_s: float | None = None
+    is_again: bool = False
+
+    def context(self, rank: int, device: str) -> WorkerContext:
+        """The attributes that the worker of ``rank`` has before its constructor runs."""
+        slot = self.slots[rank]
+        return WorkerContext(
+            rank=rank,
+            world_size=len(self.slots),
+            local_rank=slot.local_rank,
+            local_world_size=slot.local_world_size,
+            node_rank=slot.node_rank,
+            device=device,
+            mesh=self.mesh,
+        )
+
+    @property
+    def constructor(self) -> str:
+        """What messages call the construction of the workers."""
+        return f"{self.cls.__name__}.__init__"
+
+    def late(self, ranks: Sequence[int], why: str) -> CallTimeout:
+        """The error of ranks that did not start within ``start_timeout_s``."""
+        assert self.start_timeout_s is not None, "only a deadline ends the wait early"
+        return CallTimeout(self.constructor, tuple(ranks), self.start_timeout_s, None, f"{why}; {START_ADVICE}")
+
+
+class WorkerRecord(NamedTuple):
+    """Where one running worker is.
+
+    Attributes:
+        host: Name or address of its host.
+        pid: Its process.
+        device: ``"cpu"``, or its GPU as torch names it there.
+        channel: How calls reach it, such as ``"lane"``. A worker with a lane is on the controller's own host.
+        handle: Returns the object by which the backend's own users know it: an actor handle on Ray, the worker itself
+            in-process.
+    """
+
+    host: str
+    pid: int
+    device: str
+    channel: str
+    handle: Callable[[], Any]
+
+
+class Reply(IntEnum):
+    """What happens to the value that a method returns."""
+
+    DROP = 0  # the worker does not even encode it
+    RETURN = 1  # the controller fetches it
+    NATIVE = 2  # the user reads it by the backend's own means, where the backend has any
+
+
+class Call(NamedTuple):
+    """What some ranks are asked to do, all of them the same.
+
+    Attributes:
+        ranks: The ranks.
+        method: Name of the method, or `CONSTRUCT`.
+        parts: Payloads as `Workers.put` returned them; each decodes to ``((position or keyword, value), ...)``.
+        reply: What happens to the method's value.
+    """
+
+    ranks: Sequence[int]
+    method: str
+    parts: tuple[Any, ...]
+    reply: Reply
+
+
+class Ticket:
+    """Base class of backends' tickets: one rank's part of a call, and in time its reply."""
+
+    __slots__ = ()
+
+
+class Workers(Protocol):
+    """The running workers of one group. Any thread may call every method.
+
+    Attributes:
+        deaths: The ranks whose processes are known to have ended, and how. It only grows, but for `replace`.
+    """
+
+    @property
+    def deaths(self) -> Mapping[int, Failure]:
+        """The ranks whose processes are known to have ended, and how."""
+
+    @property
+    def records(self) -> Sequence[WorkerRecord]:
+        """Where each rank's worker is."""
+
+    def put(self, payloads: Sequence[Payload]) -> Sequence[Any]:
+        """Make payloads ready to be named by calls. Each is written once, however many ranks will read it.
+
+        A payload's memory may change once `call` has returned.
+
+        Raises:
+            ResourceError: There is no memory or no descriptor for them.
+        """
+
+    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+        """Send calls, no two for one rank, as a unit and without waiting.
+
+        Every rank gets the calls of all threads in one order, and runs its calls in that order.
+
+        Args:
+            calls: What to send.
+            tickets: Gets the ticket of each rank as its call is sent. A ticket of `Reply.NATIVE` that is no `Ticket`
+                is what the backend's own users read the value from.
+
+        Raises:
+            ClosedError: The workers were stopped.
+            ResourceError: There is no memory or no descriptor for what the calls say; nothing was sent.
+        """
+
+    def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
+        """Wait until all tickets are done, a process has died, some call has failed, or the time is over.
+
+        Returns:
+            The tickets that are done, perhaps none.
+        """
+
+    def fetch(self, ticket: Any) -> Payload | Failure | None:
+        """The reply of a ticket that is done: the encoded value, the failure, or None for a value that was dropped."""
+
+    def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
+        """Interrupt calls, by rank, where they run; a rank that has not come to its call skips it.
+
+        Args:
+            tickets: The calls; to be killed, None stands for whatever the rank is doing.
+            kill_because: End the processes of ranks that are at these calls instead; their deaths give this reason.
+        """
+
+    def replace(self, rank: int) -> None:
+        """End the process of one rank, if it still runs, and start a new one, which awaits `CONSTRUCT`.
+
+        The environment of the other workers names the new rendezvous of the group, if it has changed.
+
+        Raises:
+            UsageError: This backend cannot.
+            PlacementError, WorkerDied, CallTimeout: As for `Backend.start`; the rank stays dead.
+        """
+
+    def stacks(self, tickets: Mapping[int, Any]) -> Mapping[int, str]:
+        """The Python stacks of ranks, innermost frame last, without ranks whose stacks cannot be had.
+
+        The stack of a rank that has not come to its ticket's call begins with `QUEUED`.
+        """
+
+    def check(self) -> bool:
+        """Notice deaths that no call has met; False once `stop` was called."""
+
+    def stop(self, why: str = CLOSED) -> None:
+        """End the workers. Pending calls fail because of ``why``. Calling it again does nothing."""
+
+
+class Backend(Protocol):
+    """Where workers run."""
+
+    def inventory(self) -> tuple[Node, ...]:
+        """The nodes that there are and what is free on them."""
+
+    def reserve(self, request: Request, timeout_s: float) -> Any:
+        """Take the places of a pool.
+
+        Raises:
+            PlacementError: They do not fit, or did not become free in time.
+        """
+
+    def release(self, reservation: Any) -> None:
+        """Give the places of a reservation back."""
+
+    def start(self, launch: Launch) -> Workers:
+        """Start a process on every slot; if one cannot be started, all are ended again.
+
+        The workers await `CONSTRUCT` as their first call. Their contexts and environments are set by then, and the
+        rendezvous of the group is open.
+
+        Raises:
+            PlacementError: A process did not start in time.
+            WorkerDied: A process ended as it started.
+            CallTimeout: The processes did not start within the launch's ``start_timeout_s``.
+        """

@@ -1,0 +1,68 @@
+"""Starts and replaces the workers of a group: a backend starts processes, and `CONSTRUCT` is the first call on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bandmaster.calls.options import CallOptions
+from bandmaster.calls.pending import CallSite, Collection, PendingCall
+from bandmaster.codec import Payload
+from bandmaster.contract import CONSTRUCT, START_ADVICE, Backend, Call, Launch, Reply, Workers
+from bandmaster.errors import CallTimeout, ConstructorError, RemoteError
+from bandmaster.plan.transfer import Gather
+
+__all__ = ["replace_worker", "start_workers"]
+
+
+def start_workers(backend: Backend, launch: Launch, constructor: Payload) -> Workers:
+    """Start a process on every slot and construct all workers concurrently; if one fails, all are ended again.
+
+    Args:
+        backend: Where they run.
+        launch: What to start.
+        constructor: The encoded ``(cls, args, kwargs)``.
+
+    Raises:
+        ConstructorError: A constructor raised.
+        WorkerDied: A process ended before its worker was constructed.
+        CallTimeout: They did not start, or were not constructed, in time.
+        PlacementError: A process did not start.
+    """
+    workers = backend.start(launch)
+    try:
+        _construct(workers, launch, constructor, tuple(range(len(launch.slots))))
+    except BaseException:
+        workers.stop()
+        raise
+    return workers
+
+
+def replace_worker(workers: Workers, launch: Launch, constructor: Payload, rank: int) -> None:
+    """End the worker of one rank, if it still runs, and start and construct a new one on its slot.
+
+    Raises:
+        ConstructorError, WorkerDied, CallTimeout, PlacementError: As for `start_workers`; the rank stays dead.
+        UsageError: The backend cannot replace a worker.
+    """
+    workers.replace(rank)
+    try:
+        _construct(workers, launch, constructor, (rank,))
+    except BaseException:
+        workers.interrupt({rank: None}, "ended by the controller, as it could not be constructed")
+        raise
+
+
+def _construct(workers: Workers, launch: Launch, constructor: Payload, ranks: Sequence[int]) -> None:
+    """Construct workers, and wait. Once one has failed, the others are ended without grace."""
+    options = CallOptions(launch.start_timeout_s, grace=0.0)
+    site = CallSite(launch.constructor, launch.mesh, launch.group, options)
+    call = PendingCall(workers, site, Collection(Gather(), ()))
+    parts = tuple(workers.put([constructor]))
+    workers.call([Call(ranks, CONSTRUCT, parts, Reply.DROP)], call.tickets)
+    if not call.wait(launch.start_timeout_s):
+        raise CallTimeout(site.method, call.missing, options.timeout or 0.0, call.stacks(), START_ADVICE)
+    error = call.error
+    if type(error) is RemoteError:
+        raise ConstructorError(error.method, error.failures, error.coordinates, error.group) from error.__cause__
+    if error is not None:
+        raise error

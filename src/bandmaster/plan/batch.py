@@ -1,0 +1,349 @@
+"""What has rows: how they are counted, cut and joined. Pure: torch, pandas and others are used only if loaded.
+
+A *batch* is a value with a leading row dimension. Which types are batches is decided by type, never by length:
+
+- numpy arrays and torch tensors of at least one dim, ``list``, TensorDict and tensorclasses,
+- pandas DataFrames and Series, Hugging Face Datasets,
+- every type given to `register_batch_type`,
+- mappings, NamedTuples and dataclasses whose values are all batches of one row count. A mapping may be of any type:
+  ``dict``, ``UserDict``, or the ``BatchEncoding`` and ``ModelOutput`` of transformers.
+
+A mapping that holds batches beside other values is an error. A NamedTuple or dataclass that does so is a config: it is
+no batch, and is broadcast.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass
+from functools import lru_cache
+from typing import Any
+
+from bandmaster.errors import BatchError, UsageError
+from bandmaster.plan.batch_types import (
+    KNOWN_BY_NAME,
+    MAPPING,
+    RECORD,
+    TENSOR,
+    TENSORDICT,
+    BatchType,
+    ColumnsType,
+    columns_of,
+    is_named_tuple,
+    rebuilt,
+)
+
+__all__ = [
+    "KNOWN",
+    "Batch",
+    "as_batch",
+    "concat",
+    "concat_rows",
+    "count_rows",
+    "describe",
+    "detached",
+    "is_same_kind",
+    "pad_rows",
+    "register_batch_type",
+    "slice_rows",
+]
+
+KNOWN = (
+    "arrays and tensors with a row dim, list, TensorDict, pandas DataFrame and Series, Hugging Face Dataset, "
+    "registered types, and mappings, NamedTuples and dataclasses of equally long batches"
+)
+_registered: dict[type, BatchType] = {}
+
+
+def register_batch_type(
+    cls: type,
+    *,
+    rows: Callable[[Any], int],
+    split: Callable[[Any, int, int], Any],
+    concat: Callable[[Sequence[Any]], Any],
+) -> None:
+    """Make instances of ``cls`` and its subclasses batches. Needed in the controller only.
+
+    Args:
+        cls: The type.
+        rows: ``rows(value)``, the number of rows.
+        split: ``split(value, start, stop)``, the rows start … stop-1; may share memory with ``value``.
+        concat: ``concat(values)``, one value with the rows of all, in order; ``values`` is never empty.
+
+    Raises:
+        UsageError: ``cls`` is not a class, or one of the three is not callable.
+
+    Example:
+        >>> class Prompts:
+        ...     def __init__(self, texts): self.texts = texts
+        >>> register_batch_type(
+        ...     Prompts,
+        ...     rows=lambda p: len(p.texts),
+        ...     split=lambda p, start, stop: Prompts(p.texts[start:stop]),
+        ...     concat=lambda parts: Prompts([t for p in parts for t in p.texts]),
+        ... )
+        >>> count_rows(Prompts(["a", "b"]))
+        2
+    """
+    if not isinstance(cls, type):
+        raise UsageError(f"register_batch_type takes a class, not {cls!r}")
+    for name, function in (("rows", rows), ("split", split), ("concat", concat)):
+        if not callable(function):
+            raise UsageError(f"{name}= of register_batch_type is not callable: {function!r}")
+    _registered[cls] = BatchType(rows, split, concat)
+    _kind_of.cache_clear()
+
+
+class Batch:
+    """A value that was found to have rows: its type and its row count are determined once.
+
+    Attributes:
+        value: The value.
+        n_rows: How many rows it has.
+    """
+
+    __slots__ = ("_columns", "_kind", "n_rows", "value")
+
+    def __init__(
+        self, value: Any, kind: BatchType | ColumnsType, n_rows: int, columns: dict[Any, Batch] | None = None
+    ) -> None:
+        self.value = value
+        self.n_rows = n_rows
+        self._kind = kind
+        self._columns = columns
+
+    def cut(self, start: int, stop: int) -> Any:
+        """The rows start … stop-1; arrays and tensors are views of the value.
+
+        Raises:
+            BatchError: The rows cannot be cut.
+        """
+        kind = self._kind
+        try:
+            if isinstance(kind, BatchType):
+                return kind.split(self.value, start, stop)
+            columns = {key: column.cut(start, stop) for key, column in self._items()}
+            return kind.cut(self.value, columns, start, stop)
+        except BatchError:
+            raise
+        except Exception as error:
+            raise BatchError(f"cannot cut the rows of {_name(self.value)}: {error}") from error
+
+    def padded(self, start: int, stop: int, size: int) -> Any:
+        """The rows start … stop-1, and behind them rows from the start of the value until there are ``size``."""
+        missing = size - (stop - start)
+        parts = [self.cut(start, stop)] if start < stop or not missing else []
+        while missing > 0:
+            parts.append(self.cut(0, min(missing, self.n_rows)))
+            missing -= self.n_rows
+        return parts[0] if len(parts) == 1 else concat_rows(parts)
+
+    def _items(self) -> Any:
+        assert self._columns is not None, "it is of a ColumnsType"
+        return self._columns.items()
+
+
+def as_batch(value: Any) -> Batch | None:
+    """The value as a batch; None when it is no batch.
+
+    Raises:
+        BatchError: A mapping that holds batches beside other values; or a mapping, NamedTuple or dataclass whose
+            batches differ in their row counts.
+    """
+    try:
+        return _as_batch(value)
+    except RecursionError:  # it holds itself, as no table does
+        return None
+
+
+def concat(batches: Sequence[Batch]) -> Any:
+    """One value with the rows of all batches in order; it shares no memory with a list of several.
+
+    Raises:
+        BatchError: The batches are not of one type, or cannot be joined (both are named).
+    """
+    first, kind = batches[0], batches[0]._kind
+    for index, batch in enumerate(batches):
+        if batch._kind is not kind:
+            raise BatchError(f"cannot join {_name(first.value)} (part 0) and {_name(batch.value)} (part {index})")
+    if len(batches) == 1:
+        return first.value
+    values = [batch.value for batch in batches]
+    try:
+        return kind.concat(values) if isinstance(kind, BatchType) else _joined_columns(batches, kind)
+    except BatchError:
+        raise
+    except Exception as error:
+        raise BatchError(f"cannot join {len(values)} values of type {_name(values[0])}: {error}") from error
+
+
+def count_rows(value: Any) -> int | None:
+    """Number of rows of a batch; None when ``value`` is no batch. Raises as `as_batch`."""
+    batch = as_batch(value)
+    return None if batch is None else batch.n_rows
+
+
+def slice_rows(value: Any, start: int, stop: int) -> Any:
+    """The rows start … stop-1 of a batch; arrays and tensors are views of ``value``.
+
+    Raises:
+        BatchError: ``value`` is no batch, or its rows cannot be cut.
+    """
+    return _required(value).cut(start, stop)
+
+
+def concat_rows(values: Sequence[Any]) -> Any:
+    """One batch with the rows of all ``values`` in order; the result shares no memory with a list of several.
+
+    Raises:
+        BatchError: The values are not batches of one type, or cannot be joined (both are named).
+    """
+    first, batches = _required(values[0]), []
+    for index, value in enumerate(values):
+        batch = first if value is values[0] else _as_batch(value)
+        if batch is None:
+            raise BatchError(f"cannot join {_name(values[0])} (part 0) and {_name(value)} (part {index})")
+        batches.append(batch)
+    return concat(batches)
+
+
+def pad_rows(value: Any, rows: int) -> Any:
+    """``value`` with rows repeated from its start until it has ``rows``; the caller's value is not changed."""
+    batch = _required(value)
+    return batch.padded(0, batch.n_rows, rows) if 0 < batch.n_rows < rows else value
+
+
+def is_same_kind(first: Any, second: Any) -> bool:
+    """Whether two values are batches of types that are handled alike, and so can be joined."""
+    one, other = as_batch(first), as_batch(second)
+    return (one and one._kind) is (other and other._kind)
+
+
+def detached(value: Any) -> Any:
+    """``value`` with no tensor that requires grad, and itself where there is none.
+
+    Rows in lists and values of registered types are left as they are; so is all that is no batch, such as a number.
+    """
+    kind = _kind_of(type(value)) if "torch" in sys.modules else None  # type: ignore[arg-type]  # classes are hashable
+    if kind is TENSOR or kind is TENSORDICT:
+        return value.detach() if _may_require_grad(value) else value
+    if not isinstance(kind, ColumnsType):
+        return value
+    columns = columns_of(value)
+    without = {key: detached(column) for key, column in columns.items()}
+    is_same = all(without[key] is column for key, column in columns.items())
+    return value if is_same else rebuilt(value, without)
+
+
+def describe(value: Any) -> str:
+    """The type of a value that is no batch; of a NamedTuple or dataclass also a field that is none, if it has any."""
+    columns = columns_of(value) if _kind_of(type(value)) is RECORD else {}  # type: ignore[arg-type]  # as above
+    for name, column in columns.items():
+        with suppress(BatchError):  # of a mapping that holds a batch beside other values
+            if count_rows(column) is not None:
+                continue
+        return f"{_name(value)}, whose field {name!r} is {_name(column)}"
+    return _name(value)
+
+
+def _required(value: Any) -> Batch:
+    batch = as_batch(value)
+    if batch is None:
+        raise BatchError(f"{_name(value)} has no rows; batches are {KNOWN}")
+    return batch
+
+
+def _as_batch(value: Any) -> Batch | None:
+    kind = _kind_of(type(value))  # type: ignore[arg-type]  # classes are hashable
+    if kind is None:
+        return None
+    if isinstance(kind, ColumnsType):
+        columns = _record_columns(value) if kind.is_record else _mapping_columns(value)
+        return Batch(value, kind, _common_count(value, columns), columns) if columns else None
+    n_rows = kind.rows(value)
+    return None if n_rows is None else Batch(value, kind, n_rows)
+
+
+@lru_cache(maxsize=1024)
+def _kind_of(cls: type) -> BatchType | ColumnsType | None:
+    """How rows are handled in values of a type, of which a single value may have none."""
+    for base in cls.__mro__:
+        known = _registered.get(base) or KNOWN_BY_NAME.get((base.__module__, base.__qualname__))
+        if known is not None:
+            return known
+    if getattr(cls, "_is_tensorclass", False):
+        return TENSORDICT
+    if issubclass(cls, Mapping):
+        return MAPPING
+    return RECORD if is_dataclass(cls) or is_named_tuple(cls) else None
+
+
+def _mapping_columns(value: Mapping[Any, Any]) -> dict[Any, Batch] | None:
+    try:
+        found = {key: _as_batch(item) for key, item in value.items()}
+    except (BatchError, RecursionError):
+        raise
+    except Exception:
+        return None  # a type of its own that cannot be read now, such as a config with values that are missing
+    columns = {key: batch for key, batch in found.items() if batch is not None}
+    if columns and len(columns) != len(found):
+        (key, batch), other = next(iter(columns.items())), next(key for key in found if key not in columns)
+        raise BatchError(
+            f"a {type(value).__name__} mixes batches with other values: {key!r} has {batch.n_rows} rows, {other!r} "
+            f"is {_name(value[other])} without rows"
+        )
+    return columns
+
+
+def _record_columns(value: Any) -> dict[Any, Batch] | None:
+    columns: dict[Any, Batch] = {}
+    unclear = None
+    for name, column in columns_of(value).items():
+        try:
+            batch = _as_batch(column)
+        except BatchError as error:  # to be raised only if all other fields are batches
+            unclear = unclear or error
+            continue
+        if batch is None:
+            return None
+        columns[name] = batch
+    if unclear is not None:
+        raise unclear
+    return columns
+
+
+def _common_count(value: Any, columns: Mapping[Any, Batch]) -> int:
+    first = next(iter(columns))
+    for key, batch in columns.items():
+        if batch.n_rows != columns[first].n_rows:
+            raise BatchError(
+                f"a {type(value).__name__} has batches of unequal row counts: {first!r} has {columns[first].n_rows}, "
+                f"{key!r} has {batch.n_rows}"
+            )
+    return columns[first].n_rows
+
+
+def _joined_columns(batches: Sequence[Batch], kind: ColumnsType) -> Any:
+    first = batches[0]
+    columns = [dict(batch._items()) for batch in batches]
+    for index, batch in enumerate(batches):
+        if kind.is_record and type(batch.value) is not type(first.value):
+            raise BatchError(f"cannot join {_name(first.value)} (part 0) and {_name(batch.value)} (part {index})")
+        if columns[index].keys() != columns[0].keys():
+            keys = f"{list(columns[0])} (part 0) and {list(columns[index])} (part {index})"
+            raise BatchError(f"cannot join dicts with keys {keys}")
+    joined = {key: concat([column[key] for column in columns]) for key in columns[0]}
+    return kind.join([batch.value for batch in batches], joined)
+
+
+def _may_require_grad(value: Any) -> bool:
+    try:
+        return bool(value.requires_grad)
+    except RuntimeError:  # a lazy stack of unequal shapes cannot say
+        return True
+
+
+def _name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

@@ -1,0 +1,244 @@
+"""How rows are handled in values of the types that are batches from the start. Pure: nothing is imported for it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from bandmaster.errors import BatchError
+
+__all__ = [
+    "KNOWN_BY_NAME",
+    "MAPPING",
+    "RECORD",
+    "TENSOR",
+    "TENSORDICT",
+    "BatchType",
+    "ColumnsType",
+    "columns_of",
+    "is_named_tuple",
+    "rebuilt",
+]
+
+
+@dataclass(frozen=True)
+class BatchType:
+    """How the rows of values of one type are handled."""
+
+    rows: Callable[[Any], int | None]  # None: this value has no row dim after all
+    split: Callable[[Any, int, int], Any]
+    concat: Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class ColumnsType:
+    """How values are made of the columns of others: mappings, NamedTuples and dataclasses.
+
+    Attributes:
+        is_record: Whether one field that is no batch makes the value a config, which is no batch.
+        cut: ``cut(like, columns, start, stop)``, a value like another with the columns' rows start … stop-1.
+        join: ``join(values, columns)``, one value with the joined columns.
+    """
+
+    is_record: bool
+    cut: Callable[[Any, dict[Any, Any], int, int], Any]
+    join: Callable[[Sequence[Any], dict[Any, Any]], Any]
+
+
+def _slice(value: Any, start: int, stop: int) -> Any:
+    return value[start:stop]
+
+
+def _array_rows(value: Any) -> int | None:
+    return int(value.shape[0]) if len(value.shape) else None
+
+
+def _tensor_split(value: Any, start: int, stop: int) -> Any:
+    if value.is_nested:
+        return _nested_split(value, start, stop)
+    try:
+        return value.narrow_copy(0, start, stop - start) if value.is_sparse else value[start:stop]
+    except (RuntimeError, NotImplementedError) as error:
+        raise _refused([value]) or error from None
+
+
+def _nested_split(value: Any, start: int, stop: int) -> Any:
+    torch, rows = sys.modules["torch"], value.unbind()[start:stop]
+    if rows:
+        return torch.nested.as_nested_tensor(list(rows), layout=value.layout)
+    if value.layout is not torch.jagged:
+        raise BatchError(
+            f"a nested tensor in the {value.layout} layout cannot be sent without rows, as it would have to be where "
+            "there are fewer rows than parts; make it with layout=torch.jagged"
+        )
+    return torch.nested.nested_tensor_from_jagged(value.values()[:0], value.offsets().new_zeros(1))
+
+
+def _tensor_concat(values: Sequence[Any]) -> Any:
+    torch = sys.modules["torch"]
+    if values[0].is_nested:
+        rows = list(chain.from_iterable(value.unbind() for value in values))
+        return torch.nested.as_nested_tensor(rows, layout=values[0].layout) if rows else values[0]
+    try:
+        return torch.cat(list(values), 0)
+    except (RuntimeError, NotImplementedError) as error:
+        raise _refused(values) or error from None
+
+
+def _refused(tensors: Sequence[Any]) -> BatchError | None:
+    """Why torch has refused to cut or join rows, if that is due to how a tensor is stored."""
+    torch = sys.modules["torch"]
+    for tensor in tensors:
+        if tensor.layout not in (torch.strided, torch.sparse_coo):
+            return BatchError(
+                f"torch cannot cut or join rows in the {tensor.layout} layout; use to_dense() or to_sparse_coo()"
+            )
+        if tensor.is_quantized:
+            return BatchError("torch cannot cut or join rows that are quantized in this way; use dequantize()")
+    return None
+
+
+def _tensor_rows(value: Any) -> int | None:
+    return int(value.size(0)) if value.dim() else None
+
+
+def _tensordict_rows(value: Any) -> int | None:
+    return int(value.batch_size[0]) if value.batch_dims else None
+
+
+def _tensordict_concat(values: Sequence[Any]) -> Any:
+    return sys.modules["torch"].cat(list(values), 0)
+
+
+def _array_concat(values: Sequence[Any]) -> Any:
+    if any(issubclass(kind, np.ma.MaskedArray) for kind in set(map(type, values))):
+        return np.ma.concatenate(values)  # type: ignore[no-untyped-call]  # np.concatenate forgets the masks
+    dtypes = {value.dtype for value in values}
+    joined = np.concatenate(values, dtype=dtypes.pop() if len(dtypes) == 1 else None)  # which keeps the byte order
+    return joined if type(joined) is type(values[0]) else joined.view(type(values[0]))
+
+
+def _list_concat(values: Sequence[list[Any]]) -> list[Any]:
+    return list(chain.from_iterable(values))
+
+
+def _frame_split(value: Any, start: int, stop: int) -> Any:
+    return value.iloc[start:stop]
+
+
+def _frame_concat(values: Sequence[Any]) -> Any:
+    return sys.modules["pandas"].concat(list(values))
+
+
+def _dataset_split(value: Any, start: int, stop: int) -> Any:
+    part = value.select(range(start, stop))
+    if part.cache_files:
+        return part  # of a table in files, only their names and the range are pickled
+    table = _compact(part.with_format("arrow")[:])
+    made = type(value)(table, info=part.info, split=part.split, fingerprint=part._fingerprint)
+    how = part.format
+    return made.with_format(how["type"], how["columns"], how["output_all_columns"], **how["format_kwargs"])
+
+
+def _compact(table: Any) -> Any:
+    """The same pyarrow table in memory of its own: a slice is pickled with all the memory that it is a slice of."""
+    pyarrow = sys.modules["pyarrow"]
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return pyarrow.ipc.open_stream(sink.getvalue()).read_all()
+
+
+def _dataset_concat(values: Sequence[Any]) -> Any:
+    return sys.modules["datasets"].concatenate_datasets(list(values))
+
+
+# --- mappings, NamedTuples and dataclasses of columns -------------------------------------------------------------
+
+
+def is_named_tuple(cls: type) -> bool:
+    """Whether a type was made by `typing.NamedTuple` or `collections.namedtuple`."""
+    return issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple)
+
+
+def columns_of(value: Any) -> Mapping[Any, Any]:
+    """The items of a mapping, or the fields of a NamedTuple or dataclass, by name."""
+    if isinstance(value, dict | Mapping):  # dict first: the question is quicker than that for the abstract class
+        return value
+    names = value._fields if is_named_tuple(type(value)) else [field.name for field in fields(value)]
+    return {name: getattr(value, name, None) for name in names}
+
+
+def rebuilt(like: Any, columns: dict[Any, Any]) -> Any:
+    """The columns as a value of the type of ``like``; as a dict if it is a mapping of a type that does not allow it."""
+    if type(like) is dict:
+        return columns
+    if isinstance(like, Mapping):
+        return _rebuilt_mapping(like, columns)
+    if is_named_tuple(type(like)):
+        return like._make(columns.values())
+    taken = [field.name for field in fields(like) if field.init]
+    made = replace(like, **{name: columns[name] for name in taken})
+    for name in columns.keys() - taken:
+        object.__setattr__(made, name, columns[name])
+    return made
+
+
+def _rebuilt_mapping(like: Mapping[Any, Any], columns: dict[Any, Any]) -> Mapping[Any, Any]:
+    try:
+        if isinstance(like, dict | UserDict):  # their copies have items of their own, which keep nothing but attributes
+            made: Any = copy.copy(like)
+            for key, column in columns.items():
+                made[key] = column
+        else:
+            made = type(like)(columns)  # type: ignore[call-arg]  # as most mappings can be made; else a dict will do
+        is_whole = made.keys() == columns.keys() and all(made[key] is column for key, column in columns.items())
+    except Exception:
+        return columns
+    return made if is_whole else columns
+
+
+def _cut_like(like: Any, columns: dict[Any, Any], start: int, stop: int) -> Any:
+    return rebuilt(like, columns)
+
+
+def _join_like(values: Sequence[Any], columns: dict[Any, Any]) -> Any:
+    return rebuilt(values[0], columns)
+
+
+def _encoding_cut(like: Any, columns: dict[Any, Any], start: int, stop: int) -> Any:
+    known = like.encodings  # what a fast tokenizer has found out about each row
+    is_whole = known is not None and all(len(column) == len(known) for column in like.values())
+    return type(like)(columns, known[start:stop] if is_whole else None)
+
+
+def _encoding_join(values: Sequence[Any], columns: dict[Any, Any]) -> Any:
+    known = [value.encodings for value in values]
+    return type(values[0])(columns, None if None in known else [row for rows in known for row in rows])
+
+
+MAPPING = ColumnsType(False, _cut_like, _join_like)
+RECORD = ColumnsType(True, _cut_like, _join_like)
+TENSOR = BatchType(_tensor_rows, _tensor_split, _tensor_concat)
+TENSORDICT = BatchType(_tensordict_rows, _slice, _tensordict_concat)
+_FRAME = BatchType(len, _frame_split, _frame_concat)
+KNOWN_BY_NAME: dict[tuple[str, str], BatchType | ColumnsType] = {  # so that nothing is imported to ask the question
+    ("numpy", "ndarray"): BatchType(_array_rows, _slice, _array_concat),
+    ("builtins", "list"): BatchType(len, _slice, _list_concat),
+    ("builtins", "dict"): MAPPING,
+    ("torch", "Tensor"): TENSOR,
+    ("tensordict.base", "TensorDictBase"): TENSORDICT,
+    ("pandas", "DataFrame"): _FRAME,
+    ("pandas", "Series"): _FRAME,
+    ("pandas.core.frame", "DataFrame"): _FRAME,  # as they are called before pandas 3
+    ("pandas.core.series", "Series"): _FRAME,
+    ("datasets.arrow_dataset", "Dataset"): BatchType(len, _dataset_split, _dataset_concat),
+    ("transformers.tokenization_utils_base", "BatchEncoding"): ColumnsType(False, _encoding_cut, _encoding_join),
+}

@@ -1,0 +1,196 @@
+"""From the ranks' values to what the caller gets. Pure."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from itertools import compress
+from typing import Any
+
+import numpy as np
+
+from bandmaster.errors import BatchError, CollectError
+from bandmaster.failure import Failure, FailureKind
+from bandmaster.plan.batch import KNOWN, Batch, as_batch, concat, detached, is_same_kind
+from bandmaster.plan.rows import CollectEach, RealRows
+from bandmaster.plan.transfer import Concat, Gather, Incoming, Only, Reduce
+
+__all__ = ["collect"]
+
+ADVICE = f"return a batch ({KNOWN}), or collect with Gather() or Reduce('mean')"
+
+
+def collect(
+    incoming: Incoming | CollectEach,
+    ranks: Sequence[int],
+    values: Sequence[Any],
+    method: str,
+    real_rows: RealRows | None = None,
+) -> Any:
+    """Join, list or reduce the collected values.
+
+    Args:
+        incoming: How.
+        ranks: The collected ranks, in order.
+        values: Their values, in the same order.
+        method: ``"Class.method"``, for messages.
+        real_rows: How many rows the ranks were sent; None where nothing was split.
+
+    Raises:
+        CollectError: A value cannot be joined or reduced; names the rank and the type.
+    """
+    if isinstance(incoming, CollectEach):
+        return _collect_each(incoming, dict(zip(ranks, values, strict=True)), method, real_rows)
+    if isinstance(incoming, Only):
+        return values[0]
+    if isinstance(incoming, Gather):
+        return list(values)
+    if isinstance(incoming, Reduce):
+        return _reduce(incoming, ranks, values, method, real_rows)
+    assert isinstance(incoming, Concat)
+    return _concat(ranks, values, method, real_rows)
+
+
+def _collect_each(how: CollectEach, values: Mapping[int, Any], method: str, real_rows: RealRows | None) -> Any:
+    """A tuple: what each collect makes of its item of the ranks' tuples."""
+    n = len(how.collects)
+    for rank, value in values.items():
+        if not isinstance(value, tuple) or len(value) != n:
+            what = f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+            collects = ", ".join(repr(collect) for collect, _ in how.collects)
+            raise _error(rank, method, f"returned {what}, not a tuple of {n}: one value for each of {collects}")
+    made = []
+    for item, (incoming, ranks) in enumerate(how.collects):
+        try:
+            made.append(collect(incoming, ranks, [values[rank][item] for rank in ranks], method, real_rows))
+        except CollectError as error:
+            raise _error(
+                error.rank, method, f"of the tuple that it returned, item {item}: {error.failures[error.rank].summary}"
+            ) from error.__cause__
+    return tuple(made)
+
+
+def _concat(ranks: Sequence[int], values: Sequence[Any], method: str, real_rows: RealRows | None) -> Any:
+    if set(map(type, values)) == {type(None)}:
+        return None
+    batches = [_batch_of(rank, value, method) for rank, value in zip(ranks, values, strict=True)]
+    if real_rows is not None and real_rows.padded_to is not None:
+        batches = [
+            _without_padding(rank, batch, real_rows.padded_to, real_rows.counts[rank], method)
+            for rank, batch in zip(ranks, batches, strict=True)
+        ]
+    rows = [batch.n_rows for batch in batches]
+    if not all(rows) and any(rows):  # what ranks make of no rows, as np.array([]), must not decide about the others
+        ranks, batches = list(compress(ranks, rows)), list(compress(batches, rows))
+    return _join(ranks, batches, method)
+
+
+def _batch_of(rank: int, value: Any, method: str) -> Batch:
+    try:
+        batch = as_batch(value)
+    except BatchError as error:
+        raise _error(rank, method, f"returned what Concat cannot join: {error}; {ADVICE}") from None
+    if batch is None:
+        raise _error(rank, method, f"returned {type(value).__name__}, which has no rows for Concat to join; {ADVICE}")
+    return batch
+
+
+def _without_padding(rank: int, batch: Batch, sent: int, real: int, method: str) -> Batch:
+    if batch.n_rows != sent:
+        raise _error(
+            rank,
+            method,
+            f"returned {batch.n_rows} rows for {sent}, {sent - real} of them padding, so the padding cannot be told "
+            "from the rest; return one row for each row, or split without pad=True",
+        )
+    try:
+        return batch if real == sent else _batch_of(rank, batch.cut(0, real), method)
+    except BatchError as error:
+        raise _error(rank, method, f"returned rows whose padding cannot be cut off: {error}") from error
+
+
+def _join(ranks: Sequence[int], batches: Sequence[Batch], method: str) -> Any:
+    try:
+        return detached(concat(batches))
+    except BatchError as error:
+        parts = [batch.value for batch in batches]
+        for rank, part in zip(ranks, parts, strict=True):
+            if not is_same_kind(parts[0], part):
+                raise _error(
+                    rank,
+                    method,
+                    f"returned {type(part).__name__} where rank {ranks[0]} returned {type(parts[0]).__name__}; Concat "
+                    "joins one type, so return the same on every rank",
+                ) from None
+        shapes = ", ".join(f"rank {rank}: {_describe(part)}" for rank, part in zip(ranks, parts, strict=True))
+        raise _error(ranks[0], method, f"returned what Concat cannot join: {error} ({shapes})") from error
+
+
+def _reduce(how: Reduce, ranks: Sequence[int], values: Sequence[Any], method: str, real_rows: RealRows | None) -> Any:
+    if callable(how.op):
+        return how.op(list(values))
+    shares: Sequence[float] = [1] * len(values)
+    if how.weights is not None:
+        assert real_rows is not None, "a call without rows to weigh by is not sent"
+        rows = [real_rows.counts[rank] for rank in ranks]
+        if any(rows):  # what ranks make of no rows, NaN perhaps, must not spoil the mean
+            ranks, values = list(compress(ranks, rows)), list(compress(values, rows))
+            shares = _shares([n for n in rows if n])
+    try:
+        return detached(_reduce_tree(how.op, values, shares))
+    except Exception as error:
+        types = ", ".join(f"rank {rank}: {type(value).__name__}" for rank, value in zip(ranks, values, strict=True))
+        raise _error(ranks[0], method, f"returned what {how!r} cannot reduce ({types}): {error}") from error
+
+
+def _shares(rows: Sequence[int]) -> list[float]:
+    """Numbers in the ratio of the rows, none larger than 1, so that no small dtype overflows.
+
+    They are whole numbers over a power of two, so that products and sums are as exact as with whole numbers; all are 1
+    where the rows are equal.
+    """
+    divisor = math.gcd(*rows)
+    scale = 1 << (max(rows) // divisor - 1).bit_length()
+    return [n // divisor / scale for n in rows]
+
+
+def _reduce_tree(op: str, values: Sequence[Any], shares: Sequence[float]) -> Any:
+    """Reduce values, or what is in dicts; ``shares`` say how much of each is in a mean, 1 at most."""
+    if isinstance(values[0], dict):
+        keys = values[0].keys()
+        if any(value.keys() != keys for value in values):
+            raise TypeError(f"dicts with different keys: {[list(value) for value in values]}")
+        return {key: _reduce_tree(op, [value[key] for value in values], shares) for key in keys}
+    if isinstance(values[0], Sequence):
+        raise TypeError(f"{type(values[0]).__name__} is neither a number nor an array, tensor or dict of them")
+    if op in ("min", "max"):
+        return reduce(_pairwise(op, values[0]), values)
+    counted = [_countable(value) for value in values]
+    if any(share != 1 for share in shares):
+        counted = [value * share for value, share in zip(counted, shares, strict=True)]
+    total = reduce(operator.add, counted)
+    return total / sum(shares) if op == "mean" else total
+
+
+def _countable(value: Any) -> Any:
+    """Booleans as integers: true + true is 2 in Python, but true in numpy and torch."""
+    return value + 0 if "bool" in str(getattr(value, "dtype", "")) else value
+
+
+def _pairwise(op: str, like: Any) -> Callable[[Any, Any], Any]:
+    if hasattr(like, "minimum") and hasattr(like, "maximum"):  # torch's tensors have both as methods
+        return lambda a, b: getattr(a, f"{op}imum")(b)
+    if isinstance(like, np.ndarray):
+        return np.minimum if op == "min" else np.maximum
+    return min if op == "min" else max
+
+
+def _describe(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"{type(value).__name__} of shape {tuple(shape)}" if shape is not None else type(value).__name__
+
+
+def _error(rank: int, method: str, summary: str) -> CollectError:
+    return CollectError(method, {rank: Failure(FailureKind.RESULT, summary)})

@@ -1,0 +1,138 @@
+"""`plan`: what a call would do, for a person to look at. Pure: it starts nothing.
+
+::
+
+    >>> from bandmaster import Dispatch, Mesh
+    >>> print(plan(Dispatch.DP_PROTO, Mesh(dp=4), rows=10))
+    TransferProtocol(outgoing=Split('dp'), incoming=Concat('dp')) on Mesh(dp=4), 10 rows
+    rank  dp  gets       back
+    0     0   rows 0:3   part 0
+    1     1   rows 3:6   part 1
+    2     2   rows 6:8   part 2
+    3     3   rows 8:10  part 3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bandmaster.errors import BatchError, ProtocolError
+from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.render import Box, svg_bands, text_table
+from bandmaster.plan.rows import part_numbers, row_ranges, shards, sources
+from bandmaster.plan.transfer import Concat, Custom, Incoming, PerRank, Split, TransferProtocol, as_protocol
+
+__all__ = ["TransferPlan", "plan"]
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """Who gets which rows and whose values come back, printable in a terminal and a notebook.
+
+    Attributes:
+        protocol: The protocol planned.
+        mesh: The mesh that it is planned on.
+        rows: Rows of the batch.
+        received: Per rank, ``(start, stop)`` of its rows; None where the argument is not split.
+        collected: The ranks whose values come back, in order; of a tuple of collects, those that any of them takes.
+    """
+
+    protocol: TransferProtocol
+    mesh: Mesh
+    rows: int
+    received: tuple[tuple[int, int] | None, ...]
+    collected: tuple[int, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            [rank, *self.mesh.coordinates(rank).values(), self._gets(rank), self._gives(rank)]
+            for rank in range(self.mesh.size)
+        ]
+        title = f"{self.protocol} on {self.mesh}, {self.rows} rows"
+        return text_table(title, ["rank", *self.mesh.axis_names, "gets", "back"], rows)
+
+    def _repr_svg_(self) -> str:
+        outgoing, incoming = self.protocol.outgoing, self.protocol.incoming
+        bands = [
+            (type(outgoing).__name__, self._sent_boxes()),
+            *self._rank_bands(),
+            *((type(collect).__name__, self._back_boxes(collect)) for collect in self.protocol.collects),
+        ]
+        return svg_bands(f"{outgoing} → {incoming}", f"{self.mesh}, {self.rows} rows", bands)
+
+    def _gets(self, rank: int) -> str:
+        received, first, outgoing = self.received[rank], self.received[0], self.protocol.outgoing
+        if received is None or first is None:
+            return "its own value" if isinstance(outgoing, PerRank) else "everything"
+        (start, stop), largest = received, first[1] - first[0]
+        padding = largest - (stop - start) if isinstance(outgoing, Split) and outgoing.pad else 0
+        return f"rows {start}:{stop}" + (f" + {padding} padding" if padding else "")
+
+    def _gives(self, rank: int) -> str:
+        """What comes back from the rank, to each collect of a tuple."""
+        given = [self._place(collect, rank) for collect in self.protocol.collects]
+        return ", ".join(given) if rank in self.collected else "-"
+
+    def _place(self, collect: Incoming, rank: int) -> str:
+        """What the rank's value is to one collect."""
+        ranks = sources(self.mesh, collect)
+        kind = "part" if isinstance(collect, Concat) else "item"
+        return f"{kind} {ranks.index(rank)}" if rank in ranks else "-"
+
+    def _part(self, rank: int) -> int:
+        """The number of what the rank gets: ranks with the same number get the same."""
+        if isinstance(self.protocol.outgoing, Split):
+            return part_numbers(self.mesh, self.protocol.outgoing)[rank]
+        return rank if isinstance(self.protocol.outgoing, PerRank) else 0
+
+    def _sent_boxes(self) -> list[Box]:
+        if isinstance(self.protocol.outgoing, PerRank):
+            return [Box((f"value {rank}",), rank) for rank in range(self.mesh.size)]
+        any_rank = {self._part(rank): rank for rank in range(self.mesh.size)}
+        return [Box((self._gets(rank),), part) for part, rank in sorted(any_rank.items())]
+
+    def _back_boxes(self, collect: Incoming) -> list[Box]:
+        ranks = sources(self.mesh, collect)
+        return [
+            Box((self._place(collect, rank), f"from rank {rank}"), self._part(rank), is_framed=True) for rank in ranks
+        ]
+
+    def _rank_bands(self) -> list[tuple[str, list[Box]]]:
+        """The ranks, in a band for each coordinate of the slowest axis if there are others."""
+        slowest, *others = self.mesh.shape
+        made_by_refining = [axis for axis in self.mesh.axis_names if axis not in self.mesh.shape]
+        named = [axis for axis in self.protocol.axis_names if axis in made_by_refining]
+        refined = [axis for axis in named if self.mesh.axis_size(axis) > 1]
+        boxes: dict[str, list[Box]] = {}
+        for rank in range(self.mesh.size):
+            where = self.mesh.coordinates(rank)
+            lines = [", ".join(f"{axis} {where[axis]}" for axis in axes) for axes in (others or [slowest], refined)]
+            text = (f"rank {rank}", *filter(None, lines), self._gets(rank))
+            band = boxes.setdefault(f"{slowest} {where[slowest]}" if others else "ranks", [])
+            band.append(Box(text, self._part(rank), is_framed=rank in self.collected))
+        return list(boxes.items())
+
+
+def plan(protocol: object, mesh: Mesh, rows: int) -> TransferPlan:
+    """What a call under ``protocol`` would do on ``mesh`` with a batch of ``rows`` rows. Starts nothing.
+
+    Args:
+        protocol: A `Dispatch` member, its name, or a `TransferProtocol`.
+        mesh: The mesh of the group.
+        rows: Rows of the batch, 0 or more.
+
+    Raises:
+        ProtocolError: ``protocol`` is none, or is a pair of functions, which cannot be planned.
+        MeshError: The protocol names an axis that ``mesh`` does not have and that is not one of the six protocols'.
+        BatchError: ``rows`` is negative.
+    """
+    parsed = as_protocol(protocol)
+    if isinstance(parsed, Custom):
+        raise ProtocolError("a custom dispatch_fn decides when it is called; only a TransferProtocol can be planned")
+    if rows < 0:
+        raise BatchError(f"a batch has 0 rows or more, not {rows}")
+    received: tuple[tuple[int, int] | None, ...] = (None,) * mesh.size
+    if isinstance(parsed.outgoing, Split):
+        ranges = row_ranges(rows, len(shards(mesh, parsed.outgoing)), parsed.outgoing.pad)
+        received = tuple(ranges[number] for number in part_numbers(mesh, parsed.outgoing))
+    return TransferPlan(parsed, mesh, rows, received, sources(mesh, parsed.incoming))

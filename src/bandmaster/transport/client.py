@@ -1,0 +1,432 @@
+"""The controller's side of a group whose workers are reached by channels, such as lanes.
+
+::
+
+    call ── the same body for all ranks that get the same ──► channel of each rank ──► loop in the worker
+    wait ◄── the waiting thread reads the channels that have something, also replies for others ◄── replies, in order
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from bandmaster import contract
+from bandmaster.codec import Payload
+from bandmaster.contract import CLOSED, QUEUED, Call
+from bandmaster.errors import ClosedError
+from bandmaster.failure import Failure, FailureKind
+from bandmaster.platform.limits import start_thread
+from bandmaster.transport import control_page
+from bandmaster.transport.channel import INLINE_NBYTES, MAX_PARTS_NBYTES, Buffer, Channel, Closed, inline
+from bandmaster.transport.messages import (
+    HEADER_NBYTES,
+    Kind,
+    ReplyKind,
+    call_message,
+    control_message,
+    header_of,
+    read_reply,
+)
+from bandmaster.transport.poller import HAS_ROOM, Event, Poller
+from bandmaster.transport.segments import Segment, SegmentWriter
+from bandmaster.transport.shared_payloads import SharedPayload, SharedPayloads
+
+__all__ = ["LaneTicket", "WorkerClient"]
+
+
+class LaneTicket(contract.Ticket):
+    """One message on one channel, and in time its reply.
+
+    Attributes:
+        number: Number of the message.
+        is_done: Whether it was replied to, or will not be.
+        outcome: The reply; None before it has come, and for a value that was dropped.
+    """
+
+    __slots__ = ("is_done", "number", "outcome")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.is_done = False
+        self.outcome: Payload | Failure | None = None
+
+
+MAX_UNANSWERED = min(256, control_page.N_SLOTS // 2)  # messages to one worker: each needs a slot on its control page
+_VALUE = ReplyKind.VALUE
+_Outgoing = tuple[bytes, Sequence[Segment], LaneTicket | None]  # a message, and the ticket of its reply if it has one
+
+
+class WorkerClient:
+    """Sends messages to the ranks of a group and hands out their replies. Any thread may call it.
+
+    There is no reader thread: the thread that waits for a ticket reads whatever has arrived, for other threads too.
+
+    Attributes:
+        deaths: The ranks whose processes have ended, and how.
+        is_stopped: Whether `close_channels` was called.
+        processes: The process of each rank that has a channel.
+        writer: The shared segments that large payloads are written to.
+        lock: Guards all state. The messages of one call are sent while it is held, so that all ranks get the calls of
+            several threads in one order.
+
+    Args:
+        how_it_died: Says how a rank ended whose channel broke.
+    """
+
+    def __init__(self, how_it_died: Callable[[int], Failure]) -> None:
+        self.processes: dict[int, int] = {}
+        self.deaths: dict[int, Failure] = {}
+        self.writer = SegmentWriter()
+        self.is_stopped, self._why_closed = False, CLOSED
+        self._how_it_died = how_it_died
+        self._killed_because: dict[int, str] = {}
+        self._payloads = SharedPayloads(self.writer)
+        self._buffer = Buffer()
+        self._channels: dict[int, Channel] = {}
+        self._by_fd: dict[int, int] = {}
+        self._pending: dict[int, dict[int, LaneTicket]] = {}  # by rank and number, in the order they were sent
+        self._n_messages = 0
+        self._queues: dict[int, deque[_Outgoing]] = {}  # what a worker that is busy has not taken yet
+        self._sender: threading.Thread | None = None
+        self._n_failed = 0
+        self._poller = Poller()
+        self.lock = self._poller.lock
+
+    # --- sending ---
+
+    def put(self, payloads: Sequence[Payload]) -> list[Any]:
+        """As `contract.Workers.put`: small payloads as they are, and a shared segment for each large one."""
+        parts: list[Any] = []
+        for payload in payloads:
+            if not payload.buffers and len(payload.head) <= INLINE_NBYTES:  # as most are
+                parts.append((payload.head, ()))
+            else:
+                parts.append(inline(payload) if payload.nbytes <= INLINE_NBYTES else None)
+        if None in parts:
+            with self.lock:
+                parts = [part or self.place(payload) for part, payload in zip(parts, payloads, strict=True)]
+        return parts
+
+    def place(self, payload: Payload) -> Any:
+        """What `put` returns for one payload; the lock is held.
+
+        Raises:
+            ClosedError: The channels were closed.
+            ResourceError: There is no memory or no descriptor for it.
+        """
+        if payload.nbytes <= INLINE_NBYTES:
+            return inline(payload)
+        if self.is_stopped:
+            raise ClosedError(self._why_closed)
+        return self._payloads.put(payload)
+
+    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+        """As `contract.Workers.call`."""
+        with self.lock:
+            self.send_calls(calls, tickets)
+
+    def send_calls(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+        """As `call`; the lock is held."""
+        messages = [call.parts if len(call.parts) < 2 else self._that_fit(call.parts) for call in calls]
+        for call, parts in zip(calls, messages, strict=True):
+            self._send_call(call, parts, tickets)
+
+    def change_environment(self, rank: int, variables: Mapping[str, str]) -> None:
+        """Set variables in a worker's environment, once it has done what was sent before."""
+        with self.lock:
+            self._send_control(rank, control_message(Kind.ENVIRONMENT, variables))
+
+    def pause(self, rank: int) -> None:
+        """Have a worker leave its channel, once it has done what was sent before; the lock is held."""
+        self._send_control(rank, control_message(Kind.PAUSE))
+
+    def _send_control(self, rank: int, message: bytes) -> None:
+        if rank not in self.deaths:
+            self._send_in_order(rank, (message, (), None))
+
+    def _send_call(self, call: Call, parts: Sequence[Any], tickets: dict[int, Any]) -> None:
+        """Send one call to its ranks; where the worker is gone, the ticket says so. The lock is held."""
+        self._n_messages = number = self._n_messages + 1
+        segments: list[Segment] = []
+        named: list[Any] = []
+        for part in parts:
+            if isinstance(part, SharedPayload):
+                segments.append(part.segment)
+                named.append(part.segment.id)
+            else:
+                named.append(part)
+        message = call_message(number, call.method, call.reply, named)
+        for rank in call.ranks:
+            tickets[rank] = ticket = LaneTicket(number)
+            if rank in self.deaths:
+                self._finish(ticket, self.deaths[rank])
+                continue
+            for segment in segments:
+                self.writer.lease(segment, rank)
+            self._pending[rank][number] = ticket
+            self._send_in_order(rank, (message, segments, ticket))
+
+    def _that_fit(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """The parts of one message; those that are too large together have gone into segments, the largest first."""
+        sizes = [0 if isinstance(part, SharedPayload) else Payload(*part).nbytes for part in parts]
+        fitting = list(parts)
+        while sum(sizes) > MAX_PARTS_NBYTES:
+            largest = sizes.index(max(sizes))
+            fitting[largest] = self._payloads.put(Payload(*parts[largest]))
+            sizes[largest] = 0
+        return fitting
+
+    def _send_in_order(self, rank: int, outgoing: _Outgoing) -> None:
+        """Send a message now, or behind those that wait for the worker to read."""
+        if self._queues[rank] or len(self._pending[rank]) > MAX_UNANSWERED or not self._send(rank, outgoing):
+            self._queues[rank].append(outgoing)
+            if self._sender is None:
+                self._sender = start_thread("bandmaster-sender", self._send_queued)
+
+    def _send(self, rank: int, outgoing: _Outgoing) -> bool:
+        """Send a message; False if the worker does not read now: then there will be an event when it has read."""
+        message, segments, _ = outgoing
+        try:
+            self._channels[rank].send(message, segments)
+        except BlockingIOError:
+            self._poller.ask_for_room(self._channels[rank].fileno(), True)
+            return False
+        except Closed:
+            self._read_to_the_end(rank)
+        except OSError as error:
+            self._drop(rank, outgoing, Failure.of(error))
+        return True
+
+    def _drop(self, rank: int, outgoing: _Outgoing, why: Failure) -> None:
+        """Fail a message that was not sent and will not be: replies come in order, and none comes for this one."""
+        _, segments, ticket = outgoing
+        self.writer.end_leases([segment.id for segment in segments], rank)
+        if ticket is not None:
+            del self._pending[rank][ticket.number]
+            self._finish(ticket, why)
+            self._poller.wake_if_blocked()
+
+    def _send_queued(self) -> None:
+        """Send queued messages from a thread, though no other thread may wait for anything.
+
+        It goes on until all is replied to: a worker whose replies nobody reads stops as well.
+        """
+        with self.lock:
+            while any(self._pending.values()) and not self._poller.is_closed:
+                self._receive(self._poller.wait(None))
+            self._sender = None
+
+    def _flush(self, rank: int) -> None:
+        """Send what is queued for a rank as far as it reads and replies."""
+        queue = self._queues[rank]
+        while queue and len(self._pending[rank]) - len(queue) < MAX_UNANSWERED:
+            outgoing = queue.popleft()
+            if not self._send(rank, outgoing):
+                queue.appendleft(outgoing)
+                break
+
+    # --- waiting ---
+
+    def wait(self, tickets: Sequence[LaneTicket], timeout_s: float | None) -> list[LaneTicket]:
+        """As `contract.Workers.wait`."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self.lock:  # Ctrl-C comes when it is left, and may be the user's to handle without an exception
+                done = self._wait(tickets, deadline)
+            if done is not None:
+                return done
+
+    def _wait(self, tickets: Sequence[LaneTicket], deadline: float) -> list[LaneTicket] | None:
+        """The tickets that are done; None when Ctrl-C has come before any of that."""
+        n_done, n_failed, n_dead = 0, self._n_failed, len(self.deaths)
+        n_tickets = len(tickets)
+        if n_failed and any(type(ticket.outcome) is Failure for ticket in tickets):
+            return [ticket for ticket in tickets if ticket.is_done]
+        while True:
+            while n_done < n_tickets and tickets[n_done].is_done:
+                n_done += 1
+            if n_done == n_tickets:
+                return list(tickets)
+            if n_dead != len(self.deaths) or n_failed != self._n_failed:
+                break
+            left = None if deadline == math.inf else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                self._receive_all()
+                break
+            if self.lock.has_to_let_go:
+                return None
+            self._receive(self._poller.wait(left))
+        return [ticket for ticket in tickets if ticket.is_done]
+
+    def fetch(self, ticket: LaneTicket) -> Payload | Failure | None:
+        """As `contract.Workers.fetch`."""
+        return ticket.outcome
+
+    def check(self) -> bool:
+        """As `contract.Workers.check`: read what has arrived; a channel that was hung up tells of a death."""
+        with self.lock:
+            self._receive_all()
+        return not self.is_stopped
+
+    def _receive_all(self) -> None:
+        """Take what has arrived; the lock is held."""
+        while ready := self._poller.now():
+            self._receive(ready)
+
+    def _receive(self, ready: Sequence[Event]) -> None:
+        """Take a reply from each channel that has one, and send what waits for it; they may be other threads' calls."""
+        if not ready:
+            return
+        try:
+            for fd, events in ready:
+                rank = self._by_fd.get(fd)
+                if rank is None or rank in self.deaths:
+                    continue
+                if events & HAS_ROOM:
+                    self._poller.ask_for_room(fd, False)
+                if events != HAS_ROOM:
+                    self._receive_from(rank)
+                if self._queues[rank] and rank not in self.deaths:
+                    self._flush(rank)
+        finally:
+            self._poller.wake_if_blocked()
+
+    def _receive_from(self, rank: int) -> None:
+        """Take one reply, if there is one."""
+        channel, error = self._channels[rank], None
+        try:
+            body = channel.receive(block=False, buffer=self._buffer)
+        except Closed:
+            self._note_death(rank)
+            return
+        except OSError as why:  # the reply came, but there was no descriptor left for what it is in
+            body, error = channel.body, why
+        if body is None:
+            return
+        kind, number = header_of(body)
+        ticket = self._pending[rank].pop(number, None)
+        if ticket is None:
+            return  # a worker that was interrupted as it replied has replied twice
+        if error is not None:
+            self._finish(ticket, Failure.of(error))
+        elif kind == _VALUE:  # as most are
+            ticket.outcome, ticket.is_done = Payload(bytes(body[HEADER_NBYTES:])), True
+        else:
+            self._finish_with(ticket, kind, body, channel)
+
+    def _finish_with(self, ticket: LaneTicket, kind: int, body: memoryview, channel: Channel) -> None:
+        try:
+            self._finish(ticket, read_reply(kind, body, channel))
+        except BaseException as error:  # the user's exceptions may do anything when they are unpickled
+            self._finish(ticket, Failure.of(error))
+
+    def _finish(self, ticket: LaneTicket, outcome: Payload | Failure | None) -> None:
+        ticket.outcome, ticket.is_done = outcome, True
+        if type(outcome) is Failure:
+            self._n_failed += 1
+
+    # --- interrupting ---
+
+    def interrupt(self, tickets: Mapping[int, LaneTicket]) -> None:
+        """As `contract.Workers.interrupt`, without killing."""
+        with self.lock:
+            sent = {rank: ticket for rank, ticket in tickets.items() if not ticket.is_done}
+            for rank, ticket in list(sent.items()):
+                for outgoing in [queued for queued in self._queues[rank] if queued[2] is ticket]:
+                    self._queues[rank].remove(outgoing)
+                    self._drop(rank, outgoing, Failure(FailureKind.CANCELLED, "cancelled before it was sent"))
+                    del sent[rank]
+        for rank, ticket in sent.items():
+            control_page.interrupt(self.processes[rank], ticket.number)
+
+    def stacks(self, tickets: Mapping[int, LaneTicket]) -> dict[int, str]:
+        """As `contract.Workers.stacks`."""
+        queued = {rank: "" if self.is_at(rank, ticket) else QUEUED for rank, ticket in tickets.items()}
+        texts = control_page.stacks([self.processes[rank] for rank in tickets])
+        pids = {rank: self.processes[rank] for rank in tickets}
+        return {rank: queued[rank] + texts[pid] for rank, pid in pids.items() if pid in texts}
+
+    def is_at(self, rank: int, ticket: LaneTicket) -> bool:
+        """Whether a worker has come to a call: it replies to them in order."""
+        with self.lock:
+            return next(iter(self._pending.get(rank, {}).values()), None) is ticket
+
+    # --- workers that come and go ---
+
+    def add(self, rank: int, channel: Channel, pid: int) -> None:
+        """Reach a rank by a channel from here on, in place of the one that it may have had before it died."""
+        assert channel.shares_memory, "large payloads are named by their segments"
+        with self.lock:
+            before = self._channels.pop(rank, None)
+            if before is not None:
+                del self._by_fd[before.fileno()], self.processes[rank]
+                before.close()
+            self._channels[rank], self.processes[rank] = channel, pid
+            self._by_fd[channel.fileno()] = rank
+            self._pending[rank], self._queues[rank] = {}, deque()
+            self._poller.watch(channel.fileno())
+            self._forget_death(rank)
+
+    def forget_death(self, rank: int) -> None:
+        """There is a new worker for a rank that has died."""
+        with self.lock:
+            self._forget_death(rank)
+
+    def _forget_death(self, rank: int) -> None:
+        self.deaths.pop(rank, None)
+        self._killed_because.pop(rank, None)
+
+    def is_killed(self, rank: int, because: str) -> None:
+        """The process of a rank is about to be killed: when its channel breaks, this is the reason."""
+        self._killed_because.setdefault(rank, because)
+
+    def note_death(self, rank: int) -> None:
+        """Note the death of a rank that its channel has not told of yet, or that has no channel."""
+        with self.lock:
+            self._note_death(rank)
+
+    def close_channels(self, why: str = CLOSED) -> None:
+        """Hang up on every worker; threads that wait are told that the workers are gone."""
+        with self.lock:
+            if self.is_stopped:
+                return
+            self.is_stopped, self._why_closed = True, why
+            for rank, channel in self._channels.items():
+                if rank not in self.deaths:
+                    self.deaths[rank] = Failure(FailureKind.DIED, why)
+                    self._fail_pending(rank)
+                channel.close()
+            self._poller.close()
+            self.writer.close()
+
+    def _read_to_the_end(self, rank: int) -> None:
+        """Take what a worker replied before it hung up."""
+        n_pending = len(self._pending[rank]) + 1
+        while rank not in self.deaths and len(self._pending[rank]) < n_pending:
+            n_pending = len(self._pending[rank])
+            self._receive([(self._channels[rank].fileno(), 0)])
+        self._note_death(rank)
+
+    def _note_death(self, rank: int) -> None:
+        if rank not in self.deaths:
+            failure = self._how_it_died(rank)
+            if rank in self._killed_because:
+                failure = replace(failure, kind=FailureKind.CANCELLED, summary=self._killed_because[rank])
+            self.deaths[rank] = failure
+            if rank in self._channels:
+                self._poller.ignore(self._channels[rank].fileno())
+                self._fail_pending(rank)
+
+    def _fail_pending(self, rank: int) -> None:
+        self.writer.forget_reader(rank)
+        self._queues[rank].clear()
+        while self._pending[rank]:
+            _, ticket = self._pending[rank].popitem()
+            self._finish(ticket, self.deaths[rank])
+        self._poller.wake_if_blocked()

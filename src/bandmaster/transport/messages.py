@@ -1,0 +1,122 @@
+"""The format of what a channel carries: messages to a worker, and the worker's replies.
+
+::
+
+    message  = kind (1 byte) │ number (8 bytes) │ what the kind says
+    reply    = kind (1 byte) │ number of the message that it replies to │ what the kind says
+
+A reply names its message by number, so that it never goes to the wrong call, whatever was interrupted at whatever
+moment. A payload is named by a *part*: its bytes, or the number of the shared segment that they lie in.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from bandmaster.codec import Payload, decode
+from bandmaster.contract import Reply
+from bandmaster.failure import Failure
+
+__all__ = [
+    "HEADER_NBYTES",
+    "UNANSWERED",
+    "Kind",
+    "ReplyKind",
+    "Unpacks",
+    "call_message",
+    "control_message",
+    "header_of",
+    "read_call",
+    "read_reply",
+    "reply_message",
+]
+
+_HEADER = struct.Struct("<BQ")  # of a body: kind and number
+_START = struct.Struct("<IBQ")  # of what is sent: no control, and the header
+_SMALL_START = struct.Struct("<IBQBB")
+HEADER_NBYTES = _HEADER.size
+_SMALL_NBYTES = HEADER_NBYTES + 2  # kind and number, then reply and length of the method's name
+UNANSWERED = 0  # number of messages that no reply is sent to
+header_of = _HEADER.unpack_from  # kind and number of a body
+
+
+class Kind:
+    """What a message asks for, and what follows its number."""
+
+    SMALL_CALL = 0  # reply, length of the method's name, the name, the pickle stream of the one small part
+    CALL = 1  # pickled: method, reply, parts
+    ENVIRONMENT = 2  # pickled: variables that have changed
+    PAUSE = 3  # nothing: the worker leaves the channel once it has done what came before
+
+
+_SMALL_CALL = Kind.SMALL_CALL
+
+
+class ReplyKind:
+    """What a reply says, and what follows its number."""
+
+    NOTHING = 0  # nothing: the value was dropped
+    VALUE = 1  # the value's pickle stream
+    PART = 2  # pickled: the part that names the value's payload
+    FAILURE = 3  # pickled: the part that names the payload of a `Failure`
+
+
+class Unpacks(Protocol):
+    """What can turn a part into the payload that it names: a channel."""
+
+    def unpack(self, part: Any) -> Payload:
+        """The payload, in memory of this end's own."""
+
+
+def call_message(number: int, method: str, reply: Reply, parts: Sequence[Any]) -> bytes:
+    """A call, as `Lane.send` takes it: with four zero bytes before the body."""
+    if len(parts) == 1 and type(parts[0]) is tuple and not parts[0][1]:
+        name = method.encode()
+        if len(name) < 256:
+            stream: bytes = parts[0][0]
+            return _SMALL_START.pack(0, Kind.SMALL_CALL, number, reply, len(name)) + name + stream
+    return _START.pack(0, Kind.CALL, number) + pickle.dumps((method, int(reply), parts), protocol=5)
+
+
+def control_message(kind: int, content: Mapping[str, str] | None = None) -> bytes:
+    """A message that no reply is sent to: `Kind.ENVIRONMENT` or `Kind.PAUSE`."""
+    return _START.pack(0, kind, UNANSWERED) + (b"" if content is None else pickle.dumps(dict(content)))
+
+
+_names: dict[bytes, str] = {}  # so that a method's name is the same object every time, which Python finds sooner
+
+
+def read_call(kind: int, body: memoryview, channel: Unpacks) -> tuple[str, int, Sequence[Payload] | memoryview]:
+    """The worker's end of `call_message`: method, reply, and the parts' payloads; or the one pickle stream there is."""
+    if kind == _SMALL_CALL:
+        end = _SMALL_NBYTES + body[HEADER_NBYTES + 1]
+        name = bytes(body[_SMALL_NBYTES:end])
+        return _names.get(name) or _names.setdefault(name, name.decode()), body[HEADER_NBYTES], body[end:]
+    method, reply, parts = pickle.loads(body[HEADER_NBYTES:])
+    return method, reply, [channel.unpack(part) for part in parts]
+
+
+def reply_message(number: int, kind: int, content: Any) -> bytes:
+    """A reply, as `Lane.send` takes it. ``content`` is the pickle stream of a value, else what is to be pickled."""
+    if kind == ReplyKind.VALUE:
+        stream: bytes = content
+        return _START.pack(0, kind, number) + stream
+    return _START.pack(0, kind, number) + (b"" if content is None else pickle.dumps(content, protocol=5))
+
+
+def read_reply(kind: int, body: memoryview, channel: Unpacks) -> Payload | Failure | None:
+    """The controller's end of `reply_message`, but for a `ReplyKind.VALUE`, whose content is the payload's head.
+
+    Returns:
+        The encoded value, the failure, or None for a value that was dropped.
+    """
+    if kind == ReplyKind.NOTHING:
+        return None
+    payload = channel.unpack(pickle.loads(body[HEADER_NBYTES:]))
+    if kind == ReplyKind.PART:
+        return payload
+    failure: Failure = decode(payload)
+    return failure

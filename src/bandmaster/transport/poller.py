@@ -1,0 +1,128 @@
+"""Waiting for what arrives on many sockets, in any number of threads: one of them blocks in the kernel for all.
+
+::
+
+    wait ── no other thread is blocked ──► epoll ──► what has arrived, for whichever thread
+      └──── another thread is ───────────► until it returns: it may have read what this thread waits for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Sequence
+
+from bandmaster.platform.locks import SigintSafeLock
+
+__all__ = ["HAS_ROOM", "Event", "Poller"]
+
+ARRIVED, HAS_ROOM = int(select.EPOLLIN), int(select.EPOLLOUT)
+CLOSE_TIMEOUT_S = 5.0
+
+Event = tuple[int, int]  # a descriptor, and what can be done with it
+
+
+class Poller:
+    """What has arrived at some descriptors.
+
+    Attributes:
+        lock: Held by the caller of every method but `wake`. `wait` releases it meanwhile, and Ctrl-C wakes the thread
+            that is blocked in the kernel.
+    """
+
+    def __init__(self) -> None:
+        self._wake = -1
+        self.lock = SigintSafeLock(self.wake)
+        with self.lock:  # a file closes itself when Ctrl-C leaves nobody who would
+            self._wake_file = open(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+b", buffering=0)  # noqa: SIM115
+        self._wake = self._wake_file.fileno()
+        self._poll = select.epoll()
+        self._poll.register(self._wake, ARRIVED)
+        self._is_back = threading.Condition(self.lock.lock)  # notified when the blocked thread has returned
+        self._blocked: int | None = None  # the thread that is blocked in the kernel
+        self._n_waiting = 0  # threads that wait for that one
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._poll.closed
+
+    def watch(self, fd: int) -> None:
+        """Look at one more descriptor."""
+        self._poll.register(fd, ARRIVED)
+
+    def ignore(self, fd: int) -> None:
+        """Look at it no longer."""
+        self._poll.unregister(fd)
+
+    def ask_for_room(self, fd: int, is_asked: bool) -> None:
+        """Whether to tell when it can be written to as well."""
+        self._poll.modify(fd, ARRIVED | HAS_ROOM if is_asked else ARRIVED)
+
+    def wait(self, timeout_s: float | None) -> Sequence[Event]:
+        """Block until something has arrived, another thread has read something, or the time is over.
+
+        Args:
+            timeout_s: How long; None for as long as it takes.
+        """
+        if self._blocked is not None:
+            self._await_the_blocked(timeout_s)
+            return ()
+        ready: Sequence[Event] = ()
+        taken = None
+        try:
+            self._blocked = threading.get_ident()
+            taken = self.lock.let_go()
+            ready = self._poll.poll(timeout_s)
+        finally:
+            self.lock.own(taken)
+            self._blocked = None
+            if self._n_waiting:
+                self._is_back.notify_all()  # one of the threads that waited for this one goes on in its place
+        if self._poll.closed:
+            return ()
+        for event in ready:
+            if event[0] == self._wake:
+                self._acknowledge()
+                return [event for event in ready if event[0] != self._wake]
+        return ready
+
+    def now(self) -> Sequence[Event]:
+        """What has arrived already."""
+        return [] if self._poll.closed else [event for event in self._poll.poll(0) if event[0] != self._wake]
+
+    def wake_if_blocked(self) -> None:
+        """Have a thread that is blocked in the kernel look around: something was read, or has changed."""
+        if self._blocked is not None:
+            self.wake()
+
+    def wake(self) -> None:
+        """Have the thread that is blocked in the kernel return. From any thread, with or without the lock."""
+        with contextlib.suppress(OSError):  # it was closed
+            os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Have every waiting thread return, and close the descriptors of this object."""
+        self.wake()  # closing alone would not wake the thread that is blocked in the kernel
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._blocked is not None and (left := deadline - time.monotonic()) > 0:
+            self._await_the_blocked(left)
+        self._is_back.notify_all()
+        self._wake = -1
+        self._wake_file.close()
+        self._poll.close()
+
+    def _await_the_blocked(self, timeout_s: float | None) -> None:
+        """Wait until the blocked thread has returned from the kernel, and perhaps longer."""
+        self._n_waiting += 1
+        try:
+            self._is_back.wait(timeout_s)
+        finally:
+            self._n_waiting -= 1
+
+    def _acknowledge(self) -> None:
+        with contextlib.suppress(OSError):  # nothing was written, or it was closed
+            os.eventfd_read(self._wake)

@@ -1,0 +1,301 @@
+"""Large payloads in shared memory that has no name: memfd segments, written once, handed over as descriptors.
+
+::
+
+    writer                                                   readers, each in a process of its own
+    SegmentWriter.write(chunks)                              SegmentReader.chunks(id)
+      a free segment, or a new one                             maps it privately: a reader may write, and pays for
+      one copy into it, however many will read                 a copy of the pages that it writes only
+      is leased to every reader ── id (descriptor once) ────►  arrays lie in the mapping
+      free again when all have ◄── ids ─────────────────────   the last array over it is gone
+      given it back
+
+A segment is reused only when no reader has anything left that lies in it. A segment that was mapped by a reader when
+that process forked is closed instead: the fork may read it for as long as it lives. Segments that have not been used
+for long are closed too, and readers are told to forget them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from bandmaster.platform.mapped_file import MappedFile
+from bandmaster.platform.reference_queue import ReferenceQueue
+
+__all__ = ["OWNER", "Segment", "SegmentReader", "SegmentWriter", "fill"]
+
+ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
+MAX_FREE_NBYTES = 512 << 20  # of segments that are kept for reuse
+MAX_FREE = 64  # segments that are kept for reuse: each may have a descriptor
+MAX_FREE_AGE = 256  # a free segment that was passed over by so many writes is closed
+WRITES_PER_LOOK = 16  # for such segments
+
+SPARE_BITS = 4  # a segment is up to an eighth larger than what it is made for: the next batch may be
+
+OWNER = -1  # the writer itself, as a reader of its segments
+
+_LENGTH = 8  # of each number in a segment's header
+FEW_PAGES = 32  # which are dropped sooner than looked at
+# Highest bytes of a page's entry in the pagemap that say: not there (neither present nor swapped), or of a file.
+_IS_THE_SEGMENTS = bytes(flags for flags in range(256) if not flags & 0xC0 or flags & 0x20)
+
+
+@dataclass(eq=False)
+class Segment:
+    """One memfd, as its writer sees it.
+
+    Attributes:
+        id: Its number, never used again.
+        fd: Its descriptor; -1 once it was given away.
+        memory: The writer's own mapping.
+        nbytes: Its capacity.
+        readers: Who may still have arrays in it.
+        last_used: Count of writes when it was last taken.
+        is_spoiled: Whether it is to be closed, rather than reused, when nobody reads it any more.
+    """
+
+    id: int
+    fd: int
+    memory: MappedFile
+    nbytes: int
+    readers: set[int] = field(default_factory=set)
+    last_used: int = 0
+    is_spoiled: bool = False
+
+    def close_descriptor(self) -> None:
+        """Give the descriptor up: no further reader can be told of the segment."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+_nbytes, _last_used = attrgetter("nbytes"), attrgetter("last_used")
+
+
+class SegmentWriter:
+    """The segments of one writing side. Not thread-safe: its owner holds a lock.
+
+    Attributes:
+        on_close: Called with the number of every segment that is closed; readers have to forget it.
+    """
+
+    def __init__(self) -> None:
+        self.on_close: list[Callable[[int], None]] = []
+        self._segments: dict[int, Segment] = {}
+        self._free: dict[int, Segment] = {}
+        self._n_writes = 0
+        self._ids = itertools.count()
+
+    def write(self, chunks: Sequence[Any]) -> Segment:
+        """Copy chunks into a segment, which is leased to `OWNER` until `end_leases` says otherwise.
+
+        Raises:
+            OSError: There is no memory or no descriptor for it.
+        """
+        segment = self.reserve([memoryview(chunk).nbytes for chunk in chunks])
+        fill(segment, chunks)
+        return segment
+
+    def reserve(self, sizes: Sequence[int]) -> Segment:
+        """A segment for chunks of these sizes, leased to `OWNER` until `end_leases` says otherwise.
+
+        Raises:
+            OSError: There is no memory or no descriptor for it.
+        """
+        segment = self._take(_layout(sizes)[1])
+        segment.readers.add(OWNER)
+        return segment
+
+    def lease(self, segment: Segment, reader: int) -> None:
+        """Note that a reader is about to be told of the segment."""
+        segment.readers.add(reader)
+
+    def end_leases(self, ids: Iterable[int], reader: int) -> None:
+        """A reader has nothing left in these segments."""
+        for number in ids:
+            segment = self._segments.get(number)
+            if segment is not None:
+                segment.readers.discard(reader)
+                if not segment.readers and segment.is_spoiled:
+                    self._close(segment)
+                elif not segment.readers:
+                    self._free[number] = segment
+        if len(self._free) > MAX_FREE:
+            self._trim()
+
+    def discard(self, ids: Iterable[int], reader: int) -> None:
+        """A reader has nothing left in these segments, but they must not be reused."""
+        for number in ids:
+            if number in self._segments:
+                self._segments[number].is_spoiled = True
+        self.end_leases(ids, reader)
+
+    def forget_reader(self, reader: int) -> None:
+        """A reader is gone: it has nothing left anywhere."""
+        self.end_leases([number for number, s in self._segments.items() if reader in s.readers], reader)
+
+    def close(self) -> None:
+        """Close all segments; readers keep what they have mapped."""
+        self._free.clear()
+        for segment in list(self._segments.values()):
+            self._close(segment)
+
+    def _take(self, nbytes: int) -> Segment:
+        self._n_writes += 1
+        fitting = [s for s in self._free.values() if nbytes <= s.nbytes <= 4 * nbytes]
+        segment = self._free.pop(min(fitting, key=_nbytes).id) if fitting else self._create(nbytes)
+        segment.last_used = self._n_writes
+        self._trim()
+        return segment
+
+    def _trim(self) -> None:
+        """Close free segments that are too many or, every now and then, too old."""
+        excess = sum(map(_nbytes, self._free.values())) - MAX_FREE_NBYTES
+        if excess <= 0 and len(self._free) <= MAX_FREE and self._n_writes % WRITES_PER_LOOK:
+            return
+        for segment in sorted(self._free.values(), key=_last_used):
+            is_young = self._n_writes - segment.last_used <= MAX_FREE_AGE
+            if excess <= 0 and len(self._free) <= MAX_FREE and is_young:
+                break
+            excess -= segment.nbytes
+            del self._free[segment.id]
+            self._close(segment)
+
+    def _create(self, nbytes: int) -> Segment:
+        step = max(mmap.PAGESIZE, 1 << nbytes.bit_length() >> SPARE_BITS)  # pages that are not written to cost nothing
+        capacity = -(-nbytes // step) * step
+        fd = os.memfd_create("bandmaster", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, capacity)
+            memory = MappedFile(fd, capacity, is_private=False)
+        except BaseException:
+            os.close(fd)
+            raise
+        segment = Segment(next(self._ids), fd, memory, capacity)
+        self._segments[segment.id] = segment
+        return segment
+
+    def _close(self, segment: Segment) -> None:
+        del self._segments[segment.id]
+        segment.close_descriptor()
+        del segment.memory  # whoever still knows the segment does not keep it mapped
+        for tell in self.on_close:
+            tell(segment.id)
+
+
+def fill(segment: Segment, chunks: Sequence[Any]) -> None:
+    """Copy chunks into a segment that was reserved for them."""
+    views = [memoryview(chunk).cast("B") for chunk in chunks]
+    sizes = [view.nbytes for view in views]
+    memory = memoryview(segment.memory.array())
+    struct.pack_into(f"<{1 + len(sizes)}Q", memory, 0, len(sizes), *sizes)
+    for view, offset in zip(views, _layout(sizes)[0], strict=True):
+        memory[offset : offset + view.nbytes] = view
+
+
+class SegmentReader:
+    """The mappings of one reading side, of the segments of one writer.
+
+    Attributes:
+        leases: Of segments, by their numbers. One ends when nothing lies in the segment any more, which its writer has
+            to be told.
+    """
+
+    def __init__(self) -> None:
+        self.leases: ReferenceQueue[int] = ReferenceQueue()
+        self._maps: dict[int, MappedFile] = {}
+        self._were_forked: set[int] = set()  # segments that a fork of this process may read
+        self._were_read: set[int] = set()
+        _readers.add(self)
+
+    def attach(self, number: int, fd: int, nbytes: int) -> None:
+        """Map a segment that is new here; ``fd`` is closed."""
+        try:
+            self._maps[number] = MappedFile(fd, nbytes, is_private=True)
+        finally:
+            os.close(fd)
+
+    def chunks(self, number: int) -> list[memoryview]:
+        """What was written, in memory that may be written to; given back when the last view of it is gone."""
+        memory = self._maps[number]
+        if number in self._were_read and _may_differ(memory):
+            memory.forget_writes()  # what this reader wrote into it the last time must not show
+        self._were_read.add(number)
+        whole = memory.array()  # lives as long as any view of it
+        self.leases.watch(whole, number)
+        view = memoryview(whole)
+        (n_chunks,) = struct.unpack_from("<Q", view)
+        sizes = struct.unpack_from(f"<{n_chunks}Q", view, _LENGTH)
+        offsets, _ = _layout(sizes)
+        return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+
+    def note_fork(self) -> None:
+        """This process is about to be forked, and its fork may read all that is leased now."""
+        self._were_forked.update(self.leases.living())
+
+    def was_forked(self, number: int) -> bool:
+        """Whether a fork of this process may read a segment, which its writer must not reuse then."""
+        return number in self._were_forked
+
+    def forget(self, ids: Iterable[int]) -> None:
+        """Unmap segments, once nothing lies in them: their writer has closed them, or is to close them."""
+        for number in ids:
+            self._maps.pop(number, None)
+            self._were_read.discard(number)
+            self._were_forked.discard(number)
+
+    def close(self) -> None:
+        """Unmap all segments; arrays that lie in one keep it."""
+        self.forget(list(self._maps))
+
+
+def _may_differ(memory: MappedFile) -> bool:
+    """Whether a page of a private mapping was written to, and so is no longer that of the segment.
+
+    Dropping pages would make the reader fault all of them in again, which takes a third as long as to copy them.
+
+    Source: Documentation/admin-guide/mm/pagemap.rst of Linux, bits 61 to 63.
+    """
+    n_pages = memory.nbytes // mmap.PAGESIZE
+    if n_pages <= FEW_PAGES:
+        return True
+    try:
+        pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            entries = os.pread(pagemap, 8 * n_pages, memory.address // mmap.PAGESIZE * 8)
+        finally:
+            os.close(pagemap)
+    except OSError:
+        return True
+    flags = entries[7::8]  # the highest byte of each little-endian number
+    return len(flags) != n_pages or bool(flags.translate(None, delete=_IS_THE_SEGMENTS))
+
+
+_readers: weakref.WeakSet[SegmentReader] = weakref.WeakSet()
+
+
+def _note_fork() -> None:
+    for reader in list(_readers):
+        reader.note_fork()
+
+
+os.register_at_fork(before=_note_fork)
+
+
+def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where chunks of these sizes lie, after a header of their count and sizes; and the end of the last."""
+    end = _LENGTH * (1 + len(sizes))
+    offsets = []
+    for size in sizes:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        offsets.append(start)
+        end = start + size
+    return offsets, end

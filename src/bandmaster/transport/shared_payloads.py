@@ -1,0 +1,58 @@
+"""Large payloads in shared segments, each kept as long as a call may still name it."""
+
+from __future__ import annotations
+
+from bandmaster.codec import Payload
+from bandmaster.errors import ResourceError
+from bandmaster.platform.reference_queue import ReferenceQueue
+from bandmaster.transport.segments import OWNER, Segment, SegmentWriter, fill
+
+__all__ = ["SharedPayload", "SharedPayloads"]
+
+
+class SharedPayload:
+    """A payload that has a segment.
+
+    The first call that names the payload copies it there, so that one worker runs while the next one's rows are copied.
+    """
+
+    def __init__(self, segment: Segment, payload: Payload) -> None:
+        self._segment = segment
+        self._payload: Payload | None = payload
+
+    @property
+    def segment(self) -> Segment:
+        """The segment, with the payload in it."""
+        if self._payload is not None:
+            fill(self._segment, [self._payload.head, *self._payload.buffers])
+            self._payload = None
+        return self._segment
+
+
+class SharedPayloads:
+    """Puts the payloads of one writer into segments. Not thread-safe: its owner holds a lock.
+
+    The segment of a `SharedPayload` that was collected becomes free when the next payload comes.
+    """
+
+    def __init__(self, writer: SegmentWriter) -> None:
+        self._writer = writer
+        self._written: ReferenceQueue[Segment] = ReferenceQueue()
+
+    def put(self, payload: Payload) -> SharedPayload:
+        """Reserve a segment for a payload, whose memory is read when `SharedPayload.segment` is first asked for.
+
+        Raises:
+            ResourceError: There is no memory or no descriptor for it.
+        """
+        self._writer.end_leases([segment.id for segment in self._written.drain()], OWNER)
+        try:
+            segment = self._writer.reserve([memoryview(chunk).nbytes for chunk in (payload.head, *payload.buffers)])
+        except OSError as error:
+            raise ResourceError(
+                f"cannot share {payload.nbytes:,} bytes with the workers ({error}); free memory, or raise the "
+                "limit on open files (ulimit -n)"
+            ) from error
+        written = SharedPayload(segment, payload)
+        self._written.watch(written, segment)
+        return written

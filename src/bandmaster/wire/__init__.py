@@ -1,1 +1,0 @@
-"""How values and calls travel: the codec, and what runs in a worker process."""

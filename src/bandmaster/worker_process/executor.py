@@ -1,0 +1,209 @@
+"""Constructs one worker and runs its calls: the same code on every backend, in the worker's process."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from types import CoroutineType
+from typing import Any
+
+from bandmaster.codec import Payload, decode, encode
+from bandmaster.codec.cuda_ipc import CAN_OPEN, can_open
+from bandmaster.contract import CONSTRUCT, Reply
+from bandmaster.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
+from bandmaster.platform.limits import start_thread
+from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
+from bandmaster.worker_process.control_page import Interrupted
+from bandmaster.worker_process.rendezvous import Rendezvous
+
+__all__ = ["Executor"]
+
+
+class Executor:
+    """One worker, its calls, and the event loop of its async methods.
+
+    Attributes:
+        device: The device of the worker, where tensors go that come from a GPU.
+        hold: Makes a context in which calls are not interrupted: by the control page of a process of their own, else
+            by Ctrl-C.
+        rendezvous: Of the group, held by rank 0 of workers with processes of their own; else None.
+    """
+
+    def __init__(
+        self,
+        hold: Callable[[], AbstractContextManager[None]] = SigintSafeLock,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        self.device = "cpu"
+        self.hold = hold
+        self.rendezvous = rendezvous
+        self.worker: Worker | None = None
+        self._context: WorkerContext | None = None
+        self._loop: _EventLoopThread | None = None
+
+    def prepare(self, context: WorkerContext) -> None:
+        """Take what the worker is told about itself before it is constructed."""
+        self._context, self.device = context, context.device
+
+    def call(self, method: str, reply: int, parts: Sequence[Payload] | memoryview) -> Payload | Failure | None:
+        """Run a method; the encoded value, or None if it is to be dropped.
+
+        Args:
+            method: Its name, or `CONSTRUCT`.
+            reply: What happens to the value, see `bandmaster.contract.Reply`.
+            parts: The arguments, in memory of their own; the pickle stream alone where that is all there is.
+        """
+        try:
+            if method in _OWN:
+                value = _OWN[method](self, parts)
+            else:
+                args, kwargs = [], {}
+                is_stream = type(parts) is memoryview and self.device == "cpu"
+                for key, argument in pickle.loads(parts) if is_stream else self._merge(parts):  # type: ignore[arg-type]
+                    if type(key) is int:
+                        args.append(argument)
+                    else:
+                        kwargs[key] = argument
+                value = getattr(self.worker, method)(*args, **kwargs)
+            if type(value) is CoroutineType or self.rendezvous is not None:
+                value = self._settled(value)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the user's code may raise anything, SystemExit included
+            reraise_if_from_signal(error)  # as that of a handler of SIGTERM: the process is to end
+            return self.failure(error)
+        if reply == Reply.DROP:
+            return None
+        try:
+            return encode(value)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # as above
+            reraise_if_from_signal(error)
+            what = f"the returned {type(value).__name__} cannot be pickled: {summary_of(error)}"
+            return self.failure(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
+
+    def _construct(self, parts: Sequence[Payload] | memoryview) -> None:
+        assert self._context is not None, "it was set before the first call"
+        with ClassLoading():
+            cls, args, kwargs = self._merge(parts)
+        self.worker = make_worker(cls, self._context, args, kwargs)
+
+    def _can_open(self, parts: Sequence[Payload] | memoryview) -> bool:
+        return can_open(self.device, *(value for _, value in self._merge(parts)))
+
+    def _merge(self, parts: Sequence[Payload] | memoryview) -> Sequence[Any]:
+        """The items of all parts; keyword arguments first, positional ones in order, as they are within each part."""
+        if type(parts) is memoryview:
+            parts = [Payload(parts)]
+        if len(parts) == 1:
+            merged: Sequence[Any] = self._decode(parts[0])
+            return merged
+        items = [item for part in parts for item in self._decode(part)]
+        return sorted(items, key=lambda item: item[0] if type(item[0]) is int else -1)
+
+    def _decode(self, payload: Payload) -> Any:
+        if self.device == "cpu":
+            return decode(payload)
+        with self.hold():  # so that memory of another process's GPU that it opens is closed again
+            return decode(payload, self.device)
+
+    def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
+        """Describe what was raised in this worker."""
+        failure = Failure.of(error, kind, self.device)
+        if _follows_interruption(error):
+            return replace(failure, kind=FailureKind.CANCELLED, summary="interrupted by the controller")
+        return failure
+
+    def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a method on plain values; an async one is awaited."""
+        return self._settled(getattr(self.worker, method)(*args, **kwargs))
+
+    def _settled(self, value: Any) -> Any:
+        if type(value) is CoroutineType:
+            value = self._await(value)
+        if self.rendezvous is not None:
+            self._hand_over()
+        return value
+
+    def _await(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        future = None
+        try:
+            with self.hold():
+                self._loop = self._loop or _EventLoopThread()
+            with self.hold():  # so that it is handed over, or is not
+                future = self._loop.start(coroutine)
+            error = future.exception()
+        except BaseException:  # the call was cancelled
+            if future is None:
+                coroutine.close()
+            else:
+                future.cancel()
+            raise
+        if error is not None:
+            raise error
+        return future.result()
+
+    def close(self) -> None:
+        """End the event loop, if there is one, and let the worker go."""
+        if self._loop is not None:
+            self._loop.close()
+        if self.rendezvous is not None:
+            self.rendezvous.close()
+        self.worker = self._loop = self.rendezvous = None
+
+    def _hand_over(self) -> None:
+        assert self.rendezvous is not None, "the caller has looked"
+        if self.rendezvous.hand_over():
+            self.rendezvous = None
+
+
+_OWN: dict[str, Callable[[Executor, Sequence[Payload] | memoryview], Any]] = {
+    CONSTRUCT: Executor._construct,
+    CAN_OPEN: Executor._can_open,
+}
+
+
+def _follows_interruption(error: BaseException | None) -> bool:
+    """Whether it is one, or was raised while the method tidied up after one."""
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return error is not None
+
+
+class _EventLoopThread:
+    """A loop in a thread of its own: tasks that a method leaves behind go on between calls.
+
+    And it works where this thread's loop is running already, as in a notebook.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._is_closed = False
+        try:
+            self._thread = start_thread("bandmaster-async-methods", self._serve)
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            with suppress(SystemExit, KeyboardInterrupt):  # from a coroutine, whose caller gets it: the loop goes on
+                self._loop.run_forever()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
