@@ -51,7 +51,7 @@ def test_a_thread_that_cannot_be_started_is_named_with_both_numbers(no_more_thre
 def test_a_watch_that_cannot_be_started_costs_the_group_nothing(make_group, request):
     group = make_group(1, Echo)
     request.getfixturevalue("no_more_threads")
-    with pytest.raises(bm.ResourceError, match=refused("bandmaster-death-watch")):
+    with pytest.raises(bm.ResourceError, match=refused("bandmaster-progress")):
         group.on_death(print)
     assert group.echo(1) == [1]
 

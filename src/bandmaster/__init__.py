@@ -5,6 +5,7 @@ The public names, by the module that each comes from; `README.md` has the tour.
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import CallOptions, set_default_options
+from bandmaster.calls.waiting import as_completed, wait
 from bandmaster.errors import (
     ArgumentError,
     BandmasterError,
@@ -78,6 +79,7 @@ __all__ = [
     "Worker",
     "WorkerDied",
     "WorkerGroup",
+    "as_completed",
     "collect_all_to_all",
     "merge_resource_pool",
     "plan",
@@ -85,4 +87,5 @@ __all__ = [
     "register_batch_type",
     "set_default_options",
     "split_resource_pool",
+    "wait",
 ]

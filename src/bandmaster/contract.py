@@ -1,4 +1,4 @@
-"""The waist: what a backend is (4 methods), and what the running workers of a group are (9 methods, 2 facts).
+"""The waist: what a backend is (4 methods), and what the running workers of a group are (9 methods, 3 facts).
 
 The core plans calls and never sees a socket. A backend carries payloads and never sees an axis or a protocol::
 
@@ -166,9 +166,16 @@ class Call(NamedTuple):
 
 
 class Ticket:
-    """Base class of backends' tickets: one rank's part of a call, and in time its reply."""
+    """Base class of backends' tickets: one rank's part of a call, and in time its reply.
 
-    __slots__ = ()
+    Attributes:
+        on_done: If it is set, the thread that receives the reply calls it; it must not block.
+    """
+
+    __slots__ = ("on_done",)
+
+    def __init__(self) -> None:
+        self.on_done: Callable[[], object] | None = None
 
 
 class Workers(Protocol):
@@ -185,6 +192,10 @@ class Workers(Protocol):
     @property
     def records(self) -> Sequence[WorkerRecord]:
         """Where each rank's worker is."""
+
+    @property
+    def arrivals(self) -> int | None:
+        """A descriptor that is readable when a reply or a death may have arrived; None if nothing tells of them."""
 
     def put(self, payloads: Sequence[Payload]) -> Sequence[Any]:
         """Make payloads ready to be named by calls. Each is written once, however many ranks will read it.
@@ -244,8 +255,12 @@ class Workers(Protocol):
         The stack of a rank that has not come to its ticket's call begins with `QUEUED`.
         """
 
-    def check(self) -> bool:
-        """Notice deaths that no call has met; False once `stop` was called."""
+    def check(self, is_thorough: bool = True) -> bool:
+        """Take what has arrived, and notice deaths that no call has met; False once `stop` was called.
+
+        Args:
+            is_thorough: Whether to ask about processes whose deaths do not arrive by themselves.
+        """
 
     def stop(self, why: str = CLOSED) -> None:
         """End the workers. Pending calls fail because of ``why``. Calling it again does nothing."""

@@ -299,6 +299,7 @@ class WorkerGroup:
     def close(self) -> None:
         """End the workers and give their places back. Closing twice is fine."""
         self._ownership.close()
+        self._end_watches()
         self._submitter.begin_anew()
 
     def __enter__(self) -> WorkerGroup:

@@ -43,6 +43,7 @@ class InProcessWorkers:
         self._launch = launch
         self._executors = [self._executor(rank) for rank in range(len(launch.slots))]
         self.deaths: dict[int, Failure] = {}
+        self.arrivals: int | None = None  # a call has run when it was sent
         self._is_stopped = False
         self._running = threading.RLock()  # held while a method or a constructor runs
 
@@ -110,7 +111,7 @@ class InProcessWorkers:
         """Always empty: ranks run on the caller's own stack."""
         return {}
 
-    def check(self) -> bool:
+    def check(self, is_thorough: bool = True) -> bool:
         """Whether the workers were not stopped: none can have died."""
         return not self._is_stopped
 
@@ -150,4 +151,5 @@ class InProcessTicket(contract.Ticket):
     __slots__ = ("outcome",)
 
     def __init__(self, outcome: Payload | Failure | None) -> None:
+        super().__init__()
         self.outcome = outcome

@@ -106,6 +106,11 @@ class LocalWorkers:
             raise
 
     @property
+    def arrivals(self) -> int | None:
+        """All replies and deaths arrive by lanes."""
+        return self._client.arrivals
+
+    @property
     def records(self) -> list[WorkerRecord]:
         """Names and pids; all workers have a lane."""
         host, device = socket.gethostname(), _device_of(self._launch)

@@ -56,6 +56,7 @@ class RayTicket(contract.Ticket):
     __slots__ = ("number", "rank", "reference")
 
     def __init__(self, reference: Any, rank: int, number: int) -> None:
+        super().__init__()
         self.reference = reference
         self.rank = rank
         self.number = number
@@ -186,6 +187,11 @@ class RayWorkers:
             raise
 
     @property
+    def arrivals(self) -> int | None:
+        """Where all actors have lanes, they tell of replies and deaths."""
+        return self._client.arrivals if len(self._has_lane) == len(self.actors) else None
+
+    @property
     def records(self) -> list[WorkerRecord]:
         """Where each actor is; a handle is the actor handle. Who has one can call the actor past the group."""
         return [
@@ -314,10 +320,10 @@ class RayWorkers:
 
     # --- ends ---
 
-    def check(self) -> bool:
-        """Ask Ray about the actors, and look at the lanes."""
+    def check(self, is_thorough: bool = True) -> bool:
+        """Look at the lanes, and ask Ray about the actors."""
         is_running = self._client.check()
-        for rank, actor in enumerate(self.actors):
+        for rank, actor in enumerate(self.actors if is_thorough else ()):
             if rank not in self.deaths and self._is_dead(actor):
                 self._note_death(rank)
         return is_running

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 from bandmaster.calls.pending import PendingCall
+from bandmaster.calls.progress import progress
+from bandmaster.contract import Ticket, Workers
 from bandmaster.errors import CallTimeout
-from bandmaster.platform.limits import start_thread
 
 __all__ = ["Future"]
+
+PATIENCE_S = 0.02
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -27,6 +33,7 @@ class Future(Generic[T]):
         self._call = call
         self._owner = owner  # lives as long as this
         self._callbacks: list[Callable[[Future[T]], object]] = []
+        self._is_watched = False
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result.
@@ -94,15 +101,22 @@ class Future(Generic[T]):
         return self._call.is_cancelled
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Call ``fn(self)`` once the future is done, at once if it is; else from a thread that waits for it."""
-        if self.done():
-            self._run_callback(fn)
-            return
+        """Call ``fn(self)`` once the future is done: at once if it is, else from the one thread of all callbacks.
+
+        Callbacks that take long hold up those of other futures.
+
+        Raises:
+            ResourceError: The system allows no more threads or descriptors.
+        """
         self._callbacks.append(fn)
-        if len(self._callbacks) == 1:
-            start_thread("bandmaster-future", self._run_callbacks)
+        if self.done():
+            self._run_callbacks()
+        elif not self._is_watched:
+            self._is_watched = True
+            progress.add(_CallWatch(self._call, self._run_callbacks))
 
     def __await__(self) -> Generator[Any, None, T]:
+        """Wait in an event loop. If the task that waits is cancelled, so is the call, as with `asyncio.wrap_future`."""
         import asyncio  # here, as it takes a third of the time that the import of everything takes
 
         loop = asyncio.get_running_loop()
@@ -114,20 +128,19 @@ class Future(Generic[T]):
         except asyncio.TimeoutError:
             assert timeout_s is not None, "only a deadline ends the wait early"
             raise self._late(timeout_s) from None
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
         return self.result()
 
     def _run_callbacks(self) -> None:
-        try:
-            self._call.wait(None)
-        finally:  # whoever asked must not wait for ever
-            while self._callbacks:
-                self._run_callback(self._callbacks.pop(0))
-
-    def _run_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        try:
-            fn(self)
-        except Exception:
-            _log.exception("a callback of %s raised", self._call.site.method)
+        while self._callbacks:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                fn = self._callbacks.pop(0)
+                try:
+                    fn(self)
+                except Exception:
+                    _log.exception("a callback of %s raised", self._call.site.method)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Future stays in the process that made the call; pass future.result() instead")
@@ -139,3 +152,27 @@ class Future(Generic[T]):
         else:
             state = f"{'cancelled, ' if call.is_cancelled else ''}waiting for rank {', '.join(map(str, call.missing))}"
         return f"<Future of {call.site.method}, {state}>"
+
+
+class _CallWatch:
+    """Has a call be done, and then something be called, though no thread waits for it."""
+
+    def __init__(self, call: PendingCall, when_done: Callable[[], object]) -> None:
+        self.workers: Workers = call.workers
+        self.due: float | None = None
+        self._call = call
+        self._when_done = when_done
+        look = partial(progress.look_at, self)
+        call.on_done = look
+        for ticket in list(call.tickets.values()):
+            if isinstance(ticket, Ticket):
+                ticket.on_done = look
+
+    def look(self) -> bool:
+        """Read what has arrived for the call."""
+        if self._call.wait(0):
+            self._when_done()
+            return True
+        due = self._call.due
+        self.due = None if due is None else max(due, time.monotonic() + PATIENCE_S)  # another thread may be at it
+        return False

@@ -86,6 +86,9 @@ class PendingCall:
         is_done: Whether the result or the error is there.
         outcome: The result, once it is done; None if there is an error.
         error: What is to be raised, once it is done; None if there is a result.
+        due: The moment at which the thread that reads has to look again, by `time.monotonic`; None for no moment.
+        on_done: If it is set, the thread that makes the result calls it afterwards; it must not block.
+        workers: The workers that are asked.
         reading: Held by the thread that sends the call, reads its replies or makes its result of them.
 
     Args:
@@ -105,17 +108,19 @@ class PendingCall:
         "_interrupted",
         "_others",
         "_values",
-        "_workers",
+        "due",
         "error",
         "failures",
         "is_done",
         "is_over",
         "kept",
+        "on_done",
         "outcome",
         "reading",
         "real_rows",
         "site",
         "tickets",
+        "workers",
     )
 
     def __init__(
@@ -134,10 +139,12 @@ class PendingCall:
         self.is_over = self.is_done = self._has_to_stop = False
         self.outcome: Any = None
         self.error: BaseException | None = None
+        self.due: float | None = None
+        self.on_done: Callable[[], object] | None = None
         self.reading = threading.RLock()
         self._has_failed = bool(self.failures)  # on a rank that was asked; else it is known to before it is sent
         self._values: dict[int, Any] = {}
-        self._workers = workers
+        self.workers = workers
         self._collection = collection
         self._others = others
         self._escalation: Escalation | None = None
@@ -156,14 +163,14 @@ class PendingCall:
 
     def stacks(self) -> Mapping[int, str]:
         """The Python stacks of the ranks that have not replied."""
-        return self._workers.stacks(dict(self.tickets))
+        return self.workers.stacks(dict(self.tickets))
 
     def cancel(self) -> None:
         """Interrupt the call where it runs, and have it skipped where it does not run yet. From any thread."""
         before = self._cancelled_at
         self._cancelled_at = before or time.monotonic()
         try:
-            self._workers.interrupt(dict(self.tickets))
+            self.workers.interrupt(dict(self.tickets))
         except UsageError:
             self._cancelled_at = before
             raise
@@ -210,10 +217,11 @@ class PendingCall:
         Once a rank has failed, the others are interrupted; after a death they are not waited for, unless
         ``is_patient``. `reading` is held.
         """
-        if self._workers.deaths and self.tickets:
+        if self.workers.deaths and self.tickets:
             self._take(0.0)  # what was replied before counts
         while self.tickets:
-            until = self._do_what_is_due(deadline)
+            due = self.due = self._do_what_is_due()
+            until = deadline if due is None or (deadline is not None and deadline < due) else due
             if self._has_to_stop and not is_patient:
                 break
             self._take(LOOK_AROUND_S if until is None else min(max(0.0, until - time.monotonic()), LOOK_AROUND_S))
@@ -239,6 +247,8 @@ class PendingCall:
                 self.error = error
         self.is_done = True
         self._values = {}
+        if self.on_done is not None:
+            self.on_done()
 
     def _collected(self) -> Any:
         incoming, ranks, finish = self._collection
@@ -267,17 +277,15 @@ class PendingCall:
             kind = RemoteError
         return kind(self.site.method, failures, where, self.site.group)
 
-    def _do_what_is_due(self, deadline: float | None) -> float | None:
-        """About this call and those before it; the moment at which there is more to do, the deadline at the latest."""
+    def _do_what_is_due(self) -> float | None:
+        """About this call and those before it; the moment at which there is more to do, if there is one."""
         others = self._others.drive(self) if self._others is not None and len(self._others) > 1 else None
-        ours = self._escalate() if self.failures or self._workers.deaths or self._cancelled_at is not None else None
-        if ours is None and others is None:
-            return deadline
-        return min(moment for moment in (deadline, ours, others) if moment is not None)
+        ours = self._escalate() if self.failures or self.workers.deaths or self._cancelled_at is not None else None
+        return others if ours is None else ours if others is None else min(ours, others)
 
     def _escalate(self) -> float | None:
         """Do what is due about ranks that go on with a call that failed; the moment at which more is due."""
-        deaths, now = self._workers.deaths, time.monotonic()
+        deaths, now = self.workers.deaths, time.monotonic()
         if not (deaths or self.failures or self._cancelled_at is not None):
             return None
         self._escalation = self._escalation or Escalation(self.site.limits().grace)
@@ -290,7 +298,7 @@ class PendingCall:
             self._escalation.begin(now)
         while (step := self._escalation.due(now)) is not None:
             if step is Step.INTERRUPT:
-                self._workers.interrupt(dict(self.tickets))
+                self.workers.interrupt(dict(self.tickets))
             elif step is Step.END:
                 self._kill_the_stuck()
             else:
@@ -303,7 +311,7 @@ class PendingCall:
         self._take(0.0)
         if self.tickets:
             why = f"ended by the controller, as it had not stopped in time after {self._reason()}"
-            self._workers.interrupt(self.tickets, why)
+            self.workers.interrupt(self.tickets, why)
             self._escalation.put_off_the_end(time.monotonic())
 
     def _reason(self) -> str:
@@ -313,14 +321,14 @@ class PendingCall:
 
     def _take(self, timeout_s: float) -> None:
         """Take the replies that come in this time."""
-        done = self._workers.wait(list(self.tickets.values()), timeout_s)
+        done = self.workers.wait(list(self.tickets.values()), timeout_s)
         finished = None if len(done) == len(self.tickets) else set(map(id, done))
         still = {}
         for rank, ticket in self.tickets.items():
             if finished is not None and id(ticket) not in finished:
                 still[rank] = ticket
                 continue
-            reply = self._workers.fetch(ticket)
+            reply = self.workers.fetch(ticket)
             value = self._decoded(rank, reply) if type(reply) is Payload else reply
             if type(value) is Failure:
                 self.failures[rank], self._has_failed = value, True

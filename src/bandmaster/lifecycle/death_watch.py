@@ -2,68 +2,60 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import select
+import time
 from collections.abc import Callable
 
 from bandmaster.calls.pending import CallSite
+from bandmaster.calls.progress import progress
 from bandmaster.contract import Workers
 from bandmaster.errors import WorkerDied
-from bandmaster.platform.limits import start_thread
 
 __all__ = ["DeathWatch"]
 
-LOOK_S = 1.0  # how often workers on other hosts are asked after
+LOOK_S = 1.0  # how often workers are asked whose deaths do not arrive by themselves
 _log = logging.getLogger(__name__)
 
 
 class DeathWatch:
-    """A thread that calls back when any of a group's processes has died. It ends then, or with the workers.
-
-    The kernel tells of processes on this host; the backend is asked about the others.
+    """Calls back when any of a group's processes has died; it ends then, or with the workers.
 
     Args:
         workers: The workers.
         site: What the error says about the group.
-        callback: Called with the error, once.
+        callback: Called with the error, once, from the thread of all callbacks.
 
     Raises:
-        ResourceError: The system allows no more threads.
+        ResourceError: The system allows no more threads or descriptors.
     """
 
     def __init__(self, workers: Workers, site: CallSite, callback: Callable[[WorkerDied], object]) -> None:
-        self._workers, self._site, self._callback = workers, site, callback
+        self.workers = workers
+        self.due: float | None = None
+        self._site, self._callback = site, callback
         self._is_over = False
-        start_thread("bandmaster-death-watch", self._watch)
+        progress.add(self)
 
     def end(self) -> None:
         """Do not call back from here on."""
         self._is_over = True
+        progress.look_at(self)
 
     def again(self, workers: Workers) -> DeathWatch:
         """Start to watch workers that have taken the place of these."""
         return DeathWatch(workers, self._site, self._callback)
 
-    def _watch(self) -> None:
-        is_running = True
-        with contextlib.ExitStack() as close_all:
-            poll = select.poll()
-            for record in self._workers.records:
-                with contextlib.suppress(OSError):  # it has ended already, which the backend will see
-                    if record.channel == "lane":
-                        process = os.pidfd_open(record.pid)
-                        close_all.callback(os.close, process)
-                        poll.register(process, select.POLLIN)
-            while is_running and not (self._workers.deaths or self._is_over):
-                for process, _ in poll.poll(LOOK_S * 1000):
-                    poll.unregister(process)  # it has ended; the backend will know in a moment
-                is_running = self._workers.check()
-        deaths = dict(self._workers.deaths)
-        if deaths and self._workers.check() and not self._is_over:
-            where = {rank: self._site.mesh.coordinates(rank) for rank in deaths}
-            try:
-                self._callback(WorkerDied(self._site.method, deaths, where, self._site.group))
-            except Exception:
-                _log.exception("the callback of on_death raised")
+    def look(self) -> bool:
+        """Look for deaths; whether there is nothing to watch any more."""
+        if self._is_over or not self.workers.check(is_thorough=self.due is None or self.due <= time.monotonic()):
+            return True
+        deaths = dict(self.workers.deaths)
+        if not deaths:
+            self.due = time.monotonic() + LOOK_S
+            return False
+        where = {rank: self._site.mesh.coordinates(rank) for rank in deaths}
+        try:
+            self._callback(WorkerDied(self._site.method, deaths, where, self._site.group))
+        except Exception:
+            _log.exception("the callback of on_death raised")
+        return True

@@ -52,6 +52,7 @@ class LaneTicket(contract.Ticket):
     __slots__ = ("is_done", "number", "outcome")
 
     def __init__(self, number: int) -> None:
+        self.on_done = None
         self.number = number
         self.is_done = False
         self.outcome: Payload | Failure | None = None
@@ -268,7 +269,12 @@ class WorkerClient:
         """As `contract.Workers.fetch`."""
         return ticket.outcome
 
-    def check(self) -> bool:
+    @property
+    def arrivals(self) -> int | None:
+        """As `contract.Workers.arrivals`."""
+        return None if self._poller.is_closed else self._poller.fileno()
+
+    def check(self, is_thorough: bool = True) -> bool:
         """As `contract.Workers.check`: read what has arrived; a channel that was hung up tells of a death."""
         with self.lock:
             self._receive_all()
@@ -317,6 +323,8 @@ class WorkerClient:
             self._finish(ticket, Failure.of(error))
         elif kind == _VALUE:  # as most are
             ticket.outcome, ticket.is_done = Payload(bytes(body[HEADER_NBYTES:])), True
+            if ticket.on_done is not None:
+                ticket.on_done()
         else:
             self._finish_with(ticket, kind, body, channel)
 
@@ -330,6 +338,8 @@ class WorkerClient:
         ticket.outcome, ticket.is_done = outcome, True
         if type(outcome) is Failure:
             self._n_failed += 1
+        if ticket.on_done is not None:
+            ticket.on_done()
 
     # --- interrupting ---
 

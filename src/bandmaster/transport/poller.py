@@ -50,6 +50,10 @@ class Poller:
         """Whether `close` was called."""
         return self._poll.closed
 
+    def fileno(self) -> int:
+        """A descriptor that is readable when something has arrived."""
+        return self._poll.fileno()
+
     def watch(self, fd: int) -> None:
         """Look at one more descriptor."""
         self._poll.register(fd, ARRIVED)
@@ -92,7 +96,12 @@ class Poller:
 
     def now(self) -> Sequence[Event]:
         """What has arrived already."""
-        return [] if self._poll.closed else [event for event in self._poll.poll(0) if event[0] != self._wake]
+        if self._poll.closed:
+            return []
+        ready = self._poll.poll(0)
+        if self._blocked is None and any(event[0] == self._wake for event in ready):
+            self._acknowledge()  # or the descriptor of this object would stay readable
+        return [event for event in ready if event[0] != self._wake]
 
     def wake_if_blocked(self) -> None:
         """Have a thread that is blocked in the kernel look around: something was read, or has changed."""

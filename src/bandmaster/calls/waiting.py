@@ -1,0 +1,112 @@
+"""Waiting for several futures: the words of `concurrent.futures`."""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
+from typing import Any, NamedTuple
+
+from bandmaster.calls.future import Future
+from bandmaster.calls.options import check_seconds
+from bandmaster.errors import UsageError
+
+__all__ = ["DoneAndNotDone", "as_completed", "wait"]
+
+
+class DoneAndNotDone(NamedTuple):
+    """What `wait` returns.
+
+    Attributes:
+        done: The futures that are done.
+        not_done: The others.
+    """
+
+    done: set[Future[Any]]
+    not_done: set[Future[Any]]
+
+
+def wait(
+    futures: Iterable[Future[Any]], timeout: float | None = None, return_when: str = ALL_COMPLETED
+) -> DoneAndNotDone:
+    """Wait for futures, of any groups.
+
+    Args:
+        futures: The futures.
+        timeout: Seconds to wait; None for as long as it takes.
+        return_when: ``"ALL_COMPLETED"``, ``"FIRST_COMPLETED"``, or ``"FIRST_EXCEPTION"``: as soon as one has raised or
+            was cancelled, or all are done.
+
+    Returns:
+        The futures that are done and those that are not.
+
+    Raises:
+        UsageError: What is given is no future of this library, no duration, or none of the three.
+
+    Source: `concurrent.futures.wait`.
+    """
+    known = (ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION)
+    if return_when not in known:
+        raise UsageError(f"return_when of wait must be one of {', '.join(map(repr, known))}, got {return_when!r}")
+    not_done = _checked(futures, timeout, "wait")
+    done: set[Future[Any]] = set()
+    for future in _as_they_come(not_done, timeout):
+        done.add(future)
+        is_enough = return_when == FIRST_COMPLETED or (
+            return_when == FIRST_EXCEPTION and future.exception() is not None
+        )
+        if is_enough:
+            break
+    done.update(future for future in not_done - done if future.done())
+    return DoneAndNotDone(done, not_done - done)
+
+
+def as_completed(futures: Iterable[Future[Any]], timeout: float | None = None) -> Iterator[Future[Any]]:
+    """Iterate over futures, of any groups, as they are done.
+
+    Args:
+        futures: The futures; each is yielded once.
+        timeout: Seconds, from the call on, after which `TimeoutError` is raised; None for as long as it takes.
+
+    Raises:
+        UsageError: What is given is no future of this library, or no duration.
+        TimeoutError: Not all were done in time.
+
+    Source: `concurrent.futures.as_completed`.
+    """
+    waiting = _checked(futures, timeout, "as_completed")
+    return _all_of(waiting, timeout)
+
+
+def _all_of(waiting: set[Future[Any]], timeout: float | None) -> Iterator[Future[Any]]:
+    n_done = 0
+    for future in _as_they_come(waiting, timeout):
+        n_done += 1
+        yield future
+    if n_done < len(waiting):
+        raise TimeoutError(f"{len(waiting) - n_done} of {len(waiting)} futures were not done in {timeout:g} s")
+
+
+def _as_they_come(futures: set[Future[Any]], timeout: float | None) -> Iterator[Future[Any]]:
+    """Futures as they are done, until the time is over."""
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    done: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+    for future in futures:
+        future.add_done_callback(done.put)
+    for _ in futures:
+        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        try:
+            yield done.get(timeout=left)
+        except queue.Empty:
+            return
+
+
+def _checked(futures: Iterable[Future[Any]], timeout: float | None, function: str) -> set[Future[Any]]:
+    check_seconds(f"timeout of {function}", timeout)
+    found = set(futures)
+    for future in found:
+        if not isinstance(future, Future):
+            raise UsageError(f"{function} takes futures that submit() has returned, got {type(future).__name__}")
+    return found

@@ -1,0 +1,121 @@
+"""Several futures at once: callbacks, `wait`, `as_completed`, and futures in event loops."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Waits(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, x):
+        return x + self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail(self):
+        raise ValueError("planned")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self, seconds):
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(0.01)
+        return "slept"
+
+
+@pytest.fixture(scope="module")
+def groups():
+    """Two groups on processes of their own, so that one is at work while the other one is."""
+    with bm.ResourcePool([2]) as pool:
+        yield bm.WorkerGroup(pool, Waits), bm.WorkerGroup(pool, Waits)
+
+
+def n_threads():
+    return sum(thread.name == "bandmaster-progress" for thread in threading.enumerate())
+
+
+def test_one_thread_calls_all_callbacks_and_ends_with_them(groups):
+    barrier, seen = threading.Event(), []
+    futures = [group.sleep.submit(0.1) for group in groups] + [groups[0].add.submit(n) for n in range(100)]
+    for future in futures:
+        future.add_done_callback(lambda future: (seen.append(future.result()), len(seen) == 102 and barrier.set()))
+    assert n_threads() == 1
+    assert barrier.wait(30)
+    assert sorted(seen[n] for n in range(102) if "slept" not in seen[n]) == [[n, n + 1] for n in range(100)]
+    deadline = time.monotonic() + 10
+    while n_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not n_threads()
+
+
+def test_a_callback_comes_though_another_thread_reads_the_reply(groups):
+    group, told = groups[0], threading.Event()
+    first = group.sleep.submit(0.2)
+    first.add_done_callback(lambda _: told.set())
+    assert group.add(1) == [1, 2]  # this thread has read the replies of both calls
+    assert told.wait(10)
+
+
+def test_wait_for_all_the_first_or_the_first_that_fails(groups):
+    slow, quick = groups[0].sleep.submit(0.5), groups[1].add.submit(1)
+    assert bm.wait([slow, quick], return_when="FIRST_COMPLETED") == ({quick}, {slow})
+    assert bm.wait([slow, quick], timeout=0) == ({quick}, {slow})
+    assert bm.wait([slow, quick]) == ({slow, quick}, set())
+    slow, failing, quick = groups[0].sleep.submit(0.5), groups[1].fail.submit(), groups[1].add.submit(1)
+    done, not_done = bm.wait([slow, failing, quick], return_when="FIRST_EXCEPTION")
+    assert failing in done
+    assert slow in not_done
+    assert bm.wait([]) == (set(), set())
+    slow.result()
+
+
+def test_futures_come_as_they_are_completed(groups):
+    slow, quick = groups[0].sleep.submit(0.3), groups[1].add.submit(1)
+    assert list(bm.as_completed([slow, quick])) == [quick, slow]
+    slow = groups[0].sleep.submit(0.5)
+    with pytest.raises(TimeoutError, match=r"1 of 2 futures were not done in 0\.1 s"):
+        list(bm.as_completed([slow, quick], timeout=0.1))
+    slow.result()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda future: bm.wait([future, 3]), "wait takes futures that submit() has returned, got int"),
+        (lambda future: bm.as_completed([None]), "as_completed takes futures that submit() has returned, got NoneType"),
+        (lambda future: bm.wait([future], timeout=-1), "timeout of wait must be a non-negative number"),
+        (lambda future: bm.wait([future], return_when="any"), "must be one of 'ALL_COMPLETED'"),
+    ],
+)
+def test_what_cannot_be_waited_for_is_refused(groups, call, words):
+    with pytest.raises(bm.UsageError) as caught:
+        call(groups[0].add.submit(1))
+    assert words in str(caught.value)
+
+
+def test_futures_in_an_event_loop(groups):
+    async def wait_long(future):
+        return await future
+
+    async def main():
+        one, other = groups
+        assert await asyncio.gather(one.add.submit(1), other.add.submit(2)) == [[1, 2], [2, 3]]
+        assert await asyncio.wait_for(one.add.submit(3), 30) == [3, 4]
+        slow = one.sleep.submit(30)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(slow, 0.2)
+        assert slow.cancelled(), "as with every awaitable that wait_for gives up"
+        task = asyncio.ensure_future(wait_long(one.sleep.submit(30)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await one.add.submit(4)
+
+    assert asyncio.run(main()) == [4, 5]
