@@ -10,7 +10,7 @@
       ▼
     end those that have not stopped
 
-So ranks that sit in a collective with one that failed do not sit there for ever.
+So ranks that wait in a collective for a rank that failed do not wait for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Escalation", "Step"]
 
 PATIENCE_S = 0.5  # after a rank has failed
 DEATH_PATIENCE_S = 0.2  # after one has died: the call is to fail within a second
-DEATH_WAIT_S = 0.8  # after a death, nobody waits for the others any longer
+DEATH_WAIT_S = 0.8  # after a death, the call does not wait for the others any longer
 
 
 class Step(Enum):

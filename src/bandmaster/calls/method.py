@@ -1,4 +1,4 @@
-"""A registered method: what is known of it once, and what a group hands out under its name."""
+"""Registered methods: `MethodSpec` is determined once per group, `GroupMethod` is what `group.method` returns."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = ["GroupMethod", "MethodSpec"]
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What is known of a method before it is called.
+    """The facts about a registered method that do not depend on a call's arguments.
 
     Attributes:
         function: As the class has it.
@@ -72,7 +72,7 @@ class MethodSpec:
 
     @classmethod
     def of(cls, worker_class: type, name: str, registration: Registration, mesh: Mesh) -> MethodSpec:
-        """Look at a registered method of a class.
+        """Inspect a registered method of a class.
 
         Raises:
             MeshError: Its protocol, or a rule of one of its arguments, asks for what the mesh does not have.
@@ -94,7 +94,7 @@ class MethodSpec:
         return spec
 
     def _check_mesh(self) -> None:
-        """Ask the mesh now for all that calls will ask it for."""
+        """Raise if the mesh lacks an axis or coordinate that calls of the method would need."""
         protocol = self.registration.protocol
         if self.is_for_zero or isinstance(protocol, Custom):
             return
@@ -114,7 +114,7 @@ class MethodSpec:
 
     @cached_property
     def described(self) -> Mapping[str, Any]:
-        """What a group's method shows of the worker's: name, docstring and signature."""
+        """Name, docstring and signature of the worker's method, as attributes of the group's method."""
         return {
             "__name__": self.name,
             "__qualname__": self.label,
@@ -182,7 +182,7 @@ class GroupMethod:
         return self._send(args, kwargs, waits=self._spec.registration.is_blocking)
 
     def options(self, /, **options: float | None) -> GroupMethod:
-        """The same method with other limits on how long a call may take.
+        """A copy of this group method with other options.
 
         Args:
             **options: ``timeout``: seconds that a wait for the result may take before `CallTimeout`, None for as

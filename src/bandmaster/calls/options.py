@@ -1,4 +1,4 @@
-"""How long calls may take: what a call, its group and the library say about it, the closest word first."""
+"""How long calls may take: as the call says, else its group, else the library."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["CallOptions", "check_seconds", "default_options", "set_default_optio
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Refuse what is no duration.
+    """Raise if a value is not a duration.
 
     Args:
-        name: Of the parameter, for the message.
+        name: Name of the parameter, for the message.
         value: Seconds, or None for no limit.
 
     Raises:
-        UsageError: It is neither None nor a number of 0 or more.
+        UsageError: The value is neither None nor a number of 0 or more.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and value >= 0):  # nan is not
@@ -28,7 +28,7 @@ def check_seconds(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What can be said about a call besides its arguments.
+    """Options of a call besides its arguments.
 
     Attributes:
         timeout: Seconds that a wait for its result may take, before `CallTimeout`; None for as long as it takes.
@@ -40,7 +40,7 @@ class CallOptions:
     grace: float | None = 5.0
 
     def but(self, changes: Mapping[str, Any]) -> CallOptions:
-        """The same with some of them changed.
+        """A copy with some options changed.
 
         Raises:
             UsageError: There is no such option, or its value makes no sense.
@@ -49,7 +49,7 @@ class CallOptions:
             return self
         for name, value in changes.items():
             if name not in ("timeout", "grace"):
-                raise UsageError(f"a call has no option {name!r}; there are timeout and grace, both in seconds")
+                raise UsageError(f"a call has no option {name!r}; its options are timeout and grace, both in seconds")
             check_seconds(name, value)
         known = {"timeout": self.timeout, "grace": self.grace}
         return CallOptions(**{**known, **changes})
@@ -60,7 +60,7 @@ class _Library:
 
 
 def set_default_options(**options: float | None) -> None:
-    """Set what holds for the calls of all groups that say nothing else; see `CallOptions`.
+    """Set the options of calls of all groups, unless a group or a call says otherwise; see `CallOptions`.
 
     Args:
         **options: ``timeout`` and ``grace``, in seconds.
@@ -76,5 +76,5 @@ def set_default_options(**options: float | None) -> None:
 
 
 def default_options() -> CallOptions:
-    """Those of the library."""
+    """The options of calls about which neither the call nor its group says anything."""
     return _Library.options

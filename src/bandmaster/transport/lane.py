@@ -48,7 +48,7 @@ _ANCILLARY_NBYTES = (socket.CMSG_SPACE(4 * MAX_DESCRIPTORS),)
 
 
 def lane_pair() -> tuple[socket.socket, socket.socket]:
-    """The two ends of a lane.
+    """Make the two ends of a lane.
 
     Raises:
         OSError: There is no descriptor for them, or the host's socket buffers are too small.
@@ -124,11 +124,11 @@ class Lane:
         self._buffer: Buffer | None = None
 
     def fileno(self) -> int:
-        """For select and its kin."""
+        """The socket's descriptor."""
         return self.socket.fileno()
 
     def wait_at_most(self, seconds: float | None) -> None:
-        """How long `receive` blocks: for ever at first."""
+        """Set how long `receive` blocks, in seconds; None, as at first, for ever."""
         if seconds != self._patience_s:
             whole, rest = divmod(seconds or 0.0, 1.0)  # zero is what the kernel takes for ever to be
             self.socket.setsockopt(
@@ -137,7 +137,7 @@ class Lane:
             self._patience_s = seconds
 
     def waiting_nbytes(self) -> int:
-        """How much has been sent to this end that it has not received."""
+        """Bytes that were sent to this end and that it has not received."""
         answer = fcntl.ioctl(self.socket, termios.FIONREAD, bytes(4))
         return int.from_bytes(answer, "little")
 
@@ -174,7 +174,7 @@ class Lane:
                 segment.close_descriptor()
 
     def _note_returned(self) -> None:
-        """Sort the segments in which nothing lies any more: those that a fork of this process may read are unusable."""
+        """Note ended leases; segments that a fork of this process may read are unusable for their writer."""
         for number in self.reader.leases.drain():
             if self.reader.was_forked(number):
                 self._unusable.append(number)
@@ -183,16 +183,16 @@ class Lane:
                 self._returned.append(number)
 
     def lease(self, segments: Sequence[Segment]) -> None:
-        """The other end is about to be told of these segments."""
+        """Note the other end's leases on segments that it is about to be sent."""
         for segment in segments:
             self.writer.lease(segment, self._reader_id)
 
     def end_leases(self, segments: Sequence[Segment]) -> None:
-        """It was not told."""
+        """End leases of the other end on segments that it was not sent."""
         self.writer.end_leases([segment.id for segment in segments], self._reader_id)
 
     def _segment_closed(self, number: int) -> None:
-        """The other end is told with the next message, if it knows the segment."""
+        """Have the other end unmap a closed segment; the next message tells it."""
         if number in self._attached:
             self._attached.remove(number)
             self._closed_ids.append(number)
@@ -234,7 +234,7 @@ class Lane:
         return body
 
     def pack(self, payload: Payload) -> tuple[Any, list[Segment]]:
-        """What a body says of a payload: the payload itself, or the number of the segment that it was written to.
+        """Make the part of a body that names a payload: its bytes, or the number of the segment that it is written to.
 
         Raises:
             OSError: There is no memory or no descriptor for it.
@@ -245,7 +245,7 @@ class Lane:
         return segment.id, [segment]
 
     def unpack(self, part: Any) -> Payload:
-        """The payload that a part of a body stands for, in memory of this end's own."""
+        """The payload that a part of a body names, in memory of this end's own."""
         if type(part) is int:
             head, *buffers = self.reader.chunks(part)
             return Payload(head, tuple(buffers))

@@ -24,9 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 class LaneListener:
-    """Where workers that the controller did not fork connect: an abstract Unix socket, which exists as long as this.
+    """An abstract Unix socket that workers connect to. It exists as long as this object.
 
-    Only processes of the same user that were given an introduction are let in.
+    A connection becomes a lane if its process belongs to the same user and knows the listener's secret.
     """
 
     def __init__(self) -> None:
@@ -39,21 +39,22 @@ class LaneListener:
         self._n_others = 0
 
     def introduction(self, rank: int) -> bytes:
-        """What a worker says first."""
+        """The bytes that the worker of a rank sends first: the secret and the rank."""
         return self._secret + rank.to_bytes(4, "little")
 
     def accept(
         self, ranks: Collection[int], timeout_s: float, refusing: Callable[[], Collection[int]] = tuple
     ) -> dict[int, socket.socket]:
-        """The controller's ends of the lanes of workers, by rank, as they connect.
+        """Wait until workers have connected; returns the controller's end of each lane, by rank.
 
         Args:
-            ranks: Those that are to connect.
-            timeout_s: How long to wait for them.
-            refusing: Asked every now and then for ranks that have turned out not to be able to.
+            ranks: The ranks that are to connect.
+            timeout_s: Seconds to wait for them.
+            refusing: Returns the ranks that have found that they cannot connect. It is called ten times a second, and
+                once all missing ranks are among them, the wait ends.
 
         Raises:
-            TimeoutError: They have not all connected in time.
+            TimeoutError: Some rank has not connected in time.
         """
         lanes: dict[int, socket.socket] = {}
         look_at, deadline = time.monotonic() + LOOK_S, time.monotonic() + timeout_s
@@ -78,7 +79,7 @@ class LaneListener:
         return lanes
 
     def _introduced(self, timeout_s: float) -> Iterator[tuple[int, socket.socket]]:
-        """Connections that have said by now which rank they are; others are waited for without holding these up."""
+        """Yield the connections that have sent their introduction; silent connections do not hold them up."""
         poll = select.poll()
         for fd in (self._socket.fileno(), *self._unknown):
             poll.register(fd, select.POLLIN)
@@ -95,7 +96,7 @@ class LaneListener:
                 sock.close()
 
     def _let_in(self) -> None:
-        """Take a connection of this user's in."""
+        """Accept a connection, and close it if its process belongs to another user."""
         sock, _ = self._socket.accept()
         if _peer(sock)[1] != os.geteuid():
             self._n_others += 1
@@ -117,7 +118,7 @@ class LaneListener:
 
 
 def connect(name: str, introduction: bytes) -> socket.socket | None:
-    """A worker's end of a lane to the listener of that name; None if it cannot be reached from here."""
+    """Connect to a listener; returns the worker's end of the lane, or None if the listener cannot be reached."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         set_buffer(sock)
@@ -133,11 +134,11 @@ def connect(name: str, introduction: bytes) -> socket.socket | None:
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """The process that connected to a Unix socket, or that listened for this one; 0 if it cannot be seen from here."""
+    """Pid of the process at the other end of a Unix socket; 0 if it is in another pid namespace."""
     return _peer(sock)[0]
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:
-    """Pid and user of the process at the other end."""
+    """Pid and user id of the process at the other end."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid

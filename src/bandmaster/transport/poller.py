@@ -1,9 +1,9 @@
-"""Waiting for what arrives on many sockets, in any number of threads: one of them blocks in the kernel for all.
+"""Lets any number of threads wait for data on many sockets, while one of them blocks in the kernel for all.
 
 ::
 
-    wait ── no other thread is blocked ──► epoll ──► what has arrived, for whichever thread
-      └──── another thread is ───────────► until it returns: it may have read what this thread waits for
+    wait ── no other thread is blocked ──► epoll ──► events, perhaps for other threads too
+      └──── another thread is blocked ───► a condition, until that thread returns: it may have read this thread's data
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Event = tuple[int, int]  # a descriptor, and what can be done with it
 
 
 class Poller:
-    """What has arrived at some descriptors.
+    """Waits for events on a set of descriptors.
 
     Attributes:
-        lock: Held by the caller of every method but `wake`. `wait` releases it meanwhile, and Ctrl-C wakes the thread
-            that is blocked in the kernel.
+        lock: Held by the caller of every method but `wake`. `wait` releases it while the thread is blocked, and Ctrl-C
+            wakes that thread.
     """
 
     def __init__(self) -> None:
@@ -55,15 +55,15 @@ class Poller:
         return self._poll.fileno()
 
     def watch(self, fd: int) -> None:
-        """Look at one more descriptor."""
+        """Add a descriptor to the set."""
         self._poll.register(fd, ARRIVED)
 
     def ignore(self, fd: int) -> None:
-        """Look at it no longer."""
+        """Remove a descriptor from the set."""
         self._poll.unregister(fd)
 
     def ask_for_room(self, fd: int, is_asked: bool) -> None:
-        """Whether to tell when it can be written to as well."""
+        """Report also, or no longer, when a descriptor can be written to."""
         self._poll.modify(fd, ARRIVED | HAS_ROOM if is_asked else ARRIVED)
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
@@ -95,7 +95,7 @@ class Poller:
         return ready
 
     def now(self) -> Sequence[Event]:
-        """What has arrived already."""
+        """The events that have arrived, without waiting."""
         if self._poll.closed:
             return []
         ready = self._poll.poll(0)
@@ -104,17 +104,17 @@ class Poller:
         return [event for event in ready if event[0] != self._wake]
 
     def wake_if_blocked(self) -> None:
-        """Have a thread that is blocked in the kernel look around: something was read, or has changed."""
+        """Have the thread that is blocked in the kernel return, if there is one: something was read, or has changed."""
         if self._blocked is not None:
             self.wake()
 
     def wake(self) -> None:
-        """Have the thread that is blocked in the kernel return. From any thread, with or without the lock."""
+        """Have the thread that is blocked in the kernel return. Any thread may call this, with or without the lock."""
         with contextlib.suppress(OSError):  # it was closed
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Have every waiting thread return, and close the descriptors of this object."""
+        """Have all waiting threads return, and close the descriptors of this object."""
         self.wake()  # closing alone would not wake the thread that is blocked in the kernel
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         while self._blocked is not None and (left := deadline - time.monotonic()) > 0:

@@ -50,7 +50,7 @@ _IS_THE_SEGMENTS = bytes(flags for flags in range(256) if not flags & 0xC0 or fl
 
 @dataclass(eq=False)
 class Segment:
-    """One memfd, as its writer sees it.
+    """One memfd, on its writer's side.
 
     Attributes:
         id: Its number, never used again.
@@ -71,7 +71,7 @@ class Segment:
     is_spoiled: bool = False
 
     def close_descriptor(self) -> None:
-        """Give the descriptor up: no further reader can be told of the segment."""
+        """Close the descriptor, after which no further reader can map the segment."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -81,7 +81,7 @@ _nbytes, _last_used = attrgetter("nbytes"), attrgetter("last_used")
 
 
 class SegmentWriter:
-    """The segments of one writing side. Not thread-safe: its owner holds a lock.
+    """Writes payloads into segments, and reuses segments without leases. Not thread-safe: callers hold a lock.
 
     Attributes:
         on_close: Called with the number of every segment that is closed; readers have to forget it.
@@ -105,7 +105,7 @@ class SegmentWriter:
         return segment
 
     def reserve(self, sizes: Sequence[int]) -> Segment:
-        """A segment for chunks of these sizes, leased to `OWNER` until `end_leases` says otherwise.
+        """Take a segment for chunks of these sizes, leased to `OWNER` until `end_leases` says otherwise.
 
         Raises:
             OSError: There is no memory or no descriptor for it.
@@ -115,11 +115,11 @@ class SegmentWriter:
         return segment
 
     def lease(self, segment: Segment, reader: int) -> None:
-        """Note that a reader is about to be told of the segment."""
+        """Note the lease of a reader that is about to be sent the segment."""
         segment.readers.add(reader)
 
     def end_leases(self, ids: Iterable[int], reader: int) -> None:
-        """A reader has nothing left in these segments."""
+        """End the leases of a reader: nothing of it lies in these segments any more."""
         for number in ids:
             segment = self._segments.get(number)
             if segment is not None:
@@ -132,14 +132,14 @@ class SegmentWriter:
             self._trim()
 
     def discard(self, ids: Iterable[int], reader: int) -> None:
-        """A reader has nothing left in these segments, but they must not be reused."""
+        """End the leases of a reader on segments that must not be reused."""
         for number in ids:
             if number in self._segments:
                 self._segments[number].is_spoiled = True
         self.end_leases(ids, reader)
 
     def forget_reader(self, reader: int) -> None:
-        """A reader is gone: it has nothing left anywhere."""
+        """End all leases of a reader, whose process has ended."""
         self.end_leases([number for number, s in self._segments.items() if reader in s.readers], reader)
 
     def close(self) -> None:
@@ -202,11 +202,10 @@ def fill(segment: Segment, chunks: Sequence[Any]) -> None:
 
 
 class SegmentReader:
-    """The mappings of one reading side, of the segments of one writer.
+    """Maps the segments of one writer, on a reader's side.
 
     Attributes:
-        leases: Of segments, by their numbers. One ends when nothing lies in the segment any more, which its writer has
-            to be told.
+        leases: Yields the numbers of segments in which no array lies any more. The writer has to be told of them.
     """
 
     def __init__(self) -> None:
@@ -217,14 +216,14 @@ class SegmentReader:
         _readers.add(self)
 
     def attach(self, number: int, fd: int, nbytes: int) -> None:
-        """Map a segment that is new here; ``fd`` is closed."""
+        """Map a segment that this reader has not mapped yet; ``fd`` is closed."""
         try:
             self._maps[number] = MappedFile(fd, nbytes, is_private=True)
         finally:
             os.close(fd)
 
     def chunks(self, number: int) -> list[memoryview]:
-        """What was written, in memory that may be written to; given back when the last view of it is gone."""
+        """The chunks in a segment, in writable private memory. The lease ends when their last view is collected."""
         memory = self._maps[number]
         if number in self._were_read and _may_differ(memory):
             memory.forget_writes()  # what this reader wrote into it the last time must not show
@@ -238,22 +237,22 @@ class SegmentReader:
         return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
     def note_fork(self) -> None:
-        """This process is about to be forked, and its fork may read all that is leased now."""
+        """Note the segments under lease, which the fork that is about to happen may read for as long as it lives."""
         self._were_forked.update(self.leases.living())
 
     def was_forked(self, number: int) -> bool:
-        """Whether a fork of this process may read a segment, which its writer must not reuse then."""
+        """Whether a fork of this process may read a segment, so that its writer must not reuse it."""
         return number in self._were_forked
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Unmap segments, once nothing lies in them: their writer has closed them, or is to close them."""
+        """Unmap segments that their writer has closed or is to close, once no array lies in them."""
         for number in ids:
             self._maps.pop(number, None)
             self._were_read.discard(number)
             self._were_forked.discard(number)
 
     def close(self) -> None:
-        """Unmap all segments; arrays that lie in one keep it."""
+        """Unmap all segments; arrays that lie in a segment keep its mapping."""
         self.forget(list(self._maps))
 
 
@@ -291,7 +290,7 @@ os.register_at_fork(before=_note_fork)
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where chunks of these sizes lie, after a header of their count and sizes; and the end of the last."""
+    """The offset of each chunk, behind a header of their count and sizes; and the offset behind the last chunk."""
     end = _LENGTH * (1 + len(sizes))
     offsets = []
     for size in sizes:

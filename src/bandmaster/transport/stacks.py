@@ -1,4 +1,4 @@
-"""Stacks as faulthandler writes them, made readable: the user's threads, innermost frame last, with the source."""
+"""Makes the stacks that faulthandler writes readable: the user's threads, innermost frame last, with source lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _CURRENT = "Current thread"  # the one that the signal reached: the main thread,
 
 
 def readable(text: str) -> str:
-    """The thread that runs the methods, without this library's outermost frames, and others that run a user's code."""
+    """The stack of the thread that runs the methods, without this library's outermost frames, and those of other
+    threads that run a user's code."""
     threads = list(_threads(text))
     others = [frames for heading, frames in threads if not heading.startswith(_CURRENT) and any(map(_is_users, frames))]
     mine = [frames for heading, frames in threads if heading.startswith(_CURRENT)]
@@ -26,14 +27,14 @@ def readable(text: str) -> str:
 
 
 def _threads(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
-    """Heading and frames of each thread, outermost first."""
+    """Yield the heading of each thread, and its frames, outermost first."""
     for block in text.split("\n\n"):
         heading, *lines = block.strip("\n").split("\n")
         yield heading, [match for match in map(_FRAME.match, reversed(lines)) if match]
 
 
 def _users_part(frames: list[re.Match[str]]) -> list[re.Match[str]]:
-    """From behind the last of this library's outermost frames on; all of it where nothing else is there."""
+    """The frames inside this library's innermost frame; all frames if that is the innermost of all."""
     ours = [n for n, frame in enumerate(frames) if frame["file"].startswith(_PACKAGE)]
     return frames[ours[-1] + 1 :] or frames if ours else frames
 
