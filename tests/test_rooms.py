@@ -25,10 +25,11 @@ ROOMS = {
     "lifecycle": "errors platform plan codec worker contract calls",
     "pool": "errors platform plan worker contract backends",
     "group": "errors platform plan worker contract backends calls lifecycle pool",
-    "__init__": "errors plan worker calls pool group",
-    "single_controller": "plan worker pool group",
-    "testing": "errors platform plan worker backends pool group",
-    "cli": "errors platform plan worker transport backends lifecycle pool group __init__",
+    "registration": "errors plan worker calls group",
+    "__init__": "errors plan worker calls pool group registration",
+    "single_controller": "plan worker pool group registration",
+    "testing": "errors platform plan worker backends pool group registration",
+    "cli": "errors platform plan worker transport backends lifecycle pool group registration __init__",
     "__main__": "cli",
 }
 

@@ -23,7 +23,7 @@ from bandmaster.errors import (
     UsageError,
     WorkerDied,
 )
-from bandmaster.group import WorkerGroup
+from bandmaster.group import GroupOf, WorkerGroup
 from bandmaster.plan.batch import register_batch_type
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.preview import TransferPlan, plan
@@ -41,7 +41,8 @@ from bandmaster.plan.transfer import (
     collect_all_to_all,
 )
 from bandmaster.pool import ResourcePool, merge_resource_pool, split_resource_pool
-from bandmaster.worker import ClassWithInitArgs, Worker, register
+from bandmaster.registration import register
+from bandmaster.worker import ClassWithInitArgs, Worker
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ __all__ = [
     "Execute",
     "Future",
     "Gather",
+    "GroupOf",
     "Mesh",
     "MeshError",
     "Only",

@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 from bandmaster.backends import get_backend
 from bandmaster.calls.encoding import encode_constructor
@@ -35,40 +35,45 @@ from bandmaster.plan.render import html_table, text_table
 from bandmaster.plan.transfer import Gather, Only
 from bandmaster.platform.locks import check_not_held
 from bandmaster.pool import ResourcePool
-from bandmaster.worker import registrations
+from bandmaster.worker import Worker, registrations
 
-__all__ = ["WorkerGroup"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["GroupOf", "WorkerGroup"]
+
+W = TypeVar("W", bound=Worker)
 
 
-class WorkerGroup:
-    """Ranks 0 … world_size-1 of one worker class, on the places of a pool.
+class GroupOf(Generic[W]):
+    """A worker group that editors and type checkers know the methods of.
 
-    Each method that the class marks with `register` is a method of the group, with its name, signature and
-    docstring. Methods without the mark can be called by name with `execute_all_sync` and its kin.
+    One line makes the class of such groups. At run time they are like any `WorkerGroup`::
 
-    Args:
-        pool: Where the workers go; one per place.
-        worker_class: A subclass of `Worker`, plain, wrapped by ``@ray.remote``, or with its arguments in
-            `ClassWithInitArgs`.
-        *args: Positional arguments of its constructor, the same for every rank.
-        mesh: Named axes over the ranks; ``Mesh(dp=world_size)`` by default.
-        name_prefix: Beginning of the workers' names; the pool's and six random letters by default.
-        start_timeout: Seconds that the processes may take to start, and then the constructors; None, the default, for
-            as long as they take.
-        **kwargs: Keyword arguments of its constructor. Those called ``mesh``, ``name_prefix`` or
-            ``start_timeout`` have to go through `ClassWithInitArgs`.
+        class ActorGroup(GroupOf[Actor], Actor): ...
+
+        actor = ActorGroup(pool, Actor)
+        actor.act(batch)  # parameters as in Actor.act; the result's type follows from its protocol
+
+    The parameters are those of `WorkerGroup`.
 
     Raises:
-        ArgumentError: The constructor cannot be called so, or an argument cannot be pickled.
-        MeshError: The mesh has another size than the pool, or lacks an axis that a registered method names.
-        UsageError: No worker class, an async constructor, an option of the wrong type, or a registered method that
-            hides an attribute of the group.
-        ConstructorError: A worker's constructor raised; the others were ended. All places were given back.
-        WorkerDied: A worker's process ended before it was constructed; likewise.
-        CallTimeout: The constructors did not end in time; likewise.
-        PlacementError: The pool does not fit, or its places hold as many groups as they may.
-        ResourceError: There is no descriptor, process or thread for a worker, or the working directory was removed.
+        ArgumentError: The worker class is not one that the class of the group names; and as `WorkerGroup`.
     """
+
+    _worker_classes: ClassVar[tuple[type[Worker], ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._worker_classes = tuple(base for base in cls.__bases__ if issubclass(base, Worker))
+        mine = set(dir(GroupOf))
+        for name in {name for base in cls._worker_classes for name in dir(base)} - mine:
+            if not name.startswith("_"):
+                setattr(cls, name, _OfTheWorkers(name))
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Not that of a worker class beside this one."""
+        return object.__new__(cls)
 
     def __init__(
         self,
@@ -85,8 +90,13 @@ class WorkerGroup:
             raise ArgumentError(f"{type(self).__name__} takes a ResourcePool, then a worker class; {pool!r} is no pool")
         check_options(type(self).__name__, name_prefix, start_timeout)
         cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
+        if issubclass(cls, GroupOf):
+            raise UsageError(f"{cls.__name__} is a class of groups; give the worker class that it is made for")
+        if not issubclass(cls, self._worker_classes or Worker):
+            expected = " and ".join(base.__name__ for base in self._worker_classes)
+            raise ArgumentError(f"a {type(self).__name__} is a group of {expected}, got {cls.__name__}")
         registered = registrations(cls)
-        check_names(cls, registered, dir(WorkerGroup))
+        check_names(cls, registered, dir(GroupOf))
         self._cls = cls
         self._pool = pool
         self._mesh = checked_mesh(mesh, pool.world_size, pool)
@@ -302,24 +312,26 @@ class WorkerGroup:
         self._end_watches()
         self._submitter.begin_anew()
 
-    def __enter__(self) -> WorkerGroup:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __getattr__(self, name: str) -> Any:
-        known = self.__dict__  # may lack anything, when `__init__` has failed
-        spec = known.get("_methods", {}).get(name)
-        if spec is not None:
-            return GroupMethod(self, self._submitter, spec)
-        cls = known.get("_cls")
-        if cls is not None and callable(getattr(cls, name, None)) and not name.startswith("_"):
-            raise AttributeError(
-                f"{cls.__name__}.{name} is not registered: put @register(...) above it, or call "
-                f"execute_all_sync({name!r}, ...)"
-            )
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+    if not TYPE_CHECKING:  # checkers are to find wrong names, and know the right ones
+
+        def __getattr__(self, name: str) -> Any:
+            known = self.__dict__  # may lack anything, when `__init__` has failed
+            spec = known.get("_methods", {}).get(name)
+            if spec is not None:
+                return GroupMethod(self, self._submitter, spec)
+            cls = known.get("_cls")
+            if cls is not None and callable(getattr(cls, name, None)) and not name.startswith("_"):
+                raise AttributeError(
+                    f"{cls.__name__}.{name} is not registered: put @register(...) above it, or call "
+                    f"execute_all_sync({name!r}, ...)"
+                )
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a WorkerGroup stays in its controller; pass the values that the workers need instead")
@@ -383,6 +395,51 @@ class WorkerGroup:
         """
         default_options().but(options)  # to check them
         self._submitter.options.update(options)
+
+
+class WorkerGroup(GroupOf[Any]):
+    """Ranks 0 … world_size-1 of one worker class, on the places of a pool.
+
+    Each method that the class marks with `register` is a method of the group, with its name, signature and
+    docstring. Methods without the mark can be called by name with `execute_all_sync` and its kin.
+
+    Args:
+        pool: Where the workers go; one per place.
+        worker_class: A subclass of `Worker`, plain, wrapped by ``@ray.remote``, or with its arguments in
+            `ClassWithInitArgs`.
+        *args: Positional arguments of its constructor, the same for every rank.
+        mesh: Named axes over the ranks; ``Mesh(dp=world_size)`` by default.
+        name_prefix: Beginning of the workers' names; the pool's and six random letters by default.
+        start_timeout: Seconds that the processes may take to start, and then the constructors; None, the default, for
+            as long as they take.
+        **kwargs: Keyword arguments of its constructor. Those called ``mesh``, ``name_prefix`` or
+            ``start_timeout`` have to go through `ClassWithInitArgs`.
+
+    Raises:
+        ArgumentError: The constructor cannot be called so, or an argument cannot be pickled.
+        MeshError: The mesh has another size than the pool, or lacks an axis that a registered method names.
+        UsageError: No worker class, an async constructor, an option of the wrong type, or a registered method that
+            hides an attribute of the group.
+        ConstructorError: A worker's constructor raised; the others were ended. All places were given back.
+        WorkerDied: A worker's process ended before it was constructed; likewise.
+        CallTimeout: The constructors did not end in time; likewise.
+        PlacementError: The pool does not fit, or its places hold as many groups as they may.
+        ResourceError: There is no descriptor, process or thread for a worker, or the working directory was removed.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class _OfTheWorkers:
+    """An attribute of a worker class, on the class of its groups: the group's own attribute of that name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, group: Any, owner: Any) -> Any:
+        return self if group is None else group.__getattr__(self._name)
 
 
 def _random_letters() -> str:

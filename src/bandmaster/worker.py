@@ -6,18 +6,16 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from bandmaster.errors import ProtocolError, UsageError
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.transfer import (
     Custom,
-    Dispatch,
     Execute,
     Outgoing,
     Split,
     TransferProtocol,
-    as_protocol,
     check_padding,
     check_weights,
 )
@@ -29,11 +27,10 @@ __all__ = [
     "Worker",
     "WorkerContext",
     "make_worker",
-    "register",
+    "mark",
     "registrations",
 ]
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 _MARK = "__bandmaster_registration__"
 
 
@@ -57,13 +54,24 @@ class Worker:
     """
 
     rank: int
-    world_size: int
     local_rank: int
     local_world_size: int
     node_rank: int
     device: str
-    mesh: Mesh
     coordinates: dict[str, int]
+
+    if TYPE_CHECKING:  # read-only, as they are on a group: a typed group has both as bases
+
+        @property
+        def world_size(self) -> int:
+            """Number of workers of the group."""
+
+        @property
+        def mesh(self) -> Mesh:
+            """The group's mesh."""
+    else:
+        world_size: int
+        mesh: Mesh
 
     def __init__(self) -> None:
         """Nothing to do: the attributes are there already."""
@@ -151,63 +159,24 @@ class ClassWithInitArgs:
 class Registration:
     """What `register` was told about a method."""
 
-    protocol: TransferProtocol | Custom
+    protocol: TransferProtocol[Any, Any] | Custom
     execute: Execute = Execute.ALL
     is_blocking: bool = True
     arguments: Mapping[str, Outgoing] = field(default_factory=dict)
 
 
-def register(
-    dispatch_mode: Dispatch | TransferProtocol | str | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
-    execute_mode: Execute = Execute.ALL,
-    blocking: bool = True,
-    arguments: Mapping[str, Outgoing] | None = None,
-) -> Callable[[Function], Function]:
-    """Make a worker's method callable on the whole group.
-
-    Args:
-        dispatch_mode: How arguments go out and results come back: a `Dispatch` member, its name in either spelling
-            (``"3D_PROTO"``), a `TransferProtocol`, or ``{"dispatch_fn": f, "collect_fn": g}`` (see `Custom`).
-        execute_mode: ``Execute.ALL``, or ``Execute.RANK_ZERO``: rank 0 gets the arguments as they are and its
-            plain value comes back.
-        blocking: Whether the group's method waits for the result; if not, it returns a `Future`.
-        arguments: Outgoing transfers of single arguments, by parameter name, over the protocol's own.
-
-    Returns:
-        A decorator that marks the method and returns it unchanged.
+def mark(method: Any, registration: Registration) -> Any:
+    """Note on a function, or on what a class method or static method wraps, how its calls travel; returns it.
 
     Raises:
-        ProtocolError: An unknown protocol (the known ones are listed), one that contradicts itself, or a
-            parameter that the method does not have.
-
-    Example:
-        >>> from bandmaster import Broadcast
-        >>> class Trainer(Worker):
-        ...     @register(Dispatch.DP_PROTO, arguments={"table": Broadcast()})
-        ...     def step(self, batch, table): return [table[i] for i in batch]
+        ProtocolError: It is not a function, or the registration names a parameter that it does not have.
     """
-    if inspect.isfunction(dispatch_mode):
-        raise ProtocolError(f"@register needs parentheses: write @register() or @register(Dispatch.ONE_TO_ALL) "
-                            f"above {dispatch_mode.__name__}")  # fmt: skip
-    protocol = as_protocol(dispatch_mode)
-    if not isinstance(execute_mode, Execute):
-        raise ProtocolError(f"execute_mode is Execute.ALL or Execute.RANK_ZERO, not {execute_mode!r}")
-    if isinstance(protocol, Custom) and (execute_mode is Execute.RANK_ZERO or arguments):
-        raise ProtocolError("a custom dispatch_fn decides about all arguments and ranks itself; drop "
-                            "execute_mode=Execute.RANK_ZERO and arguments=, or use a TransferProtocol")  # fmt: skip
-    if not isinstance(arguments, Mapping | None):
-        raise ProtocolError(f"arguments= is a dict of transfers by parameter name, not {arguments!r}")
-    registration = Registration(protocol, execute_mode, blocking, dict(arguments or {}))
-
-    def mark(method: Function) -> Function:
-        function = _function_of(method)
-        if not callable(function):
-            raise ProtocolError(f"@register marks a function, not {method!r}; write it right above the def")
-        _check_arguments(function, registration)
-        setattr(function, _MARK, registration)
-        return method
-
-    return mark
+    function = _function_of(method)
+    if not callable(function):
+        raise ProtocolError(f"@register marks a function, got {method!r}; write it right above the def")
+    _check_arguments(function, registration)
+    setattr(function, _MARK, registration)
+    return method
 
 
 def registrations(cls: type[Worker]) -> dict[str, Registration]:

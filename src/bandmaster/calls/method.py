@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from bandmaster.calls.future import Future
-from bandmaster.calls.options import CallOptions, default_options
+from bandmaster.calls.options import CallOptions, Limits, default_options
 from bandmaster.calls.pending import Collection
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import BatchError, MeshError
@@ -39,7 +39,14 @@ from bandmaster.plan.transfer import (
 )
 from bandmaster.worker import Registration
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["GroupMethod", "MethodSpec"]
+
+P = ParamSpec("P")  # the method's parameters
+C = TypeVar("C", covariant=True)  # what a call returns: its result, or its future
+G = TypeVar("G", covariant=True)  # the result
 
 
 @dataclass(frozen=True)
@@ -165,8 +172,8 @@ class MethodSpec:
         return plan
 
 
-class GroupMethod:
-    """A registered method, bound to a group: call it, or `submit` it to get a `Future`."""
+class GroupMethod(Generic[P, C, G]):
+    """A registered method of a worker group: call it, or `submit` it to get a `Future`."""
 
     def __init__(
         self, group: object, submitter: Submitter, spec: MethodSpec, options: CallOptions | None = None
@@ -177,11 +184,12 @@ class GroupMethod:
         self._options = options
         self.__dict__.update(spec.described)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> C:
         """Run the method as it was registered; a `Future` if that was with ``blocking=False``."""
-        return self._send(args, kwargs, waits=self._spec.registration.is_blocking)
+        result: C = self._send(args, kwargs, waits=self._spec.registration.is_blocking)
+        return result
 
-    def options(self, /, **options: float | None) -> GroupMethod:
+    def options(self, /, **options: Unpack[Limits]) -> GroupMethod[P, C, G]:
         """A copy of this group method with other options.
 
         Args:
@@ -195,13 +203,13 @@ class GroupMethod:
         base = self._options or default_options().but(self._submitter.options)
         return GroupMethod(self._group, self._submitter, self._spec, base.but(options))
 
-    def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
         """Send the call and return its `Future` without waiting.
 
         Raises:
             UsageError: The arguments do not fit the method or its protocol; nothing was sent.
         """
-        future: Future[Any] = self._send(args, kwargs, waits=False)
+        future: Future[G] = self._send(args, kwargs, waits=False)
         return future
 
     def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:

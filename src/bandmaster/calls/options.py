@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from bandmaster.errors import UsageError
 
-__all__ = ["CallOptions", "check_seconds", "default_options", "set_default_options"]
+__all__ = ["CallOptions", "Limits", "check_seconds", "default_options", "set_default_options"]
 
 
 def check_seconds(name: str, value: Any) -> None:
@@ -24,6 +24,13 @@ def check_seconds(name: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and value >= 0):  # nan is not
         raise UsageError(f"{name} must be a non-negative number of seconds or None, got {value!r}")
+
+
+class Limits(TypedDict, total=False):
+    """The keywords of `CallOptions`, for type checkers."""
+
+    timeout: float | None
+    grace: float | None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from bandmaster.group import WorkerGroup
 from bandmaster.plan.render import text_table
 from bandmaster.plan.transfer import Dispatch
 from bandmaster.pool import ResourcePool
-from bandmaster.worker import Worker, register
+from bandmaster.registration import register
+from bandmaster.worker import Worker
 
 __all__ = ["doctor"]
 

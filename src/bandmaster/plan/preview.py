@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bandmaster.errors import BatchError, ProtocolError
 from bandmaster.plan.mesh import Mesh
@@ -37,7 +38,7 @@ class TransferPlan:
         collected: The ranks whose values come back, in order; of a tuple of collects, those that any of them takes.
     """
 
-    protocol: TransferProtocol
+    protocol: TransferProtocol[Any, Any]
     mesh: Mesh
     rows: int
     received: tuple[tuple[int, int] | None, ...]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from bandmaster.errors import ProtocolError
 
@@ -188,10 +188,12 @@ class Reduce(_Selection):
 
 
 Incoming = Concat | Gather | Reduce | Only
+OutgoingT = TypeVar("OutgoingT", bound=Outgoing, covariant=True)
+IncomingT = TypeVar("IncomingT", bound="Incoming | tuple[Incoming, ...]", covariant=True)
 
 
 @dataclass(frozen=True)
-class TransferProtocol:
+class TransferProtocol(Generic[OutgoingT, IncomingT]):
     """How a call's arguments go out and its results come back.
 
     Args:
@@ -215,8 +217,8 @@ class TransferProtocol:
         ([2, 4, 12], {'loss': 3.0})
     """
 
-    outgoing: Outgoing
-    incoming: Incoming | tuple[Incoming, ...]
+    outgoing: OutgoingT
+    incoming: IncomingT
 
     def __post_init__(self) -> None:
         if not isinstance(self.outgoing, Outgoing):
@@ -241,7 +243,7 @@ class TransferProtocol:
         return tuple(dict.fromkeys((*split, *collected)))
 
 
-def check_padding(outgoing: Outgoing, protocol: TransferProtocol) -> None:
+def check_padding(outgoing: Outgoing, protocol: TransferProtocol[Any, Any]) -> None:
     """Refuse padding that nothing takes out of the rows again."""
     is_padded = isinstance(outgoing, Split) and outgoing.pad
     if is_padded and not any(isinstance(collect, Concat) for collect in protocol.collects):
@@ -251,7 +253,7 @@ def check_padding(outgoing: Outgoing, protocol: TransferProtocol) -> None:
         )
 
 
-def check_weights(protocol: TransferProtocol, rules: Sequence[Outgoing], method: str) -> None:
+def check_weights(protocol: TransferProtocol[Any, Any], rules: Sequence[Outgoing], method: str) -> None:
     """Refuse a mean weighted by rows where the rules of the arguments do not say which rows."""
     weighted = [collect for collect in protocol.collects if isinstance(collect, Reduce) and collect.weights]
     splits = sorted({repr(rule) for rule in (protocol.outgoing, *rules) if isinstance(rule, Split)})
@@ -335,7 +337,7 @@ def collect_all_to_all(worker_group: object, output: list[Any]) -> list[Any]:
     return output
 
 
-def as_protocol(dispatch_mode: object) -> TransferProtocol | Custom:
+def as_protocol(dispatch_mode: object) -> TransferProtocol[Any, Any] | Custom:
     """What `register` was given, as a protocol.
 
     Raises:
@@ -344,7 +346,8 @@ def as_protocol(dispatch_mode: object) -> TransferProtocol | Custom:
     if isinstance(dispatch_mode, str):
         dispatch_mode = Dispatch.named(dispatch_mode)
     if isinstance(dispatch_mode, Dispatch):
-        return dispatch_mode.value
+        protocol: TransferProtocol[Any, Any] = dispatch_mode.value
+        return protocol
     if isinstance(dispatch_mode, TransferProtocol | Custom):
         return dispatch_mode
     if isinstance(dispatch_mode, Mapping):

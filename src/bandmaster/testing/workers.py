@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from bandmaster.plan.transfer import Broadcast, Dispatch, Execute, Gather, TransferProtocol
-from bandmaster.worker import Worker, register
+from bandmaster.registration import register
+from bandmaster.worker import Worker
 
 __all__ = ["Behaves", "Counted", "Echo", "FailsToStart", "Keeps", "Notes", "Restarts"]
 

@@ -1,6 +1,6 @@
 """``register``, ``Dispatch``, ``Execute`` and ``collect_all_to_all`` under the seeds' path."""
 
 from bandmaster.plan.transfer import Dispatch, Execute, collect_all_to_all
-from bandmaster.worker import register
+from bandmaster.registration import register
 
 __all__ = ["Dispatch", "Execute", "collect_all_to_all", "register"]

@@ -1,0 +1,224 @@
+"""`register`, which says how a method's calls travel, and what checkers and editors know of a registered method.
+
+A registered method has two faces. In the worker it is the method itself. On a typed group (see `GroupOf`) it is a
+`GroupMethod` with the same parameters, whose result follows from the protocol.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, overload
+
+from bandmaster.errors import ProtocolError
+from bandmaster.plan.transfer import Custom, Dispatch, Execute, Outgoing, TransferProtocol, as_protocol
+from bandmaster.worker import Registration, mark
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar
+
+    from bandmaster.calls.future import Future
+    from bandmaster.calls.method import GroupMethod
+    from bandmaster.group import GroupOf
+    from bandmaster.plan.transfer import Broadcast, Concat, Gather, Only, PerRank, Reduce, Split
+
+    P = ParamSpec("P")  # the method's parameters
+    R = TypeVar("R")  # what it returns
+    T = TypeVar("T")  # what it returns once it is awaited, if it is async
+    G = TypeVar("G")  # what the group's call comes to
+    C = TypeVar("C")  # what the group's call returns: that, or its future
+
+    class Registered(Generic[P, R, C, G]):
+        """A registered method, as checkers see it; at run time it is the function."""
+
+        @overload
+        def __get__(self, instance: None, owner: Any) -> Callable[Concatenate[Any, P], R]: ...
+        @overload
+        def __get__(self, instance: GroupOf[Any], owner: Any) -> GroupMethod[P, C, G]: ...
+        @overload
+        def __get__(self, instance: object, owner: Any) -> Callable[P, R]: ...
+        def __get__(self, instance: Any, owner: Any) -> Any: ...
+
+    class RegisteredPerRank(Generic[P, R, C, G]):
+        """A registered method whose group call takes a sequence of one value per rank for each parameter."""
+
+        @overload
+        def __get__(self, instance: None, owner: Any) -> Callable[Concatenate[Any, P], R]: ...
+        @overload
+        def __get__(self, instance: GroupOf[Any], owner: Any) -> GroupMethod[..., C, G]: ...
+        @overload
+        def __get__(self, instance: object, owner: Any) -> Callable[P, R]: ...
+        def __get__(self, instance: Any, owner: Any) -> Any: ...
+
+    class _Own(Protocol):
+        """The group's call comes to what the method returns."""
+
+        @overload
+        def __call__(
+            self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
+        ) -> Registered[P, Coroutine[Any, Any, T], T, T]: ...
+        @overload
+        def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> Registered[P, R, R, R]: ...
+
+    class _Listed(Protocol):
+        """The group's call comes to a list of what the method returns."""
+
+        @overload
+        def __call__(
+            self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
+        ) -> Registered[P, Coroutine[Any, Any, T], list[T], list[T]]: ...
+        @overload
+        def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> Registered[P, R, list[R], list[R]]: ...
+
+    class _PerRank(Protocol):
+        """As `_Listed`, but each argument of the group's call is a sequence of one value per rank."""
+
+        @overload
+        def __call__(
+            self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
+        ) -> RegisteredPerRank[P, Coroutine[Any, Any, T], list[T], list[T]]: ...
+        @overload
+        def __call__(
+            self, method: Callable[Concatenate[Any, P], R], /
+        ) -> RegisteredPerRank[P, R, list[R], list[R]]: ...
+
+    class _OwnLater(Protocol):
+        """As `_Own`, but the group's call returns a future."""
+
+        @overload
+        def __call__(
+            self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
+        ) -> Registered[P, Coroutine[Any, Any, T], Future[T], T]: ...
+        @overload
+        def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> Registered[P, R, Future[R], R]: ...
+
+    class _ListedLater(Protocol):
+        """As `_Listed`, but the group's call returns a future."""
+
+        @overload
+        def __call__(
+            self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], /
+        ) -> Registered[P, Coroutine[Any, Any, T], Future[list[T]], list[T]]: ...
+        @overload
+        def __call__(
+            self, method: Callable[Concatenate[Any, P], R], /
+        ) -> Registered[P, R, Future[list[R]], list[R]]: ...
+
+    class _Untyped(Protocol):
+        """The result of the group's call is not known to checkers, nor is what it takes."""
+
+        def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> RegisteredPerRank[P, R, Any, Any]: ...
+
+    _LISTED = Literal[Dispatch.ONE_TO_ALL, Dispatch.THREE_D_PP_ONLY, "ONE_TO_ALL", "3D_PP_ONLY", "THREE_D_PP_ONLY"]
+    _OWN = Literal[
+        Dispatch.DP_PROTO,
+        Dispatch.THREE_D_PROTO,
+        Dispatch.THREE_D_ALL_MICRO_DP,
+        "DP_PROTO",
+        "3D_PROTO",
+        "THREE_D_PROTO",
+        "3D_ALL_MICRO_DP",
+        "THREE_D_ALL_MICRO_DP",
+    ]
+    _Listing = _LISTED | TransferProtocol[Split | Broadcast, Gather]
+    _Owning = _OWN | TransferProtocol[Split | Broadcast, Concat | Only | Reduce]
+    _ListingPerRank = Literal[Dispatch.ALL_TO_ALL, "ALL_TO_ALL"] | TransferProtocol[PerRank, Gather]
+    _Rules = Mapping[str, Outgoing] | None
+
+
+@overload
+def register(
+    dispatch_mode: Any, execute_mode: Literal[Execute.RANK_ZERO], blocking: Literal[True] = ..., arguments: _Rules = ...
+) -> _Own: ...
+@overload
+def register(  # type: ignore[overload-overlap]
+    dispatch_mode: Any = ..., *, execute_mode: Literal[Execute.RANK_ZERO], blocking: Literal[True] = ...
+) -> _Own: ...
+@overload
+def register(  # type: ignore[overload-overlap]
+    dispatch_mode: _Listing,
+    execute_mode: Literal[Execute.ALL] = ...,
+    blocking: Literal[True] = ...,
+    arguments: _Rules = ...,
+) -> _Listed: ...
+@overload
+def register(  # type: ignore[overload-overlap]
+    dispatch_mode: _Owning,
+    execute_mode: Literal[Execute.ALL] = ...,
+    blocking: Literal[True] = ...,
+    arguments: _Rules = ...,
+) -> _Own: ...
+@overload
+def register(
+    dispatch_mode: _ListingPerRank = ...,
+    execute_mode: Literal[Execute.ALL] = ...,
+    blocking: Literal[True] = ...,
+    arguments: _Rules = ...,
+) -> _PerRank: ...
+@overload
+def register(  # type: ignore[overload-overlap]
+    dispatch_mode: _Listing,
+    execute_mode: Literal[Execute.ALL] = ...,
+    *,
+    blocking: Literal[False],
+    arguments: _Rules = ...,
+) -> _ListedLater: ...
+@overload
+def register(  # type: ignore[overload-overlap]
+    dispatch_mode: _Owning,
+    execute_mode: Literal[Execute.ALL] = ...,
+    *,
+    blocking: Literal[False],
+    arguments: _Rules = ...,
+) -> _OwnLater: ...
+@overload
+def register(
+    dispatch_mode: Dispatch | TransferProtocol[Any, Any] | str | Mapping[str, Callable[..., Any]] = ...,
+    execute_mode: Execute = ...,
+    blocking: bool = ...,
+    arguments: _Rules = ...,
+) -> _Untyped: ...
+def register(
+    dispatch_mode: Any = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    arguments: Mapping[str, Outgoing] | None = None,
+) -> Any:
+    """Make a worker's method callable on the whole worker group.
+
+    Args:
+        dispatch_mode: How arguments are distributed and results combined: a `Dispatch` member, its name in either
+            spelling (``"3D_PROTO"``), a `TransferProtocol`, or ``{"dispatch_fn": f, "collect_fn": g}``.
+        execute_mode: ``Execute.ALL``, or ``Execute.RANK_ZERO``: rank 0 gets the arguments as they are and its plain
+            value comes back.
+        blocking: Whether the group's method waits for the result; if not, it returns a `Future`.
+        arguments: How single arguments are distributed, by parameter name, in place of the protocol's own rule.
+
+    Returns:
+        A decorator that marks the method and returns it unchanged.
+
+    Raises:
+        ProtocolError: An unknown protocol (the known ones are listed), one that contradicts itself, or a
+            parameter that the method does not have.
+
+    Example:
+        >>> from bandmaster import Broadcast, Worker
+        >>> class Trainer(Worker):
+        ...     @register(Dispatch.DP_PROTO, arguments={"table": Broadcast()})
+        ...     def step(self, batch, table): return [table[i] for i in batch]
+    """
+    if inspect.isfunction(dispatch_mode):
+        raise ProtocolError(f"@register needs parentheses: write @register() or @register(Dispatch.ONE_TO_ALL) "
+                            f"above {dispatch_mode.__name__}")  # fmt: skip
+    protocol = as_protocol(dispatch_mode)
+    if not isinstance(execute_mode, Execute):
+        raise ProtocolError(f"execute_mode is Execute.ALL or Execute.RANK_ZERO, not {execute_mode!r}")
+    if isinstance(protocol, Custom) and (execute_mode is Execute.RANK_ZERO or arguments):
+        raise ProtocolError("a custom dispatch_fn decides about all arguments and ranks itself; drop "
+                            "execute_mode=Execute.RANK_ZERO and arguments=, or use a TransferProtocol")  # fmt: skip
+    if not isinstance(arguments, Mapping | None):
+        raise ProtocolError(f"arguments= is a dict of transfers by parameter name, not {arguments!r}")
+    registration = Registration(protocol, execute_mode, blocking, dict(arguments or {}))
+    return partial(mark, registration=registration)
