@@ -154,6 +154,14 @@ class WorkerClient:
     def _send_call(self, call: Call, parts: Sequence[Any], tickets: dict[int, Any]) -> None:
         """Send one call to its ranks; where the worker is gone, the ticket says so. The lock is held."""
         self._n_messages = number = self._n_messages + 1
+        ranks = call.ranks
+        if self.deaths:
+            ranks = [rank for rank in ranks if rank not in self.deaths]
+            for rank in set(call.ranks).difference(ranks):
+                tickets[rank] = LaneTicket(number)
+                self._finish(tickets[rank], self.deaths[rank])
+            if not ranks:
+                return  # nor is there a segment any more, if the channels were closed
         segments: list[Segment] = []
         named: list[Any] = []
         for part in parts:
@@ -163,11 +171,8 @@ class WorkerClient:
             else:
                 named.append(part)
         message = call_message(number, call.method, call.reply, named)
-        for rank in call.ranks:
+        for rank in ranks:
             tickets[rank] = ticket = LaneTicket(number)
-            if rank in self.deaths:
-                self._finish(ticket, self.deaths[rank])
-                continue
             for segment in segments:
                 self.writer.lease(segment, rank)
             self._pending[rank][number] = ticket
