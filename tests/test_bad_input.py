@@ -923,7 +923,7 @@ def test_values_in_other_places_than_in_verl_are_refused_by_name(pool):
 
 
 def test_an_unknown_backend_is_answered_with_the_known_ones():
-    with pytest.raises(bm.UsageError, match=r"no backend is called 'mpi'; there are .*'inprocess'.*'ray'"):
+    with pytest.raises(bm.UsageError, match=r"no backend is called 'mpi'; expected .*'inprocess'.*'ray'"):
         bm.ResourcePool([2], backend="mpi")
 
 

@@ -40,7 +40,7 @@ def no_more_threads(monkeypatch):
 
 def refused(thread):
     words = rf"cannot start thread '{thread}': can't start new thread; 512 of at most 512 processes and threads"
-    return rf"{words} are there; raise the limits .*ulimit -u"
+    return rf"{words} exist; raise the limits .*ulimit -u"
 
 
 def test_a_thread_that_cannot_be_started_is_named_with_both_numbers(no_more_threads):
@@ -93,7 +93,9 @@ def fresh_pool():
 @pytest.mark.parametrize("path", [None, "", "/no/such/python"])
 def test_an_executable_that_cannot_be_run_is_named(fresh_pool, monkeypatch, path):
     monkeypatch.setattr(sys, "executable", path)
-    with pytest.raises(bm.UsageError, match=rf"sys\.executable, and {path!r} cannot be run; .*backend 'inprocess'"):
+    with pytest.raises(
+        bm.UsageError, match=rf"sys\.executable, but {path!r} is not an executable file; .*backend 'inprocess'"
+    ):
         bm.WorkerGroup(fresh_pool, Echo)
 
 

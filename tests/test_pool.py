@@ -132,7 +132,7 @@ def test_a_notebook_shows_every_place():
         (lambda: ResourcePool([4, 0]), "every node has at least one place, but [4, 0] asks for 0"),
         (lambda: ResourcePool([2.0]), "every node has at least one place, but [2.0] asks for 2.0"),
         (lambda: ResourcePool([True]), "every node has at least one place, but [True] asks for True"),
-        (lambda: ResourcePool([1], backend="mpi"), "no backend is called 'mpi'; there are '"),
+        (lambda: ResourcePool([1], backend="mpi"), "no backend is called 'mpi'; expected '"),
         (lambda: ResourcePool([1], max_colocate_count=0), "is the number of groups on a place, not 0"),
         (lambda: ResourcePool([1], cpus_per_worker=-1), "cpus_per_worker is a number of 0 or more, not -1"),
         (lambda: ResourcePool([1], placement_timeout="1"), "placement_timeout is a number of 0 or more, not '1'"),

@@ -413,7 +413,7 @@ def test_a_backend_is_known_by_its_name():
         assert pool.backend == "tiny"
     assert isinstance(get_backend("tiny"), Tiny)
     assert Tiny.n_made == 1
-    with pytest.raises(bm.UsageError, match=r"'mine'; there are 'local', 'inprocess', .*'tiny'"):
+    with pytest.raises(bm.UsageError, match=r"'mine'; expected 'local', 'inprocess', .*'tiny'"):
         get_backend("mine")
 
 

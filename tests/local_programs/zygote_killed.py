@@ -32,7 +32,7 @@ with bm.ResourcePool([2]) as pool:
         for _ in range(1000):
             group.pid()
     except bm.WorkerDied as error:
-        assert "the process that workers are forked from is gone" in str(error), error
+        assert "the process that workers are forked from has ended" in str(error), error
     else:
         raise AssertionError("nobody noticed")
     wait_until_gone(pids)

@@ -46,21 +46,21 @@ assert by_lane.nap(0) == by_ray.nap(0) == idle.nap(0) == [0]
 pending = by_lane.nap.submit(300), by_ray.nap.submit(300)
 ray.shutdown()
 
-ended = "was made in has ended (ray.shutdown()); make the pool and its groups again"
-for future in pending:
-    with fails(bm.WorkerDied, ended):
+ended = "has ended (ray.shutdown()); create the pool and its groups again"
+for group, future in zip((by_lane, by_ray), pending, strict=True):
+    with fails(bm.WorkerDied, f"the Ray session of group {group.name!r} {ended}"):
         future.result(timeout=20)
-with fails(bm.ClosedError, f"the Ray session that group {idle.name!r} {ended}"):
+with fails(bm.ClosedError, f"the Ray session of group {idle.name!r} {ended}"):
     idle.nap(0)
 for group in (by_lane, by_ray):
-    with fails((bm.ClosedError, bm.WorkerDied), f"the Ray session that group {group.name!r} {ended}"):
+    with fails((bm.ClosedError, bm.WorkerDied), f"the Ray session of group {group.name!r} {ended}"):
         group.nap(0)  # whose workers may be known to be gone
-    with fails(bm.ClosedError, f"the Ray session that group {group.name!r} {ended}"):
+    with fails(bm.ClosedError, f"the Ray session of group {group.name!r} {ended}"):
         group.execute_all_async("nap", 0)
-    with fails(bm.ClosedError, f"the Ray session that pool 'old' {ended}"):
+    with fails(bm.ClosedError, f"the Ray session of pool 'old' {ended}"):
         group.replace(0)
     assert not group.healthy
-with fails(bm.ClosedError, f"the Ray session that pool 'old' {ended}"):
+with fails(bm.ClosedError, f"the Ray session of pool 'old' {ended}"):
     bm.WorkerGroup(pool, Naps)
 
 connect()

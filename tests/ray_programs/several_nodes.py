@@ -62,7 +62,7 @@ def main():
             bm.ResourcePool([4], backend="ray", use_gpu=True, placement_timeout=1).reserve()
         except bm.PlacementError as error:
             assert "within 1 s" in str(error), error
-            assert "held by pool 'critic' (4 places)" in str(error), error
+            assert "held by pool 'critic' (4 slots)" in str(error), error
             assert "ask for [2]" in str(error), error
         else:
             raise AssertionError("four GPUs were taken twice")

@@ -1,7 +1,7 @@
 """Where workers run: the registry of backends, and the backends that come with bandmaster.
 
-`get_backend` finds a backend by its name, and `register_backend` adds one. `bandmaster.contract` says what a backend
-is.
+`get_backend` returns a backend by name, and `register_backend` adds one. `bandmaster.contract` defines what a backend
+must provide.
 """
 
 from __future__ import annotations
@@ -17,36 +17,38 @@ __all__ = ["get_backend", "register_backend"]
 _BUILT_IN = ("local", "inprocess", "ray")
 _factories: dict[str, Callable[[], Backend]] = {}
 _backends: dict[str, Backend] = {}
-_making = threading.RLock()  # one backend at a time; a factory may ask for another one
+_making = threading.RLock()  # one backend at a time; re-entrant, as a factory may ask for another backend
 
 
 def register_backend(name: str, factory: Callable[[], Backend]) -> None:
-    """Make a backend known: ``ResourcePool([4], backend=name)`` takes places on it from here on.
+    """Register a backend, so that ``ResourcePool([4], backend=name)`` reserves slots on it.
 
     Args:
-        name: One that no backend has.
-        factory: Makes the backend: called once, without arguments, when the first pool asks for it.
+        name: Name of the backend, which no other backend may have.
+        factory: Returns the backend. It is called once, without arguments, when the first pool asks for the backend.
 
     Raises:
-        UsageError: The name is taken or is no text, or the factory cannot be called.
+        UsageError: The name is taken or is not a non-empty string, or the factory is not callable.
     """
     if not isinstance(name, str) or not name:
-        raise UsageError(f"a backend's name is a text, not {name!r}")
+        raise UsageError(f"the name of a backend must be a non-empty string, got {name!r}")
     if not callable(factory):
-        raise UsageError(f"backend {name!r} takes a function without arguments that makes it, not {factory!r}")
+        raise UsageError(
+            f"the factory of backend {name!r} must be a function without arguments that returns it, got {factory!r}"
+        )
     if name in _BUILT_IN or name in _factories:
-        raise UsageError(f"there is a backend called {name!r} already; register this one under another name")
+        raise UsageError(f"a backend called {name!r} already exists; register this one under another name")
     _factories[name] = factory
 
 
 def get_backend(name: str) -> Backend:
-    """The backend called ``name``, the same object every time and in every thread.
+    """Return the backend called ``name``: the same object on every call and in every thread.
 
     Raises:
-        UsageError: There is none of that name, or what it needs is not installed.
+        UsageError: No backend has that name, or a package that the backend needs is not installed.
     """
     if not isinstance(name, str):
-        raise UsageError(f"backend= takes the name of one, such as 'local', not {name!r}")
+        raise UsageError(f"backend must be the name of a backend, such as 'local', got {name!r}")
     if name not in _backends:
         with _making:
             if name not in _backends:
@@ -67,9 +69,11 @@ def _made(name: str) -> Backend:
         try:
             from bandmaster.backends.ray import RayBackend
         except ImportError as error:
-            raise UsageError(f"backend 'ray' needs Ray ({error}): pip install 'bandmaster[ray]'") from error
+            raise UsageError(
+                f"backend 'ray' needs Ray, which cannot be imported ({error}): pip install 'bandmaster[ray]'"
+            ) from error
         return RayBackend()
     if name in _factories:
         return _factories[name]()
     *known, last = map(repr, (*_BUILT_IN, *_factories))
-    raise UsageError(f"no backend is called {name!r}; there are {', '.join(known)} and {last}")
+    raise UsageError(f"no backend is called {name!r}; expected {', '.join(known)} or {last}")

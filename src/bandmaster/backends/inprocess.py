@@ -1,6 +1,7 @@
-"""Every rank is an object in this process, called in rank order: the specification, and where `pdb` works.
+"""Runs every rank as an object in the controller's process, in rank order. This is the reference for other backends.
 
-Values travel through the same codec as on every other backend, so they are isolated in the same way.
+The debugger `pdb` works in the methods of workers. Values go through the same codec as on every other backend, so they
+are isolated in the same way.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ __all__ = ["InProcessBackend", "InProcessTicket", "InProcessWorkers"]
 
 
 class InProcessBackend(MachineBackend):
-    """All ranks in this process."""
+    """Backend whose ranks are objects in the controller's process."""
 
     def start(self, launch: Launch) -> InProcessWorkers:
-        """Nothing to start: the objects are made when they are constructed."""
+        """Return the workers of a group. No process is started: the `CONSTRUCT` call makes the users' objects."""
         return InProcessWorkers(launch)
 
 
 class InProcessWorkers:
-    """The objects of one group. The calls of several threads run one after the other.
+    """The worker objects of one group. Calls from several threads run one after the other.
 
     Attributes:
-        deaths: The ranks whose objects were let go.
+        deaths: The ranks whose objects were discarded, and why.
+        arrivals: Always None: a call has run by the time it is sent.
     """
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._executors = [self._executor(rank) for rank in range(len(launch.slots))]
         self.deaths: dict[int, Failure] = {}
-        self.arrivals: int | None = None  # a call has run when it was sent
+        self.arrivals: int | None = None
         self._is_stopped = False
         self._running = threading.RLock()  # held while a method or a constructor runs
 
@@ -57,7 +59,7 @@ class InProcessWorkers:
 
     @property
     def records(self) -> Sequence[WorkerRecord]:
-        """All of them in this process; the handles are the worker objects."""
+        """Host, process and device of each rank. The handles return the worker objects."""
         host, pid = socket.gethostname(), os.getpid()
         return [
             WorkerRecord(host, pid, one.device, "in process", partial(getattr, one, "worker"))
@@ -65,11 +67,11 @@ class InProcessWorkers:
         ]
 
     def put(self, payloads: Sequence[Payload]) -> Sequence[Payload]:
-        """Nothing to write: every rank copies what it reads."""
+        """Return the payloads themselves: each rank copies the payloads that it reads."""
         return payloads
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
-        """Run the calls, one rank after the other."""
+        """Run the calls to completion, in rank order."""
         by_rank = {rank: call for call in calls for rank in call.ranks}
         self._check_idle()
         try:
@@ -86,24 +88,24 @@ class InProcessWorkers:
         return outcome.private() if isinstance(outcome, Payload) else outcome
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
-        """All tickets: a call has run when it was sent."""
+        """Return all tickets at once: a call has run by the time it is sent."""
         return list(tickets)
 
     def fetch(self, ticket: InProcessTicket) -> Payload | Failure | None:
-        """The outcome; the exception of a failure has been through a pickle, as on every other backend."""
+        """The reply. The exception of a failure is pickled and unpickled, as on every other backend."""
         if not isinstance(ticket.outcome, Failure):
             return ticket.outcome
         revived: Failure = pickle.loads(pickle.dumps(ticket.outcome))
         return revived
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
-        """Nothing runs any more; workers that are to be killed are let go."""
+        """Discard the workers if ``kill_because`` is given; else do nothing, as no call is running."""
         if kill_because is not None:
             self._let_go(tickets, kill_because)
 
     def replace(self, rank: int) -> None:
-        """Have one of the objects constructed again."""
-        self._let_go([rank], "ended by the controller, to be replaced")
+        """Discard the object of a rank. The next `CONSTRUCT` call makes a new one."""
+        self._let_go([rank], "ended by the controller, because it is being replaced")
         self._executors[rank] = self._executor(rank)
         del self.deaths[rank]
 
@@ -112,11 +114,11 @@ class InProcessWorkers:
         return {}
 
     def check(self, is_thorough: bool = True) -> bool:
-        """Whether the workers were not stopped: none can have died."""
+        """False once `stop` was called. Workers of this backend do not die by themselves."""
         return not self._is_stopped
 
     def stop(self, why: str = CLOSED) -> None:
-        """Let all workers go, once no method runs."""
+        """Discard all workers. A thread that is running a method discards them when the method returns."""
         self._check_idle()
         self._is_stopped = True
         self._let_go(range(len(self._executors)), why)
@@ -128,15 +130,15 @@ class InProcessWorkers:
         self._let_go_of_the_dead()
 
     def _check_idle(self) -> None:
-        """Refuse what a worker's method, or a signal handler, asks of the group while a method runs in this thread."""
+        """Refuse a request by a worker's method or a signal handler while a method runs in this thread."""
         check_not_held(
             self._running,
-            "a worker, or a signal handler, called the group in the middle of a call that runs in the same thread; "
-            "call it between steps (a worker cannot call its own group on any backend)",
+            "a worker's method or a signal handler called the group during a call that runs in the same thread; call "
+            "the group between steps (a worker cannot call its own group on any backend)",
         )
 
     def _let_go_of_the_dead(self) -> None:
-        """Let dead workers go; if a method runs, the thread that runs it does so afterwards."""
+        """Discard the objects of dead ranks. If another thread is running a method, that thread does so afterwards."""
         if self.deaths and self._running.acquire(blocking=False):
             try:
                 for rank in self.deaths:
@@ -146,7 +148,11 @@ class InProcessWorkers:
 
 
 class InProcessTicket(contract.Ticket):
-    """The outcome of one call on one rank: a call runs as it is sent, so a ticket is done from the start."""
+    """One rank's part of a call. The call ran as it was sent, so the ticket is done from the start.
+
+    Attributes:
+        outcome: The encoded value, the failure, or None for a value that was dropped.
+    """
 
     __slots__ = ("outcome",)
 

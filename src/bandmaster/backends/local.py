@@ -1,12 +1,12 @@
-"""Workers as processes on this machine: forked from a zygote, reached by lanes, which need no port and no name.
+"""Runs workers as processes on this machine, forked from a zygote and reached over lanes, which use no port or name.
 
 ::
 
     LocalBackend.start ──► Zygote.spawn, once per rank ──► worker processes: bandmaster.worker_process.loop
-         └── WorkerClient ◄─ a lane each ───────────────────┘
+         └── WorkerClient ◄─ one lane each ─────────────────┘
          └── WorkerOutput ◄─ their standard output and error
 
-The one port is that of torch's rendezvous, on the loopback address: rank 0 inherits its listening socket.
+The only port is that of the torch rendezvous, on the loopback address. Rank 0 inherits its listening socket.
 """
 
 from __future__ import annotations
@@ -42,12 +42,18 @@ from bandmaster.worker_process.rendezvous import listening_socket, rendezvous_en
 __all__ = ["LocalBackend", "LocalWorker", "LocalWorkers"]
 
 LOOPBACK = "127.0.0.1"
-END_GRACE_S = 0.5  # for workers to end by themselves before they are killed
+END_GRACE_S = 0.5  # time for workers to exit by themselves before they are killed
 
 
 @dataclass(frozen=True)
 class LocalWorker:
-    """A worker process, as a person sees it."""
+    """The handle of a worker process that users see.
+
+    Attributes:
+        name: Name of the worker.
+        rank: Its rank in the group.
+        pid: Its process id.
+    """
 
     name: str
     rank: int
@@ -55,41 +61,44 @@ class LocalWorker:
 
 
 class LocalBackend(MachineBackend):
-    """Processes on this machine."""
+    """Backend whose workers are processes on this machine."""
 
     def __init__(self) -> None:
         super().__init__()
         self._zygote: Zygote | None = None
-        self._lock = threading.Lock()  # of those that start it
+        self._lock = threading.Lock()  # held while the zygote is started
 
     def start(self, launch: Launch) -> LocalWorkers:
-        """Fork a process for every slot."""
+        """Fork a worker process for every slot."""
         return LocalWorkers(launch, self._living_zygote())
 
     def _living_zygote(self) -> Zygote:
         if self._zygote is not None and not self._zygote.is_ours:
-            raise UsageError("this process was forked from the one that has the workers; make pools in that one")
+            raise UsageError(
+                "backend 'local' cannot start workers in this process, because it was forked from a controller that "
+                "has workers; create pools in that controller"
+            )
         with self._lock:
             if self._zygote is not None and not self._zygote.is_alive:
                 self._zygote.close()
                 self._zygote = None
-            if self._zygote is None or self._zygote.is_abandoned:  # groups that were made before may still use that
+            if self._zygote is None or self._zygote.is_abandoned:  # existing groups may still use an abandoned one
                 self._zygote = _started_zygote()
             return self._zygote
 
 
 class LocalWorkers:
-    """The processes of one group, each reached by a lane.
+    """The worker processes of one group, each reached over a lane.
 
     Attributes:
-        deaths: The ranks whose processes have ended, and how.
+        deaths: The ranks whose processes are known to have ended, and how.
     """
 
     def __init__(self, launch: Launch, zygote: Zygote) -> None:
         self._launch = launch
         self._zygote = zygote
         self._output = WorkerOutput(launch.cls.__name__)
-        self._port = 0  # of the rendezvous
+        self._port = 0  # port of the rendezvous
         self._is_ended = False
         self._client = client = WorkerClient(self._how_it_died)
         self.deaths: Mapping[int, Failure] = client.deaths
@@ -107,12 +116,12 @@ class LocalWorkers:
 
     @property
     def arrivals(self) -> int | None:
-        """All replies and deaths arrive by lanes."""
+        """A descriptor that is readable when a reply or a death may have arrived: both arrive over lanes."""
         return self._client.arrivals
 
     @property
     def records(self) -> list[WorkerRecord]:
-        """Names and pids; all workers have a lane."""
+        """Host, process and device of each rank. Every worker has a lane; the handles return `LocalWorker` objects."""
         host, device = socket.gethostname(), _device_of(self._launch)
         return [
             WorkerRecord(host, pid, device, "lane", partial(LocalWorker, self._launch.worker_names[rank], rank, pid))
@@ -120,15 +129,21 @@ class LocalWorkers:
         ]
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
-        """Through the control page of each rank; or kill those that are at these calls, with all that they started."""
+        """Interrupt calls through the control page of each rank.
+
+        Args:
+            tickets: The calls, by rank.
+            kill_because: If it is given, the workers that are running these calls are killed instead, with all
+                processes that they started.
+        """
         if kill_because is None:
             self._client.interrupt(tickets)
         else:
             self._kill([rank for rank, t in tickets.items() if t is None or self._client.is_at(rank, t)], kill_because)
 
     def replace(self, rank: int) -> None:
-        """Fork a new process for a slot; a new rank 0 has a new rendezvous, and the others learn of its port."""
-        self._kill([rank], "ended by the controller, to be replaced")
+        """Fork a new process for a rank. A new rank 0 opens a new rendezvous, whose port is sent to the other ranks."""
+        self._kill([rank], "ended by the controller, because it is being replaced")
         self._start_process(rank, time.monotonic())
         self._output.start()
         if rank == 0:
@@ -137,7 +152,7 @@ class LocalWorkers:
                     self._client.change_environment(other, rendezvous_environment(LOOPBACK, self._port))
 
     def stop(self, why: str = CLOSED) -> None:
-        """Hang up, so that the workers end; kill those that do not."""
+        """Close the lanes, so that the workers exit; kill those that do not exit in time."""
         if not self._is_ended:
             self._client.close_channels(why)
             self._close(END_GRACE_S)
@@ -147,7 +162,7 @@ class LocalWorkers:
         processes = list(self._client.processes.values())
         try:
             self._zygote.end(processes, grace_s)
-        except BaseException:  # Ctrl-C: nobody waits for them any longer
+        except BaseException:  # Ctrl-C: kill the workers without waiting for them
             self._zygote.end(processes, 0.0)
             raise
         self._zygote.end_use(self)
@@ -155,18 +170,22 @@ class LocalWorkers:
         self._is_ended = True
 
     def _start_process(self, rank: int, began: float) -> None:
-        """Fork a worker, and reach it by a lane.
+        """Fork a worker and open a lane to it.
+
+        Args:
+            rank: The worker's rank.
+            began: `time.monotonic` from which the launch's ``start_timeout_s`` is counted.
 
         Raises:
-            CallTimeout: It was not forked in time, counted from ``began``.
-            PlacementError: It cannot be forked.
-            ResourceError: There are too few descriptors.
+            CallTimeout: The worker was not forked in time.
+            PlacementError: The worker cannot be forked.
+            ResourceError: The controller has too few file descriptors left.
         """
         launch, limit_s = self._launch, self._launch.start_timeout_s
         left_s = None if limit_s is None else limit_s + began - time.monotonic()
         with contextlib.ExitStack() as if_it_fails, contextlib.ExitStack() as close_here:
             try:
-                with SigintSafeLock():  # so that Ctrl-C leaves no descriptor that nobody closes
+                with SigintSafeLock():  # so that Ctrl-C cannot leak a descriptor
                     mine, theirs = lane_pair()
                     if_it_fails.enter_context(mine)
                     close_here.enter_context(theirs)
@@ -186,15 +205,15 @@ class LocalWorkers:
                 raise launch.late(missing, str(error)) from error
             except OSError as error:
                 raise ResourceError(
-                    f"cannot start rank {rank} of {len(launch.slots)}: {error}; a worker takes three descriptors of "
-                    "the controller: raise the limit on open files (ulimit -n), or ask for fewer"
+                    f"cannot start rank {rank} of {len(launch.slots)}: {error}; each worker needs three file "
+                    "descriptors in the controller: raise the limit on open files (ulimit -n), or ask for fewer workers"
                 ) from error
             with SigintSafeLock():
                 if_it_fails.pop_all()
                 self._client.add(rank, Lane(mine, self._client.writer, rank, blocks=False), pid)
 
     def _kill(self, ranks: Sequence[int], why: str) -> None:
-        """Kill processes, with all that they started."""
+        """Kill the processes of ranks, with all processes that they started."""
         for rank in ranks:
             self._client.is_killed(rank, why)
         self._zygote.end([self._client.processes[rank] for rank in ranks], 0.0)
@@ -208,17 +227,17 @@ class LocalWorkers:
 
 
 def _started_zygote() -> Zygote:
-    """A new process that workers can be forked from.
+    """Start a zygote.
 
     Raises:
-        UsageError: ``sys.executable`` is not the path of a Python.
+        UsageError: ``sys.executable`` is not the path of an executable file.
         ResourceError: The system allows no more processes or descriptors.
     """
     modules = _modules_to_preload()
     if not os.access(sys.executable or "", os.X_OK):
         raise UsageError(
-            f"backend 'local' forks workers from a process that it starts with sys.executable, and {sys.executable!r} "
-            "cannot be run; set it to the path of a Python, or use backend 'inprocess'"
+            f"backend 'local' starts Python with sys.executable, but {sys.executable!r} is not an executable file; set "
+            "it to the path of a Python interpreter, or use backend 'inprocess'"
         )
     try:
         return Zygote(modules)
@@ -229,7 +248,7 @@ def _started_zygote() -> Zygote:
 
 
 def _device_of(launch: Launch) -> str:
-    return "cuda:0" if launch.uses_gpu else "cpu"  # a worker sees no other GPU than its own
+    return "cuda:0" if launch.uses_gpu else "cpu"  # a worker sees only its own GPU
 
 
 def _spawn_of(launch: Launch, rank: int, port: int) -> Spawn:
@@ -245,7 +264,7 @@ def _spawn_of(launch: Launch, rank: int, port: int) -> Spawn:
 
 
 def _modules_to_preload() -> list[str]:
-    """``BANDMASTER_PRELOAD`` (names with commas between), or numpy, and torch where it is installed."""
+    """Modules that the zygote imports: ``BANDMASTER_PRELOAD`` (comma-separated), or numpy, and torch if installed."""
     named = os.environ.get("BANDMASTER_PRELOAD")
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""What the backends on this machine share: its one node, and who has which of its GPUs."""
+"""Shared by the backends that run on this machine: its only node, and the reservations of its GPUs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,31 @@ __all__ = ["MachineBackend", "Reservation"]
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """GPUs of this machine, by node of a request and place on it; no GPUs if none were asked for."""
+    """The GPUs of this machine that a pool has reserved.
+
+    Attributes:
+        name: Name of the pool.
+        gpus: Indices of the GPUs, by node of the request and slot on that node; no slots if the pool uses no GPUs.
+    """
 
     name: str
     gpus: tuple[tuple[int, ...], ...]
 
 
 class MachineBackend:
-    """CPUs are not counted; GPUs are, and each place has one of its own. Any number of nodes share the machine.
+    """Reserves GPUs of this machine. CPUs are not counted, and all nodes of a request are this machine.
 
-    Any thread may call it. Finalizers may release at any moment, also within `reserve`: so `release` takes no lock.
+    Any thread may call its methods. Finalizers may call `release` at any moment, even during `reserve`, so `release`
+    takes no lock.
     """
 
     def __init__(self) -> None:
         self._reserving = threading.RLock()  # one reservation at a time
-        self._holders: dict[int, Reservation] = {}  # by GPU
-        self._released: deque[Reservation] = deque()  # whose GPUs are still among those of the holders
+        self._holders: dict[int, Reservation] = {}  # the reservation of each GPU in use, by index of the GPU
+        self._released: deque[Reservation] = deque()  # released, but not yet removed from the holders
 
     def inventory(self) -> tuple[Node, ...]:
-        """This machine as the one node."""
+        """This machine as the only node."""
         with self._reserving:
             self._take_back()
             n_gpus, holders = count_gpus(), list(self._holders.values())
@@ -42,7 +48,12 @@ class MachineBackend:
         return (Node("this machine", None, None, n_gpus, n_gpus - len(holders), names),)
 
     def reserve(self, request: Request, timeout_s: float) -> Reservation:
-        """Take GPUs, if any are asked for; nothing becomes free while this process waits, so nothing waits."""
+        """Reserve GPUs, if the request needs any. It does not wait, because only this process could release GPUs.
+
+        Raises:
+            PlacementError: Too few GPUs are free.
+            UsageError: A signal handler asks for slots while this thread is reserving.
+        """
         check_not_held(self._reserving, RESERVING)
         with self._reserving:
             nodes = self.inventory()
@@ -55,11 +66,11 @@ class MachineBackend:
         return reservation
 
     def release(self, reservation: Reservation) -> None:
-        """Give the GPUs back."""
+        """Release the GPUs of a reservation."""
         self._released.append(reservation)
 
     def _take_back(self) -> None:
-        """Forget the GPUs of reservations that were released."""
+        """Remove released reservations from the holders."""
         while self._released:
             released = self._released.popleft()
             self._holders = {gpu: holder for gpu, holder in self._holders.items() if holder is not released}

@@ -1,4 +1,4 @@
-"""What workers print: read from their pipes by a thread, and written line by line with a prefix."""
+"""Reads the output of workers from their pipes in a thread, and writes it line by line with a prefix."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bandmaster.platform.locks import SigintSafeLock
 __all__ = ["WorkerOutput"]
 
 MAX_LINE_NBYTES = 64 * 1024
-LAST_LINE_NCHARS = 1000  # of a line of standard error that is kept
+LAST_LINE_NCHARS = 1000  # to keep of each of the last lines of standard error
 
 
 class WorkerOutput:
-    """The standard output and error of the workers of one group. Its thread ends with the last of them.
+    """Forwards the standard output and error of a group's workers. Its thread ends with the last worker.
 
     Args:
-        label: Name of the group in ``[label rank]``.
+        label: First word of the prefix ``[label rank]`` of each line.
     """
 
     def __init__(self, label: str) -> None:
@@ -33,12 +33,16 @@ class WorkerOutput:
         self._lines: dict[int, _Lines] = {}  # of each descriptor
         self._last: dict[int, deque[_Line]] = {}
         self._poll = select.epoll()
-        self._lock = SigintSafeLock()  # the sources, and whether the thread runs
+        self._lock = SigintSafeLock()  # guards the sources and the thread
         self._thread: threading.Thread | None = None
-        self._is_finished = False  # whether no worker will be added any more
+        self._is_finished = False  # whether `finish` was called: no more workers are added
 
     def add(self, rank: int) -> tuple[int, int]:
-        """Descriptors for a worker to write its standard output and error to; close them once it has them."""
+        """Open pipes for the standard output and error of a worker.
+
+        Returns:
+            The write ends. The caller closes them once the worker has them.
+        """
         self._last[rank] = deque(maxlen=N_LAST_LINES)
         with self._lock:
             out_reader, out_writer = os.pipe2(os.O_CLOEXEC)
@@ -54,17 +58,17 @@ class WorkerOutput:
         return out_writer, err_writer
 
     def start(self) -> None:
-        """Begin to read, or go on with it when workers have been added."""
+        """Start the thread that reads, unless it is running. Call this each time after workers were added."""
         with self._lock:
             if self._thread is None and self._sources:
                 self._thread = start_thread(f"bandmaster-output-{self._label}", self._read)
 
     def last_errors(self, rank: int) -> str:
-        """The last lines of a worker's standard error."""
+        """The last lines that a worker wrote to standard error, at most `N_LAST_LINES`."""
         return "\n".join(line.text for line in self._last[rank])
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until everything that ended workers have printed is written."""
+        """Wait until all output of workers that have ended is written, for at most ``timeout_s`` seconds."""
         with self._lock:
             thread, self._is_finished = self._thread, True
             if thread is None:
@@ -93,7 +97,7 @@ class WorkerOutput:
                         del self._sources[fd], self._lines[fd]
 
     def _write(self, fd: int, data: bytes) -> None:
-        """Write whole lines; the rest of a line waits for its end, or for the end of the worker."""
+        """Write complete lines. The start of an incomplete line is kept until the line or the worker ends."""
         rank, stream = self._sources[fd]
         lines = self._lines[fd].feed(data) if data else self._lines[fd].rest()
         if stream == "stderr":
@@ -103,31 +107,36 @@ class WorkerOutput:
                 self._last[rank].append(line._replace(text=line.text[:LAST_LINE_NCHARS]))
         target = getattr(sys, stream)
         if lines and target is not None:
-            with contextlib.suppress(Exception):  # a broken pipe, say: workers must not block because nobody listens
+            with contextlib.suppress(Exception):  # a broken pipe, for example, must not block workers
                 target.write("".join(f"[{self._label} {rank}] {line.text}\n" for line in lines))
                 target.flush()
 
 
 class _Line(NamedTuple):
-    """A line, and whether a terminal shows the next one in its place."""
+    """A line of output.
+
+    Attributes:
+        text: The line without its ending.
+        is_overwritten: Whether a terminal shows the next line in place of this one.
+    """
 
     text: str
     is_overwritten: bool = False
 
 
 class _Lines:
-    """Cuts a stream of bytes into lines, in linear time: at ``\\n``, ``\\r\\n``, and the ``\\r`` of progress bars.
+    """Splits a stream of bytes into lines, in linear time: at ``\\n``, ``\\r\\n``, and the ``\\r`` of progress bars.
 
-    A line that has no end for `MAX_LINE_NBYTES` is cut there.
+    Lines longer than `MAX_LINE_NBYTES` are split.
     """
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []  # of the line that has no end yet
+        self._parts: list[bytes] = []  # of the incomplete line
         self._nbytes = 0
-        self._is_after_return = False  # whether the last line was ended by a ``\r``, of which a ``\n`` may be a part
+        self._is_after_return = False  # whether the data ended in a ``\r``, so that a ``\n`` may follow
 
     def feed(self, data: bytes) -> list[_Line]:
-        """The lines that end in this data, without what ends them."""
+        """The lines that this data completes, without their endings."""
         lines = []
         for piece in data.splitlines(keepends=True):
             text = piece.rstrip(b"\r\n")
@@ -136,7 +145,7 @@ class _Lines:
                     lines.append(_Line(self._ended(text)))
             elif piece.endswith(b"\r"):
                 line = self._ended(text)
-                if line.strip():  # bars begin with it, or are wiped out with it
+                if line.strip():  # blank lines begin a progress bar, or erase it
                     lines.append(_Line(line, is_overwritten=True))
             else:
                 self._parts.append(text)
@@ -147,17 +156,17 @@ class _Lines:
         return lines
 
     def rest(self) -> list[_Line]:
-        """The line that has no end, if there is one, at the end of the stream."""
+        """The incomplete line at the end of the stream; no line if the stream ended in a complete one."""
         return [_Line(self._ended())] if self._nbytes else []
 
     def _ended(self, text: bytes = b"", n_kept: int = 0) -> str:
-        """The line that is ended by this text, but for its last bytes, which are kept for the next."""
+        """The line that this text completes, without its last ``n_kept`` bytes, which begin the next line."""
         line = b"".join([*self._parts, text])
         split = len(line) - n_kept
         self._parts, self._nbytes = [line[split:]], n_kept
         return line[:split].decode(errors="replace")
 
     def _cut(self) -> str:
-        """What there is of the line, but for the beginning of a character of UTF-8."""
+        """The incomplete line so far, without a partial UTF-8 character at its end."""
         end = b"".join(self._parts[-3:])[-3:]
         return self._ended(n_kept=next((n for n in range(1, len(end) + 1) if end[-n] >= 0xC0), 0))

@@ -1,4 +1,4 @@
-"""Workers as Ray actors: Ray reserves, places and watches; its object store carries large payloads.
+"""Runs workers as Ray actors. Ray reserves, places and monitors them, and its object store carries large payloads.
 
 ::
 
@@ -7,9 +7,9 @@
     call ─────────── actor task ─────────────────────►                             │
     fetch ◄───────── its object ◄──────────────────────────────────── encode ◄────┘ only if collected
 
-The modules called ``ray`` are the only ones that import it: this one places and starts actors, `ray_workers` calls
-them, `ray_actor` is what runs in them. A Ray that is running is used as it is; otherwise the first pool starts one for
-itself, where places are counted without regard to CPUs, and the last pool stops it.
+Only the modules called ``ray*`` import Ray: this one places and starts actors, `ray_workers` calls them, `ray_actor`
+runs in them. If a Ray cluster is running, it is used. Otherwise the first pool starts a private Ray instance, in which
+CPUs are not counted, and the last pool stops it.
 """
 
 from __future__ import annotations
@@ -46,37 +46,41 @@ from bandmaster.platform.limits import working_directory
 
 __all__ = ["RayBackend"]
 
-PLACE = "bandmaster_place"  # what a place costs in a Ray of our own
-RENAME_TIMEOUT_S = 10.0  # for Ray to forget the name of an actor that was killed
+PLACE = "bandmaster_place"  # custom resource of a private Ray instance; each slot takes one unit
+RENAME_TIMEOUT_S = 10.0  # time for Ray to free the name of a killed actor
 _NO_CLIENT = (
-    "backend 'ray' needs a process that is part of the Ray cluster, and Ray Client (ray://) is not; run the script on "
-    "a node of the cluster, with `ray job submit` for example, and without ray:// in ray.init and RAY_ADDRESS"
+    "backend 'ray' does not work over Ray Client (ray://), because the controller must be part of the cluster; run the "
+    "script on a node of the cluster, with `ray job submit` for example, and without ray:// in ray.init and RAY_ADDRESS"
 )
-_UNIQUE = " #"  # Ray wants names of placement groups to be unique; what follows is not shown
-REFUSED_OPTIONS = (  # of actors, and why they cannot be had here
+_UNIQUE = " #"  # begins the suffix that makes the name of a placement group unique; messages omit the suffix
+REFUSED_OPTIONS = (  # actor options, and why they are refused
     (
         {"max_concurrency", "concurrency_groups", "max_restarts", "max_task_retries"},
-        "on a rank one call runs after the other, and workers are started again by restart() and replace()",
+        "a rank runs one call at a time, and workers are restarted by restart() and replace()",
     ),
     (
         {"resources", "accelerator_type", "memory", "object_store_memory"},
-        "the places of a pool have only CPUs and GPUs, so it could never start",
+        "the slots of a pool contain only CPUs and GPUs, so the actor could never start",
     ),
 )
 PLACED_BY_POOL = {"name", "num_cpus", "num_gpus", "resources", "scheduling_strategy", "lifetime", "get_if_exists"}
 
 
 class RayBackend:
-    """Reservations are placement groups, one per node of a pool; workers are actors in their bundles."""
+    """Backend whose workers are Ray actors. A reservation is one placement group per node, with one bundle per slot."""
 
     def __init__(self) -> None:
-        self._is_connected_here = False  # whether Ray is to be left with the last reservation
-        self._session: RaySession | None = None  # the one that was made here
-        self._is_embedded = False  # whether it is a Ray of our own
+        self._is_connected_here = False  # whether to disconnect from Ray with the last reservation
+        self._session: RaySession | None = None  # the session that this backend opened
+        self._is_embedded = False  # whether it is a private Ray instance
         self._reservations: list[Reservation] = []
 
     def inventory(self) -> tuple[Node, ...]:
-        """The nodes that are alive. In a Ray of our own CPUs are not counted."""
+        """The live nodes of the cluster, to which this connects if needed. A private Ray instance does not count CPUs.
+
+        Raises:
+            UsageError: The cluster can only be reached through Ray Client.
+        """
         self._connect()
         free = ray._private.state.available_resources_per_node()
         holders = _holders_by_node()
@@ -87,7 +91,7 @@ class RayBackend:
                 cpus_free=None if self._is_embedded else free.get(node["NodeID"], {}).get("CPU", 0.0),
                 gpus_total=node["Resources"].get("GPU", 0.0),
                 gpus_free=free.get(node["NodeID"], {}).get("GPU", 0.0),
-                holders=tuple(f"{name} ({n} places)" for name, n in sorted(holders.get(node["NodeID"], {}).items())),
+                holders=tuple(f"{name} ({n} slots)" for name, n in sorted(holders.get(node["NodeID"], {}).items())),
                 key=node["NodeID"],
             )
             for node in ray.nodes()
@@ -95,7 +99,13 @@ class RayBackend:
         )
 
     def reserve(self, request: Request, timeout_s: float) -> Reservation:
-        """A placement group on the node chosen for each entry; waits for what others hold, but not for ever."""
+        """Create a placement group on the node chosen for each entry of the request.
+
+        Waits at most ``timeout_s`` seconds for resources that others hold.
+
+        Raises:
+            PlacementError: The request can never fit, or the resources did not become free in time.
+        """
         deadline = time.monotonic() + timeout_s
         try:
             while True:
@@ -116,7 +126,7 @@ class RayBackend:
             raise
 
     def release(self, reservation: Reservation) -> None:
-        """Remove the placement groups; the Ray of our own ends with its last reservation."""
+        """Remove the placement groups of a reservation. A private Ray instance ends with its last reservation."""
         self._reservations.remove(reservation)
         if reservation.session.is_current:
             for group in reservation.groups:
@@ -124,7 +134,13 @@ class RayBackend:
         self._disconnect_if_idle()
 
     def start(self, launch: Launch) -> RayWorkers:
-        """Start an actor on every slot."""
+        """Start an actor on every slot.
+
+        Raises:
+            UsageError: The class asks for an actor option of `REFUSED_OPTIONS`, or a name is taken.
+            ClosedError: The Ray session of the pool has ended.
+            PlacementError, WorkerDied, CallTimeout: As for `bandmaster.contract.Backend.start`.
+        """
         for keys, why in REFUSED_OPTIONS:
             asked = {key: launch.options[key] for key in keys & launch.options.keys() if launch.options[key]}
             if asked and asked != {"max_concurrency": 1}:
@@ -137,7 +153,7 @@ class RayBackend:
     def _start_actor(self, launch: Launch, rank: int) -> Any:
         _check_session(launch)
         slot = launch.slots[rank]
-        share = math.floor(slot.share * 1e4) / 1e4  # Ray counts in ten-thousandths
+        share = math.floor(slot.share * 1e4) / 1e4  # Ray rounds resources to ten-thousandths
         bundle = _bundle(launch.cpus_per_worker, int(launch.uses_gpu), self._is_embedded)
         taken = {name: amount * share for name, amount in bundle.items()}
         options = {key: value for key, value in launch.options.items() if key not in PLACED_BY_POOL}
@@ -160,13 +176,13 @@ class RayBackend:
             except ValueError as error:
                 if time.monotonic() >= deadline:
                     raise UsageError(
-                        f"Ray refuses worker {launch.worker_names[rank]!r}: {error}; a name can be taken once, so give "
-                        "every group a name_prefix of its own, or none"
+                        f"Ray refused to start worker {launch.worker_names[rank]!r}: {error}; actor names must be "
+                        "unique, so give every group a name_prefix of its own, or none"
                     ) from error
-            time.sleep(POLL_S)  # Ray forgets the name of an actor a little after it has been killed
+            time.sleep(POLL_S)  # Ray frees the name of a killed actor a little later
 
     def _try_to_reserve(self, request: Request, keys: Sequence[str], deadline: float) -> Reservation | None:
-        """Placement groups on the given nodes; None, and none left, if somebody was faster."""
+        """Create placement groups on the given nodes; None, leaving none behind, if resources were taken meanwhile."""
         bundle = _bundle(request.cpus_per_worker, request.gpus_per_worker, self._is_embedded)
         groups: list[PlacementGroup] = []
         try:
@@ -187,20 +203,21 @@ class RayBackend:
             raise
 
     def _connect(self) -> None:
-        """Use the Ray of this process, else a cluster that runs on this machine or is named by RAY_ADDRESS, else
-        one of our own.
+        """Connect to Ray, unless this process is connected.
+
+        Uses the cluster that RAY_ADDRESS names or that runs on this machine, else starts a private Ray instance.
 
         Raises:
-            UsageError: It is one that can only be reached by Ray Client.
+            UsageError: The cluster can only be reached through Ray Client.
         """
         if ray.is_initialized():
             if ray.util.client.ray.is_connected():
                 raise UsageError(_NO_CLIENT)
-            if self._session is None or not self._session.is_current:  # the user has left ours and joined another
+            if self._session is None or not self._session.is_current:  # the user has replaced our connection
                 self._is_connected_here = self._is_embedded = False
             return
         self._is_connected_here, self._is_embedded = True, False
-        working_directory()  # which Ray takes for granted
+        working_directory()  # raises if it was removed; ray.init needs it
         cluster = _running_cluster()
         if cluster is not None:
             ray.init(cluster, logging_level=logging.WARNING)
@@ -218,7 +235,14 @@ class RayBackend:
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """The placement group of each node of a request, and its bundles in the order of their devices."""
+    """The placement groups of a pool.
+
+    Attributes:
+        name: Name of the pool.
+        groups: The placement group of each node of the request.
+        bundles: For each node, the indices of its bundles in the order of their GPUs.
+        session: The Ray session in which the placement groups exist.
+    """
 
     name: str
     groups: tuple[PlacementGroup, ...]
@@ -232,10 +256,10 @@ def _check_session(launch: Launch) -> None:
 
 
 def _running_cluster() -> str | None:
-    """Address of the cluster that `ray.init` would join; None if there is none, or only the trace of a dead one.
+    """Address of the cluster that `ray.init` would join; None if there is no cluster or the recorded one has ended.
 
     Raises:
-        UsageError: It would use Ray Client.
+        UsageError: RAY_ADDRESS asks for Ray Client.
     """
     if "RAY_ADDRESS" in os.environ:
         if os.environ["RAY_ADDRESS"].startswith("ray://"):
@@ -253,13 +277,13 @@ def _running_cluster() -> str | None:
 
 
 def _bundle(cpus: float, gpus: int, is_embedded: bool) -> dict[str, float]:
-    """What Ray sets aside for one place; a bundle must have something in it."""
+    """Resources that Ray reserves for one slot; Ray refuses an empty bundle."""
     amounts = {"GPU": gpus, PLACE: 1} if is_embedded else {"GPU": gpus, "CPU": cpus if cpus or gpus else 0.01}
     return {name: float(amount) for name, amount in amounts.items() if amount}
 
 
 def _in_device_order(group: PlacementGroup, has_gpus: bool) -> tuple[int, ...]:
-    """The bundles of a placement group in the order of their GPUs' numbers, which only a task in them can tell."""
+    """Indices of a placement group's bundles, sorted by GPU number, which only a task in a bundle can read."""
     n_bundles = group.bundle_count
     if not has_gpus or n_bundles == 1:
         return tuple(range(n_bundles))
@@ -279,7 +303,7 @@ def _device_key(gpu: str) -> tuple[int, str]:
 
 
 def _holders_by_node() -> dict[str, Counter[str]]:
-    """Names of the placement groups on every node, and how many bundles each has there."""
+    """For each node id, the names of the placement groups on that node and their number of bundles there."""
     holders: dict[str, Counter[str]] = {}
     for group in placement_group_table().values():
         if group["state"] == "CREATED":

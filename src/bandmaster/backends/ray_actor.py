@@ -1,8 +1,8 @@
-"""What runs in a Ray actor: the worker, reached by Ray's calls and, from the controller's host, by a lane.
+"""Runs in a Ray actor: holds the worker, which is called by actor tasks and, from the controller's host, over a lane.
 
 Ray runs one task of an actor at a time. While the lane is served, that task is `WorkerActor.bandmaster_serve`, and
-calls come in by the lane; the controller says ``pause`` before it uses a call of Ray's, which then finds the actor
-free. So all calls run in the order of their submission, whichever way they come, and in the actor's main thread.
+calls arrive over the lane. Before the controller submits another actor task, it sends ``pause`` over the lane, which
+frees the actor. All calls therefore run in submission order, on either channel, in the actor's main thread.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from bandmaster.worker_process.rendezvous import Rendezvous, listening_socket
 
 __all__ = ["FIRST_NUMBER", "OTHERS", "ActorInfo", "actor_class", "host_identity"]
 
-FIRST_NUMBER = 1 << 62  # of the group's calls by Ray; those of the lane are numbered from 1
-OTHERS = FIRST_NUMBER - 1  # that of calls that are not the group's
-SHORT_S, LONG_S = 0.05, 5.0  # how long a lane is served before Ray's calls have a turn
-A_TICK_S = 1e-5  # is rounded up to one of the kernel's ticks
+FIRST_NUMBER = 1 << 62  # of the group's calls by actor task; calls over the lane are numbered from 1
+OTHERS = FIRST_NUMBER - 1  # announced for all calls that do not come from the group
+SHORT_S, LONG_S = 0.05, 5.0  # how long a lane is served before other actor tasks get a turn
+A_TICK_S = 1e-5  # the kernel rounds it up to one clock tick
 
 
 @dataclass(frozen=True)
 class ActorInfo:
-    """What an actor says about itself once its process runs.
+    """What an actor reports about itself once its process runs.
 
     Attributes:
-        address: Of its node.
-        host_name: Name of the machine, as failures call it.
-        host: Which machine that is, see `host_identity`.
-        pid: Of its process.
-        device: As torch names it; ``"cpu"`` also where Ray only pretends to have GPUs.
-        rendezvous_port: The group's, on rank 0.
+        address: IP address of its node.
+        host_name: Name of its host, as failures show it.
+        host: Identity of its machine, see `host_identity`.
+        pid: Its process id.
+        device: Its device as torch names it; ``"cpu"`` also if Ray was told of GPUs that do not exist.
+        rendezvous_port: Port of the group's rendezvous on rank 0; 0 on other ranks.
         node: Ray's id of its node.
-        stderr: The file that its standard error goes to.
+        stderr: Path of the file that its standard error goes to.
     """
 
     address: str
@@ -72,21 +72,30 @@ class ActorInfo:
 
 
 class WorkerActor:
-    """Base of the actor classes: holds the worker, and is what the group calls.
+    """Base of the actor classes: holds the worker and runs the calls of its group.
 
-    The class that is made of it for a worker class has the worker's public methods too, for raw Ray calls.
+    `actor_class` derives a class from it that also has the public methods of the worker class, for direct Ray calls.
     """
 
     def __init__(self) -> None:
         self._executor = Executor()
         self._lane: Lane | None = None
         self._page: ControlPage
-        self._patience_s = SHORT_S  # how long the lane is served before it is left for others' calls
-        self._is_away = False  # whether it is to be served again after that
+        self._patience_s = SHORT_S  # how long the lane is served before other actor tasks get a turn
+        self._is_away = False  # whether the lane is to be served again after that
         self._n_left = 0
 
     def bandmaster_begin(self, uses_gpu: bool, identity: WorkerIdentity, controllers_host: str) -> ActorInfo:
-        """Open the control page and, on rank 0, the rendezvous; where this actor is."""
+        """Open the control page and, on rank 0, the rendezvous.
+
+        Args:
+            uses_gpu: Whether the worker's slot has a GPU.
+            identity: The worker's identity; its pid and, on another host, its controller are replaced here.
+            controllers_host: `host_identity` of the controller.
+
+        Returns:
+            Where this actor runs.
+        """
         controller = identity.controller if controllers_host == host_identity() else 0
         self._page = ControlPage(replace(identity, pid=os.getpid(), controller=controller))
         self._executor.hold = self._page.hold
@@ -99,13 +108,13 @@ class WorkerActor:
         return ActorInfo(address, os.uname().nodename, host_identity(), os.getpid(), device, port, node, stderr)
 
     def bandmaster_prepare(self, context: WorkerContext, environment: Mapping[str, str], paths: Sequence[str]) -> None:
-        """Take what the worker is told about itself, and import what the controller can import."""
+        """Set the worker's context and environment, and add the controller's ``paths`` to ``sys.path``."""
         self._executor.prepare(context)
         os.environ.update(environment)
         sys.path.extend(path for path in paths if path not in sys.path and os.path.isdir(path))
 
     def bandmaster_call(self, number: int, method: str, reply: int, *parts: Payload) -> Any:
-        """Run a call. Failures are values for the controller, and exceptions for users of the ObjectRef."""
+        """Run a call. A failure is returned to the controller, but raised for users of a native ObjectRef."""
         self._catch_up()
         outcome = self._run(number, method, reply, [part.private() for part in parts])
         if reply != Reply.NATIVE:
@@ -115,12 +124,12 @@ class WorkerActor:
         return _Encoded(outcome) if isinstance(outcome, Payload) else outcome
 
     def bandmaster_update_environment(self, environment: Mapping[str, str]) -> None:
-        """The rendezvous is elsewhere now."""
+        """Update environment variables, after a new rank 0 has opened a new rendezvous."""
         self._catch_up()
         os.environ.update(environment)
 
     def bandmaster_connect(self, name: str, introduction: bytes) -> bool:
-        """Connect to the controller's lane; whether that works from here."""
+        """Connect to the controller's lane listener. Returns False if that fails, as from another container."""
         sock = connect(name, introduction)
         if sock is not None:
             os.register_at_fork(after_in_child=sock.close)
@@ -129,15 +138,18 @@ class WorkerActor:
         return sock is not None
 
     def bandmaster_serve(self, n_left: int = 0) -> None:
-        """Answer calls from the lane until it is paused or closed.
+        """Serve calls from the lane until it is paused or closed.
 
-        Every now and then the actor asks itself to do so once more, behind the calls that have come from those who have
-        found it by its name. The less often there are any, the less often it does: a call of Ray's takes a millisecond.
+        Yields to Ray by resubmitting itself, so that calls made through `ray.get_actor` get a turn. Backs off to 5 s
+        while there are no such calls, because a resubmission takes a millisecond.
+
+        Args:
+            n_left: Number of this resubmission; 0 if the group submits the task.
         """
         if not n_left:
-            self._catch_up()  # the group asks for this at first, and after it has paused the lane
+            self._catch_up()  # the group submits this at first, and after each pause
         elif not self._is_away or n_left != self._n_left:
-            return  # a call of the group's has come first
+            return  # a call of the group ran before this resubmission
         self._serve(self._patience_s, self._patience_s)
         if self._is_away:
             self._patience_s = min(2 * self._patience_s, LONG_S)
@@ -145,12 +157,12 @@ class WorkerActor:
             ray.get_runtime_context().current_actor.bandmaster_serve.remote(self._n_left)
 
     def _catch_up(self) -> None:
-        """Before a call of the group's by Ray: the lane was paused, and what was sent there before is done first."""
+        """Before an actor task of the group: run the calls that were sent over the lane before it was paused."""
         if self._is_away:
             self._serve(None)
 
     def _catch_up_with_what_is_there(self) -> None:
-        """Before a call of others, who have not paused the lane: what comes there from now on may wait."""
+        """Before a direct Ray call, for which the lane was not paused: run the calls that have arrived on it so far."""
         if self._is_away and self._lane is not None:
             self._serve(A_TICK_S, most_nbytes=self._lane.waiting_nbytes())
 
@@ -159,7 +171,7 @@ class WorkerActor:
         self._is_away = serve(self._lane, self._executor, self._page, patience_s, most_s, most_nbytes)
 
     def _run(self, number: int, method: str, reply: int, parts: Sequence[Payload]) -> Payload | Failure | None:
-        """Run a call that can be interrupted by its number."""
+        """Run a call so that it can be interrupted by its number."""
         with self._page.announce(number):
             try:
                 self._page.begin(number)
@@ -172,8 +184,8 @@ class WorkerActor:
 
 
 def _end_with(controller: int) -> None:
-    """End this process as soon as its controller is gone: Ray takes a while, as does a lane that forks have, too."""
-    with contextlib.suppress(OSError):  # it is not in our namespace of processes, or gone already
+    """End this process when the controller ends. Ray notices later, and forks of the controller keep the lane open."""
+    with contextlib.suppress(OSError):  # the controller has ended, or is in another pid namespace
         start_thread("bandmaster-controller-watch", _end_after, os.pidfd_open(controller))
 
 
@@ -181,13 +193,13 @@ def _end_after(controller: int) -> None:
     poll = select.poll()
     poll.register(controller, select.POLLIN)
     poll.poll()
-    sys.setswitchinterval(1e-5)  # a method that spins would hold this thread up for 5 ms at each look at a process
+    sys.setswitchinterval(1e-5)  # else a busy method delays this thread by 5 ms for each process that it reads
     end_descendants()
     os._exit(1)
 
 
 class _Encoded:
-    """A value that `ray.get` decodes by itself."""
+    """An encoded value that unpickles, in `ray.get`, as the decoded one."""
 
     def __init__(self, payload: Payload) -> None:
         self._payload = payload
@@ -201,7 +213,7 @@ def _open(payload: Payload) -> Any:
 
 
 def actor_class(cls: type) -> Any:
-    """An actor class with the name and the public methods of a worker class."""
+    """Make an actor class with the name and the public methods of a worker class."""
     names = [name for name in dir(cls) if not name.startswith("_") and inspect.isfunction(getattr(cls, name))]
     forwards = {name: _forward(cls, name) for name in names}
     return ray.remote(type(cls.__name__, (WorkerActor,), {**forwards, "__doc__": cls.__doc__}))
@@ -221,9 +233,10 @@ def _forward(cls: type, name: str) -> Any:
 
 
 def _bare_signature(cls: type, name: str) -> inspect.Signature:
-    """Names and kinds alone: annotations and defaults may need modules that the actor cannot import yet.
+    """The signature of a method with only the names and kinds of its parameters.
 
-    Ray leaves out the first parameter, so it stands for ``self`` here, whatever the method takes that as.
+    Annotations and defaults may need modules that the actor cannot import yet. Ray drops the first parameter, so the
+    signature begins with one that stands for ``self``, whatever the method calls it.
     """
     bare = [
         parameter.replace(
@@ -235,5 +248,8 @@ def _bare_signature(cls: type, name: str) -> inspect.Signature:
 
 
 def host_identity() -> str:
-    """Equal on processes of one machine. Containers of one machine share it, but cannot reach each other's lanes."""
+    """A text that is equal for all processes of one machine.
+
+    Containers of one machine may share it, although they cannot reach each other's lanes.
+    """
     return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"

@@ -1,4 +1,4 @@
-"""The connection to Ray that a pool or a group was made over, which may have ended though the process has another."""
+"""The connection to Ray over which a pool or a group was made. It may have ended although the process has a new one."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ __all__ = ["RaySession"]
 
 
 class RaySession:
-    """This process's connection to Ray: from `ray.init` to `ray.shutdown`, and not in forks of this process."""
+    """A connection of this process to Ray, from `ray.init` to `ray.shutdown`. It is not valid in forks."""
 
     def __init__(self) -> None:
-        self._node = weakref.ref(_worker.global_worker.node)  # Ray makes one for each `ray.init`
+        self._node = weakref.ref(_worker.global_worker.node)  # Ray makes a node object for each `ray.init`
         self._n_forks = n_forks()
 
     @property
     def is_current(self) -> bool:
-        """Whether calls of Ray's go there. If not, they start a Ray, go to another one, or hang in a fork."""
+        """Whether Ray uses this connection. If not, Ray's calls start an instance, reach another, or hang in a fork."""
         is_here = ray.is_initialized() and _worker.global_worker.node is self._node()
         return is_here and self._n_forks == n_forks()
 
     def check(self, what: str) -> None:
-        """Make sure that Ray can be called for something that was made in this session.
+        """Check that Ray can still be called for a pool or group that was made in this session.
+
+        Args:
+            what: The pool or group, as the message names it.
 
         Raises:
             ClosedError: The session has ended.
@@ -36,5 +39,5 @@ class RaySession:
             raise ClosedError(self.ended(what))
 
     def ended(self, what: str) -> str:
-        """That it has ended, for a message."""
-        return f"the Ray session that {what} was made in has ended (ray.shutdown()); make the pool and its groups again"
+        """The message of errors about a pool or group whose session has ended."""
+        return f"the Ray session of {what} has ended (ray.shutdown()); create the pool and its groups again"

@@ -1,4 +1,4 @@
-"""The controller's side of a group of Ray actors: Ray's calls, and lanes to the actors on the controller's own host."""
+"""The controller's side of a group of Ray actors: actor tasks, and lanes to the actors on the controller's own host."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from bandmaster.worker_process.rendezvous import rendezvous_environment
 
 __all__ = ["POLL_S", "RayTicket", "RayWorkers"]
 
-POLL_S = 0.1  # Ray has no event for "a resource became free" or "one of these failed"
+POLL_S = 0.1  # Ray has no event for "a resource became free" or "one of these calls failed"
 PUT_NBYTES = 100 * 1024  # smaller payloads travel inside the call, as Ray's own small arguments do
-START_TIMEOUT_S = 300.0  # for actor processes, not for constructors
+START_TIMEOUT_S = 300.0  # for the actors' processes to start; constructors have no such limit
 CONNECT_TIMEOUT_S = 10.0
-LAST_WORDS_TIMEOUT_S = 2.0  # for Ray to notice why an actor died whose lane broke
-LAST_NBYTES = 16 * 1024  # of standard error, among which its last lines are looked for
+LAST_WORDS_TIMEOUT_S = 2.0  # for Ray to find out why an actor died whose lane was closed
+LAST_NBYTES = 16 * 1024  # of standard error that are read for its last lines
 FAR_TIMEOUT_S = 10.0  # for a task on another node
 _log = logging.getLogger(__name__)
 
 
 class RayTicket(contract.Ticket):
-    """A call by Ray's own means.
+    """One rank's part of a call that was submitted as an actor task.
 
     Attributes:
-        reference: ObjectRef of its reply.
+        reference: ObjectRef of the reply.
         rank: The rank.
-        number: The number by which it can be interrupted.
+        number: The number by which the call can be interrupted.
     """
 
     __slots__ = ("number", "rank", "reference")
@@ -63,15 +63,16 @@ class RayTicket(contract.Ticket):
 
 
 class RayWorkers:
-    """The actors of one group. A ticket is a `RayTicket` or a lane's; one of `Reply.NATIVE` is an ObjectRef.
+    """The actors of one group. A ticket is a `RayTicket`, a `LaneTicket`, or for `Reply.NATIVE` an ObjectRef.
 
     Attributes:
         actors: The actor handle of each rank.
-        deaths: The ranks that broke a lane or failed a call; otherwise Ray tells of a death only when it is asked.
+        deaths: The ranks whose actors are known to have died, and how. A closed lane or a failed call shows a death;
+            other deaths are found by `check`, which asks Ray.
 
     Args:
-        launch: What to start.
-        start_actor: Starts the actor of a rank.
+        launch: The group's launch.
+        start_actor: Starts the actor of a rank and returns its handle.
     """
 
     def __init__(self, launch: Launch, start_actor: Callable[[Launch, int], Any]) -> None:
@@ -80,16 +81,16 @@ class RayWorkers:
         self._group = f"group {launch.group!r}"
         self._session = RaySession()
         self.actors: list[Any] = []
-        self._infos: dict[int, ActorInfo] = {}  # of the actors that have begun
+        self._infos: dict[int, ActorInfo] = {}  # what the actors that run have reported, by rank
         self._here = host_identity()
         self._client = WorkerClient(self._how_it_died)
         self.deaths: Mapping[int, Failure] = self._client.deaths
-        self._has_lane: set[int] = set()  # those that are to be called by it
-        self._is_left = False  # whether the lanes are not to be used any more
-        self._lock = self._client.lock  # also of which way a call goes, and of the order in which calls are sent
+        self._has_lane: set[int] = set()  # ranks that are called over their lanes
+        self._is_left = False  # whether the lanes are no longer used, because an actor handle was handed out
+        self._lock = self._client.lock  # also guards the choice of channel and the order of calls
         self._serving: set[int] = set()  # ranks whose lane is not paused
-        self._n_called: Counter[int] = Counter()  # by Ray's calls
-        self._told: dict[int, RayError] = {}  # what Ray's calls said of actors that have died
+        self._n_called: Counter[int] = Counter()  # actor tasks submitted, by rank
+        self._told: dict[int, RayError] = {}  # the error that a call to a dead actor raised, by rank
         try:
             for rank in range(len(launch.slots)):
                 self.actors.append(start_actor(launch, rank))
@@ -98,10 +99,8 @@ class RayWorkers:
             self.stop()
             raise
 
-    # --- starting ---
-
     def _begin(self, ranks: Sequence[int]) -> None:
-        """Have new actors begin; when one of them is rank 0, the others learn of its rendezvous."""
+        """Prepare new actors and open lanes to them. The rendezvous of a new rank 0 is announced to the others."""
         self._infos.update(self._begun(ranks))
         first = self._infos[0]
         rendezvous = rendezvous_environment(first.address, first.rendezvous_port)
@@ -116,7 +115,14 @@ class RayWorkers:
         self._connect([rank for rank in ranks if self._is_near(rank)])
 
     def _begun(self, ranks: Sequence[int]) -> dict[int, ActorInfo]:
-        """What new actors say about themselves, once their processes run."""
+        """Wait until the processes of new actors run, and return what they report.
+
+        Raises:
+            CallTimeout: They did not start within the launch's ``start_timeout_s``.
+            PlacementError: They did not start within `START_TIMEOUT_S`.
+            WorkerDied: An actor died as it started.
+            ConstructorError: An actor's start raised.
+        """
         launch, here = self._launch, host_identity()
         asked = {}
         for rank in ranks:
@@ -127,7 +133,7 @@ class RayWorkers:
         if missing and limit_s < START_TIMEOUT_S:
             raise launch.late(sorted(asked[reference] for reference in missing), "Ray has not started their actors")
         if missing:
-            raise PlacementError(f"{len(missing)} of {len(asked)} actors did not start in {START_TIMEOUT_S:g} s")
+            raise PlacementError(f"{len(missing)} of {len(asked)} actors did not start within {START_TIMEOUT_S:g} s")
         replies = {rank: self.fetch(RayTicket(reference, rank, 0)) for reference, rank in asked.items()}
         failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
         if failures:
@@ -138,7 +144,7 @@ class RayWorkers:
 
     @staticmethod
     def _unanswered(references: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The ObjectRefs that are not ready when all are, one has failed, or the time is over."""
+        """Wait until all ObjectRefs are ready or the time is over. Returns those that are not ready."""
         deadline, ready, waiting = time.monotonic() + timeout_s, [], list(references)
         while waiting and time.monotonic() < deadline:
             more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(1.0, timeout_s))
@@ -146,13 +152,13 @@ class RayWorkers:
         return waiting
 
     def _connect(self, ranks: Sequence[int]) -> None:
-        """Open lanes to workers on this host, where that works."""
+        """Open lanes to workers on this host. Workers that cannot be reached so are called by actor tasks."""
         if not ranks:
             return
         try:
             sockets = self._connected(ranks)
-        except (OSError, RayError) as error:  # of an actor that has died meanwhile, the next call will tell
-            _log.warning("calls of %d workers on this host go by Ray, as they have no lanes: %r", len(ranks), error)
+        except (OSError, RayError) as error:  # if an actor has died meanwhile, its next call fails
+            _log.warning("cannot open lanes to %d workers on this host, so Ray carries calls: %r", len(ranks), error)
             return
         for rank, sock in sockets.items():
             self._client.add(rank, Lane(sock, self._client.writer, rank, blocks=False), self._infos[rank].pid)
@@ -174,8 +180,8 @@ class RayWorkers:
             return listener.accept(ranks, CONNECT_TIMEOUT_S, refusing)
 
     def replace(self, rank: int) -> None:
-        """Kill the actor of a rank, and start another one on its slot."""
-        self._kill([rank], "ended by the controller, to be replaced")
+        """Kill the actor of a rank and start a new one on its slot."""
+        self._kill([rank], "ended by the controller, because it is being replaced")
         try:
             self.actors[rank] = self._start_actor(replace(self._launch, is_again=True), rank)
             self._client.forget_death(rank)
@@ -183,17 +189,17 @@ class RayWorkers:
             self._infos.pop(rank, None)
             self._begin([rank])
         except BaseException:
-            self._kill([rank], "ended by the controller, as it could not be started")
+            self._kill([rank], "ended by the controller, because it could not be started")
             raise
 
     @property
     def arrivals(self) -> int | None:
-        """Where all actors have lanes, they tell of replies and deaths."""
+        """A descriptor that is readable when a reply or a death may have arrived; None unless all ranks have lanes."""
         return self._client.arrivals if len(self._has_lane) == len(self.actors) else None
 
     @property
     def records(self) -> list[WorkerRecord]:
-        """Where each actor is; a handle is the actor handle. Who has one can call the actor past the group."""
+        """Host, process, device and channel of each rank. Asking for an actor handle ends the use of lanes."""
         return [
             WorkerRecord(
                 info.address,
@@ -206,7 +212,11 @@ class RayWorkers:
         ]
 
     def _hand_out(self, rank: int) -> Any:
-        """An actor handle. Who has it can call the actor past the group, so from here on all calls are Ray's own."""
+        """Return the actor handle of a rank, and call all ranks by actor tasks from now on.
+
+        Calls that the user makes through the handle bypass the group. Ray keeps them in order with the group's calls
+        only if these are actor tasks, too.
+        """
         with self._lock:
             for other in list(self._has_lane):
                 self._pause(other)
@@ -214,19 +224,17 @@ class RayWorkers:
             self._is_left = True
         return self.actors[rank]
 
-    # --- calling ---
-
     def put(self, payloads: Sequence[Payload]) -> Sequence[Part]:
-        """The payloads, written at most once for the lanes and once for Ray, as soon as a call names them."""
+        """Wrap payloads. Calls write a payload when they name it, at most once for lanes and once for Ray."""
         return [Part(payload, self._client) for payload in payloads]
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
-        """By lane where there is one and the value is not native; else one actor task for each rank."""
+        """Send calls over lanes where ranks have them and the reply is not native; else by one actor task per rank."""
         self._session.check(self._group)
         for call in calls:
             if len(self._by_lane(call)) < len(call.ranks):
                 for part in call.parts:
-                    part.on_ray()  # Ray's store may be full, and let us wait
+                    part.on_ray()  # before the lock is taken: this waits while Ray's object store is full
         with self._lock:
             if self._client.is_stopped:
                 raise ClosedError(CLOSED)
@@ -250,11 +258,14 @@ class RayWorkers:
                 tickets[rank] = done if call.reply is Reply.NATIVE else RayTicket(done, rank, number)
 
     def _by_lane(self, call: Call) -> Sequence[int]:
-        """The ranks that a call goes to by their lanes."""
+        """The ranks to which a call is sent over their lanes."""
         return [] if call.reply is Reply.NATIVE else [rank for rank in call.ranks if rank in self._has_lane]
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
-        """Wait for all, but look at what is done every now and then."""
+        """Wait for tickets, as `bandmaster.contract.Workers.wait`.
+
+        If some of the calls are actor tasks, this polls every `POLL_S` seconds.
+        """
         by_lane = [ticket for ticket in tickets if isinstance(ticket, LaneTicket)]
         if len(by_lane) == len(tickets):
             return self._client.wait(by_lane, timeout_s)
@@ -272,7 +283,7 @@ class RayWorkers:
         return list(tickets)
 
     def fetch(self, ticket: Any) -> Any:
-        """The reply; exceptions of Ray's own become failures."""
+        """The reply of a ticket. Exceptions that Ray raises are returned as failures."""
         if isinstance(ticket, LaneTicket):
             return self._client.fetch(ticket)
         if not self._can_call_ray():
@@ -289,7 +300,12 @@ class RayWorkers:
             return Failure.of(error)
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
-        """Through the control page of each rank, on its own node; or kill the actors that are at these calls."""
+        """Interrupt calls through the control page of each rank, on its own node.
+
+        Args:
+            tickets: The calls, by rank.
+            kill_because: If it is given, the actors that are running these calls are killed instead.
+        """
         if kill_because is not None:
             self._kill([rank for rank, t in tickets.items() if t is None or self._is_at(rank, t)], kill_because)
             return
@@ -300,7 +316,7 @@ class RayWorkers:
                 self._on_its_node(rank, control_page.interrupt, self._infos[rank].pid, ticket.number)
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
-        """Read the control page of each rank, on its own node."""
+        """The Python stacks of ranks, read from their control pages on their own nodes."""
         texts = {}
         for rank, ticket in tickets.items():
             if rank in self._infos:
@@ -311,17 +327,15 @@ class RayWorkers:
         return texts
 
     def _is_at(self, rank: int, ticket: Any) -> bool:
-        """Whether an actor has come to a call; what does not say so has not."""
+        """Whether an actor is running a call, or has not started. A running call is announced."""
         if isinstance(ticket, LaneTicket):
             return self._client.is_at(rank, ticket) and control_page.announced(self._infos[rank].pid) != OTHERS
         if rank not in self._infos:
-            return True  # it has not even said where it is
+            return True  # it has not started yet
         return bool(ticket.number == self._on_its_node(rank, control_page.announced, self._infos[rank].pid))
 
-    # --- ends ---
-
     def check(self, is_thorough: bool = True) -> bool:
-        """Look at the lanes, and ask Ray about the actors."""
+        """Read the lanes and, if ``is_thorough``, ask Ray about each actor. False once `stop` was called."""
         is_running = self._client.check()
         for rank, actor in enumerate(self.actors if is_thorough else ()):
             if rank not in self.deaths and self._is_dead(actor):
@@ -329,7 +343,7 @@ class RayWorkers:
         return is_running
 
     def stop(self, why: str = CLOSED) -> None:
-        """Hang up and kill the actors."""
+        """Close the lanes and kill the actors."""
         self._client.close_channels(why)
         for rank in range(len(self.actors)):
             self._client.deaths.setdefault(rank, Failure(FailureKind.DIED, why))
@@ -348,7 +362,7 @@ class RayWorkers:
         return not self._client.is_stopped and self._session.is_current
 
     def _kill(self, ranks: Sequence[int], why: str) -> None:
-        """Kill actors, whatever they do."""
+        """Kill the actors of ranks at once."""
         for rank in ranks:
             self._client.is_killed(rank, why)
             if self._session.is_current:
@@ -358,19 +372,19 @@ class RayWorkers:
             self._serving.discard(rank)
 
     def _resume(self, rank: int) -> None:
-        """Have the actor serve its lane, once it has done what Ray has for it."""
+        """Have an actor serve its lane again, after the actor tasks that were submitted before."""
         if rank not in self._serving:
             self._serving.add(rank)
             self.actors[rank].bandmaster_serve.remote()
 
     def _pause(self, rank: int) -> None:
-        """Let the actor come back from its lane, once it has done what was sent there."""
+        """Have an actor leave its lane, after the calls that were sent there, so that actor tasks can run."""
         if rank in self._serving:
             self._serving.remove(rank)
             self._client.pause(rank)
 
     def _note_death(self, rank: int, error: RayError | None = None) -> Failure:
-        """An actor has died, as Ray says."""
+        """Record the death of an actor that Ray reported, and return it as a failure."""
         if error is not None:
             self._told.setdefault(rank, error)
         self._client.note_death(rank)
@@ -378,7 +392,7 @@ class RayWorkers:
 
     def _how_it_died(self, rank: int) -> Failure:
         error = self._told.get(rank) or self._last_words(rank)
-        summary = "its process is gone" if error is None else f"{type(error).__name__}: {error}".strip()
+        summary = "its process has ended" if error is None else f"{type(error).__name__}: {error}".strip()
         if not self._session.is_current:
             summary = self._session.ended(self._group)
         info = self._infos.get(rank)
@@ -387,7 +401,7 @@ class RayWorkers:
         return Failure.of_death(summary, self._last_errors(rank), info.host_name, info.pid, info.device)
 
     def _last_words(self, rank: int) -> RayError | None:
-        """What Ray says about an actor whose lane broke."""
+        """The error that Ray raises for an actor whose lane was closed; None if it raises none."""
         if rank in self._serving and self._session.is_current:
             try:
                 ray.get(self.actors[rank].__ray_ready__.remote(), timeout=LAST_WORDS_TIMEOUT_S)
@@ -404,14 +418,14 @@ class RayWorkers:
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             return ""
-        said = [line for line in lines if not line.startswith(":")]  # Ray's own marks
+        said = [line for line in lines if not line.startswith(":")]  # lines that Ray writes
         return "\n".join(said[-N_LAST_LINES:])
 
     def _is_near(self, rank: int) -> bool:
         return rank in self._infos and self._infos[rank].host == self._here
 
     def _on_its_node(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function on the node of a rank; None if that cannot be."""
+        """Call a function on the node of a rank and return its result; None if the node cannot be reached."""
         if self._is_near(rank):
             return function(*args)
         if rank not in self._infos or not self._session.is_current:
@@ -429,12 +443,12 @@ def _run(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _reference(ticket: Any) -> Any:
-    """The ObjectRef of a ticket that is no lane's."""
+    """The ObjectRef of a ticket that is not a `LaneTicket`."""
     return ticket.reference if isinstance(ticket, RayTicket) else ticket
 
 
 class Part:
-    """A payload that was put, in the form that each way takes it."""
+    """A payload that was passed to `RayWorkers.put`, in the forms that lanes and actor tasks need."""
 
     def __init__(self, payload: Payload, client: WorkerClient) -> None:
         self._payload = payload
@@ -443,13 +457,13 @@ class Part:
         self._by_ray: Any = None
 
     def on_lane(self) -> Any:
-        """As `WorkerClient.put` returns it; the lock of the client is held."""
+        """The payload as `WorkerClient.put` returns it. The caller holds the client's lock."""
         if self._by_lane is None:
             self._by_lane = self._client.place(self._payload)
         return self._by_lane
 
     def on_ray(self) -> Any:
-        """One object in the store, or the bytes themselves where they are few."""
+        """The payload as an argument of actor tasks: an ObjectRef from `PUT_NBYTES` on, else the payload itself."""
         if self._by_ray is None:
             is_large = self._payload.nbytes >= PUT_NBYTES
             self._by_ray = ray.put(self._payload) if is_large else self._payload.private()

@@ -1,4 +1,4 @@
-"""The process that workers are forked from: it has imported what is slow, so that they need not.
+"""The controller's side of the zygote: a process that has imported slow modules, from which workers are forked.
 
 ::
 
@@ -6,12 +6,12 @@
     Zygote(...) ── starts ─────────► imports numpy, torch...
     spawn(...) ── descriptors ─────► fork ───────────────────────────────► serve(lane)
                ◄─ pid ──────────────┘
-    how_it_ended(pid) ─────────────► waits for it ◄── exit ────────────────┘
-    end(pids) ─────────────────────► kills those that do not end by themselves
+    how_it_ended(pid) ─────────────► wait4 ◄────────── exit ───────────────┘
+    end(pids) ─────────────────────► kills workers that do not exit in time
 
-Nothing outlives the controller: when it is gone, the zygote kills the workers, each with the processes it started,
-and ends. When the zygote is gone, the kernel kills the workers, and the controller what they have started. When the
-zygote does not answer, because it still imports or is stopped, the controller does not wait for it for ever.
+Nothing outlives the controller: when it ends, the zygote kills the workers, each with the processes it started, and
+exits. When the zygote ends, the kernel kills the workers, and the controller kills the processes they started. When the
+zygote does not answer, because it is still importing or is stopped, the controller waits only for a limited time.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ from bandmaster.platform.processes import Ended, Orphans, memory_file, status_in
 
 __all__ = ["NoAnswer", "Zygote"]
 
-ANSWER_S = 2.0  # for the zygote to answer what it can answer at once
-POLL_S = 0.1  # how often to look whether another thread has read an answer
+ANSWER_S = 2.0  # time limit for an answer that the zygote can give at once
+POLL_S = 0.1  # how often a waiting thread checks whether another thread has read its answer
 
 
 class NoAnswer(PlacementError):
-    """The zygote has not answered in time."""
+    """The zygote did not answer in time."""
 
 
 class Zygote:
-    """The controller's end. Any thread may use it, and so may a signal's handler or a finalizer in one that does.
+    """Starts a zygote and sends it requests. Any thread may use it, also from signal handlers and finalizers.
 
-    A zygote that does not answer is abandoned: it gets no more groups, the controller ends its workers itself, and it
-    is killed once no group uses it, as that would kill its workers.
+    A zygote that does not answer in time is abandoned: new groups use another zygote, and the controller kills the
+    workers itself. The abandoned zygote is killed once no group uses it, because its end kills its workers.
 
     Attributes:
-        is_abandoned: Whether it has not answered in time.
+        is_abandoned: Whether the zygote was abandoned.
 
     Args:
-        preload: Modules to import; those that are not installed are passed over.
+        preload: Names of modules that the zygote imports; modules that cannot be imported are skipped.
     """
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._reading = threading.RLock()  # re-entrant, as a finalizer may end a group anywhere
+        self._reading = threading.RLock()  # re-entrant, as a finalizer may close a group at any point
         self._numbers = itertools.count()
-        self._answers: dict[int, Any] = {}  # by number of the question; None where it is still awaited
-        self._silent_since: float | None = None  # when it was asked something, if it has not answered anything since
+        self._answers: dict[int, Any] = {}  # by number of the request; None until the answer arrives
+        self._silent_since: float | None = None  # time of the first request since the last answer
         self._has_answered = False
         self._preload = preload
         self._n_forks = n_forks()
@@ -95,36 +95,45 @@ class Zygote:
         try:
             start_thread("bandmaster-zygote-watch", _end_after, os.pidfd_open(self._process.pid), self._workers)
             atexit.register(self.close)
-        except BaseException:  # there is no thread or no descriptor left for this, or Ctrl-C
+        except BaseException:  # no thread or descriptor is left, or Ctrl-C
             self.close()
             raise
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process has started it, rather than one that this process was forked from."""
+        """Whether this process started the zygote; False in a fork of the controller."""
         return self._n_forks == n_forks()
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process is there."""
+        """Whether the zygote's process is running."""
         return self._process.poll() is None
 
     def begin_use(self, user: object) -> None:
-        """It is not killed before this user calls `end_use`."""
+        """Register a user. The zygote is not killed for being abandoned until every user has called `end_use`."""
         self._users.add(id(user))
 
     def end_use(self, user: object) -> None:
-        """This user has ended its workers. Calling it again does nothing."""
+        """Unregister a user, whose workers have ended. Calling it again does nothing."""
         self._users.discard(id(user))
         if self.is_abandoned and not self._users:
             self.close()
 
     def spawn(self, spawn: Spawn, descriptors: Sequence[int], timeout_s: float | None) -> int:
-        """Fork a worker whose lane, standard output and standard error are these descriptors; its pid.
+        """Fork a worker.
+
+        Args:
+            spawn: What the worker takes over from the controller.
+            descriptors: The worker's lane, standard output and standard error, and on rank 0 the listening socket of
+                the rendezvous. The worker gets duplicates; the caller keeps its own.
+            timeout_s: Time limit in seconds; None for no limit.
+
+        Returns:
+            The worker's process id.
 
         Raises:
-            NoAnswer: It was not forked in time. If it still will be, it finds that its lane is closed, and ends.
-            PlacementError: The machine cannot start one more process, or the zygote is gone.
+            NoAnswer: The worker was not forked in time. If it is forked later, it finds its lane closed and exits.
+            PlacementError: The machine cannot start another process, or the zygote has ended.
         """
         with memory_file(pickle.dumps(spawn)) as file:  # an environment can be larger than a message
             answer = self._ask(("spawn",), timeout_s, [*descriptors, file.fileno()])
@@ -134,24 +143,28 @@ class Zygote:
         return int(answer)
 
     def how_it_ended(self, pid: int) -> str:
-        """How a worker ended that has just hung up, as a person would say it; one that still runs is ended."""
+        """Describe, for a message, how a worker ended whose lane was closed. If it is still running, it is killed."""
         try:
             ended: Ended | None = self._ask(("status", pid), STATUS_S + ANSWER_S)
             words = None if ended is None else ended.in_words()
         except NoAnswer as error:
             words = self._seen_from_here(pid, error)
         except PlacementError:
-            words = "killed, as the process that workers are forked from is gone"
+            words = "killed, because the process that workers are forked from has ended"
         if words is None:
             self.end([pid], 0.0)
-            return "it closed its lane while it ran on, and so was ended"
+            return "it closed its lane but did not exit, so the controller killed it"
         self._workers.discard(pid)
         return words
 
     def end(self, pids: Sequence[int], grace_s: float) -> None:
-        """Wait for workers to end, and kill those that do not in time, with all processes they started.
+        """Wait for workers to exit, and kill those that do not, with all processes that the workers started.
 
-        In a fork of the controller this does nothing: they are not its own.
+        In a fork of the controller this does nothing, because the workers belong to the controller.
+
+        Args:
+            pids: Process ids of the workers.
+            grace_s: Seconds until the workers that are still running are killed.
         """
         if not self.is_ours:
             return
@@ -163,32 +176,32 @@ class Zygote:
         self._workers.difference_update(pids)
 
     def close(self) -> None:
-        """End it, and whatever it has forked."""
+        """End the zygote, its workers, and all processes that the workers started."""
         atexit.unregister(self.close)
         if self.is_ours:
-            if self._has_answered:  # else it has forked nothing, or nothing that has anything to do
+            if self._has_answered:  # else no worker was forked, or none that has been called
                 self.end(list(self._workers), 0.0)
             else:
                 self._process.kill()
             with contextlib.suppress(OSError):
-                self._control.shutdown(socket.SHUT_RDWR)  # also where a fork of the controller has the socket too
+                self._control.shutdown(socket.SHUT_RDWR)  # close() would not, if a fork holds the socket
             try:
                 self._process.wait(0.0 if self.is_abandoned else EXIT_S + 1.0)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold it up
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it may be blocked in the kernel
                     self._process.wait(GONE_S)
         self._control.close()
 
     def _ask(self, request: Any, timeout_s: float | None, descriptors: Sequence[int] = ()) -> Any:
-        """The answer to a request.
+        """Send a request and wait for its answer.
 
         Raises:
-            NoAnswer: There was none in time.
-            PlacementError: The zygote is gone.
+            NoAnswer: No answer arrived within ``timeout_s``.
+            PlacementError: The zygote has ended.
         """
         if self.is_abandoned and self._is_silent():
-            timeout_s = POLL_S  # it may answer again, but it is not waited for once more
+            timeout_s = POLL_S  # it may answer again, but the full time limit is spent only once
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         number, began, is_sent = next(self._numbers), time.monotonic(), False
         self._silent_since = self._silent_since or began
@@ -200,18 +213,18 @@ class Zygote:
                 if left <= 0:
                     raise self._unanswered()
                 poll.register(self._control, select.POLLIN if is_sent else select.POLLIN | select.POLLOUT)
-                poll.poll(min(left, POLL_S) * 1000)  # whoever else waits may read the answer to this one
+                poll.poll(min(left, POLL_S) * 1000)  # another waiting thread may read the answer to this request
                 if not is_sent:
                     is_sent = self._send(pickle.dumps((number, *request)), ancillary)
                 self._receive()
             return self._answers[number][0]
-        except (OSError, ValueError) as error:  # ValueError: its socket has been closed here
-            raise PlacementError(f"{self._who()} is gone ({error}); make the group again") from error
+        except (OSError, ValueError) as error:  # ValueError: this process has closed the socket
+            raise PlacementError(f"{self._who()} has ended ({error}); create the group again") from error
         finally:
             self._answers.pop(number, None)
 
     def _send(self, message: bytes, ancillary: Any) -> bool:
-        """Send a message; False if the zygote has not read those before."""
+        """Send a message; False if the socket is full, because the zygote has not read earlier messages."""
         try:
             self._control.sendmsg([message], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -219,21 +232,21 @@ class Zygote:
         return True
 
     def _receive(self) -> None:
-        """Take an answer, if there is one."""
+        """Read an answer, if one has arrived."""
         with SigintSafeLock(), self._reading:  # Ctrl-C must not lose an answer, which may be another thread's
             try:
                 data = self._control.recv(MESSAGE_NBYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             if not data:
-                raise ConnectionResetError("it has hung up")
+                raise ConnectionResetError("it closed its socket")
             self._silent_since, self._has_answered = None, True
             number, answer = pickle.loads(data)
-            if number in self._answers:  # if not, whoever asked was interrupted, or has not waited so long
+            if number in self._answers:  # else the thread that asked was interrupted, or its time is over
                 self._answers[number] = (answer,)
 
     def _unanswered(self) -> NoAnswer:
-        """The error for this; a zygote that is silent is abandoned."""
+        """Make the error for a request without an answer. A zygote that has been silent for `ANSWER_S` is abandoned."""
         if self._is_silent():
             self.is_abandoned = True
         found = stat(self._process.pid)
@@ -246,29 +259,29 @@ class Zygote:
         return NoAnswer(f"{self._who()} {state}")
 
     def _is_silent(self) -> bool:
-        """Whether it has answered nothing for so long that it may never."""
+        """Whether the zygote has had a request for at least `ANSWER_S` seconds without answering any."""
         return self._silent_since is not None and time.monotonic() - self._silent_since >= ANSWER_S
 
     def _who(self) -> str:
         return f"the process that workers are forked from (pid {self._process.pid})"
 
     def _seen_from_here(self, pid: int, why: NoAnswer) -> str | None:
-        """How a worker ended, as far as it can be seen without the zygote; None if it still runs."""
+        """How a worker ended, as far as /proc shows it without the zygote's help; None if it is still running."""
         found = stat(pid)
         if found is None or found.parent != self._process.pid:
-            return f"it has ended; how is not known, as {why}"
+            return f"it has ended; its exit status is unknown, because {why}"
         return status_in_words(found.status) if found.state in "ZX" else None
 
     def _end_from_here(self, pids: Sequence[int]) -> None:
-        """End workers as the zygote would, which does not; all that it became the parent of as well."""
+        """Kill workers in place of a zygote that does not answer, and all orphans that the zygote inherited."""
         orphans, others = Orphans(self._process.pid), self._workers.difference(pids)
         deadline = time.monotonic() + GONE_S
         while orphans.end(others) and time.monotonic() < deadline:
-            time.sleep(ORPHANS_S)  # only their parent is told of their end
+            time.sleep(ORPHANS_S)  # poll, as only a parent is notified when a process ends
 
 
 def _end_after(zygote: int, workers: set[int]) -> None:
-    """When the zygote is gone, the kernel ends the workers; end what they have started themselves."""
+    """Wait for the zygote to end, whereupon the kernel kills the workers; then kill the processes that they started."""
     poll = select.poll()
     poll.register(zygote, select.POLLIN)
     poll.poll()

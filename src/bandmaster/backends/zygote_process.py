@@ -1,4 +1,4 @@
-"""What runs in the zygote, the process that workers are forked from, and in a worker until its loop begins."""
+"""Runs in the zygote, the process that workers are forked from, and in each worker until its loop begins."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from bandmaster.worker_process.rendezvous import Rendezvous
 
 __all__ = ["EXIT_S", "GONE_S", "MESSAGE_NBYTES", "ORPHANS_S", "STATUS_S", "Spawn", "main"]
 
-STATUS_S = 1.0  # for a worker to end that has hung up
-GONE_S = 1.5  # for processes to be gone that were killed
-EXIT_S = 2.0  # for the zygote to end all workers, and itself
-ORPHANS_S = 0.05  # how often to look whether some are left
+STATUS_S = 1.0  # time for a worker to exit after it closed its lane
+GONE_S = 1.5  # time for killed processes to end
+EXIT_S = 2.0  # time for the zygote to end all workers and itself
+ORPHANS_S = 0.05  # how often to look for orphans that still run
 MESSAGE_NBYTES = 150 * 1024
-MAX_DESCRIPTORS = 5  # of a worker: lane, standard output and error, the listening socket, what it is given
+MAX_DESCRIPTORS = 5  # of a spawn request: lane, standard output and error, listening socket, file
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
 class Spawn:
-    """What a new worker is given: what a fork of the controller itself would have had.
+    """What a new worker takes over from the controller, as if it had been forked from the controller itself.
 
     Attributes:
-        identity: Who it is, but for its pid.
-        context: What the worker is told about itself.
-        environment: Its environment, whole.
-        directory: Its working directory.
-        path: What it adds to ``sys.path``.
-        argv: Its ``sys.argv``.
+        identity: The worker's identity, without its pid.
+        context: The attributes that the worker has before its constructor runs.
+        environment: All environment variables.
+        directory: Working directory.
+        path: The worker's ``sys.path``.
+        argv: The worker's ``sys.argv``.
     """
 
     identity: WorkerIdentity
@@ -63,31 +63,31 @@ class Spawn:
 
 
 def main() -> None:
-    """What the zygote runs: ``argv`` is the descriptor of its socket, and the modules to import."""
+    """Run the zygote. ``sys.argv`` holds the descriptor of its socket, then the names of the modules to import."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a dead worker leaves behind comes here to be ended
-    # A process group of its own: Ctrl-C in a terminal is the controller's to handle. But the same session, as Linux
-    # schedules sessions against each other (autogroup), and calls would take longer.
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of a dead worker become children of the zygote, which kills them
+    # A process group of its own, so that Ctrl-C in a terminal reaches the controller alone. The same session, because
+    # Linux schedules sessions against each other (autogroup), which would make calls slower.
     os.setpgid(0, 0)
-    controller = os.pidfd_open(os.getppid())  # sockets may live on in what the controller forks; this does not
+    controller = os.pidfd_open(os.getppid())  # unlike the socket, forks of the controller do not keep it open
     for name in sys.argv[2:]:
-        with contextlib.suppress(Exception, SystemExit):  # whoever needs it will see why when a worker imports it
+        with contextlib.suppress(Exception, SystemExit):  # a worker that needs the module gets the error itself
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is imported stays shared with the workers
+    gc.freeze()  # keeps the memory of imported modules shared with the workers
     _Zygote(control, controller).run()
 
 
 @dataclass
 class _Question:
-    """One that is answered when workers have ended.
+    """A request that is answered when workers have ended, or at a time limit.
 
     Attributes:
-        number: Of the question.
-        pids: The workers.
-        until: How long to wait for that.
-        kills: Whether those are killed then that have not ended, and waited for once more.
-        has_killed: Whether this was done.
+        number: Number of the request.
+        pids: Process ids of the workers.
+        until: The time limit, as `time.monotonic`.
+        kills: Whether to kill the workers that are still running at the time limit, and wait once more.
+        has_killed: Whether they were killed.
     """
 
     number: int
@@ -98,7 +98,7 @@ class _Question:
 
 
 class _Zygote:
-    """Forks workers, and knows how each of them ended. It waits only in one place, for whatever may come."""
+    """Forks workers, and records how each of them ended. While the controller lives, it blocks only in `run`'s poll."""
 
     def __init__(self, control: socket.socket, controller: int) -> None:
         self._control = control
@@ -109,7 +109,7 @@ class _Zygote:
         self._has_orphans = False
         self._questions: list[_Question] = []
         self._memory = MemoryPressure()
-        self._wake, self._waker = socket.socketpair()  # the kernel's word that a worker ended
+        self._wake, self._waker = socket.socketpair()  # becomes readable when a child ends
         self._wake.setblocking(False)
         self._waker.setblocking(False)
 
@@ -117,7 +117,7 @@ class _Zygote:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which comes with the controller's end if this one was stopped
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent if the controller ends while this process is stopped
         poll = select.poll()
         for source in (self._control, self._wake, self._controller):
             poll.register(source, select.POLLIN)
@@ -131,14 +131,14 @@ class _Zygote:
             self._answer_what_is_due()
 
     def _patience_ms(self) -> float | None:
-        """How long there is nothing to do if nothing comes."""
+        """Milliseconds until the next time limit or look for orphans; None if there is neither."""
         moments = [question.until for question in self._questions]
         if self._has_orphans:
             moments.append(time.monotonic() + ORPHANS_S)
         return max(0.0, min(moments) - time.monotonic()) * 1000 if moments else None
 
     def _take(self) -> bool:
-        """Take a question of the controller's; False when it is gone."""
+        """Read a request of the controller; False if the controller has closed the connection."""
         try:
             data, ancillary, _, _ = self._control.recvmsg(
                 MESSAGE_NBYTES, socket.CMSG_SPACE(4 * MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC
@@ -160,7 +160,7 @@ class _Zygote:
         return True
 
     def _answer(self, number: int, answer: Any) -> None:
-        with contextlib.suppress(ConnectionError):  # that the controller is gone is seen when it is read from
+        with contextlib.suppress(ConnectionError):  # `_take` detects the end of the controller
             self._control.send(pickle.dumps((number, answer)), socket.MSG_NOSIGNAL)
 
     def _answer_what_is_due(self) -> None:
@@ -171,7 +171,7 @@ class _Zygote:
                 continue
             if not is_over and question.kills and not question.has_killed:
                 for pid in running:
-                    os.kill(pid, signal.SIGKILL)  # its number is taken until it is waited for
+                    os.kill(pid, signal.SIGKILL)  # its pid is not reused before `_reap` waits for it
                 question.has_killed, question.until = True, time.monotonic() + GONE_S
                 continue
             self._questions.remove(question)
@@ -201,11 +201,11 @@ class _Zygote:
         return pid
 
     def _reap(self) -> None:
-        """Wait for what has ended, and end what it has left: while it lived, it was the parent of that itself."""
+        """Collect children that have ended, and kill their orphans, which become children of the zygote only then."""
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
         has_reaped = False
-        with contextlib.suppress(ChildProcessError):  # there is none
+        with contextlib.suppress(ChildProcessError):  # there are no children
             while (found := os.wait4(-1, os.WNOHANG))[0]:
                 pid, status, usage = found
                 has_reaped = True
@@ -216,7 +216,7 @@ class _Zygote:
             self._has_orphans = self._orphans.end(self._living)
 
     def _end_all(self) -> None:
-        """End the workers and whatever they have started."""
+        """Kill the workers and all processes that they started."""
         self._living.clear()
         self._has_orphans = True
         deadline = time.monotonic() + EXIT_S
@@ -226,10 +226,10 @@ class _Zygote:
 
 
 def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *listening_fds: int) -> None:
-    """Become a worker; never returns. Rank 0 gets the listening socket of the rendezvous too."""
+    """Turn this fork of the zygote into a worker; never returns. Only rank 0 gets a listening socket."""
     try:
-        os.setpgid(0, 0)  # so that the processes it starts can be ended with it
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # and those that leave the group are known as this one's as long as it lives
+        os.setpgid(0, 0)  # so that the processes it starts can be killed with it
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # those that leave the group stay its descendants
         _die_with_parent()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -246,7 +246,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *lis
         executor = Executor(page.hold, Rendezvous(listening[0]) if listening else None)
         executor.prepare(spawn.context)
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(), is_only_reader=True)
-        os.register_at_fork(after_in_child=lane.socket.close)  # or the controller would not hear of this one's end
+        os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end
         serve(lane, executor, page)
         executor.close()
     except BaseException:
@@ -259,7 +259,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *lis
 
 
 def _take_on(spawn: Spawn) -> None:
-    """What the controller is like now, not what it was when the zygote started."""
+    """Apply the controller's present environment, directory, path and arguments in place of the zygote's."""
     os.environ.clear()
     os.environ.update(spawn.environment)
     with contextlib.suppress(OSError):
@@ -271,7 +271,7 @@ def _take_on(spawn: Spawn) -> None:
 
 
 def _seed_random_streams() -> None:
-    """Seed, from the operating system, the streams that forks of one process would share.
+    """Seed the random streams that forks of one process would share, with entropy of the operating system.
 
     A module that a worker imports later seeds itself in the same way.
     """
@@ -290,4 +290,4 @@ def _die_with_parent() -> None:
     parent = os.getppid()
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it was gone before the kernel knew
+        os._exit(1)  # the parent had ended before the kernel was asked

@@ -1,4 +1,4 @@
-"""Linux: processes, cgroups, hardware, signals, forks, threads and memory, as far as the other rooms need them.
+"""Linux facilities that the other rooms use: processes, cgroups, hardware, signals, forks, threads and memory.
 
-The modules here know nothing of workers and calls, and do not depend on each other's state.
+The modules here do not know about workers or calls. Import names from the modules; this package exports none.
 """

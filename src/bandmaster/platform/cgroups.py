@@ -1,6 +1,7 @@
-"""What the control groups of this process allow it, under version 1 and 2 of Linux's interface.
+"""The limits that the control groups of this process set on memory, processes and CPUs, for cgroup v1 and v2.
 
-A limit holds for all groups below the one that has it, so the least one on the way to the root counts.
+A limit applies to all groups below the one that sets it. The tightest one between this process's own group and the
+root of the hierarchy is therefore the effective one.
 """
 
 from __future__ import annotations
@@ -14,35 +15,40 @@ __all__ = ["Cgroups", "Limit"]
 
 _MEMORY = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _PROCESSES = (("pids.max", "pids.current"),)
-_NO_LIMIT = 1 << 60  # version 1 says a number near this where there is none
+_NO_LIMIT = 1 << 60  # version 1 reports a number above this where no limit is set
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The most that may be used, and how much of it is."""
+    """A limit and its current usage.
+
+    Attributes:
+        most: The limit, in bytes or in processes and threads.
+        used: The current usage, in the same unit.
+    """
 
     most: int
     used: int
 
     @property
     def left(self) -> int:
-        """What may still be taken."""
+        """The unused part of the limit; 0 if the usage exceeds the limit."""
         return max(0, self.most - self.used)
 
 
 class Cgroups:
-    """Those of this process.
+    """Reads the limits of a process's control groups; by default those of this process.
 
     Args:
-        root: Where the hierarchies are mounted.
-        membership: The kernel's list of the groups that the process is in.
+        root: Directory where the cgroup hierarchies are mounted.
+        membership: File in which the kernel lists the groups of the process.
     """
 
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> None:
         self._root, self._membership = root, membership
 
     def memory(self) -> Limit | None:
-        """Bytes, without those of files that the kernel would drop; None if there is no limit."""
+        """The memory limit in bytes; its usage excludes file pages that the kernel can drop. None without a limit."""
         limits = [
             Limit(limit.most, limit.used - _inactive_files(directory))
             for directory, limit in self._limits("memory", _MEMORY)
@@ -50,22 +56,22 @@ class Cgroups:
         return min(limits, key=lambda limit: limit.left, default=None)
 
     def processes(self) -> Limit | None:
-        """Processes and threads; None if there is no limit."""
+        """The limit on the number of processes and threads; None if there is no limit."""
         limits = [limit for _, limit in self._limits("pids", _PROCESSES)]
         return min(limits, key=lambda limit: limit.left, default=None)
 
     def cpu_quota(self) -> float | None:
-        """CPUs that may be used on average; None if there is no quota."""
+        """Number of CPUs that the process may use on average; None if there is no quota."""
         return min(self._quotas(), default=None)
 
     def directory(self, controller: str) -> Path:
-        """The group itself that rules ``controller``."""
+        """Directory of the process's own group that limits ``controller``; the root if there is none."""
         return next(self._directories(controller), self._root)
 
     def _limits(self, controller: str, files: tuple[tuple[str, str], ...]) -> Iterator[tuple[Path, Limit]]:
         for directory in self._directories(controller):
             for most, used in files:
-                with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                with contextlib.suppress(OSError, ValueError):  # "max" stands for no limit
                     limit = Limit(int((directory / most).read_text()), int((directory / used).read_text()))
                     if limit.most < _NO_LIMIT:
                         yield directory, limit
@@ -81,9 +87,9 @@ class Cgroups:
                     yield int(quota) / int((directory / "cpu.cfs_period_us").read_text())
 
     def _directories(self, controller: str) -> Iterator[Path]:
-        """The groups that rule ``controller``, from this process's own to the root of their hierarchy.
+        """Directories of the groups that limit ``controller``, from the process's own to the root of the hierarchy.
 
-        In a container the kernel may name them as its host does: then what of the path is not there is passed over.
+        In a container the kernel may report paths as the host sees them, so callers skip directories that do not exist.
         """
         with contextlib.suppress(OSError):
             for line in self._membership.read_text().splitlines():

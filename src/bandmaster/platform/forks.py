@@ -1,4 +1,4 @@
-"""Whether this process was forked from the one that made something: what it has of it is not its own then."""
+"""Detects forks, so that an object can tell whether it was made in this process or in one that forked it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class _Forks:
 
 
 def n_forks() -> int:
-    """How many forks lie between this process and the first one that loaded this. No system call, unlike a pid."""
+    """Number of forks between this process and the first that imported this module. It takes no system call."""
     return _Forks.count
 
 

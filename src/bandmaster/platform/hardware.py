@@ -1,4 +1,4 @@
-"""What this machine has. The one place that asks the driver."""
+"""CPU cores and GPUs of this machine. No other module queries the GPU driver."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def count_cores() -> int:
-    """Cores that this process may keep busy: those that it may run on, or what its control groups' quota comes to."""
+    """Number of cores that this process may keep busy, by its affinity and the quota of its control groups."""
     n_cores = len(os.sched_getaffinity(0))
     quota = Cgroups().cpu_quota()
     return n_cores if quota is None else max(1, min(n_cores, int(quota)))
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that this process may use."""
+    """Number of NVIDIA GPUs that this process may use."""
     return len(visible_devices())
 
 
 def visible_devices() -> list[str]:
-    """What ``CUDA_VISIBLE_DEVICES`` calls each GPU that this process may use: all, or those that it lists already.
+    """The entry of ``CUDA_VISIBLE_DEVICES`` for each GPU that this process may use.
 
-    As CUDA does, it reads that list up to the first number that no GPU has, such as -1.
+    If the variable is set, these are its own entries; otherwise the numbers of all GPUs. Like CUDA, this function stops
+    reading the variable at the first number that no GPU has, such as -1.
     """
     n_gpus = _count_physical()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -43,7 +44,7 @@ def _is_number(device: str) -> bool:
 
 
 def _count_physical() -> int:
-    """By NVML, which knows what a container may see; without it, by what the driver shows."""
+    """Number of GPUs according to NVML, which respects container limits; without NVML, according to /proc."""
     try:
         import pynvml
 

@@ -1,4 +1,4 @@
-"""Threads and processes that this process starts, and what is said when the system allows no more of them."""
+"""Starts threads, and reports as `ResourceError` why the system allows no more threads or processes."""
 
 from __future__ import annotations
 
@@ -20,34 +20,44 @@ def start_thread(name: str, target: Callable[..., object], *args: object) -> thr
     """Start a daemon thread.
 
     Args:
-        name: Of the thread, in stacks and messages.
-        target: What it runs.
+        name: Name of the thread in stacks and messages.
+        target: Function that the thread runs.
         *args: Positional arguments of ``target``.
 
     Raises:
-        ResourceError: The system allows no more threads, or has no memory for one.
+        ResourceError: The system allows no more threads, or has no memory for another one.
     """
     thread = threading.Thread(target=target, name=name, args=args, daemon=True)
     try:
         thread.start()
-    except RuntimeError as error:  # "can't start new thread", for whatever reason
+    except RuntimeError as error:  # "can't start new thread"; Python does not report the reason
         raise cannot_start(f"thread {name!r}", error) from error
     return thread
 
 
 def cannot_start(what: str, error: Exception) -> ResourceError:
-    """The error for a thread or process that the system has refused, with the limit on their number if there is one."""
+    """Make the error for a thread or process that the system refused to start.
+
+    Args:
+        what: The thread or process, as the message names it.
+        error: The refusal.
+
+    Returns:
+        An error whose message also shows the limit on processes and threads, if there is one.
+    """
     limit = process_limit()
-    known = f"; {limit.used} of at most {limit.most} processes and threads are there" if limit is not None else ""
+    known = f"; {limit.used} of at most {limit.most} processes and threads exist" if limit is not None else ""
     return ResourceError(
         f"cannot start {what}: {error}{known}; raise the limits on processes and open files (ulimit -u, ulimit -n, "
-        "pids.max of the control group), or make fewer groups"
+        "pids.max of the control group), or create fewer groups"
     )
 
 
 def process_limit() -> Limit | None:
-    """The limit on processes and threads of which least is left: the user's, which does not hold for root, or that of
-    a control group; None if there is no limit."""
+    """The tightest limit on processes and threads; None if there is no limit.
+
+    Considers the user's own limit (``RLIMIT_NPROC``, which does not apply to root) and those of the control groups.
+    """
     limits = [Cgroups().processes()]
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if most != resource.RLIM_INFINITY and os.geteuid() != 0:
@@ -56,22 +66,22 @@ def process_limit() -> Limit | None:
 
 
 def working_directory() -> str:
-    """Path of the working directory, which the workers will have too.
+    """Path of the working directory of this process, in which workers start too.
 
     Raises:
-        ResourceError: It was removed.
+        ResourceError: The directory was removed.
     """
     try:
         return os.getcwd()
     except FileNotFoundError as error:
         raise ResourceError(
-            "cannot start workers: the working directory of this process, which would be theirs as well, was removed; "
-            "change to another one with os.chdir()"
+            "cannot start workers: the working directory of this process, in which workers start too, was removed; "
+            "change to an existing directory with os.chdir()"
         ) from error
 
 
 def _n_threads_of_ours(pid: int) -> int:
-    """How many threads a process has, if it is one of this user's; else 0."""
+    """Number of threads of a process; 0 if it has ended or belongs to another user."""
     process = Path(f"/proc/{pid}")
     with contextlib.suppress(OSError):
         if process.stat().st_uid == os.geteuid():

@@ -1,4 +1,4 @@
-"""A lock that defers SIGINT while it is held, so that Ctrl-C loses nothing that is read under it for other threads."""
+"""A lock that defers SIGINT while it is held, so that Ctrl-C cannot lose data that one thread reads for the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 
-# C's own functions: those around them make enums of numbers, and take ten times as long.
+# The C functions: their wrappers in `signal` convert numbers to enums, which takes ten times as long.
 from _signal import getsignal as _handler  # type: ignore[import-not-found]
 from _signal import signal as _set_handler
 from collections.abc import Callable
@@ -23,57 +23,61 @@ _SIGINT = int(signal.SIGINT)
 
 
 IN_A_HANDLER = (
-    "a signal handler called the group in the middle of one of the group's own operations; set a flag in the handler "
-    "and call between steps"
+    "a signal handler called the group while the interrupted thread was inside one of the group's operations; set a "
+    "flag in the handler and call between steps"
 )
 
 
 def check_not_held(lock: Any, words: str = IN_A_HANDLER) -> None:
-    """Refuse to take a `threading.RLock` that this thread holds already.
+    """Check that the calling thread does not hold a `threading.RLock` that it is about to take.
+
+    Args:
+        lock: The lock.
+        words: Message of the error.
 
     Raises:
-        UsageError: It does; ``words`` say why that is wrong.
+        UsageError: The calling thread holds the lock.
     """
     if lock._is_owned():
         raise UsageError(words)
 
 
 class SigintSafeLock:
-    """A lock that defers SIGINT while the main thread holds it or waits for it: Ctrl-C comes when it is released.
+    """A lock that defers SIGINT while the main thread holds it or waits for it, and delivers it on release.
 
-    Only the main thread runs signal handlers; for other threads this is a plain lock. Entering and leaving take about
-    a microsecond.
+    Only the main thread runs signal handlers, so for other threads this is a plain `threading.RLock`. Entering and
+    leaving together take about a microsecond.
 
     Attributes:
-        lock: The lock itself, for a `threading.Condition`.
+        lock: The underlying `threading.RLock`, for a `threading.Condition`.
 
     Args:
-        on_interrupt: Called when Ctrl-C has come, at any moment, to wake the main thread where it waits; None if it
-            never waits long.
+        on_interrupt: Called by the signal handler when SIGINT is deferred, to wake the main thread if it blocks while
+            it holds the lock; None if the main thread never blocks for long.
 
     Raises:
-        UsageError: The main thread enters it a second time, which a signal handler does.
+        UsageError: The main thread enters the lock a second time, which only a signal handler does.
     """
 
     def __init__(self, on_interrupt: Callable[[], object] | None = None) -> None:
         self.lock = threading.RLock()
         self._on_interrupt = on_interrupt
         self._main = threading.main_thread().ident
-        self._before: Any = None  # what handled SIGINT
+        self._before: Any = None  # the SIGINT handler to restore
         self._is_entered = False  # by the main thread
         self._is_interrupted = False
 
     @property
     def has_to_let_go(self) -> bool:
-        """Whether Ctrl-C has come and waits for this thread to leave the lock."""
+        """Whether SIGINT is deferred and this is the main thread, which must leave the lock to receive it."""
         return self._is_interrupted and get_ident() == self._main
 
     def let_go(self) -> Any:
-        """Release the lock without leaving it; returns what `own` needs to take it again."""
+        """Release the lock without leaving its context. Returns the state that `own` needs to take it again."""
         return self.lock._release_save()  # type: ignore[attr-defined]
 
     def own(self, taken: Any) -> None:
-        """Take the lock again, if this thread does not hold it: an exception may have come before or in `let_go`."""
+        """Take the lock again, unless `let_go` was interrupted by an exception and this thread still holds it."""
         if not self.lock._is_owned():  # type: ignore[attr-defined]
             self.lock._acquire_restore(taken or (1, get_ident()))  # type: ignore[attr-defined]
 
@@ -81,9 +85,9 @@ class SigintSafeLock:
         if get_ident() == self._main:
             if self._is_entered:
                 raise UsageError(IN_A_HANDLER)
-            self._is_entered = True  # before anything else: a handler that comes from here on is refused
+            self._is_entered = True  # first: a signal handler that enters from here on is refused
             try:
-                if _handler(_SIGINT) is not None:  # else it was set by other means than Python's
+                if _handler(_SIGINT) is not None:  # None: the handler was not installed from Python
                     self._before = _set_handler(_SIGINT, self._note)
                 self.lock.acquire()
             except BaseException:  # raised by the handler of another signal

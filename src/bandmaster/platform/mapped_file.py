@@ -1,6 +1,6 @@
-"""Mapped memory of a file, without a descriptor; `mmap.mmap` keeps a duplicate of one for as long as it lives.
+"""Memory mappings of files that keep no descriptor; `mmap.mmap` keeps a duplicate for as long as the mapping exists.
 
-So the number of arrays that a process holds in shared memory is not bounded by its limit on open files.
+The limit on open files therefore does not limit the number of arrays that a process holds in shared memory.
 
 Source: mmap(2), "closing the file descriptor does not unmap the region"; madvise(2).
 """
@@ -26,21 +26,25 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class MappedFile:
-    """A file's first bytes in memory, readable and writable; unmapped with the last array over it.
+    """Maps the first bytes of a file, readable and writable, until the last array over the mapping is collected.
 
     Args:
-        fd: Descriptor of the file. It may be closed afterwards.
-        nbytes: How many bytes, at least 1.
-        is_private: Whether writes stay in this process (in copies of the pages) rather than go to the file.
+        fd: Descriptor of the file. The caller keeps it, and may close it afterwards.
+        nbytes: Number of bytes to map, at least 1.
+        is_private: Whether writes stay in this process, in copies of the pages, rather than go to the file.
+
+    Attributes:
+        address: Address of the mapping.
+        nbytes: Size of the mapping in bytes.
 
     Raises:
-        OSError: The kernel refuses: memory or the number of mappings (``vm.max_map_count``) is exhausted.
+        OSError: The kernel has no memory or no mapping (``vm.max_map_count``) left.
     """
 
     __slots__ = ("__array_interface__", "__weakref__", "_unmap", "address", "nbytes")
 
     def __init__(self, fd: int, nbytes: int, is_private: bool) -> None:
-        self._unmap = _libc.munmap  # kept here: module globals may be gone when this is collected
+        self._unmap = _libc.munmap  # module globals may be cleared before this object is collected
         self.address = self.nbytes = 0
         address = _libc.mmap(None, nbytes, _READ_WRITE, mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED, fd, 0)
         if address in (None, _FAILED):
@@ -54,14 +58,15 @@ class MappedFile:
         }
 
     def array(self) -> Any:
-        """A new array of the bytes. It keeps the mapping, and every array that is made of its memory keeps this array.
+        """A new array over the mapping, uint8 of shape ``(nbytes,)``. It keeps the mapping alive.
 
-        The second holds as the array's base is no array: numpy lets an array keep the base of an array's array instead.
+        Arrays made from its memory keep this very array alive, because its base is not an array. If the base were one,
+        numpy would let them refer to that base instead.
         """
         return np.asarray(self)
 
     def forget_writes(self) -> None:
-        """Drop the pages of a private mapping, so that it shows the file again."""
+        """Discard all writes to a private mapping, so that it shows the content of the file again."""
         _libc.madvise(self.address, self.nbytes, mmap.MADV_DONTNEED)
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""The processes of this machine, as Linux tells of them in /proc."""
+"""The processes of this machine, read from /proc."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["Stat", "everyone", "pids", "running_children_of", "stat"]
 
 
 class Stat(NamedTuple):
-    """What is known of a process at one moment.
+    """The state of a process at one moment.
 
     Attributes:
-        pid: Its number.
-        name: Of its program, the first 15 bytes.
-        state: A letter; ``Z`` and ``X`` for one that has ended.
-        parent: The number of its parent.
-        start: When it started, in ticks since the boot.
-        status: How it ended, as `os.wait4` gives it, once it has; 0 where this process may not know.
+        pid: Process id.
+        name: First 15 bytes of the name of the program.
+        state: One letter; ``Z`` and ``X`` mean that the process has ended.
+        parent: Process id of the parent.
+        start: Start time in clock ticks since boot; tells apart two processes that had the same pid.
+        status: Wait status as `os.wait4` returns it, once the process has ended; 0 if this process may not read it.
 
     Source: proc(5), /proc/[pid]/stat.
     """
@@ -33,24 +33,25 @@ class Stat(NamedTuple):
 
 
 def stat(pid: int) -> Stat | None:
-    """As it is now; None if it is gone."""
+    """The present state of a process; None if it does not exist."""
     with contextlib.suppress(OSError):
-        before, _, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")  # any name
-        fields = after.split()  # from the third on
+        # The name is in parentheses, and may itself contain parentheses and spaces.
+        before, _, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+        fields = after.split()  # field 3 (state) and later
         return Stat(pid, before.partition("(")[2], fields[0], int(fields[1]), int(fields[19]), int(fields[49]))
     return None
 
 
 def pids() -> Iterator[int]:
-    """The numbers of all processes that can be seen."""
+    """Process ids of all visible processes."""
     return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
 
 
 def everyone() -> Iterator[Stat]:
-    """All of them."""
+    """The state of every visible process."""
     return filter(None, map(stat, pids()))
 
 
 def running_children_of(pid: int) -> list[Stat]:
-    """The processes whose parent is ``pid``, but for those that have ended and that it has not waited for."""
+    """The children of process ``pid`` that have not ended: zombies are left out."""
     return [process for process in everyone() if process.parent == pid and process.state not in "ZX"]

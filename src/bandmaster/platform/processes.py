@@ -1,4 +1,4 @@
-"""What Linux knows of processes that have ended, how and whether memory ran out; and ending those they leave behind."""
+"""Describes how processes ended, including out-of-memory kills, and kills the processes that they leave behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bandmaster.platform.proc import Stat, everyone, running_children_of, stat
 __all__ = ["Ended", "MemoryPressure", "Orphans", "end_descendants", "memory_file", "prctl", "status_in_words"]
 
 GiB = 1 << 30
-TRACKER_GRACE_S = 1.0  # for a resource tracker of `multiprocessing` to unlink what its processes have left
+TRACKER_GRACE_S = 1.0  # time for a resource tracker of `multiprocessing` to unlink leaked objects
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Ended:
     """How a process ended.
 
     Attributes:
-        status: As `os.wait4` gives it.
-        peak_nbytes: The most memory that it had at once.
-        out_of_memory: What the kernel says about memory that ran out, "" if nothing.
+        status: Wait status as `os.wait4` returns it.
+        peak_nbytes: Peak resident memory in bytes.
+        out_of_memory: Note on out-of-memory kills from `MemoryPressure.words`; "" if there were none.
     """
 
     status: int
@@ -37,15 +37,15 @@ class Ended:
     out_of_memory: str
 
     def in_words(self) -> str:
-        """Exit code or signal by its name, and for what the kernel may have killed, what is known about memory."""
+        """Exit code or signal name; after SIGKILL also peak memory, memory limit and out-of-memory kills."""
         text = status_in_words(self.status)
         if os.waitstatus_to_exitcode(self.status) != -signal.SIGKILL:
             return text
-        return f"{text}; it had up to {self.peak_nbytes / GiB:.1f} GiB of {_limit()}{self.out_of_memory}"
+        return f"{text}; its peak memory was {self.peak_nbytes / GiB:.1f} GiB of {_limit()}{self.out_of_memory}"
 
 
 def status_in_words(status: int) -> str:
-    """Exit code, or signal by its name, of a status as `os.wait4` gives it."""
+    """Exit code or signal name of a wait status as `os.wait4` returns it."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exit code {code}"
@@ -56,22 +56,25 @@ def status_in_words(status: int) -> str:
 
 
 class MemoryPressure:
-    """How often the kernel has killed a process because memory ran out, since this was made or asked the last time."""
+    """Detects that the kernel killed a process for lack of memory since construction or the last call of `words`."""
 
     def __init__(self) -> None:
         self._seen = dict(_out_of_memory_kills())
 
     def words(self) -> str:
-        """For a message, "" if it has not."""
+        """Note for a message on the out-of-memory kills since the last call; "" if there were none."""
         before, self._seen = self._seen, dict(_out_of_memory_kills())
         places = [place for place, n in self._seen.items() if n > before.get(place, n)]
-        return f", and the kernel killed for want of memory meanwhile ({', '.join(places)})" if places else ""
+        return f"; the kernel's out-of-memory killer ended a process meanwhile ({', '.join(places)})" if places else ""
 
 
 @contextlib.contextmanager
 def memory_file(content: bytes) -> Iterator[IO[bytes]]:
-    """A file without a name, to be read from its beginning by whoever is given its descriptor."""
-    with SigintSafeLock():  # so that Ctrl-C leaves no descriptor that nobody closes
+    """An anonymous file with this content, positioned at its start, for a process that receives its descriptor.
+
+    The file is closed in this process when the block is left.
+    """
+    with SigintSafeLock():  # so that Ctrl-C cannot leak the descriptor
         made = open(os.memfd_create("bandmaster-spawn", os.MFD_CLOEXEC), "w+b", buffering=0)  # noqa: SIM115
     with made as file:
         view = memoryview(content)
@@ -82,15 +85,15 @@ def memory_file(content: bytes) -> Iterator[IO[bytes]]:
 
 
 def prctl(operation: int, argument: int) -> None:
-    """The system call."""
+    """Call prctl(2) with one argument. Errors are ignored."""
     ctypes.CDLL(None, use_errno=True).prctl(operation, argument)
 
 
 class Orphans:
-    """The processes that a child subreaper became the parent of because their own parents ended.
+    """Kills the orphans of a child subreaper: processes that became its children because their own parents ended.
 
     Args:
-        parent: The pid of the subreaper.
+        parent: Process id of the subreaper.
     """
 
     def __init__(self, parent: int) -> None:
@@ -98,9 +101,15 @@ class Orphans:
         self._killed_at: dict[tuple[int, int], float] = {}  # by pid and start
 
     def end(self, but_for: Collection[int]) -> bool:
-        """Kill the subreaper's children that are not ``but_for``; whether there were any that still ran.
+        """Kill the subreaper's running children, but for those listed.
 
-        What these have started themselves comes to the subreaper in its turn: call this until it is False.
+        Children of a killed process become children of the subreaper, so call this until it returns False.
+
+        Args:
+            but_for: Process ids of the children to keep.
+
+        Returns:
+            Whether any other child was still running.
         """
         orphans = {(p.pid, p.start): p for p in running_children_of(self._parent) if p.pid not in but_for}
         now = time.monotonic()
@@ -112,7 +121,7 @@ class Orphans:
 
 
 def end_descendants() -> None:
-    """Kill whatever descends from this process, but for trackers, which end by themselves when it does."""
+    """Kill all descendants of this process, but for resource trackers, which end when this process does."""
     children: dict[int, list[Stat]] = {}
     for process in everyone():
         children.setdefault(process.parent, []).append(process)
@@ -132,7 +141,7 @@ def _grace_s(pid: int) -> float:
 
 
 def _kill(process: Stat) -> None:
-    """Kill a process, but none that has been given its number since."""
+    """Kill a process, unless its pid belongs to another process by now."""
     with contextlib.suppress(ProcessLookupError, PermissionError), SigintSafeLock():
         pidfd = os.pidfd_open(process.pid)
         try:
@@ -155,5 +164,5 @@ def _out_of_memory_kills() -> Iterator[tuple[str, int]]:
 def _limit() -> str:
     limit = Cgroups().memory()
     if limit is not None:
-        return f"the {limit.most / GiB:.1f} GiB that its control group may have"
+        return f"the {limit.most / GiB:.1f} GiB that its control group may use"
     return f"the {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GiB:.1f} GiB that this machine has"

@@ -1,6 +1,6 @@
 """Weak references that enqueue a record when their object is collected.
 
-The callback of each is `deque.append`, so it is safe in any thread, whatever is locked there.
+The callback of each is `deque.append`, so it is safe in any thread, whichever locks that thread holds.
 
 Source: ``java.lang.ref.ReferenceQueue``.
 """
@@ -23,15 +23,15 @@ class _Reference(weakref.ref[Any], Generic[T]):
 
 
 class ReferenceQueue(Generic[T]):
-    """Records of watched objects that have been collected. Not thread-safe, but objects may end in any thread.
+    """Records of watched objects that have been collected. Not thread-safe, but objects may be collected in any thread.
 
     Attributes:
-        has_records: True, as a deque that is not empty, when `drain` would return any.
+        has_records: A deque that is non-empty, and therefore true, when `drain` would return records.
     """
 
     def __init__(self) -> None:
         self.has_records: deque[_Reference[T]] = deque()
-        self._all: dict[int, _Reference[T]] = {}  # by their ids, as the objects may have no hash
+        self._all: dict[int, _Reference[T]] = {}  # by id, because a reference to an unhashable object has no hash
 
     def watch(self, thing: object, record: T) -> None:
         """Enqueue the record when the object is collected."""
@@ -40,11 +40,11 @@ class ReferenceQueue(Generic[T]):
         self._all[id(reference)] = reference
 
     def living(self) -> Iterator[T]:
-        """The records of objects that have not been collected."""
+        """The records of watched objects that have not been collected."""
         return (reference.record for reference in list(self._all.values()) if reference() is not None)
 
     def drain(self) -> list[T]:
-        """Remove and return the records of objects that have been collected."""
+        """Remove and return the records of watched objects that have been collected."""
         records = []
         while self.has_records:
             reference = self.has_records.popleft()

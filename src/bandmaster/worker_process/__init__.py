@@ -1,7 +1,9 @@
-"""What runs next to the user's object, in the worker's process.
+"""Runs next to the user's object in the worker's process. Backends import from its modules.
 
 ::
 
-    loop ── reads messages from the lane ──► executor ── constructs the worker, runs its methods
-    control_page: calls are interrupted by signals          rendezvous: the port of torch.distributed
+    controller ── lane ──► loop ── one call ──► executor ── constructs the worker, runs its methods
+               ◄─ lane ───┘ ◄───── reply ──────┘
+               ── signal ──► control_page: interrupts the running call, writes its stacks
+    other ranks ── TCP ────► rendezvous: the port of torch.distributed, on rank 0
 """

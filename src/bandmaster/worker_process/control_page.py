@@ -1,4 +1,4 @@
-"""The worker's side of its control page: calls are interrupted, and stacks written, by signals to the main thread."""
+"""The worker's side of its control page. Signals to the main thread interrupt calls and write stacks."""
 
 from __future__ import annotations
 
@@ -16,30 +16,37 @@ __all__ = ["ControlPage", "Interrupted"]
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised in a worker's method whose call the controller has cancelled."""
+    """Raised in the running method of a worker when the controller interrupts its call."""
 
 
 class ControlPage:
-    """The page of this worker. Made in the main thread, where signals are handled.
+    """The control page of this worker. It must be made in the main thread, where Python handles signals.
+
+    Args:
+        identity: The worker's identity, which the name of the page's descriptor shows to other processes.
 
     Attributes:
-        running: Number of the call that is running; 0 between calls.
+        running: Number of the call that may be interrupted; 0 between calls and while interrupts are deferred.
     """
 
     def __init__(self, identity: WorkerIdentity) -> None:
         self.running = 0
         self._fd = os.memfd_create(str(identity), os.MFD_CLOEXEC)
         os.ftruncate(self._fd, mmap.PAGESIZE)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)  # stacks go behind the page
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)  # stacks are appended after the page
         self._slots = memoryview(mmap.mmap(self._fd, mmap.PAGESIZE)).cast("Q")
         faulthandler.register(STACKS_SIGNAL, file=self._fd, all_threads=True, chain=False)
         signal.signal(INTERRUPT_SIGNAL, self._interrupt)
 
     def begin(self, number: int) -> None:
-        """Allow a call to be interrupted from here on.
+        """Allow a call to be interrupted from now on.
+
+        Args:
+            number: Number of the call.
 
         Raises:
-            Interrupted: The call has been cancelled. It may be raised at any moment until `end`.
+            Interrupted: The controller interrupted the call, perhaps before it began. A signal handler may raise this
+                at any moment until `end`.
         """
         self.running = number
         if self._slots[number % N_SLOTS] == number:
@@ -47,7 +54,10 @@ class ControlPage:
 
     @contextlib.contextmanager
     def announce(self, number: int) -> Iterator[None]:
-        """Write that this call runs, for processes that cannot tell from the order of the replies."""
+        """Show other processes, until the block is left, that this call is running.
+
+        Replies over a lane show it by their order; replies of actor tasks do not.
+        """
         self._slots[ANNOUNCED] = number
         try:
             yield
@@ -55,15 +65,15 @@ class ControlPage:
             self._slots[ANNOUNCED] = 0
 
     def end(self) -> None:
-        """Do not let the call be interrupted any more."""
+        """Stop allowing the call to be interrupted."""
         self.running = 0
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Defer interruptions until the block is left.
+        """Defer interrupts until the block is left.
 
         Raises:
-            Interrupted: The call was cancelled, perhaps within the block.
+            Interrupted: The call was interrupted before or within the block.
         """
         number, self.running = self.running, 0
         try:
@@ -74,5 +84,5 @@ class ControlPage:
     def _interrupt(self, *_: object) -> None:
         number = self.running
         if number and self._slots[number % N_SLOTS] == number:
-            self.running = 0  # so that it is interrupted once
+            self.running = 0  # so that the call is interrupted only once
             raise Interrupted("the controller cancelled the call")

@@ -1,4 +1,4 @@
-"""Constructs one worker and runs its calls: the same code on every backend, in the worker's process."""
+"""Constructs one worker and runs its calls in the worker's process. Every backend uses this code."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ __all__ = ["Executor"]
 
 
 class Executor:
-    """One worker, its calls, and the event loop of its async methods.
+    """Holds one worker, runs its calls, and owns the event loop of its async methods.
 
     Attributes:
-        device: The device of the worker, where tensors go that come from a GPU.
-        hold: Makes a context in which calls are not interrupted: by the control page of a process of their own, else
-            by Ctrl-C.
-        rendezvous: Of the group, held by rank 0 of workers with processes of their own; else None.
+        device: The worker's device, to which tensors are decoded that the sender had on a GPU.
+        hold: Returns a context manager that defers interrupts: `ControlPage.hold` if the worker has its own process,
+            else a `SigintSafeLock`, which defers Ctrl-C.
+        rendezvous: The group's rendezvous, on rank 0 of workers with their own processes; else None.
+        worker: The user's object; None before it is constructed and after `close`.
     """
 
     def __init__(
@@ -47,16 +48,24 @@ class Executor:
         self._loop: _EventLoopThread | None = None
 
     def prepare(self, context: WorkerContext) -> None:
-        """Take what the worker is told about itself before it is constructed."""
+        """Set the attributes that the worker has before its constructor runs."""
         self._context, self.device = context, context.device
 
     def call(self, method: str, reply: int, parts: Sequence[Payload] | memoryview) -> Payload | Failure | None:
-        """Run a method; the encoded value, or None if it is to be dropped.
+        """Run one call.
 
         Args:
-            method: Its name, or `CONSTRUCT`.
-            reply: What happens to the value, see `bandmaster.contract.Reply`.
-            parts: The arguments, in memory of their own; the pickle stream alone where that is all there is.
+            method: Name of the method, or `CONSTRUCT`.
+            reply: What happens to the returned value, a `bandmaster.contract.Reply`.
+            parts: The encoded arguments, in memory that the worker owns; a memoryview if they are a single pickle
+                stream without buffers.
+
+        Returns:
+            The encoded value, None if the value is dropped, or the failure.
+
+        Raises:
+            KeyboardInterrupt: The call was interrupted, or the method raised it.
+            BaseException: A signal handler raised it, to end the process.
         """
         try:
             if method in _OWN:
@@ -75,7 +84,7 @@ class Executor:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the user's code may raise anything, SystemExit included
-            reraise_if_from_signal(error)  # as that of a handler of SIGTERM: the process is to end
+            reraise_if_from_signal(error)  # e.g. the SystemExit of a SIGTERM handler, which ends the process
             return self.failure(error)
         if reply == Reply.DROP:
             return None
@@ -83,7 +92,7 @@ class Executor:
             return encode(value)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # as above
+        except BaseException as error:  # pickling runs the user's code, too
             reraise_if_from_signal(error)
             what = f"the returned {type(value).__name__} cannot be pickled: {summary_of(error)}"
             return self.failure(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
@@ -98,7 +107,7 @@ class Executor:
         return can_open(self.device, *(value for _, value in self._merge(parts)))
 
     def _merge(self, parts: Sequence[Payload] | memoryview) -> Sequence[Any]:
-        """The items of all parts; keyword arguments first, positional ones in order, as they are within each part."""
+        """The items of all parts: keyword arguments first, then positional arguments in order, as within each part."""
         if type(parts) is memoryview:
             parts = [Payload(parts)]
         if len(parts) == 1:
@@ -110,18 +119,18 @@ class Executor:
     def _decode(self, payload: Payload) -> Any:
         if self.device == "cpu":
             return decode(payload)
-        with self.hold():  # so that memory of another process's GPU that it opens is closed again
+        with self.hold():  # so that an interrupt cannot leak an exported tensor
             return decode(payload, self.device)
 
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
-        """Describe what was raised in this worker."""
+        """Describe an exception that was raised in this worker, as CANCELLED if it follows from an interrupt."""
         failure = Failure.of(error, kind, self.device)
         if _follows_interruption(error):
             return replace(failure, kind=FailureKind.CANCELLED, summary="interrupted by the controller")
         return failure
 
     def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a method on plain values; an async one is awaited."""
+        """Run a method with plain arguments and return its plain value. An async method is awaited."""
         return self._settled(getattr(self.worker, method)(*args, **kwargs))
 
     def _settled(self, value: Any) -> Any:
@@ -136,7 +145,7 @@ class Executor:
         try:
             with self.hold():
                 self._loop = self._loop or _EventLoopThread()
-            with self.hold():  # so that it is handed over, or is not
+            with self.hold():  # an interrupt comes either before or after the coroutine is handed over
                 future = self._loop.start(coroutine)
             error = future.exception()
         except BaseException:  # the call was cancelled
@@ -150,7 +159,7 @@ class Executor:
         return future.result()
 
     def close(self) -> None:
-        """End the event loop, if there is one, and let the worker go."""
+        """Stop the event loop, close the rendezvous and drop the worker."""
         if self._loop is not None:
             self._loop.close()
         if self.rendezvous is not None:
@@ -170,16 +179,17 @@ _OWN: dict[str, Callable[[Executor, Sequence[Payload] | memoryview], Any]] = {
 
 
 def _follows_interruption(error: BaseException | None) -> bool:
-    """Whether it is one, or was raised while the method tidied up after one."""
+    """Whether an exception is `Interrupted`, or was raised while the method handled `Interrupted`."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return error is not None
 
 
 class _EventLoopThread:
-    """A loop in a thread of its own: tasks that a method leaves behind go on between calls.
+    """An event loop in a thread of its own.
 
-    And it works where this thread's loop is running already, as in a notebook.
+    Tasks that a method leaves behind continue between calls. It also works if the calling thread runs an event loop
+    itself, as in a notebook.
     """
 
     def __init__(self) -> None:
@@ -193,7 +203,7 @@ class _EventLoopThread:
 
     def _serve(self) -> None:
         while not self._is_closed:
-            with suppress(SystemExit, KeyboardInterrupt):  # from a coroutine, whose caller gets it: the loop goes on
+            with suppress(SystemExit, KeyboardInterrupt):  # of a coroutine, raised in its caller too: the loop goes on
                 self._loop.run_forever()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:

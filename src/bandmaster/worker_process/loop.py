@@ -1,4 +1,4 @@
-"""The loop in a worker's process: read a message, do what it says, reply. It blocks in the kernel and never spins."""
+"""The loop in a worker's process: it reads a message, runs the call and replies. It blocks and never spins."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def serve(
     most_s: float = math.inf,
     most_nbytes: float = math.inf,
 ) -> bool:
-    """Reply to messages until the controller is gone or pauses the lane, or one of the limits is reached.
+    """Run calls from a lane and reply, until the controller closes or pauses the lane or a limit is reached.
 
     Args:
         lane: The lane to the controller.
         executor: Runs the calls.
         page: The control page of this worker.
-        patience_s: How long to wait for a message; for ever by default.
-        most_s: For how long to begin with new messages; for ever by default.
-        most_nbytes: After how many bytes of messages to begin with no new one; never by default.
+        patience_s: Seconds to wait for each message; None for no limit.
+        most_s: Seconds after which no new message is read.
+        most_nbytes: Number of bytes of messages after which no new message is read.
 
     Returns:
-        Whether there may be more messages: a limit was reached.
+        True if a limit was reached, so that more messages may arrive; False if the lane was closed or paused.
     """
     deadline = math.inf if most_s == math.inf else time.monotonic() + most_s
     lane.wait_at_most(patience_s)
@@ -50,29 +50,29 @@ def serve(
 
 
 class _Loop:
-    """Reads messages, has them done, and replies to each exactly once, though signal handlers may raise at any moment.
+    """Reads messages, runs their calls and replies to each, although signal handlers may raise at any moment.
 
-    An exception of a handler fails the call that is being run or replied to; between calls it is logged. The body of
-    the lane is that of the message that has not been replied to, None between calls.
+    The exception of a handler fails the call that is running or being replied to; between calls it is logged.
+    ``lane.body`` is the body of the message that has no reply yet, None between calls.
     """
 
     def __init__(self, lane: Lane, executor: Executor, page: ControlPage, deadline: float, most_nbytes: float) -> None:
         self._lane, self._executor, self._page = lane, executor, page
         self._deadline, self._most_nbytes = deadline, most_nbytes
-        self._error: BaseException | None = None  # raised outside of a method, and not dealt with yet
+        self._error: BaseException | None = None  # raised outside of a method, and not handled yet
 
     def run(self) -> bool:
-        """As `serve`."""
+        """Serve the lane. Returns True if a limit was reached, False if the lane was closed or paused."""
         self._lane.body = None
         while True:
             try:
-                while True:  # twice, as an exception can also come where a loop goes back to its beginning
+                while True:  # nested, as an exception can also be raised between two rounds of a loop
                     try:
                         return self._run()
                     except Closed:
                         return False
                     except (Exception, KeyboardInterrupt) as error:
-                        self._page.running = 0  # and no call, in which another exception might come
+                        self._page.running = 0  # a plain assignment: a call could be interrupted by another exception
                         self._error = error
             except (Exception, KeyboardInterrupt) as error:
                 self._error = error
@@ -97,20 +97,20 @@ class _Loop:
             outcome = executor.call(*read_call(kind, message, lane))
             page.end()
             if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
-                lane.send(reply_message(number, ReplyKind.VALUE, outcome.head))  # as most are
+                lane.send(reply_message(number, ReplyKind.VALUE, outcome.head))  # the common case
             else:
                 outcomes = [outcome]
-                del outcome  # so that the segments in which it lies are given back with the reply
+                del outcome  # so that the leases on its segments end with the reply
                 _reply(lane, number, outcomes)
             lane.body = None
         return True
 
     def _reply_with_the_error(self) -> None:
-        """Fail the call that an error concerns: it was cancelled, or there is no room for what came with it, say."""
+        """Fail the call during which an error was raised, for example because it was interrupted or memory ran out."""
         error, self._error = self._error, None
         assert error is not None, "the caller has looked"
         if self._lane.body is None:
-            _log.warning("a signal handler raised while no call was running, which is ignored", exc_info=error)
+            _log.warning("ignored an exception that a signal handler raised while no call was running", exc_info=error)
         else:
             number = header_of(self._lane.body)[1]
             _reply(self._lane, number, [self._executor.failure(error)])
@@ -118,15 +118,16 @@ class _Loop:
 
 
 def _reply(lane: Lane, number: int, outcomes: list[Payload | Failure | None]) -> None:
-    """Send the one outcome, and take it out of the list.
+    """Remove the only outcome from the list and send it.
 
-    If a signal handler raises as it has been sent, its call is replied to again. The controller takes the first reply.
+    If a signal handler raises just after the reply was sent, the call is replied to again. The controller uses the
+    first reply.
     """
     kind, content, segments = _packed(lane, outcomes.pop())
     lane.lease(segments)
     try:
         lane.send(reply_message(number, kind, content), segments)
-    except OSError as error:  # too many descriptors are on their way, say
+    except OSError as error:  # for example, too many descriptors are in flight
         lane.end_leases(segments)
         kind, content, _ = _packed(lane, Failure.of(error))
         lane.send(reply_message(number, kind, content))
@@ -135,8 +136,10 @@ def _reply(lane: Lane, number: int, outcomes: list[Payload | Failure | None]) ->
 
 
 def _packed(lane: Lane, outcome: Payload | Failure | None) -> tuple[int, Any, list[Segment]]:
-    """Kind and content of a reply, and the segments that it names. Arguments and outcome are gone when it is sent, so
-    that segments in which they lay are given back with it."""
+    """Kind and content of the reply with an outcome, and the segments that it names.
+
+    The caller keeps no reference to the arguments or the outcome, so that leases on their segments end with the reply.
+    """
     if outcome is None:
         return ReplyKind.NOTHING, None, []
     if isinstance(outcome, Payload):

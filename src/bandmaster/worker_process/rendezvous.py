@@ -1,15 +1,15 @@
-"""A rendezvous port for ``torch.distributed`` that nobody else can take between its choice and its use.
+"""A rendezvous port for ``torch.distributed`` that no other process can take between its choice and its use.
 
 ::
 
     rank 0's process                                        the other ranks
-    listening socket, from before anyone knows its port ◄── connect, and wait in its backlog
-      └─ torch's store is started on that very socket when torch.distributed is loaded
+    listening socket, open before its port is announced ◄── connect, and wait in its backlog
+      └─ torch's store is started on that socket when torch.distributed is loaded
            └─ init_process_group() finds the store in its own process and shares it
 
-Nothing of torch is loaded for this, and no variable but the usual ones is set, so that processes which a worker
-starts on its own behave as they always do. Once the process group stands, the store is left to it: destroying the
-group ends the store, and a later `init_process_group()` makes a new one on the same port.
+This module does not import torch by itself, and sets no unusual variables, so that processes which a worker starts
+behave as always. Once the process group is initialized, it alone owns the store: destroying the group ends the store,
+and a later `init_process_group()` makes a new one on the same port.
 
 Source: ``master_listen_fd`` and ``multi_tenant`` of ``torch.distributed.TCPStore``.
 """
@@ -31,7 +31,10 @@ _MODULE = "torch.distributed.rendezvous"  # once it is loaded, stores can be mad
 
 
 def listening_socket(host: str) -> socket.socket:
-    """A socket for `Rendezvous` that listens at an address of this host, on a free port."""
+    """Open a socket for `Rendezvous` that listens on a free port of ``host``, an address of this host.
+
+    The caller owns the socket.
+    """
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for the next store on this port
     sock.bind((host, 0))
@@ -40,7 +43,7 @@ def listening_socket(host: str) -> socket.socket:
 
 
 def rendezvous_environment(host: str, port: int) -> dict[str, str]:
-    """The variables by which ``init_process_group()`` finds the rendezvous."""
+    """The environment variables by which ``init_process_group()`` finds the rendezvous."""
     return {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
 
 
@@ -48,7 +51,10 @@ class Rendezvous:
     """The rendezvous of one group, held by its rank 0.
 
     Args:
-        sock: A socket of `listening_socket`, owned from here on. The other ranks reach this process at its address.
+        sock: A socket from `listening_socket`, which the rendezvous owns from now on. The other ranks connect to it.
+
+    Attributes:
+        port: Port of the rendezvous.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -63,7 +69,11 @@ class Rendezvous:
             sys.meta_path.insert(0, self._hook)
 
     def hand_over(self) -> bool:
-        """Leave the store to the process group if there is one by now; whether that is so. Cheap."""
+        """Leave the store to the process group, if it is initialized. Cheap enough to call after every method.
+
+        Returns:
+            Whether the store was handed over.
+        """
         distributed = sys.modules.get("torch.distributed")
         if self._store is None or distributed is None or not distributed.is_initialized():
             return False
@@ -71,7 +81,7 @@ class Rendezvous:
         return True
 
     def close(self) -> None:
-        """Give the port up."""
+        """Close the store and the socket, unless the store was handed over."""
         self._store = None
         if self._hook in sys.meta_path:
             sys.meta_path.remove(self._hook)
