@@ -664,11 +664,15 @@ def goes_by(protocol, **arguments):
 GROUPS = {
     "no worker class": (lambda pool: bm.WorkerGroup(pool, dict), bm.UsageError, ["bandmaster.Worker", "dict"]),
     "an instance": (lambda pool: bm.WorkerGroup(pool, Fragile.__new__(Fragile)), bm.UsageError, ["bandmaster.Worker"]),
-    "no pool": (lambda pool: bm.WorkerGroup([2], Fragile), bm.UsageError, ["takes a ResourcePool, then a worker"]),
+    "no pool": (
+        lambda pool: bm.WorkerGroup([2], Fragile),
+        bm.UsageError,
+        ["the first argument of WorkerGroup must be a ResourcePool, got list ([2])"],
+    ),
     "pool and class the wrong way round": (
         lambda pool: bm.WorkerGroup(Fragile, pool),
         bm.UsageError,
-        ["takes a ResourcePool, then a worker"],
+        ["the first argument of WorkerGroup must be a ResourcePool, got type (<class "],
     ),
     "an async constructor": (
         lambda pool: bm.WorkerGroup(pool, Awaits),
@@ -706,13 +710,13 @@ GROUPS = {
     "a mesh of another size": (
         lambda pool: bm.WorkerGroup(pool, Fragile, mesh=Mesh(dp=2, tp=2)),
         bm.MeshError,
-        ["Mesh(dp=2, tp=2) has 4 ranks", "has 2 places", "Mesh(dp=2)"],
+        ["Mesh(dp=2, tp=2) has 4 ranks", "has 2 slots", "Mesh(dp=2)"],
     ),
     "no mesh": (lambda pool: bm.WorkerGroup(pool, Fragile, mesh={"dp": 2}), bm.MeshError, ["Mesh(dp=2)", "{'dp': 2}"]),
     "a name that is no string": (
         lambda pool: bm.WorkerGroup(pool, Fragile, name_prefix=b"actor"),
         bm.UsageError,
-        ["name_prefix of WorkerGroup is a string", "not b'actor'"],
+        ["name_prefix of WorkerGroup must be a string", "got b'actor'"],
     ),
     "methods that hide the group's own": (
         lambda pool: bm.WorkerGroup(pool, HidesTwo),
@@ -881,7 +885,9 @@ def test_a_closed_pool_says_so_whatever_is_asked_of_it(make_pool):
 
 @pytest.mark.parametrize("nodes", [[], [0], [2, 0], [-1], "4", [2.5], ["2"], [True], 4, None], ids=repr)
 def test_a_pool_of_no_sensible_size_is_refused(make_pool, nodes):
-    with pytest.raises(bm.UsageError, match=r"places are given as a list|every node has at least one place"):
+    with pytest.raises(
+        bm.UsageError, match=r"slots must be given as a list|every node must have an integer number of slots"
+    ):
         make_pool(nodes)
 
 
@@ -916,9 +922,9 @@ def test_an_option_of_a_pool_that_makes_no_sense_is_refused(make_pool, options):
 
 
 def test_values_in_other_places_than_in_verl_are_refused_by_name(pool):
-    with pytest.raises(bm.UsageError, match=r"^cpus_per_worker is a number of 0 or more, not False$"):
+    with pytest.raises(bm.UsageError, match=r"^cpus_per_worker must be a non-negative number, got False$"):
         RayResourcePool([2], True, None, 1, False)
-    with pytest.raises(bm.UsageError, match=r"^name_prefix of RayWorkerGroup is a string, or None .*, not True$"):
+    with pytest.raises(bm.UsageError, match=r"^name_prefix of RayWorkerGroup must be a string, or None .*, got True$"):
         RayWorkerGroup(pool, Fragile, True)
 
 
@@ -932,19 +938,19 @@ def test_pools_that_cannot_be_split_or_merged_so_are_refused(make_pool):
     for size in (2, 0, [1, 1], [3, 0], "3", 1.5):
         with pytest.raises(bm.UsageError):
             bm.split_resource_pool(pool, size)
-    with pytest.raises(bm.UsageError, match="cannot split 3 places into parts of 2"):
+    with pytest.raises(bm.UsageError, match="cannot split 3 slots into parts of 2"):
         bm.split_resource_pool(pool, 2)
-    with pytest.raises(bm.UsageError, match=r"cannot split 3 places into \[1, 1\], which are 2"):
+    with pytest.raises(bm.UsageError, match=r"cannot split 3 slots into \[1, 1\], which are 2"):
         bm.split_resource_pool(pool, [1, 1])
-    with pytest.raises(bm.UsageError, match="two pools or more, not 1"):
+    with pytest.raises(bm.UsageError, match="two pools or more, got 1"):
         bm.merge_resource_pool(pool)
-    with pytest.raises(bm.UsageError, match="share places"):
+    with pytest.raises(bm.UsageError, match="share slots"):
         bm.merge_resource_pool(pool, bm.split_resource_pool(pool, 1)[0])
-    with pytest.raises(bm.UsageError, match="cpus_per_worker is 1 here and 2 there"):
+    with pytest.raises(bm.UsageError, match="cpus_per_worker must be equal, got 1 and 2"):
         bm.merge_resource_pool(pool, make_pool([1], cpus_per_worker=2))
-    with pytest.raises(bm.UsageError, match="takes pools, not 3"):
+    with pytest.raises(bm.UsageError, match=r"takes ResourcePools, got int \(3\)"):
         bm.merge_resource_pool(pool, 3)
-    with pytest.raises(bm.UsageError, match="takes pools, not 3"):
+    with pytest.raises(bm.UsageError, match=r"takes ResourcePools, got int \(3\)"):
         bm.split_resource_pool(3, 1)
 
 

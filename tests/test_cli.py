@@ -66,12 +66,12 @@ def test_plan_of_a_generation_layout(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("4,x", "[4, 'x'] asks for 'x'"),
-        ("4,0", "[4, 0] asks for 0"),
-        ("4,", "[4, ''] asks for ''"),
-        ("8 --axes dp=4", "Mesh(dp=4) has 4 ranks, but ResourcePool([8], backend='local') has 8 places"),
+        ("4,x", "got 'x' in [4, 'x']"),
+        ("4,0", "got 0 in [4, 0]"),
+        ("4,", "got '' in [4, '']"),
+        ("8 --axes dp=4", "Mesh(dp=4) has 4 ranks, but ResourcePool([8], backend='local') has 8 slots"),
         ("4 --axes dp=2.5", "axis 'dp' has size '2.5'"),
-        ("4 --axes dp,tp", "as in pp=2,dp=2,tp=2, not 'dp'"),
+        ("4 --axes dp,tp", "such as pp=2,dp=2,tp=2, got 'dp'"),
         ("4 --axes dp=2,dp=2", "axis 'dp' is given twice"),
         ("4 --axes dp=4,gen_tp=2", "gen_tp=2 cuts axis 'tp'"),
         ("4 --protocol SCATTER", "no transfer protocol is called 'SCATTER'; there are ONE_TO_ALL"),
@@ -144,7 +144,8 @@ WRONG = {
         changed("cores", thread_variables={"OMP_NUM_THREADS": "64"}), "OMP_NUM_THREADS=64", "unset OMP_NUM_THREADS"
     ),
     "no number of threads": (
-        changed("cores", thread_variables={"MKL_NUM_THREADS": "many"}), "no number of threads", "unset MKL_NUM_THREADS"
+        changed("cores", thread_variables={"MKL_NUM_THREADS": "many"}),
+        "is not a number of threads", "unset MKL_NUM_THREADS"
     ),
     "a quota": (changed("cores", quota=1.5), "1.5 CPUs of the 16", "export OMP_NUM_THREADS=1,"),
     "no memory left": (changed("memory", available=GiB // 2), "0.5 GiB of memory are left of 64.0", "bandmaster ps"),
@@ -154,7 +155,8 @@ WRONG = {
     "NVML is missing": (changed("gpus", has_nvml=False), "NVML is not installed", "pip install 'bandmaster[gpu]'"),
     "NVML fails": (changed("gpus", nvml_error="Driver/library version mismatch"), "version mismatch", "restart"),
     "a GPU that is not there": (
-        changed("gpus", variable="0,1,7"), "names '7', which is not here: 2 are used", "unset CUDA_VISIBLE_DEVICES"
+        changed("gpus", variable="0,1,7"),
+        "names '7', which does not exist: only 2 are used", "unset CUDA_VISIBLE_DEVICES"
     ),
     "torch without CUDA": (changed("software", torch_cuda=""), "torch 2.9.0 is built without CUDA", "pytorch.org"),
     "an old driver": (
@@ -169,7 +171,7 @@ def test_what_is_wrong_comes_with_a_fix_of_one_line(facts, what, fix):
 
     assert finding.is_wrong
     assert what in finding.what and fix in finding.fix
-    assert str(finding) == f"wrong: {finding.what}\n  fix: {finding.fix}" and str(finding).count("\n") == 1
+    assert str(finding) == f"problem: {finding.what}\n  fix: {finding.fix}" and str(finding).count("\n") == 1
 
 
 def test_what_may_be_meant_so_is_a_note():
@@ -178,7 +180,7 @@ def test_what_may_be_meant_so_is_a_note():
 
     assert [finding.is_wrong for finding in hidden + limited] == [False, False]
     assert "hides all GPUs" in str(hidden[0])
-    assert str(limited[0]).startswith("note: the cgroup may have 16.0 GiB of the machine's 64.0 GiB")
+    assert str(limited[0]).startswith("note: the cgroup may use 16.0 GiB of the machine's 64.0 GiB")
 
 
 def test_shared_memory_matters_to_ray_alone():
@@ -262,14 +264,14 @@ def test_doctor_names_a_limit_that_is_too_low_and_a_fix(few_open_files, capsys):
 
     out = capsys.readouterr().out
     assert re.search(rf"^bandmaster +{re.escape(bm.__version__)}$", out, re.MULTILINE)
-    assert "wrong: a process may have 256 open files" in out and "  fix: " in out
-    assert out.splitlines()[-1].endswith(" wrong")
+    assert "problem: a process may have 256 open files" in out and "  fix: " in out
+    assert out.splitlines()[-1].endswith((" problem found", " problems found"))
 
 
 def test_doctor_says_the_same_as_its_exit_status(capsys):
     status = main(["doctor", "--quick"])
     last = capsys.readouterr().out.splitlines()[-1]
-    assert (last == "nothing is wrong") == (status == 0)
+    assert (last == "no problems found") == (status == 0)
 
 
 def test_doctor_starts_a_worker(zygote, capsys):
@@ -285,7 +287,7 @@ def test_doctor_says_when_no_worker_can_be_started():
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
 
     assert run.returncode == 1, run.stdout + run.stderr
-    assert "wrong: a local worker cannot be started and called: " in run.stdout, run.stderr
+    assert "problem: a local worker cannot be started and called: " in run.stdout, run.stderr
 
 
 def test_doctor_imports_nothing_slow():
@@ -311,8 +313,8 @@ def test_doctor_starts_no_cluster():
     run = run_doctor_with_ray("127.0.0.1:1")
 
     assert run.returncode == 1
-    assert "wrong: no Ray cluster answers at '127.0.0.1:1'" in run.stdout and "fix: ray start --head" in run.stdout
-    assert "wrong: no Ray cluster runs" in run_doctor_with_ray("local").stdout
+    assert "problem: no Ray cluster answers at '127.0.0.1:1'" in run.stdout and "fix: ray start --head" in run.stdout
+    assert "problem: no Ray cluster runs" in run_doctor_with_ray("local").stdout
 
 
 # --- ps and kill ------------------------------------------------------------------------------------------------
@@ -526,7 +528,7 @@ def test_which_are_chosen():
 
 
 def test_what_is_shown():
-    assert shown(Discovered()) == "no groups of yours are on this machine"
+    assert shown(Discovered()) == "you have no groups on this machine"
     assert "  0-2,5,7 of 8  15 MiB  " in shown(Discovered((made_up("actor", 1, False, ranks=(0, 1, 2, 5, 7)),)))
     assert "  on another host  " in shown(Discovered((made_up("actor", 0, False),)))
 

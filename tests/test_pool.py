@@ -126,30 +126,39 @@ def test_a_notebook_shows_every_place():
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (lambda: ResourcePool([]), "places are given as a list with the number on each node, such as [4, 2], not []"),
-        (lambda: ResourcePool(4), "such as [4, 2], not 4"),
-        (lambda: ResourcePool("4"), "such as [4, 2], not '4'"),
-        (lambda: ResourcePool([4, 0]), "every node has at least one place, but [4, 0] asks for 0"),
-        (lambda: ResourcePool([2.0]), "every node has at least one place, but [2.0] asks for 2.0"),
-        (lambda: ResourcePool([True]), "every node has at least one place, but [True] asks for True"),
+        (lambda: ResourcePool([]), "slots must be given as a list with one number per node, such as [4, 2], got []"),
+        (lambda: ResourcePool(4), "such as [4, 2], got 4"),
+        (lambda: ResourcePool("4"), "such as [4, 2], got '4'"),
+        (
+            lambda: ResourcePool([4, 0]),
+            "every node must have an integer number of slots of at least 1, got 0 in [4, 0]",
+        ),
+        (lambda: ResourcePool([2.0]), "of slots of at least 1, got 2.0 in [2.0]"),
+        (lambda: ResourcePool([True]), "of slots of at least 1, got True in [True]"),
         (lambda: ResourcePool([1], backend="mpi"), "no backend is called 'mpi'; expected '"),
-        (lambda: ResourcePool([1], max_colocate_count=0), "is the number of groups on a place, not 0"),
-        (lambda: ResourcePool([1], cpus_per_worker=-1), "cpus_per_worker is a number of 0 or more, not -1"),
-        (lambda: ResourcePool([1], placement_timeout="1"), "placement_timeout is a number of 0 or more, not '1'"),
-        (lambda: ResourcePool([1], use_gpu=2), "use_gpu is True or False, one GPU for every place or none, not 2"),
-        (lambda: split_resource_pool(ResourcePool([4]), 3), "cannot split 4 places into parts of 3; give a divisor"),
-        (lambda: split_resource_pool(ResourcePool([4]), 0), "cannot split 4 places into parts of 0"),
-        (lambda: split_resource_pool(ResourcePool([4]), [1, 2]), "cannot split 4 places into [1, 2], which are 3"),
-        (lambda: split_resource_pool([4], 2), "split_resource_pool takes pools, not [4]"),
-        (lambda: merge_resource_pool(ResourcePool([4])), "merge_resource_pool takes two pools or more, not 1"),
-        (lambda: merge_resource_pool(ResourcePool([4]), None), "merge_resource_pool takes pools, not None"),
+        (
+            lambda: ResourcePool([1], max_colocate_count=0),
+            "must be an integer of at least 1, the number of groups that may share a slot, got 0",
+        ),
+        (lambda: ResourcePool([1], cpus_per_worker=-1), "cpus_per_worker must be a non-negative number, got -1"),
+        (lambda: ResourcePool([1], placement_timeout="1"), "placement_timeout must be a non-negative number, got '1'"),
+        (lambda: ResourcePool([1], use_gpu=2), "use_gpu must be True (one GPU for every slot) or False (none), got 2"),
+        (lambda: split_resource_pool(ResourcePool([4]), 3), "cannot split 4 slots into parts of 3; give a divisor"),
+        (lambda: split_resource_pool(ResourcePool([4]), 0), "cannot split 4 slots into parts of 0"),
+        (lambda: split_resource_pool(ResourcePool([4]), [1, 2]), "cannot split 4 slots into [1, 2], which are 3"),
+        (lambda: split_resource_pool([4], 2), "split_resource_pool takes ResourcePools, got list ([4])"),
+        (lambda: merge_resource_pool(ResourcePool([4])), "merge_resource_pool takes two pools or more, got 1"),
+        (
+            lambda: merge_resource_pool(ResourcePool([4]), None),
+            "merge_resource_pool takes ResourcePools, got NoneType (None)",
+        ),
         (
             lambda: merge_resource_pool(ResourcePool([1]), ResourcePool([1], use_gpu=True)),
-            "use_gpu is False here and True there",
+            "use_gpu must be equal, got False and True",
         ),
         (
             lambda: merge_resource_pool(ResourcePool([1]), ResourcePool([1], cpus_per_worker=2)),
-            "cpus_per_worker is 1 here and 2 there",
+            "cpus_per_worker must be equal, got 1 and 2",
         ),
     ],
 )
@@ -164,7 +173,7 @@ def test_a_place_is_merged_once():
     part = split_resource_pool(pool, 2)[1]
 
     for pools in [(pool, pool), (pool, part), (merge_resource_pool(pool, ResourcePool([1])), part)]:
-        with pytest.raises(UsageError, match="cannot merge pools that share places"):
+        with pytest.raises(UsageError, match="cannot merge pools that share slots"):
             merge_resource_pool(*pools)
 
 

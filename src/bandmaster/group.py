@@ -1,4 +1,4 @@
-"""`WorkerGroup`: one worker class on every slot of a pool, called as if it were one object.
+"""`WorkerGroup`: one worker per slot of a pool, called as if all of them were one object.
 
 ::
 
@@ -87,7 +87,10 @@ class GroupOf(Generic[W]):
         **kwargs: Any,
     ) -> None:
         if not isinstance(pool, ResourcePool):
-            raise ArgumentError(f"{type(self).__name__} takes a ResourcePool, then a worker class; {pool!r} is no pool")
+            raise ArgumentError(
+                f"the first argument of {type(self).__name__} must be a ResourcePool, "
+                f"got {type(pool).__name__} ({pool!r})"
+            )
         check_options(type(self).__name__, name_prefix, start_timeout)
         cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
         if issubclass(cls, GroupOf):
@@ -142,12 +145,12 @@ class GroupOf(Generic[W]):
 
     @property
     def name(self) -> str:
-        """Prefix and class, which the names of the workers begin with."""
+        """The group's name, ``{name_prefix}{ClassName}``; the workers' names begin with it."""
         return self._name
 
     @property
     def worker_names(self) -> list[str]:
-        """``{name_prefix}{ClassName}_{node}:{local_rank}`` of every rank."""
+        """One name per rank, in rank order: ``{name_prefix}{ClassName}_{node}:{local_rank}``."""
         return list(self._launch.worker_names)
 
     @property
@@ -156,17 +159,17 @@ class GroupOf(Generic[W]):
         return [record.handle() for record in self._ownership.workers().records]
 
     def execute_all_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run a method, registered or not, on every rank, and wait.
+        """Run a method, registered or not, on every rank, and wait for all results.
 
-        When every argument is a list of world_size values, rank r gets the r-th of each; otherwise every rank
-        gets the arguments as they are.
+        When every argument is a list of world_size values, rank r gets the r-th value of each list; otherwise every
+        rank gets the arguments unchanged.
 
         Returns:
-            The value of every rank, in rank order.
+            One value per rank, in rank order.
 
         Raises:
-            ArgumentError: No such method, or arguments that do not fit it.
-            RemoteError: It raised on some rank.
+            ArgumentError: The class has no such method, or the arguments do not fit it.
+            RemoteError: The method raised on at least one rank.
         """
         values: list[Any] = self._on_all(method_name, self._plan_for_all(method_name, args, kwargs))
         return values
@@ -177,11 +180,11 @@ class GroupOf(Generic[W]):
         return self._submitter.submit_for_each(self, method_name, plan, self._submitter.ranks)
 
     def execute_rank_zero_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method, registered or not, on rank 0 with the arguments as they are; its plain value.
+        """Run a method, registered or not, on rank 0, wait for it, and return its value.
 
         Raises:
-            ArgumentError: No such method, or arguments that do not fit it.
-            RemoteError: It raised.
+            ArgumentError: The class has no such method, or the arguments do not fit it.
+            RemoteError: The method raised.
         """
         plan = self._same(method_name, args, kwargs, 1)
         return self._submitter.submit(self, method_name, plan, (0,), Collection(Only(), (0,)), waits=True)
@@ -195,7 +198,7 @@ class GroupOf(Generic[W]):
     execute_rank_zero = execute_rank_zero_async
 
     def describe(self) -> str:
-        """A table of the ranks: where each is on the mesh, on which host and device, and by which channel it is called.
+        """Return a table with one line per rank: name, mesh coordinates, host, pid, device and channel.
 
         Raises:
             ClosedError: The group was closed.
@@ -206,7 +209,7 @@ class GroupOf(Generic[W]):
 
     @property
     def healthy(self) -> bool:
-        """Whether every worker's process is there, as far as is known without asking it; False once closed."""
+        """Whether no worker is known to have died. It does not call the workers. False once the group is closed."""
         try:
             workers = self._ownership.workers()
         except ClosedError:
@@ -214,9 +217,10 @@ class GroupOf(Generic[W]):
         return workers.check() and not workers.deaths
 
     def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
-        """Call ``callback(error)`` from a thread as soon as a worker dies, once until `restart` or `replace`.
+        """Call ``callback(error)`` from a background thread as soon as a worker dies.
 
-        The error names the rank and how it ended, as a call would have raised it. Closing the group is no death.
+        The callback runs at most once until `restart` or `replace` renews the workers. The error is the `WorkerDied`
+        that a call would raise. Closing the group does not count as a death.
 
         Raises:
             ClosedError: The group was closed.
@@ -226,17 +230,18 @@ class GroupOf(Generic[W]):
         self._watches.append(DeathWatch(self._ownership.workers(), site, callback))
 
     def restart(self, state: Any = None) -> None:
-        """End all workers, whatever they do, and start and construct new ones on the same places.
+        """End all workers, even busy ones, and start and construct new ones on the same slots.
 
-        Constructors get the arguments that they got the first time, in a new rendezvous. Then, where the class has a
-        method ``on_restart(self, state)``, it is called on every rank. Calls that are pending fail with `WorkerDied`.
+        The constructors run with their original arguments, in a new rendezvous. If the class has a method
+        ``on_restart(self, state)``, the group then calls it on every rank. Pending calls fail with `WorkerDied`.
 
         Args:
-            state: Anything that ``on_restart`` is to get, the same on every rank.
+            state: Picklable value passed to ``on_restart``, the same on every rank.
 
         Raises:
             UsageError: ``state`` is given, but the class has no ``on_restart``; nothing was done.
-            ConstructorError, WorkerDied, CallTimeout: As for a new group; it can be tried again.
+            ConstructorError, WorkerDied, CallTimeout: The new workers failed to start, as for a new group; `restart`
+                can be called again.
             RemoteError: ``on_restart`` raised.
             ClosedError: The group was closed.
         """
@@ -244,7 +249,10 @@ class GroupOf(Generic[W]):
         with self._changing:
             workers, has_hook = self._ownership.workers(), callable(getattr(self._cls, "on_restart", None))
             if state is not None and not has_hook:
-                raise UsageError(f"{self._cls.__name__} has no method on_restart(self, state) to take the state")
+                raise UsageError(
+                    f"restart() got a state, but {self._cls.__name__} has no method on_restart(self, state) to receive "
+                    "it; define the method, or call restart() without a state"
+                )
             hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
             workers.stop("the group was restarted")
             self._end_watches()
@@ -255,28 +263,30 @@ class GroupOf(Generic[W]):
                 self._on_all("on_restart", hook)
 
     def replace(self, rank: int, state: Any = None) -> None:
-        """End the worker of one rank, if it still runs, and start and construct a new one on its place.
+        """End the worker of one rank, if it still runs, and start and construct a new one on its slot.
 
-        The class allows it by having a method ``on_replace(self, rank, state)``, which is called on every rank when
-        the new worker stands: there the others can, for example, leave their process group and join a new one. Calls
-        that are pending are cancelled first; a rank that does not stop within their grace is ended as ever.
+        The class opts in by defining ``on_replace(self, rank, state)``. The group calls it on every rank once the new
+        worker is constructed, so that the other ranks can, for example, leave their process group and join a new one.
+        Pending calls are cancelled first; a rank that does not stop within the grace of its call is ended.
 
         Args:
-            rank: Whose worker.
-            state: Anything that ``on_replace`` is to get, the same on every rank.
+            rank: The rank whose worker is replaced.
+            state: Picklable value passed to ``on_replace``, the same on every rank.
 
         Raises:
-            UsageError: No such rank, the class has no ``on_replace``, or another rank is dead too; nothing was done.
-            ConstructorError, WorkerDied, CallTimeout: As for a new group; it can be tried again.
+            UsageError: The group has no such rank, the class has no ``on_replace``, or another rank is also dead;
+                the worker was not replaced.
+            ConstructorError, WorkerDied, CallTimeout: The new worker failed to start, as for a new group; `replace`
+                can be called again.
             RemoteError: ``on_replace`` raised.
             ClosedError: The group was closed.
         """
         self._ownership.check()
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise UsageError(f"{rank!r} is no rank of {self._name}, which has 0 to {self.world_size - 1}")
+            raise UsageError(f"{self._name} has ranks 0 to {self.world_size - 1}, got rank {rank!r}")
         if not callable(getattr(self._cls, "on_replace", None)):
             raise UsageError(
-                f"{self._cls.__name__} does not say that one rank can be replaced: give it a method "
+                f"{self._cls.__name__} does not support the replacement of one rank: define a method "
                 "on_replace(self, rank, state), or restart() the whole group"
             )
         hook = self._same("on_replace", (rank, state), {}, self.world_size)
@@ -296,18 +306,21 @@ class GroupOf(Generic[W]):
         workers.check()
         others = [str(dead) for dead in workers.deaths if dead != rank]
         if others:
-            raise UsageError(f"rank {', '.join(others)} is dead too, and one can be replaced at a time; use restart()")
+            raise UsageError(
+                f"cannot replace rank {rank}: rank {', '.join(others)} is dead too, and only one rank can be replaced "
+                "at a time; use restart()"
+            )
 
     def _end_watches(self) -> None:
         for watch in self._watches:
             watch.end()
 
     def _watch_again(self) -> None:
-        """Watch the new workers for deaths, where the old ones were watched."""
+        """Register every `on_death` callback again, now for the new workers."""
         self._watches = [watch.again(self._ownership.workers()) for watch in self._watches]
 
     def close(self) -> None:
-        """End the workers and give their places back. Closing twice is fine."""
+        """End the workers and release their slots. Closing a closed group does nothing."""
         self._ownership.close()
         self._end_watches()
         self._submitter.begin_anew()
@@ -321,7 +334,7 @@ class GroupOf(Generic[W]):
     if not TYPE_CHECKING:  # checkers are to find wrong names, and know the right ones
 
         def __getattr__(self, name: str) -> Any:
-            known = self.__dict__  # may lack anything, when `__init__` has failed
+            known = self.__dict__  # attributes are missing if `__init__` failed
             spec = known.get("_methods", {}).get(name)
             if spec is not None:
                 return GroupMethod(self, self._submitter, spec)
@@ -334,7 +347,9 @@ class GroupOf(Generic[W]):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a WorkerGroup stays in its controller; pass the values that the workers need instead")
+        raise TypeError(
+            "a WorkerGroup cannot be pickled: it belongs to its controller; pass the values that the workers need"
+        )
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._methods})
@@ -347,7 +362,7 @@ class GroupOf(Generic[W]):
         return html_table(repr(self), *self._table([{}] * self.world_size))
 
     def _table(self, facts: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-        """Header and rows: every rank on the mesh, and what is known of it beyond that."""
+        """Header and rows of a table with one row per rank: name, coordinates, then the given facts."""
         known = list(facts[0])
         rows = [
             [rank, name, *self._mesh.coordinates(rank).values(), *(fact[key] for key in known)]
@@ -362,11 +377,11 @@ class GroupOf(Generic[W]):
         return CallPlan((everywhere(arguments, self.world_size),))
 
     def _same(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], n_ranks: int) -> CallPlan:
-        """The same arguments for the first ranks."""
+        """A plan that broadcasts the arguments to ranks 0 … n_ranks-1."""
         return CallPlan((everywhere(self._bind(method, args, kwargs), n_ranks),))
 
     def _on_all(self, method: str, plan: CallPlan) -> Any:
-        """Call every rank, and wait for the value of each."""
+        """Run a planned call on every rank, and return the values in rank order."""
         ranks = self._submitter.ranks
         return self._submitter.submit(self, method, plan, ranks, Collection(Gather(), ranks), waits=True)
 
@@ -377,7 +392,7 @@ class GroupOf(Generic[W]):
                 raise ArgumentError(
                     f"{self._submitter.label(method)} is a {kind}, not a method; add a method that returns it"
                 )
-            import difflib  # here, as few need it, and the import of everything is to be quick
+            import difflib  # here, as only this error needs it, and `import bandmaster` has to be quick
 
             near = difflib.get_close_matches(str(method), dir(self._cls), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -385,45 +400,48 @@ class GroupOf(Generic[W]):
         return bind(self._submitter.label(method), signature_without_self(self._cls, method), args, kwargs)
 
     def set_default_options(self, /, **options: float | None) -> None:
-        """Set what holds for the calls of this group that say nothing else.
+        """Set the options of this group's calls that do not set them with `GroupMethod.options`.
 
         Args:
             **options: ``timeout`` and ``grace`` in seconds, see `GroupMethod.options`.
 
         Raises:
-            UsageError: There is no such option, or its value makes no sense.
+            UsageError: An option is unknown, or its value is not a non-negative number or None.
         """
-        default_options().but(options)  # to check them
+        default_options().but(options)  # checks the values
         self._submitter.options.update(options)
 
 
 class WorkerGroup(GroupOf[Any]):
-    """Ranks 0 … world_size-1 of one worker class, on the places of a pool.
+    """Ranks 0 … world_size-1 of one worker class, on the slots of a pool.
 
     Each method that the class marks with `register` is a method of the group, with its name, signature and
-    docstring. Methods without the mark can be called by name with `execute_all_sync` and its kin.
+    docstring. Unregistered methods can be called by name with `execute_all_sync` and the other ``execute_`` methods.
 
     Args:
-        pool: Where the workers go; one per place.
+        pool: The slots for the workers, one worker per slot. The pool stays the caller's: closing the group does not
+            close it.
         worker_class: A subclass of `Worker`, plain, wrapped by ``@ray.remote``, or with its arguments in
             `ClassWithInitArgs`.
-        *args: Positional arguments of its constructor, the same for every rank.
+        *args: Positional arguments of the worker's constructor, the same for every rank.
         mesh: Named axes over the ranks; ``Mesh(dp=world_size)`` by default.
-        name_prefix: Beginning of the workers' names; the pool's and six random letters by default.
-        start_timeout: Seconds that the processes may take to start, and then the constructors; None, the default, for
-            as long as they take.
-        **kwargs: Keyword arguments of its constructor. Those called ``mesh``, ``name_prefix`` or
+        name_prefix: Prefix of the workers' names; by default the pool's prefix followed by six random letters.
+        start_timeout: Seconds that the processes may take to start, and then the same again for the constructors;
+            None, the default, sets no limit.
+        **kwargs: Keyword arguments of the worker's constructor. Arguments called ``mesh``, ``name_prefix`` or
             ``start_timeout`` have to go through `ClassWithInitArgs`.
 
     Raises:
-        ArgumentError: The constructor cannot be called so, or an argument cannot be pickled.
-        MeshError: The mesh has another size than the pool, or lacks an axis that a registered method names.
-        UsageError: No worker class, an async constructor, an option of the wrong type, or a registered method that
-            hides an attribute of the group.
-        ConstructorError: A worker's constructor raised; the others were ended. All places were given back.
-        WorkerDied: A worker's process ended before it was constructed; likewise.
-        CallTimeout: The constructors did not end in time; likewise.
-        PlacementError: The pool does not fit, or its places hold as many groups as they may.
+        ArgumentError: The first argument is not a pool, the arguments do not fit the constructor, or one of them
+            cannot be pickled.
+        MeshError: The mesh and the pool differ in size, or the mesh lacks an axis that a registered method names.
+        UsageError: ``worker_class`` is not a worker class or has an async constructor, an option has the wrong type,
+            or a registered method hides an attribute of the group.
+        ConstructorError: A worker's constructor raised. The other workers were ended and all slots released.
+        WorkerDied: A worker's process ended before the worker was constructed. The other workers were ended and all
+            slots released.
+        CallTimeout: The constructors did not end in time. The workers were ended and all slots released.
+        PlacementError: The pool does not fit, or a slot already holds as many groups as it may.
         ResourceError: There is no descriptor, process or thread for a worker, or the working directory was removed.
     """
 
@@ -443,5 +461,5 @@ class _OfTheWorkers:
 
 
 def _random_letters() -> str:
-    """Six letters that do not depend on what the user has seeded."""
+    """Six letters that do not depend on the user's random seeds."""
     return "".join(string.ascii_letters[byte % 52] for byte in uuid.uuid4().bytes[:6])

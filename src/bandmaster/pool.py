@@ -1,11 +1,11 @@
-"""Resource pools: reserved places for workers, and how pools are merged and split.
+"""Resource pools: reserved slots for workers, and how pools are merged and split.
 
-A pool knows no process: it asks its backend to reserve the places when the first group needs them (or on
-``with pool:``), and to release them in the end. Merged and split pools share the places of the pools that they
-were made from::
+A pool starts no process. It asks its backend to reserve the slots when the first group needs them (or on
+``with pool:``), and to release them when it is closed. Merged and split pools share the slots of the pools from which
+they were made::
 
     ResourcePool([4]) ──┐
-                        ├─ merge_resource_pool ──► nodes [4, 4], the same eight places
+                        ├─ merge_resource_pool ──► nodes [4, 4], the same eight slots
     ResourcePool([4]) ──┘
 """
 
@@ -31,32 +31,32 @@ __all__ = ["ResourcePool", "merge_resource_pool", "split_resource_pool"]
 
 
 class Closes(Protocol):
-    """What holds places of a pool, and gives them back when it is closed: a worker group."""
+    """The part of a worker group that a pool uses: the group occupies slots, and `close` releases them."""
 
     def close(self) -> None:
-        """Give the places back."""
+        """Release the slots."""
 
 
-_occupying = threading.RLock()  # one group at a time takes places; re-entrant, as a signal handler may close a pool
+_occupying = threading.RLock()  # one group at a time occupies slots; re-entrant, as a signal handler may close a pool
 
 
 class ResourcePool:
-    """Places for workers, ``[4, 2]`` being four on one node and two on another.
+    """Slots for workers; ``[4, 2]`` is four slots on one node and two on another.
 
-    Groups on one pool share its places: rank r of each is on the same device. Ranks follow (node, device) order.
-    Nothing is reserved until the first group or ``with`` asks for it.
+    Groups on one pool share its slots: rank r of each group is on the same device. Ranks follow (node, device) order.
+    The pool reserves its slots for the first group, in `reserve`, or on ``with pool:``, not when it is created.
 
     Args:
-        process_on_nodes: Places on each node, at least one each; nodes may differ.
+        process_on_nodes: Slots on each node, at least one per node; nodes may differ.
         backend: ``"local"`` (processes on this machine), ``"inprocess"`` or ``"ray"``.
-        use_gpu: Whether every place has a GPU of its own.
-        name_prefix: Name of the pool in messages, and the beginning of its workers' names.
-        max_colocate_count: How many groups may share a place; each is given that part of its GPU and CPUs.
-        cpus_per_worker: CPUs reserved for each place, for all groups on it together.
-        placement_timeout: Seconds to wait for places that others hold; on this machine nothing is waited for.
+        use_gpu: Whether every slot has a GPU of its own.
+        name_prefix: Name of the pool in messages, and prefix of its workers' names.
+        max_colocate_count: How many groups may share a slot; each gets ``1 / max_colocate_count`` of its GPU and CPUs.
+        cpus_per_worker: CPUs reserved for each slot, shared by all groups on it.
+        placement_timeout: Seconds to wait for resources that other pools hold. Only backend ``"ray"`` waits.
 
     Raises:
-        UsageError: A value that makes no sense, or a backend that does not exist or is not installed.
+        UsageError: A value has the wrong type or range, or the backend does not exist or is not installed.
 
     Example:
         >>> pool = ResourcePool([4, 2])
@@ -78,14 +78,17 @@ class ResourcePool:
         nodes = _checked_nodes(process_on_nodes)
         is_count = isinstance(max_colocate_count, int) and not isinstance(max_colocate_count, bool)
         if not is_count or max_colocate_count < 1:
-            raise UsageError(f"max_colocate_count is the number of groups on a place, not {max_colocate_count!r}")
+            raise UsageError(
+                "max_colocate_count must be an integer of at least 1, the number of groups that may share a slot, "
+                f"got {max_colocate_count!r}"
+            )
         for what, amount in (("cpus_per_worker", cpus_per_worker), ("placement_timeout", placement_timeout)):
             if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
-                raise UsageError(f"{what} is a number of 0 or more, not {amount!r}")
+                raise UsageError(f"{what} must be a non-negative number, got {amount!r}")
         if not isinstance(use_gpu, bool):
-            raise UsageError(f"use_gpu is True or False, one GPU for every place or none, not {use_gpu!r}")
+            raise UsageError(f"use_gpu must be True (one GPU for every slot) or False (none), got {use_gpu!r}")
         if not isinstance(name_prefix, str | None):
-            raise UsageError(f"name_prefix is a string, or None for a pool without a name, not {name_prefix!r}")
+            raise UsageError(f"name_prefix must be a string, or None for a pool without a name, got {name_prefix!r}")
         get_backend(backend)
         request = Request(name_prefix or "pool", nodes, cpus_per_worker, int(use_gpu))
         lease = _Lease(request, backend, max_colocate_count, placement_timeout)
@@ -94,7 +97,7 @@ class ResourcePool:
 
     def _set_up(self, parts: Sequence[_Part], name_prefix: str, owned: tuple[_Lease, ...]) -> None:
         self._parts = tuple(parts)
-        self._owned = owned  # leases that end with this pool
+        self._owned = owned  # released when this pool is closed
         self._groups: weakref.WeakSet[Closes] = weakref.WeakSet()
         self._is_closed = False
         self.name_prefix = name_prefix
@@ -107,32 +110,32 @@ class ResourcePool:
 
     @property
     def process_on_nodes(self) -> tuple[int, ...]:
-        """Places on each node."""
+        """Number of slots on each node."""
         return tuple(len(part.indices) for part in self._parts)
 
     @property
     def world_size(self) -> int:
-        """Places in all."""
+        """Total number of slots."""
         return sum(self.process_on_nodes)
 
     @property
     def backend(self) -> str:
-        """Name of the backend."""
+        """Name of the backend, such as ``"local"``."""
         return self._lease.backend
 
     @property
     def use_gpu(self) -> bool:
-        """Whether every place has a GPU of its own."""
+        """Whether every slot has a GPU of its own."""
         return bool(self._lease.request.gpus_per_worker)
 
     @property
     def max_colocate_count(self) -> int:
-        """How many groups may share a place: the least of the pools that this one was merged from."""
+        """How many groups may share a slot. A merged pool has the smallest value of its source pools."""
         return min(part.lease.max_colocate_count for part in self._parts)
 
     @property
     def cpus_per_worker(self) -> float:
-        """CPUs reserved for each place."""
+        """CPUs reserved for each slot."""
         return self._lease.request.cpus_per_worker
 
     @property
@@ -140,33 +143,38 @@ class ResourcePool:
         return self._parts[0].lease
 
     def local_rank_list(self) -> list[int]:
-        """For each rank, its number on its node."""
+        """For each rank, its index on its node."""
         return [index for size in self.process_on_nodes for index in range(size)]
 
     def local_world_size_list(self) -> list[int]:
-        """For each rank, how many ranks its node has."""
+        """For each rank, the number of ranks on its node."""
         return [size for size in self.process_on_nodes for _ in range(size)]
 
     def reserve(self) -> ResourcePool:
-        """Take the places now, rather than with the first group.
+        """Reserve the slots now, rather than with the first group.
+
+        Returns:
+            The pool itself.
 
         Raises:
-            PlacementError: They do not fit, or did not become free in time.
+            PlacementError: The slots do not fit, or did not become free in time.
             ClosedError: The pool was closed.
         """
         self._check_open()
         for part in self._parts:
             part.lease.open()
-        self._check_open()  # another thread may have closed it meanwhile
+        self._check_open()  # another thread may have closed the pool meanwhile
         return self
 
     def close(self) -> None:
-        """Close the groups on the pool and give its places back; places of merged and split pools stay theirs.
+        """Close the groups on the pool and release its slots.
 
-        Closing a pool also closes the groups of pools that were merged or split from it. Closing twice is fine.
+        Closing a pool also closes the groups of pools that were merged or split from it. Closing a merged or split
+        pool closes its groups, but the slots stay with the source pools. Closing a closed pool does nothing.
 
         Raises:
-            UsageError: A signal handler closes it in the middle of an operation of one of its groups, which stays open.
+            UsageError: A signal handler called this during an operation of one of the pool's groups. The pool stays
+                open.
         """
         self._is_closed = True
         try:
@@ -184,7 +192,7 @@ class ResourcePool:
 
     @property
     def _is_over(self) -> bool:
-        """Whether it was closed, or a pool that it was merged or split from."""
+        """Whether this pool, or a pool from which it was merged or split, was closed."""
         return self._is_closed or any(part.lease.is_closed for part in self._parts)
 
     def _check_open(self) -> None:
@@ -192,7 +200,18 @@ class ResourcePool:
             raise ClosedError(f"{self._described()} was closed; make a new pool")
 
     def _occupy(self, owner: Closes, name: str, take: Callable[[Callable[[], object]], object]) -> tuple[Slot, ...]:
-        """Seats for a new group; ``take`` gets what gives them back, before anything is taken."""
+        """Occupy every slot for a new group, and return the slots in rank order.
+
+        Args:
+            owner: The group, to be closed with the pool.
+            name: The group's name, for messages.
+            take: Called with the function that releases the slots, before any slot is occupied, so that an interrupt
+                leaks none.
+
+        Raises:
+            PlacementError: The pool does not fit, or a slot already holds ``max_colocate_count`` groups.
+            ClosedError: The pool was closed.
+        """
         self.reserve()
         places = [(part.lease, part.node, index) for part in self._parts for index in part.indices]
         holder = object()
@@ -203,16 +222,16 @@ class ResourcePool:
             try:
                 self._check_room(holder, name)
             except PlacementError:
-                _free(places, holder)  # before others count it
+                _free(places, holder)  # under the lock, so that no other group counts this one
                 raise
             for lease in {part.lease for part in self._parts}:
                 lease.groups.add(owner)
             self._groups.add(owner)
-        self._check_open()  # another thread may have closed it before it knew of this group
+        self._check_open()  # another thread may have closed the pool before the group was added to it
         return tuple(self._slots())
 
     def _check_room(self, holder: object, name: str) -> None:
-        """Make sure that a holder is not one too many at any of its places."""
+        """Raise `PlacementError` if a slot of the pool holds more than ``max_colocate_count`` groups."""
         for part in self._parts:
             for index in part.indices:
                 holders = dict(part.lease.holders[part.node, index])
@@ -220,9 +239,9 @@ class ResourcePool:
                 if len(holders) >= part.lease.max_colocate_count:
                     names = ", ".join(holders.values())
                     raise PlacementError(
-                        f"{self!r} has no room for group {name!r}: place {index} of node {part.node} holds "
+                        f"{self!r} has no room for group {name!r}: slot {index} of node {part.node} holds "
                         f"{len(holders)} groups of at most {part.lease.max_colocate_count} ({names}); "
-                        "close one of them, or make the pool with a larger max_colocate_count"
+                        "close one of them, or create the pool with a larger max_colocate_count"
                     )
 
     def _slots(self) -> Iterator[Slot]:
@@ -232,7 +251,9 @@ class ResourcePool:
                 yield Slot(part.lease.reservation, part.node, index, node_rank, local_rank, len(part.indices), share)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a ResourcePool stays in its controller; pass the values that the workers need instead")
+        raise TypeError(
+            "a ResourcePool cannot be pickled: it belongs to its controller; pass the values that the workers need"
+        )
 
     def __repr__(self) -> str:
         return f"<closed {self._described()}>" if self._is_over else self._described()
@@ -250,27 +271,28 @@ class ResourcePool:
 
 
 def merge_resource_pool(*pools: ResourcePool) -> ResourcePool:
-    """One pool over the places of several, in their order; the places are shared, not moved.
+    """Return one pool over the slots of several pools, in the given order. The slots are shared, not moved.
 
-    Pools that were themselves merged or split will do. Parts of one node that follow each other in the order of its
-    devices become one node again.
+    The pools may themselves be merged or split. Adjacent parts of one node, in the order of its devices, become one
+    node again.
 
     Args:
-        *pools: Two pools or more, of one backend, all with GPUs or all without.
+        *pools: Two pools or more, with the same ``backend``, ``use_gpu`` and ``cpus_per_worker``.
 
     Raises:
-        UsageError: Pools that differ in backend or kind, or that have a place in common.
-        ClosedError: One of them was closed.
+        UsageError: Fewer than two pools, an argument that is not a pool, pools that differ in the parameters above,
+            or pools that share a slot.
+        ClosedError: One of the pools was closed.
     """
     if len(pools) < 2:
-        raise UsageError(f"merge_resource_pool takes two pools or more, not {len(pools)}")
+        raise UsageError(f"merge_resource_pool takes two pools or more, got {len(pools)}")
     for pool in pools:
         _check_pool(pool, "merge_resource_pool")
         for what in ("backend", "use_gpu", "cpus_per_worker"):
             ours, theirs = getattr(pools[0], what), getattr(pool, what)
             if ours != theirs:
                 raise UsageError(
-                    f"cannot merge {pools[0]!r} and {pool!r}: {what} is {ours!r} here and {theirs!r} there"
+                    f"cannot merge {pools[0]!r} and {pool!r}: {what} must be equal, got {ours!r} and {theirs!r}"
                 )
     parts: list[_Part] = []
     taken: set[tuple[_Lease, int, int]] = set()
@@ -278,7 +300,7 @@ def merge_resource_pool(*pools: ResourcePool) -> ResourcePool:
         places = {(part.lease, part.node, index) for index in part.indices}
         if places & taken:
             raise UsageError(
-                f"cannot merge pools that share places: {', '.join(map(repr, pools))}; merge disjoint ones"
+                f"cannot merge pools that share slots: {', '.join(map(repr, pools))}; merge disjoint pools"
             )
         taken |= places
         parts.append(part)
@@ -286,14 +308,14 @@ def merge_resource_pool(*pools: ResourcePool) -> ResourcePool:
 
 
 def split_resource_pool(pool: ResourcePool, split_size: int | Sequence[int]) -> list[ResourcePool]:
-    """Pools over parts of a pool's places, in rank order; the places are shared, not moved.
+    """Return pools over consecutive slots of a pool, in rank order. The slots are shared, not moved.
 
     Args:
-        pool: The pool; one that was merged or split before will do.
-        split_size: Places of every part, or a list with the size of each.
+        pool: The pool to split; it may itself be merged or split.
+        split_size: Slots of every part, or a list with the size of each part.
 
     Raises:
-        UsageError: Sizes that do not add up to the pool's.
+        UsageError: The first argument is not a pool, or the sizes do not add up to the pool's.
         ClosedError: The pool was closed.
 
     Example:
@@ -304,13 +326,13 @@ def split_resource_pool(pool: ResourcePool, split_size: int | Sequence[int]) -> 
     size = pool.world_size
     if isinstance(split_size, int):
         if split_size < 1 or size % split_size:
-            raise UsageError(
-                f"cannot split {size} places into parts of {split_size}; give a divisor or a list of sizes"
-            )
+            raise UsageError(f"cannot split {size} slots into parts of {split_size}; give a divisor or a list of sizes")
         split_size = [split_size] * (size // split_size)
     sizes = _checked_nodes(split_size)
     if sum(sizes) != size:
-        raise UsageError(f"cannot split {size} places into {list(sizes)}, which are {sum(sizes)}")
+        raise UsageError(
+            f"cannot split {size} slots into {list(sizes)}, which are {sum(sizes)}; give sizes that add up to {size}"
+        )
     places = iter([(part.lease, part.node, index) for part in pool._parts for index in part.indices])
     pools = []
     for n in sizes:
@@ -320,18 +342,21 @@ def split_resource_pool(pool: ResourcePool, split_size: int | Sequence[int]) -> 
 
 
 class _Lease:
-    """The places of one base pool: reserved at most once, released at the latest when nobody refers to it."""
+    """The slots of one pool made by `ResourcePool()`, which merged and split pools share.
+
+    They are reserved at most once, and released by `close` or when the last pool that refers to them is collected.
+    """
 
     def __init__(self, request: Request, backend: str, max_colocate_count: int, timeout_s: float) -> None:
         self.request = request
         self.backend = backend
         self.max_colocate_count = max_colocate_count
-        self.holders: dict[tuple[int, int], dict[object, str]] = {}  # names of groups by (node, index) and holder
+        self.holders: dict[tuple[int, int], dict[object, str]] = {}  # group names, by (node, index) and then by holder
         self.groups: weakref.WeakSet[Closes] = weakref.WeakSet()
         self.reservation: Any = None
         self.is_closed = False
         self._timeout_s = timeout_s
-        self._lock = threading.RLock()  # held while the places are reserved
+        self._lock = threading.RLock()  # held while the backend reserves the slots
         self._release: weakref.finalize[Any, _Lease] | None = None
 
     def open(self) -> None:
@@ -342,7 +367,7 @@ class _Lease:
                 backend = get_backend(self.backend)
                 self.reservation = backend.reserve(self.request, self._timeout_s)
                 self._release = weakref.finalize(self, backend.release, self.reservation)
-            if self.is_closed:  # by another thread, meanwhile
+            if self.is_closed:  # another thread closed it meanwhile
                 self._end()
 
     def close(self) -> None:
@@ -367,7 +392,7 @@ class _Lease:
 
 @dataclass(frozen=True)
 class _Part:
-    """Places of one node of a lease: one node of a pool."""
+    """Slots of one node of a `_Lease`: one node of a pool."""
 
     lease: _Lease
     node: int
@@ -379,7 +404,7 @@ class _Part:
 
 
 def _joined(parts: Sequence[_Part]) -> list[_Part]:
-    """The parts, those of one node in the order of its devices made one."""
+    """Merge neighbouring parts that are on one node, in the order of its devices."""
     joined: list[_Part] = []
     for part in parts:
         if joined and joined[-1].continues_in(part):
@@ -389,14 +414,14 @@ def _joined(parts: Sequence[_Part]) -> list[_Part]:
 
 
 def _free(places: Sequence[tuple[_Lease, int, int]], holder: object) -> None:
-    """Give places back. Without a lock, as it may run as a finalizer at any moment in any thread."""
+    """Remove a group from its slots. Takes no lock, as it may run as a finalizer at any moment in any thread."""
     for lease, node, index in places:
         lease.holders.get((node, index), {}).pop(holder, None)
 
 
 def _close_all(things: Iterable[Closes | _Lease]) -> None:
-    """Close groups or leases: all of them, though one may raise."""
-    with _occupying:  # while they are listed, none is added
+    """Close every group or lease, even if closing one of them raises."""
+    with _occupying:  # no group is added while the list is made
         listed = list(things)
     with contextlib.ExitStack() as closing:
         for thing in listed:
@@ -405,14 +430,16 @@ def _close_all(things: Iterable[Closes | _Lease]) -> None:
 
 def _check_pool(pool: object, function: str) -> None:
     if not isinstance(pool, ResourcePool):
-        raise UsageError(f"{function} takes pools, not {pool!r}")
+        raise UsageError(f"{function} takes ResourcePools, got {type(pool).__name__} ({pool!r})")
     pool._check_open()
 
 
 def _checked_nodes(sizes: object) -> tuple[int, ...]:
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
-        raise UsageError(f"places are given as a list with the number on each node, such as [4, 2], not {sizes!r}")
+        raise UsageError(f"slots must be given as a list with one number per node, such as [4, 2], got {sizes!r}")
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UsageError(f"every node has at least one place, but {list(sizes)} asks for {size!r}")
+            raise UsageError(
+                f"every node must have an integer number of slots of at least 1, got {size!r} in {list(sizes)}"
+            )
     return tuple(sizes)

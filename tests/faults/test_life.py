@@ -480,7 +480,7 @@ def test_a_group_is_not_for_forks_of_the_controller(make_pool):
     os.close(tell)
     with open(told) as lines:
         said = lines.read()
-    assert "belongs to the process that this one was forked from" in said
+    assert "belongs to the process from which this one was forked" in said
     assert said.endswith("; closed")
     assert group.add(1) == [11, 11, 11]
     assert make_pool([1]).reserve() is not None

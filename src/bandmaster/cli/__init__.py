@@ -1,7 +1,11 @@
-"""The command ``bandmaster``: look at a machine, at the groups on it, and at a pool that is not made yet.
+"""The command ``bandmaster``: inspect a machine, list and end the groups on it, and preview a pool.
 
-The one part of the library that prints. Each command is a module: facts are gathered as plain values, judged by pure
-functions, and printed at the end. The modules are imported by the command that needs them.
+This is the only part of the library that prints. Each command is a module that gathers facts as plain values, judges
+them with pure functions, and prints the result. A command's module is imported only when the command runs::
+
+    doctor:    gather ──► Facts ──► findings.judge ──► text
+    ps, kill:  discovery ──► Discovered ──► processes ──► text, signals
+    plan:      arguments ──► pool, mesh, protocol ──► text
 """
 
 from __future__ import annotations
@@ -19,13 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: What follows the command's name; that of this process by default.
+        argv: Arguments after the program's name; those of this process by default.
 
     Returns:
-        The exit status: 0, or 1 where something is wrong or could not be done, or 2 for input that makes no sense.
+        The exit status: 0 on success, 1 if the command found a problem or could not complete, 2 for invalid input.
 
     Raises:
-        SystemExit: argparse has printed the help, or what it does not understand (status 2).
+        SystemExit: argparse printed the help (status 0) or a usage error (status 2).
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -52,36 +56,38 @@ def _run(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     from bandmaster import __version__
 
-    parser = argparse.ArgumentParser(prog="bandmaster", description="Groups of workers on this machine.")
+    parser = argparse.ArgumentParser(prog="bandmaster", description="Inspect this machine and its worker groups.")
     parser.add_argument("--version", action="version", version=f"bandmaster {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_doctor(commands)
-    commands.add_parser("ps", help="the groups that you have on this machine")
+    commands.add_parser("ps", help="list your worker groups on this machine")
     _add_kill(commands)
     _add_plan(commands)
     return parser
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    doctor = commands.add_parser("doctor", help="what this machine offers, what is wrong with it, and what mends that")
+    doctor = commands.add_parser("doctor", help="show what this machine offers, its problems and their fixes")
     doctor.add_argument(
-        "--ray", nargs="?", const="auto", metavar="ADDRESS", help="also a Ray cluster that runs; none is started"
+        "--ray", nargs="?", const="auto", metavar="ADDRESS", help="also check a running Ray cluster; never starts one"
     )
-    doctor.add_argument("--quick", action="store_true", help="do not start a worker to see whether that works")
+    doctor.add_argument("--quick", action="store_true", help="skip the test that starts a worker")
 
 
 def _add_kill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    kill = commands.add_parser("kill", help="end the workers of groups, with all processes that they started")
+    kill = commands.add_parser("kill", help="end the workers of groups and all processes that they started")
     which = kill.add_mutually_exclusive_group(required=True)
-    which.add_argument("groups", nargs="*", default=[], metavar="GROUP", help="as ps calls them, or GROUP@CONTROLLER")
-    which.add_argument("--all", action="store_true", help="all your groups on this machine, and what --orphans ends")
-    which.add_argument("--orphans", action="store_true", help="groups and zygotes whose controller is gone")
+    which.add_argument(
+        "groups", nargs="*", default=[], metavar="GROUP", help="a name that ps shows, or GROUP@CONTROLLER"
+    )
+    which.add_argument("--all", action="store_true", help="end all your groups on this machine, and all orphans")
+    which.add_argument("--orphans", action="store_true", help="end groups and zygotes whose controller has ended")
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    plan = commands.add_parser("plan", help="who would be where in a pool, and who would get which rows")
-    plan.add_argument("places", help="places on each node, as in 4,4")
-    plan.add_argument("--gpus", action="store_true", help="every place has a GPU of its own")
-    plan.add_argument("--axes", metavar="NAME=SIZE,...", help="the mesh, slowest axis first, as in pp=2,dp=2,tp=2")
-    plan.add_argument("--protocol", help="a transfer protocol, as in 3D_PROTO")
-    plan.add_argument("--rows", type=int, help="rows of the batch under the protocol; one per rank by default")
+    plan = commands.add_parser("plan", help="preview the ranks of a pool and the rows that each would get")
+    plan.add_argument("places", metavar="SLOTS", help="slots on each node, such as 4,4")
+    plan.add_argument("--gpus", action="store_true", help="every slot has a GPU of its own")
+    plan.add_argument("--axes", metavar="NAME=SIZE,...", help="the mesh, slowest axis first, such as pp=2,dp=2,tp=2")
+    plan.add_argument("--protocol", help="a transfer protocol, such as 3D_PROTO")
+    plan.add_argument("--rows", type=int, help="rows of the batch that the protocol transfers; default: one per rank")

@@ -1,9 +1,9 @@
-"""Who is there: the groups of this user on this machine, and the zygotes whose controller is gone, as plain values.
+"""Finds the user's groups on this machine, and zygotes whose controller has ended, as plain values.
 
 ::
 
     /proc/<pid>/fd ── control pages ──► workers ──► Group, one per name and controller
-    /proc/<pid>/cmdline, fdinfo ───────────────► Zygote: it holds a pidfd of its controller, which says if that lives
+    /proc/<pid>/cmdline, fdinfo ───────────────► Zygote: its pidfd of the controller shows whether the controller runs
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ZYGOTE = b"bandmaster.backends.zygote"
 
 @dataclass(frozen=True)
 class Process:
-    """One process.
+    """One running process.
 
     Attributes:
-        pid: Its number.
-        started_s: When it started, in seconds since the machine did.
-        rss_nbytes: Memory that it has, pages that it shares with others counted in.
+        pid: Process id.
+        started_s: Start time, in seconds since the machine booted.
+        rss_nbytes: Resident memory in bytes, including pages shared with other processes.
     """
 
     pid: int
@@ -39,7 +39,7 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        """As it is now; None if it is gone, or has ended and only its parent has not noticed."""
+        """Read the process ``pid`` from /proc; None if it does not exist or is a zombie."""
         with contextlib.suppress(OSError):
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             found = stat(pid)
@@ -50,14 +50,14 @@ class Process:
 
 @dataclass(frozen=True)
 class Group:
-    """The workers of one group that are on this machine.
+    """The workers of one group that run on this machine.
 
     Attributes:
-        name: The group's; two controllers may have groups of one name.
-        controller: The pid of its controller, 0 when that is on another host.
-        world_size: How many workers it has, wherever they are.
-        is_orphan: Whether the controller is gone.
-        workers: WorkerIdentity and process of each that is here, by rank.
+        name: The group's name; groups of different controllers may have the same name.
+        controller: Pid of the group's controller, 0 when the controller runs on another host.
+        world_size: Number of workers of the group on all hosts.
+        is_orphan: Whether the controller has ended.
+        workers: Identity and process of each worker on this machine, by rank.
     """
 
     name: str
@@ -68,20 +68,25 @@ class Group:
 
     @property
     def full_name(self) -> str:
-        """Which tells it from groups of other controllers."""
+        """``name@controller``, which is unique on this machine."""
         return f"{self.name}@{self.controller}"
 
 
 @dataclass(frozen=True)
 class Discovered:
-    """The groups by name, and the zygotes that have no controller any more."""
+    """The processes that `discover` found.
+
+    Attributes:
+        groups: The groups, sorted by name.
+        orphaned_zygotes: Zygotes whose controller has ended.
+    """
 
     groups: tuple[Group, ...] = ()
     orphaned_zygotes: tuple[Process, ...] = ()
 
 
 def discover() -> Discovered:
-    """Everybody of this user's who is here now."""
+    """Find the groups and orphaned zygotes of this user on this machine."""
     members: dict[tuple[str, int, int], list[tuple[WorkerIdentity, Process]]] = {}
     for identity in find_all():
         process = Process.of(identity.pid)
@@ -96,7 +101,7 @@ def _group(name: str, controller: int, world_size: int, members: list[tuple[Work
     workers = tuple(sorted(members, key=lambda member: member[0].rank))
     living = Process.of(controller)
     oldest = min(process.started_s for _, process in workers)
-    is_gone = living is None or living.started_s > oldest  # its number may have gone to somebody else since
+    is_gone = living is None or living.started_s > oldest  # another process may have got the pid since
     return Group(name, controller, world_size, controller != 0 and is_gone, workers)
 
 
@@ -105,19 +110,20 @@ def _orphaned_zygotes() -> Iterator[Process]:
 
 
 def is_orphaned_zygote(pid: int) -> bool:
-    """Whether it is a zygote of this user's, and the pidfd that it holds of its controller names nobody any more.
+    """Whether a process is a zygote of this user whose controller has ended.
 
-    Workers have the same command line, being its forks, but have closed that pidfd.
+    The zygote's pidfd of its controller shows that. Workers are forks of the zygote and have its command line, but have
+    closed that pidfd.
     """
     with contextlib.suppress(OSError):
         if _is_ours(pid) and ZYGOTE in Path(f"/proc/{pid}/cmdline").read_bytes():
-            controllers = [other for other in _pidfds_of(pid) if other != 0]  # 0: in a container that we cannot see
+            controllers = [other for other in _pidfds_of(pid) if other != 0]  # 0: in another pid namespace
             return bool(controllers) and all(Process.of(other) is None for other in controllers)
     return False
 
 
 def _pidfds_of(pid: int) -> Iterator[int]:
-    """The processes that a process has a pidfd of; -1 for one that is gone."""
+    """The pids to which a process holds pidfds; -1 for a process that has ended."""
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             if "pidfd" in os.readlink(path):
@@ -126,7 +132,11 @@ def _pidfds_of(pid: int) -> Iterator[int]:
 
 
 def _is_ours(pid: int) -> bool:
-    """Root can see find_all's. Who owns the directory does not say it: a process can have that look like root's."""
+    """Whether a process belongs to this user.
+
+    `find_all` returns the processes of all users when it runs as root. The owner of /proc/<pid> does not decide it,
+    because a non-dumpable process has a directory owned by root.
+    """
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
             if line.startswith("Uid:"):
@@ -135,5 +145,5 @@ def _is_ours(pid: int) -> bool:
 
 
 def age_s(process: Process) -> float:
-    """How long it has been running."""
+    """How long a process has been running, in seconds."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - process.started_s

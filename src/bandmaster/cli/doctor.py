@@ -1,4 +1,4 @@
-"""``bandmaster doctor``: what this machine offers, what is wrong with it, and whether a worker can be started."""
+"""``bandmaster doctor``: shows what this machine offers and its problems, and tests whether a worker starts."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ ANSWER_WITHIN_S = 60.0
 
 
 def doctor(ray_address: str | None, is_quick: bool) -> int:
-    """Look, judge, try.
+    """Print the facts about this machine and the problems with it, and start a worker as a test.
 
     Args:
-        ray_address: A cluster to look at too, ``"auto"`` for the one that a pool would join, None for none.
-        is_quick: Whether no worker is started.
+        ray_address: Ray cluster to check too; ``"auto"`` for the cluster that a pool would join, None for no cluster.
+        is_quick: Whether to skip the test that starts a worker.
 
     Returns:
-        0, or 1 if something is wrong.
+        The exit status: 0, or 1 if there is a problem.
     """
     facts = gather()
-    print(text_table(f"{socket.gethostname()}, as this process sees it", ["what", "found"], list(_rows(facts))))
+    print(text_table(f"{socket.gethostname()}, as this process sees it", ["item", "value"], list(_rows(facts))))
     findings = judge(facts, uses_ray=ray_address is not None)
     if ray_address is not None:
         findings += _look_at_ray(ray_address)
@@ -46,12 +46,12 @@ def doctor(ray_address: str | None, is_quick: bool) -> int:
     if not is_quick:
         findings += _try_a_worker()
     n_wrong = sum(finding.is_wrong for finding in findings)
-    print(f"{n_wrong} wrong" if n_wrong else "nothing is wrong")
+    print(f"{n_wrong} problem{'s' * (n_wrong > 1)} found" if n_wrong else "no problems found")
     return 1 if n_wrong else 0
 
 
 def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    """What was found, a line each."""
+    """The facts as rows of a table, each with a name and a value."""
     packages = facts.software.packages
     yield "python", facts.software.python
     yield from ((name, version or "not installed") for name, version in packages.items())
@@ -64,11 +64,11 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield from facts.cores.thread_variables.items()
     yield "memory", _memory(facts.memory)
     shm = f"{gib(facts.memory.shm_available)} of {gib(facts.memory.shm_total)} free"
-    yield "/dev/shm", f"{shm}; Ray's object store lies there, nothing of backend local"
+    yield "/dev/shm", f"{shm}; used by Ray's object store, not by backend local"
     yield "Linux", _kernel(facts.kernel)
     files, hard = facts.kernel.open_files.most, facts.kernel.open_files_hard
-    raised = f", up to {hard} when raised" if hard > files else ""
-    yield "open files", f"{files}{raised}: enough for {facts.kernel.local_workers} local workers"
+    hard_limit = f" (hard limit {hard})" if hard > files else ""
+    yield "open files", f"{files}{hard_limit}, enough for {facts.kernel.local_workers} local workers"
     processes = facts.kernel.processes
     yield "processes", f"{processes.left} of {processes.most} left" if processes else "no limit"
 
@@ -81,7 +81,7 @@ def _gpus(gpus: Gpus) -> str:
 
 
 def _cores(cores: Cores) -> str:
-    quota = "" if cores.quota is None else f", together as much time as {cores.quota:g} have (cgroup)"
+    quota = "" if cores.quota is None else f", with a cgroup quota of {cores.quota:g}"
     return f"{cores.allowed} of {cores.on_machine}{quota}"
 
 
@@ -100,7 +100,7 @@ def _kernel(kernel: Kernel) -> str:
 
 
 def _look_at_ray(address: str) -> list[Finding]:
-    """Print the nodes of a cluster; what is wrong with it."""
+    """Print the nodes of a Ray cluster, and return the problems with it."""
     if importlib.util.find_spec("ray") is None:
         return [Finding("Ray is not installed", "pip install 'bandmaster[ray]'")]
     from bandmaster.cli.ray import NotThere, nodes_of
@@ -108,7 +108,7 @@ def _look_at_ray(address: str) -> list[Finding]:
     try:
         nodes = nodes_of(address)
     except NotThere as error:
-        return [Finding(str(error), "ray start --head, or give the address of a cluster that runs: --ray HOST:PORT")]
+        return [Finding(str(error), "ray start --head, or give the address of a running cluster: --ray HOST:PORT")]
     rows = [
         [node.name, _of(node.cpus_free, node.cpus_total), _of(node.gpus_free, node.gpus_total), ", ".join(node.holders)]
         for node in nodes
@@ -123,16 +123,16 @@ def _of(free: float | None, total: float | None) -> str:
 
 
 class Probe(Worker):
-    """Says who it is."""
+    """The worker that `doctor` starts as a test."""
 
     @register(Dispatch.ONE_TO_ALL)
     def pid(self) -> int:
-        """Of its process."""
+        """The pid of the worker's process."""
         return os.getpid()
 
 
 def _try_a_worker() -> list[Finding]:
-    """Start a local worker, call it, close it, and print how long that took; what went wrong, if anything."""
+    """Start a local worker, call it, close it, and print how long each step took. Returns the problems."""
     times = [time.perf_counter()]
     try:
         with ResourcePool([1], backend="local", name_prefix="doctor") as pool:
@@ -144,7 +144,7 @@ def _try_a_worker() -> list[Finding]:
     except (BandmasterError, OSError) as error:
         finding = Finding(
             f"a local worker cannot be started and called: {error}",
-            "mend first what is wrong above; if nothing is, this message says what to do or where it fails",
+            "fix the problems above first; if there are none, follow the advice in this message",
         )
         print(finding)
         return [finding]

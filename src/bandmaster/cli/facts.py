@@ -1,4 +1,4 @@
-"""What a machine offers to workers, as plain values: gathered by `gather`, judged by `findings`."""
+"""Facts about a machine, as plain values: `gather` collects them, `findings` judges them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from bandmaster.platform.cgroups import Limit
 
 __all__ = ["DESCRIPTORS_PER_WORKER", "Cores", "Facts", "Gpus", "Kernel", "Memory", "Software"]
 
-DESCRIPTORS_PER_WORKER = 3  # of the controller, for a local worker: its lane, its standard output and error
+DESCRIPTORS_PER_WORKER = 3  # open in the controller for each local worker: its lane, its standard output and error
 
 
 @dataclass(frozen=True)
 class Software:
-    """What is installed.
+    """Installed software.
 
     Attributes:
-        python: Its version.
-        packages: Versions by name; None for what is not installed.
-        torch_cuda: The CUDA that torch was built with, "" for none.
+        python: Version of Python.
+        packages: Version of each package, by name; None if it is not installed.
+        torch_cuda: CUDA version that torch was built with, "" for none.
     """
 
     python: str
@@ -32,10 +32,10 @@ class Cores:
     """Logical CPUs.
 
     Attributes:
-        on_machine: All of them.
-        allowed: Those that the scheduler may put this process on.
-        quota: How many of them its cgroup may use on average, None for all.
-        thread_variables: What the environment says about threads of numerical libraries.
+        on_machine: Number of CPUs of the machine.
+        allowed: Number of CPUs in this process's affinity mask.
+        quota: CPUs that the cgroup may use on average; None for no limit.
+        thread_variables: Environment variables that set the number of threads of numerical libraries.
     """
 
     on_machine: int
@@ -45,20 +45,20 @@ class Cores:
 
     @property
     def usable(self) -> float:
-        """How many can be busy at once."""
+        """Number of CPUs that this process can keep busy."""
         return self.allowed if self.quota is None else min(self.allowed, self.quota)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes.
+    """Memory, in bytes.
 
     Attributes:
-        total: What the machine has.
-        available: What it can give without swapping.
-        limit: What the cgroup of this process may have, None for all.
+        total: Memory of the machine.
+        available: Memory that the machine can allocate without swapping.
+        limit: Limit of this process's cgroup; None for no limit.
         shm_total: Size of ``/dev/shm``.
-        shm_available: What is free there.
+        shm_available: Free space in ``/dev/shm``.
     """
 
     total: int
@@ -69,12 +69,12 @@ class Memory:
 
     @property
     def usable(self) -> int:
-        """What this process may have, if nobody else needed any."""
+        """Most memory that this process could use on an idle machine, in bytes."""
         return self.total if self.limit is None else min(self.total, self.limit.most)
 
     @property
     def left(self) -> int:
-        """What it can still take."""
+        """Memory that this process can still allocate, in bytes."""
         return self.available if self.limit is None else min(self.available, self.limit.left)
 
 
@@ -83,11 +83,11 @@ class Gpus:
     """NVIDIA GPUs.
 
     Attributes:
-        visible: What ``CUDA_VISIBLE_DEVICES`` calls those that this process may use.
-        variable: That variable, None if it is not set.
-        driver: Version of the driver, "" if it is not known, None if there is no driver.
+        visible: The GPUs that this process may use, by their names in ``CUDA_VISIBLE_DEVICES``.
+        variable: Value of ``CUDA_VISIBLE_DEVICES``, None if it is not set.
+        driver: Version of the driver, "" if it is unknown, None if there is no driver.
         has_nvml: Whether NVML's Python module is installed.
-        nvml_error: Why NVML does not work, "" if it does, or was not tried.
+        nvml_error: Why NVML does not work; "" if it works or was not tried.
     """
 
     visible: tuple[str, ...]
@@ -99,16 +99,16 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What Linux lets this process do.
+    """Features and limits of the kernel for this process.
 
     Attributes:
-        version: Of Linux.
-        has_memfd: Whether memory without a name can be had.
-        has_pidfd: Whether a process can be waited for that is no child.
-        can_see_workers: Whether descriptors of other processes of this user can be opened.
-        open_files: Descriptors: the soft limit, and how many this process has.
-        open_files_hard: What the soft limit can be raised to.
-        processes: Processes and threads; None if there is no limit.
+        version: Version of Linux.
+        has_memfd: Whether ``memfd_create`` (anonymous shared memory) works.
+        has_pidfd: Whether ``pidfd_open`` (waiting for a process that is not a child) works.
+        can_see_workers: Whether this process can open descriptors of the user's other processes in /proc.
+        open_files: Soft limit of descriptors, and the number that this process has open.
+        open_files_hard: Hard limit of descriptors.
+        processes: Limit of processes and threads; None if there is no limit.
     """
 
     version: str
@@ -121,13 +121,13 @@ class Kernel:
 
     @property
     def local_workers(self) -> int:
-        """How many workers the descriptors are enough for."""
+        """Number of local workers for which the descriptors suffice."""
         return self.open_files.left // DESCRIPTORS_PER_WORKER
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A machine, as a process on it sees it."""
+    """Everything that `doctor` knows about a machine, as seen by this process."""
 
     software: Software
     cores: Cores

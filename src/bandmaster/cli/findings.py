@@ -1,4 +1,4 @@
-"""Judging `Facts`: what is wrong with a machine, and what mends it. Pure: asks nothing, changes nothing."""
+"""Judges `Facts`: finds the problems of a machine and their fixes, in pure functions."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from bandmaster.cli.facts import DESCRIPTORS_PER_WORKER, Cores, Facts, Gpus, Ker
 
 __all__ = ["Finding", "judge"]
 
-ENOUGH_WORKERS = 128  # of local ones, for which the descriptors should do
+ENOUGH_WORKERS = 128  # local workers for which the descriptors should suffice
 ENOUGH_DESCRIPTORS = 4096
 ENOUGH_PROCESSES = 256
 LITTLE_MEMORY = 1 << 30  # a process that has imported torch takes a quarter of it
-RAY_SHM_SHARE, RAY_SHM_MOST = 0.3, 10 * 10**9  # what Ray's object store would like to have in /dev/shm
-OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # that run programs built with any CUDA of that major version
+RAY_SHM_SHARE, RAY_SHM_MOST = 0.3, 10 * 10**9  # of memory, and bytes, that Ray's object store wants in /dev/shm
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # that run programs built with any CUDA version of that major
 # Source: NVIDIA, CUDA Compatibility, minor version compatibility.
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a person should know.
+    """A problem with the machine, or a note about it.
 
     Attributes:
-        what: It, in words.
+        what: The problem, in one line.
         fix: What to do about it, in one line.
-        is_wrong: Whether something will fail or be slow; otherwise it may be meant so.
+        is_wrong: Whether something will fail or be slow; False for a note about a setting that may be intended.
     """
 
     what: str
@@ -33,15 +33,16 @@ class Finding:
     is_wrong: bool = True
 
     def __str__(self) -> str:
-        return f"{'wrong' if self.is_wrong else 'note'}: {self.what}\n  {'fix' if self.is_wrong else 'or'}: {self.fix}"
+        kind, advice = ("problem", "fix") if self.is_wrong else ("note", "to change it")
+        return f"{kind}: {self.what}\n  {advice}: {self.fix}"
 
 
 def judge(facts: Facts, uses_ray: bool = False) -> list[Finding]:
-    """What a person should know, what is wrong first.
+    """Return the findings about a machine, problems before notes.
 
     Args:
-        facts: Of the machine.
-        uses_ray: Whether Ray is to be used here; some things matter to it alone.
+        facts: The facts about the machine.
+        uses_ray: Whether Ray will be used; a small ``/dev/shm`` is a problem only then.
     """
     found = [
         *_kernel(facts.kernel),
@@ -58,12 +59,12 @@ def _kernel(kernel: Kernel) -> Iterator[Finding]:
     for has, what in ((kernel.has_memfd, "memfd_create"), (kernel.has_pidfd, "pidfd_open")):
         if not has:
             yield Finding(
-                f"{what} does not work, which local workers need (Linux {kernel.version})",
-                "use Linux 5.3 or newer, outside of sandboxes that refuse it, or backend='ray'",
+                f"{what} does not work on this Linux ({kernel.version}), but local workers need it",
+                "use Linux 5.3 or newer, outside sandboxes that block the system call, or backend='ray'",
             )
     if not kernel.can_see_workers:
         yield Finding(
-            "descriptors of other processes cannot be opened in /proc: stacks of workers that hang, ps and kill fail",
+            "descriptors of other processes cannot be opened in /proc, so stacks of hanging workers, ps and kill fail",
             "mount /proc, and let processes of one user trace each other (docker run --cap-add=SYS_PTRACE)",
         )
     if kernel.local_workers < ENOUGH_WORKERS:
@@ -76,7 +77,7 @@ def _kernel(kernel: Kernel) -> Iterator[Finding]:
     if kernel.processes is not None and kernel.processes.left < ENOUGH_PROCESSES:
         yield Finding(
             f"there is room for {kernel.processes.left} more processes and threads of {kernel.processes.most}",
-            "raise it: ulimit -u, docker run --pids-limit, or pids.max of the cgroup",
+            "raise the limit: ulimit -u, docker run --pids-limit, or pids.max of the cgroup",
         )
 
 
@@ -84,15 +85,15 @@ def _cores(cores: Cores) -> Iterator[Finding]:
     for name, value in cores.thread_variables.items():
         first = value.split(",")[0].strip()
         if not first.isdigit() or first == "0":
-            yield Finding(f"{name}={value!r} is no number of threads", f"unset {name}")
+            yield Finding(f"{name}={value!r} is not a number of threads", f"unset {name}")
         elif int(first) > cores.usable:
             yield Finding(
-                f"{name}={value}: every worker starts so many threads, on {cores.usable:g} cores",
+                f"{name}={value}: every worker starts that many threads, on {cores.usable:g} cores",
                 f"unset {name}: each worker then gets its share of the cores",
             )
     if cores.usable <= cores.allowed / 2 and "OMP_NUM_THREADS" not in cores.thread_variables:
         yield Finding(
-            f"the cgroup may use {cores.usable:g} CPUs of the {cores.allowed} that libraries see and start threads for",
+            f"the cgroup may use {cores.usable:g} CPUs of the {cores.allowed} for which libraries start threads",
             f"export OMP_NUM_THREADS={max(1, int(cores.usable))}, divided by the workers that compute at once",
         )
 
@@ -101,12 +102,12 @@ def _memory(memory: Memory) -> Iterator[Finding]:
     if memory.left < LITTLE_MEMORY:
         yield Finding(
             f"{gib(memory.left)} of memory are left of {gib(memory.usable)}",
-            "end what takes it; `bandmaster ps` shows what your workers have",
+            "end processes that use it; `bandmaster ps` shows the memory of your workers",
         )
     if memory.usable < memory.total / 2:
         yield Finding(
-            f"the cgroup may have {gib(memory.usable)} of the machine's {gib(memory.total)}",
-            "raise it: docker run --memory, Kubernetes limits.memory, or systemd MemoryMax",
+            f"the cgroup may use {gib(memory.usable)} of the machine's {gib(memory.total)} of memory",
+            "raise the limit: docker run --memory, Kubernetes limits.memory, or systemd MemoryMax",
             is_wrong=False,
         )
 
@@ -115,7 +116,7 @@ def _shm(memory: Memory, software: Software, uses_ray: bool) -> Iterator[Finding
     wanted = min(RAY_SHM_SHARE * memory.usable, RAY_SHM_MOST)
     if software.packages.get("ray") and memory.shm_available < wanted:
         yield Finding(
-            f"/dev/shm has {gib(memory.shm_available)} free; Ray's object store needs {gib(wanted)} there, or is slow",
+            f"/dev/shm has {gib(memory.shm_available)} free; Ray's object store is slow with less than {gib(wanted)}",
             f"docker run --shm-size={-(-int(wanted) >> 30)}g, or mount -o remount,size=... /dev/shm",
             is_wrong=uses_ray,
         )
@@ -126,7 +127,7 @@ def _gpus(gpus: Gpus) -> Iterator[Finding]:
         return
     if not gpus.has_nvml:
         yield Finding(
-            "there is an NVIDIA driver, but NVML is not installed, which knows the GPUs that a container may use",
+            "there is an NVIDIA driver, but NVML is not installed; it lists the GPUs that a container may use",
             "pip install 'bandmaster[gpu]'",
         )
     if gpus.nvml_error:
@@ -142,7 +143,8 @@ def _gpus(gpus: Gpus) -> Iterator[Finding]:
     elif len(gpus.visible) < len(named):
         missing = named[len(gpus.visible)]
         yield Finding(
-            f"CUDA_VISIBLE_DEVICES={gpus.variable} names {missing!r}, which is not here: {len(gpus.visible)} are used",
+            f"CUDA_VISIBLE_DEVICES={gpus.variable} names {missing!r}, which does not exist: "
+            f"only {len(gpus.visible)} are used",
             "unset CUDA_VISIBLE_DEVICES, or name GPUs that `nvidia-smi -L` lists",
         )
 
@@ -167,5 +169,5 @@ def _torch(software: Software, gpus: Gpus) -> Iterator[Finding]:
 
 
 def gib(nbytes: float) -> str:
-    """Bytes as a person says them."""
+    """Format a number of bytes in GiB."""
     return f"{nbytes / (1 << 30):.1f} GiB"

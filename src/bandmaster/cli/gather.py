@@ -1,4 +1,4 @@
-"""Asking this machine for its `Facts`. torch and Ray are looked at without importing them."""
+"""Gathers the `Facts` about this machine, without importing torch or Ray."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TORCH_CUDA = re.compile(r"^cuda\b[^=]*= *'([\d.]+)'", re.MULTILINE)
 
 
 def gather() -> Facts:
-    """What this process finds here."""
+    """Return the facts about this machine, as seen by this process."""
     return Facts(_software(), _cores(), _memory(), _gpus(), _kernel())
 
 
@@ -72,7 +72,7 @@ def _gpus() -> Gpus:
 
 
 def _driver() -> str | None:
-    """Version of NVIDIA's driver, "" if it does not say, None if there is none."""
+    """Version of NVIDIA's driver, "" if it is unknown, None if there is no driver."""
     with contextlib.suppress(OSError):
         found = _DRIVER_VERSION.search((_DRIVER / "version").read_text())
         return found[0] if found else ""
@@ -112,7 +112,7 @@ def _works(open_something: Callable[[], int]) -> bool:
 
 
 def _can_see_workers() -> bool:
-    """As `bandmaster.transport.control_page` does: open another process's descriptor for writing."""
+    """Whether this process can open another one's descriptor for writing, as `transport.control_page` does."""
     with contextlib.suppress(AttributeError, OSError):
         fd = os.memfd_create("bandmaster-doctor")
         try:

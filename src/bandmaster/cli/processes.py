@@ -1,4 +1,4 @@
-"""``bandmaster ps`` and ``bandmaster kill``: the groups of this user on this machine, and their end."""
+"""``bandmaster ps`` and ``bandmaster kill``: list and end the user's groups on this machine."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ GONE_WITHIN_S = 2.0
 
 
 def ps() -> int:
-    """Print the groups; always 0."""
+    """Print the user's groups on this machine. Returns the exit status 0."""
     print(shown(discover()))
     return 0
 
 
 def kill(names: Sequence[str], is_all: bool, is_orphans: bool) -> int:
-    """End groups, and print what was ended.
+    """End groups, and print the pids of the ended processes.
 
     Args:
-        names: Of groups, ``name@controller`` where several controllers have one of that name.
-        is_all: All groups instead, and zygotes without a controller.
-        is_orphans: Groups and zygotes without a controller instead.
+        names: Names of groups; ``name@controller`` where groups of several controllers have the same name.
+        is_all: End all groups and orphaned zygotes instead.
+        is_orphans: End only groups and zygotes whose controller has ended instead.
 
     Returns:
-        0, or 1 if there is no such group or something could not be ended.
+        The exit status: 0, or 1 if a name is unknown or ambiguous, or a process could not be ended.
     """
     discovered = discover()
     if names:
@@ -47,7 +47,7 @@ def kill(names: Sequence[str], is_all: bool, is_orphans: bool) -> int:
             return 1
     discovered = chosen(discovered, names, is_all, is_orphans)
     if not (discovered.groups or discovered.orphaned_zygotes):
-        print("there is nothing to end")
+        print("nothing to end")
         return 0
     left = _end(discovered)
     for group in discovered.groups:
@@ -58,20 +58,20 @@ def kill(names: Sequence[str], is_all: bool, is_orphans: bool) -> int:
 
 
 def shown(discovered: Discovered) -> str:
-    """A discovered, for a terminal."""
+    """Format the discovered groups and zygotes as tables for a terminal."""
     tables = []
     if discovered.groups:
         header = ["group", "controller", "ranks", "memory", "age", "pids"]
         tables.append(text_table("groups on this machine", header, [_row(group) for group in discovered.groups]))
     if discovered.orphaned_zygotes:
         rows = [[process.pid, _memory([process]), _age([process])] for process in discovered.orphaned_zygotes]
-        title = "processes that workers are forked from, without a controller (end them: bandmaster kill --orphans)"
+        title = "zygotes (processes that fork workers) without a controller; end them with: bandmaster kill --orphans"
         tables.append(text_table(title, ["pid", "memory", "age"], rows))
-    return "\n\n".join(tables) or "no groups of yours are on this machine"
+    return "\n\n".join(tables) or "you have no groups on this machine"
 
 
 def chosen(discovered: Discovered, names: Sequence[str], is_all: bool, is_orphans: bool) -> Discovered:
-    """What of a discovered is to be ended; see `kill`."""
+    """Select the groups and zygotes to end; the arguments are those of `kill`."""
     if is_all:
         return discovered
     if is_orphans:
@@ -80,17 +80,17 @@ def chosen(discovered: Discovered, names: Sequence[str], is_all: bool, is_orphan
 
 
 def _complaint(name: str, discovered: Discovered) -> str:
-    """Why a name does not say which group is meant; "" if it does."""
+    """The error message for a name that is unknown or ambiguous; "" if it names one group."""
     named = [group.full_name for group in discovered.groups if group.name == name]
     if len(named) > 1:
-        return f"several controllers have a group {name!r}: say which, {' or '.join(named)}"
+        return f"several controllers have a group {name!r}; give one of {', '.join(named)}"
     if named or name in [group.full_name for group in discovered.groups]:
         return ""
     known = [group.name for group in discovered.groups]
     near = [other for other in known if name.lower() in other.lower()] or difflib.get_close_matches(name, known)
     if not known:
-        return f"there is no group {name!r}, nor any other of yours on this machine"
-    words = f"did you mean {' or '.join(map(repr, near))}" if near else f"there are {', '.join(map(repr, known))}"
+        return f"there is no group {name!r}; you have no groups on this machine"
+    words = f"did you mean {' or '.join(map(repr, near))}" if near else f"your groups are {', '.join(map(repr, known))}"
     return f"there is no group {name!r}; {words}"
 
 
@@ -103,7 +103,7 @@ def _row(group: Group) -> list[object]:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """As in ``0-2,5``."""
+    """Format ranks as ranges, such as ``0-2,5``."""
     runs = [list(run) for _, run in groupby(enumerate(sorted(ranks)), key=lambda item: item[1] - item[0])]
     return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
 
@@ -125,17 +125,24 @@ def _age(processes: Sequence[Process]) -> str:
 
 @dataclass(frozen=True)
 class _Target:
-    """A process to end; ``is_still_it`` says whether the number is still that of the process that was meant."""
+    """A process to end.
+
+    Attributes:
+        pid: Process id.
+        is_still_it: Whether the pid still belongs to the discovered process, and was not reused.
+    """
 
     pid: int
     is_still_it: Callable[[], bool]
 
 
 def _end(discovered: Discovered) -> set[int]:
-    """End them, workers before the zygotes, which would take the workers with them but not what those started.
+    """End all discovered processes, workers first.
+
+    The kernel would end workers with their zygote, but not the processes that the workers started.
 
     Returns:
-        The pids that are still there after two seconds.
+        The pids of processes that still run after two seconds.
     """
     targets = [_worker(identity) for group in discovered.groups for identity, _ in group.workers]
     targets += [_zygote(process.pid) for process in discovered.orphaned_zygotes]
@@ -164,7 +171,7 @@ def _zygote(pid: int) -> _Target:
 
 
 def _kill(pid: int) -> None:
-    """With its process group if it leads one: that of a Ray actor is Ray's."""
+    """Kill a process, with its process group if it leads one. The process group of a Ray actor belongs to Ray."""
     with contextlib.suppress(PermissionError):
         if os.getpgid(pid) == pid:
             os.killpg(pid, signal.SIGKILL)
@@ -173,7 +180,7 @@ def _kill(pid: int) -> None:
 
 
 def _still_there(waiting: dict[int, int]) -> set[int]:
-    """The processes that have not ended in time."""
+    """The pids of processes that have not ended within `GONE_WITHIN_S`."""
     poll = select.poll()
     for pidfd in waiting:
         poll.register(pidfd, select.POLLIN)

@@ -1,4 +1,4 @@
-"""What a Ray cluster that runs offers. Starts no Ray, and leaves one that it has joined."""
+"""Lists the nodes of a running Ray cluster. Never starts a cluster, and disconnects from one that it has joined."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ REACHABLE_WITHIN_S = 5.0
 
 
 class NotThere(Exception):
-    """No cluster that can be asked; says why."""
+    """There is no reachable Ray cluster; the message says why."""
 
 
 def nodes_of(address: str) -> tuple[Node, ...]:
-    """The living nodes of a cluster.
+    """Return the living nodes of a cluster.
 
     Args:
         address: ``"host:port"`` of the cluster, or ``"auto"`` for the one that a pool would join.
 
     Raises:
-        NotThere: There is none, or it cannot be joined from here.
+        NotThere: There is no cluster, or this process cannot join it.
     """
     with _joined(address):
         try:
             return tuple(get_backend("ray").inventory())
-        except Exception as error:  # Ray has many kinds for a cluster that goes away
-            raise NotThere(f"the Ray cluster does not say what it has: {_first_line(error)}") from error
+        except Exception as error:  # Ray raises many kinds when a cluster ends
+            raise NotThere(f"cannot list the nodes of the Ray cluster: {_first_line(error)}") from error
 
 
 @contextlib.contextmanager
 def _joined(address: str) -> Iterator[None]:
-    if ray.is_initialized():  # by whoever calls this from Python
+    if ray.is_initialized():  # by a Python program that calls this function
         yield
         return
     found = _running_cluster() if address == "auto" else address
-    if not found or found == "local":  # which would start one
+    if not found or found == "local":  # ray.init would start a cluster
         raise NotThere("no Ray cluster runs on this machine, and RAY_ADDRESS names none")
     if found != "auto":
         _check_reachable(found)
     try:
         ray.init(found, logging_level=logging.ERROR, log_to_driver=False)
     except Exception as error:  # other versions of Ray or Python, and more
-        raise NotThere(f"the Ray cluster at {found} cannot be joined: {_first_line(error)}") from error
+        raise NotThere(f"cannot join the Ray cluster at {found}: {_first_line(error)}") from error
     try:
         yield
     finally:

@@ -1,1 +1,8 @@
-"""The life of a group's workers: what is checked first, construction, replacement, death watches, ownership and end."""
+"""The life cycle of a group's workers: argument checks, construction, replacement, death watches and ownership.
+
+::
+
+    WorkerGroup(...) ── checks ──► construction ──► Workers ◄── death_watch: on_death callbacks
+                                                       ▲
+                                                       └────── ownership: stops them, releases their slots
+"""

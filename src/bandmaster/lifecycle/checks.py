@@ -1,4 +1,4 @@
-"""What a group is made of, as users give it: the worker class, its arguments, and the mesh. Pure."""
+"""Pure checks of the arguments of `WorkerGroup`: the worker class, its constructor's arguments, options and mesh."""
 
 from __future__ import annotations
 
@@ -17,24 +17,34 @@ __all__ = ["check_names", "check_options", "checked_mesh", "unwrap"]
 def unwrap(
     worker_class: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[type[Worker], tuple[Any, ...], dict[str, Any], Mapping[str, Any]]:
-    """The class itself, the arguments of its constructor, and what ``@ray.remote(...)`` was told.
+    """Separate a worker class from its wrappers.
+
+    Args:
+        worker_class: A subclass of `Worker`, plain, wrapped by ``@ray.remote``, or in `ClassWithInitArgs`.
+        args: Positional arguments of the constructor, as given to the group.
+        kwargs: Keyword arguments of the constructor, as given to the group.
+
+    Returns:
+        The class, the constructor's positional and keyword arguments, and the options of ``@ray.remote(...)``.
 
     Raises:
-        ArgumentError: Arguments both in `ClassWithInitArgs` and beside it.
-        UsageError: No worker class, or its constructor is async.
+        ArgumentError: Constructor arguments are given both in `ClassWithInitArgs` and to the group.
+        UsageError: ``worker_class`` is not a worker class, or its constructor is async.
     """
     if isinstance(worker_class, ClassWithInitArgs):
         if args or kwargs:
-            raise ArgumentError("constructor arguments are in ClassWithInitArgs already; give all of them there")
+            raise ArgumentError(
+                "constructor arguments are given both in ClassWithInitArgs and beside it; put all in ClassWithInitArgs"
+            )
         worker_class, args, kwargs = worker_class.cls, worker_class.args, worker_class.kwargs
     cls = getattr(worker_class, "__ray_actor_class__", worker_class)  # as @ray.remote leaves it
     options = getattr(worker_class, "_default_options", {}) if cls is not worker_class else {}
     if not (inspect.isclass(cls) and issubclass(cls, Worker)):
-        raise UsageError(f"{cls!r} is no subclass of bandmaster.Worker; write class MyWorker(bandmaster.Worker)")
+        raise UsageError(f"{cls!r} is not a subclass of bandmaster.Worker; write class MyWorker(bandmaster.Worker)")
     if inspect.iscoroutinefunction(cls.__init__):
         raise UsageError(
             f"{cls.__name__}.__init__ is async, and nothing would await it; make it a plain method, and await in an "
-            "async method that is called once the group is there"
+            "async method that you call once the group is constructed"
         )
     return cls, tuple(args), dict(kwargs), options
 
@@ -44,50 +54,61 @@ def check_names(cls: type[Worker], methods: Collection[str], taken: Collection[s
 
     Args:
         cls: The worker class.
-        methods: The names that it registers.
-        taken: What a group itself has.
+        methods: The names of its registered methods.
+        taken: The names of the group's own attributes.
 
     Raises:
-        UsageError: A name is taken, private, or that of an attribute of every worker.
+        UsageError: A method has the name of an attribute of the group or of every worker, or a private name.
     """
     hidden = [name for name in methods if name in taken or name.startswith("_")]
     if hidden:
         raise UsageError(
-            f"{cls.__name__} registers {', '.join(map(repr, hidden))}, which would hide what WorkerGroup itself has "
-            "under that name or keep there; rename the method"
+            f"{cls.__name__} registers {', '.join(map(repr, hidden))}, but the names of WorkerGroup's own attributes "
+            "and names with a leading underscore are reserved; rename the method"
         )
     unreachable = [name for name in methods if name in Worker.__annotations__]
     if unreachable:
         raise UsageError(
-            f"{cls.__name__} registers {', '.join(map(repr, unreachable))}, which every Worker has as an attribute "
-            "of that name, so that the method cannot be reached; rename the method"
+            f"{cls.__name__} registers {', '.join(map(repr, unreachable))}, but every Worker has an attribute of that "
+            "name, which hides the method; rename the method"
         )
 
 
 def check_options(owner: str, name_prefix: object, start_timeout: object) -> None:
-    """Refuse what is given in the place of another option.
+    """Check the types of a group's options.
+
+    Args:
+        owner: Name of the group's class, for messages.
+        name_prefix: The option of that name.
+        start_timeout: The option of that name, in seconds.
 
     Raises:
-        UsageError: A value of the wrong type, or a time that is none.
+        UsageError: ``name_prefix`` is neither a string nor None, or ``start_timeout`` is neither a non-negative
+            number nor None.
     """
     if not isinstance(name_prefix, str | None):
-        raise UsageError(f"name_prefix of {owner} is a string, or None for the pool's own, not {name_prefix!r}")
+        raise UsageError(f"name_prefix of {owner} must be a string, or None for the pool's prefix, got {name_prefix!r}")
     check_seconds(f"start_timeout of {owner}", start_timeout)
 
 
 def checked_mesh(mesh: Mesh | None, n_slots: int, pool: object) -> Mesh:
-    """The mesh of a group on a pool; one axis ``dp`` if none is given.
+    """Return the mesh of a group on a pool, by default one axis ``dp`` over all slots.
+
+    Args:
+        mesh: The mesh as the user gave it.
+        n_slots: Number of slots of the pool.
+        pool: The pool, for messages.
 
     Raises:
-        MeshError: It is none, or has another size than the pool.
+        MeshError: ``mesh`` is not a `Mesh`, or its size differs from the pool's.
     """
     if mesh is None:
         return Mesh(dp=n_slots)
     if not isinstance(mesh, Mesh):
-        raise MeshError(f"mesh= takes a Mesh, such as Mesh(dp={n_slots}), not {mesh!r}")
+        raise MeshError(f"mesh must be a Mesh, such as Mesh(dp={n_slots}), got {type(mesh).__name__} ({mesh!r})")
     if mesh.size != n_slots:
         raise MeshError(
-            f"{mesh!r} has {mesh.size} ranks, but {pool!r} has {n_slots} places; make them equal, for "
+            f"{mesh!r} has {mesh.size} ranks, but {pool!r} has {n_slots} slots; make them equal, for "
             f"example with Mesh(dp={n_slots})"
         )
     return mesh

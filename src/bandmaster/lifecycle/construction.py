@@ -1,4 +1,4 @@
-"""Starts and replaces the workers of a group: a backend starts processes, and `CONSTRUCT` is the first call on them."""
+"""Starts and replaces a group's workers: the backend starts processes, and `CONSTRUCT` is the first call on them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ __all__ = ["replace_worker", "start_workers"]
 
 
 def start_workers(backend: Backend, launch: Launch, constructor: Payload) -> Workers:
-    """Start a process on every slot and construct all workers concurrently; if one fails, all are ended again.
+    """Start a process on every slot and construct all workers concurrently. If one fails, all of them are ended.
 
     Args:
-        backend: Where they run.
-        launch: What to start.
+        backend: The backend that starts the processes.
+        launch: The group, its slots and options.
         constructor: The encoded ``(cls, args, kwargs)``.
+
+    Returns:
+        The running workers; the caller has to stop them.
 
     Raises:
         ConstructorError: A constructor raised.
         WorkerDied: A process ended before its worker was constructed.
-        CallTimeout: They did not start, or were not constructed, in time.
+        CallTimeout: The processes did not start, or the constructors did not end, in time.
         PlacementError: A process did not start.
     """
     workers = backend.start(launch)
@@ -41,19 +44,19 @@ def replace_worker(workers: Workers, launch: Launch, constructor: Payload, rank:
     """End the worker of one rank, if it still runs, and start and construct a new one on its slot.
 
     Raises:
-        ConstructorError, WorkerDied, CallTimeout, PlacementError: As for `start_workers`; the rank stays dead.
+        ConstructorError, WorkerDied, CallTimeout, PlacementError: As in `start_workers`; the rank stays dead.
         UsageError: The backend cannot replace a worker.
     """
     workers.replace(rank)
     try:
         _construct(workers, launch, constructor, (rank,))
     except BaseException:
-        workers.interrupt({rank: None}, "ended by the controller, as it could not be constructed")
+        workers.interrupt({rank: None}, "ended by the controller, because it could not be constructed")
         raise
 
 
 def _construct(workers: Workers, launch: Launch, constructor: Payload, ranks: Sequence[int]) -> None:
-    """Construct workers, and wait. Once one has failed, the others are ended without grace."""
+    """Run the constructors on some ranks and wait for them. If one fails, the others are ended without grace."""
     options = CallOptions(launch.start_timeout_s, grace=0.0)
     site = CallSite(launch.constructor, launch.mesh, launch.group, options)
     call = PendingCall(workers, site, Collection(Gather(), ()))

@@ -1,4 +1,4 @@
-"""Calls back when a worker dies, also while no call is pending."""
+"""Calls a callback when a worker dies, also while no call is pending."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from bandmaster.errors import WorkerDied
 
 __all__ = ["DeathWatch"]
 
-LOOK_S = 1.0  # how often workers are asked whose deaths do not arrive by themselves
+LOOK_S = 1.0  # how often the watch asks backends that do not report deaths by themselves
 _log = logging.getLogger(__name__)
 
 
 class DeathWatch:
-    """Calls back when any of a group's processes has died; it ends then, or with the workers.
+    """Calls a callback once when any of a group's processes dies. The watch ends then, or when the workers stop.
 
     Args:
-        workers: The workers.
-        site: What the error says about the group.
-        callback: Called with the error, once, from the thread of all callbacks.
+        workers: The workers to watch.
+        site: The group's name and mesh, for the error.
+        callback: Called with a `WorkerDied`, once, from the thread that runs all callbacks.
+
+    Attributes:
+        workers: The workers to watch.
+        due: When to ask the workers thoroughly again, in seconds of `time.monotonic`; None before the first time.
 
     Raises:
         ResourceError: The system allows no more threads or descriptors.
@@ -37,16 +41,16 @@ class DeathWatch:
         progress.add(self)
 
     def end(self) -> None:
-        """Do not call back from here on."""
+        """Stop watching: the callback does not run any more."""
         self._is_over = True
         progress.look_at(self)
 
     def again(self, workers: Workers) -> DeathWatch:
-        """Start to watch workers that have taken the place of these."""
+        """Return a new watch with the same callback, for the workers that replaced these."""
         return DeathWatch(workers, self._site, self._callback)
 
     def look(self) -> bool:
-        """Look for deaths; whether there is nothing to watch any more."""
+        """Look for deaths, and run the callback if there is one. Returns whether the watch is over."""
         if self._is_over or not self.workers.check(is_thorough=self.due is None or self.due <= time.monotonic()):
             return True
         deaths = dict(self.workers.deaths)
@@ -57,5 +61,5 @@ class DeathWatch:
         try:
             self._callback(WorkerDied(self._site.method, deaths, where, self._site.group))
         except Exception:
-            _log.exception("the callback of on_death raised")
+            _log.exception("a callback passed to on_death raised an exception")
         return True

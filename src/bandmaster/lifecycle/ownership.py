@@ -20,11 +20,13 @@ class _Held:
 
 
 class Ownership:
-    """The workers and slots of one group, until they are released.
+    """Owns the workers and slots of one group until they are released.
+
+    They are released by `close`, when the group is garbage-collected, or when the interpreter exits.
 
     Args:
-        group: The group; it is not kept alive.
-        name: The group's.
+        group: The group; only a weak reference to it is kept.
+        name: The group's name, for messages.
     """
 
     def __init__(self, group: object, name: str) -> None:
@@ -35,18 +37,18 @@ class Ownership:
 
     @property
     def is_open(self) -> bool:
-        """Whether the workers and slots were not released."""
+        """Whether the workers and slots are not released yet."""
         return self._end.alive
 
     def set_slots(self, free_slots: Callable[[], object]) -> None:
-        """Own slots from here on; ``free_slots`` gives them back."""
+        """Take ownership of the group's slots; ``free_slots`` releases them."""
         self._held.free_slots = free_slots
 
     def set_workers(self, workers: Workers) -> None:
-        """Own these workers from here on; those before have been stopped.
+        """Take ownership of running workers. The caller has stopped any earlier ones.
 
         Raises:
-            ClosedError: It was closed meanwhile; the workers were stopped.
+            ClosedError: The group was closed meanwhile; the workers were stopped.
         """
         self._held.workers = workers
         if not self.is_open:
@@ -55,33 +57,38 @@ class Ownership:
             self.check()
 
     def check(self) -> None:
-        """Make sure that the workers may be used here.
+        """Raise if the workers cannot be used by this process.
 
         Raises:
-            ClosedError: They were released.
-            UsageError: This process was forked from the group's.
+            ClosedError: The workers were released.
+            UsageError: This process was forked from the controller.
         """
         if not self._end.alive:
             raise ClosedError(f"group {self._name!r} was closed; make a new WorkerGroup")
         if self._n_forks != n_forks():
             raise UsageError(
-                f"group {self._name!r} belongs to the process that this one was forked from; "
-                "call it there, or make a group here in a process that was started afresh"
+                f"group {self._name!r} belongs to the process from which this one was forked; call it there, "
+                "or create a group in a freshly started process"
             )
 
     def workers(self) -> Workers:
-        """The workers; raises what `check` does."""
+        """Return the running workers.
+
+        Raises:
+            ClosedError: The workers were released.
+            UsageError: This process was forked from the controller.
+        """
         workers = self._held.workers
         if workers is None or self._n_forks != n_forks():
             self.check()
-        assert workers is not None, "the group is made when its workers stand"
+        assert workers is not None, "a group's constructor returns only with running workers"
         return workers
 
     def close(self) -> None:
-        """Stop the workers and give the slots back, unless that was done, or is for another process to do.
+        """Stop the workers and release the slots. Does nothing if they are released, or in a fork of the controller.
 
         Raises:
-            UsageError: A signal handler closes it in the middle of an operation; nothing was done.
+            UsageError: A signal handler called this during an operation of the group; nothing was done.
         """
         armed = self._end.detach() if self._n_forks == n_forks() else None
         if armed is None:
@@ -111,6 +118,6 @@ def _end(held: _Held) -> None:
 def _stop(workers: Workers) -> None:
     try:
         workers.stop()
-    except BaseException:  # Ctrl-C: what it left undone is done now
+    except BaseException:  # Ctrl-C interrupted it: the second call completes the work
         workers.stop()
         raise

@@ -1,1 +1,4 @@
-"""The import paths of verl's ``single_controller``: a notebook written for it runs with one word replaced."""
+"""The import paths of verl's ``single_controller``.
+
+A notebook written for verl runs with ``verl`` replaced by ``bandmaster`` in its imports.
+"""

@@ -1,6 +1,12 @@
-"""What tests of your own workers, and of backends of your own, can build on; `docs/testing.md` has the tour.
+"""Tools for tests of your own workers and backends; `docs/testing.md` introduces them.
 
-`BackendContract` needs pytest; the rest needs nothing.
+`with_faults` makes workers fail on purpose, `no_leaks` finds resources that a test leaves behind, and `BackendContract`
+tests a backend. Only `BackendContract` needs pytest.
+
+::
+
+    your test ── with_faults(Class, Fault, ...) ──► WorkerGroup ──► workers that fail on purpose
+        └─────── no_leaks() ── held_resources() before and after ──► LeakError
 """
 
 from __future__ import annotations
@@ -40,12 +46,12 @@ def __getattr__(name: str) -> Any:
     try:
         import pytest
     except ImportError as error:
-        raise UsageError(f"BackendContract is a suite for pytest ({error}): pip install pytest") from error
+        raise UsageError(f"BackendContract needs pytest ({error}): pip install pytest") from error
     import sys
 
     module = "bandmaster.testing.contract"
     if module not in sys.modules:
-        pytest.register_assert_rewrite(module)  # so that an assertion that fails shows its values
+        pytest.register_assert_rewrite(module)  # so that failing assertions show their values
     from bandmaster.testing.contract import BackendContract
 
     return BackendContract

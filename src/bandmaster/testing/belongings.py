@@ -1,4 +1,4 @@
-"""What a process has that it could leave behind, from /proc and Ray."""
+"""Lists the resources that a process holds and could leak, read from /proc and Ray."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _ZYGOTE_WATCH = "bandmaster-zygote-watch"
 
 @dataclass(frozen=True)
 class HeldResources:
-    """What a process has at one moment.
+    """The resources that a process holds at one moment.
 
     Attributes:
-        threads: Names of its Python threads.
-        processes: Its descendants, but for those of Ray: command lines by pid and start, in ticks since the boot.
-        descriptors: Targets of its descriptors, as the kernel shows them, by number; without those of segments.
-        segments: Shared memory with workers: descriptors by number, and mappings by address, as the kernel shows them.
-        placements: Names of Ray's placement groups by their ids, if this process is connected to a Ray.
+        threads: Names of the process's Python threads.
+        processes: Command lines of the process's descendants, except Ray's, by pid and start time in clock ticks since
+            boot.
+        descriptors: Targets of the open descriptors, as /proc shows them, by number; without descriptors of segments.
+        segments: Memory shared with workers: descriptors by number and mappings by address, as /proc shows them.
+        placements: Names of Ray's placement groups by id, if this process is connected to a Ray cluster.
     """
 
     threads: tuple[str, ...]
@@ -42,9 +43,14 @@ class HeldResources:
     placements: Mapping[str, str]
 
     def beyond(self, before: HeldResources, kinds: Collection[str] = KINDS) -> dict[str, list[str]]:
-        """What is there that was not, in words, by kind; kinds of which there is nothing are left out.
+        """Return descriptions of the resources that were added since ``before``, by kind.
 
-        Of threads of one name, descriptors and segments there may be others than before, but not more.
+        Threads of one name, descriptors and segments are compared by their count: the process may hold others than
+        before, but not more. Kinds without additions are left out.
+
+        Args:
+            before: An earlier result of `held_resources`.
+            kinds: The kinds to compare, of `KINDS`.
         """
         found = {
             "threads": sorted((Counter(self.threads) - Counter(before.threads)).elements()),
@@ -57,10 +63,10 @@ class HeldResources:
 
 
 def held_resources(kinds: Collection[str] = KINDS) -> HeldResources:
-    """What this process has now.
+    """Return the resources that this process holds now.
 
     Args:
-        kinds: Of `KINDS`, those to look at, which takes some milliseconds each; of the others it says nothing.
+        kinds: The kinds to look at, of `KINDS`; each takes some milliseconds. The other kinds are left empty.
 
     Example:
         >>> import subprocess
@@ -91,13 +97,13 @@ def held_resources(kinds: Collection[str] = KINDS) -> HeldResources:
 
 
 def is_connected_to_ray() -> bool:
-    """Whether this process is."""
+    """Whether this process is connected to a Ray cluster."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
 
 def _threads() -> list[str]:
-    """Their names, but for that of the thread that stays with the zygote."""
+    """Names of the Python threads, without the thread that watches the zygote."""
     names = [thread.name for thread in threading.enumerate()]
     if _ZYGOTE_WATCH in names:
         names.remove(_ZYGOTE_WATCH)
@@ -105,7 +111,7 @@ def _threads() -> list[str]:
 
 
 def _more(now: Mapping[int, str], before: Mapping[int, str]) -> list[str]:
-    """Descriptors that are new, if there are more than before."""
+    """Describe the new descriptors or mappings, if there are more of them than before."""
     if len(now) <= len(before):
         return []
     return [f"{fd} -> {target}" for fd, target in now.items() if before.get(fd) != target]
@@ -113,7 +119,7 @@ def _more(now: Mapping[int, str], before: Mapping[int, str]) -> list[str]:
 
 def _descriptors() -> Iterator[tuple[int, str]]:
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, as that of the listing is
+        with contextlib.suppress(OSError):  # closed meanwhile, such as the one that reads the directory
             yield int(fd), os.readlink(f"/proc/self/fd/{fd}")
 
 
@@ -124,7 +130,7 @@ def _mapped_segments() -> Iterator[tuple[int, str]]:
 
 
 def _descendants() -> Iterator[tuple[tuple[int, int], str]]:
-    """Pid and start of each, and its command line; those of Ray's are Ray's."""
+    """Pid, start time and command line of each descendant, but not of those below a raylet."""
     children: dict[int, list[Stat]] = {}
     for process in everyone():
         children.setdefault(process.parent, []).append(process)
@@ -141,7 +147,7 @@ def _command(process: Stat) -> str:
         words = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         if words:
             return words
-    return f"[{process.name}], which has ended and was not waited for"
+    return f"[{process.name}] (a zombie: it has ended, but nothing has waited for it)"
 
 
 class _Zygote(NamedTuple):
@@ -150,7 +156,7 @@ class _Zygote(NamedTuple):
 
 
 def _zygote() -> _Zygote:
-    """That of this process, if it has one, with the controller's descriptors for it."""
+    """The zygote of this process, with the descriptors that the process holds for it; pid 0 without a zygote."""
     module = sys.modules.get("bandmaster.backends.local")
     zygote = get_backend("local")._zygote if module is not None else None  # type: ignore[attr-defined]
     if zygote is None or not zygote.is_ours:
@@ -167,9 +173,9 @@ def _information(fd: int) -> str:
 
 
 def _placements() -> Iterator[tuple[str, str]]:
-    """Id and name of each placement group that stands."""
+    """Id and description of each placement group that is not removed."""
     if is_connected_to_ray():
         for group in sys.modules["ray"].util.placement_group_table().values():
             if group["state"] != "REMOVED":
                 key = group["placement_group_id"]
-                yield key, f"{group['name'] or 'unnamed'} {key}, {group['state']}, {len(group['bundles'])} places"
+                yield key, f"{group['name'] or 'unnamed'} {key}, {group['state']}, {len(group['bundles'])} slots"

@@ -1,9 +1,9 @@
-"""What every backend has to do, as a suite for pytest: laws 1 to 9 of the library in small examples, and its end.
+"""`BackendContract`: a pytest suite with small examples of the laws that every backend must keep.
 
 ::
 
     class TestMine(BackendContract):
-        backend = "mine"              # as `register_backend` knows it
+        backend = "mine"              # the name given to `register_backend`
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from bandmaster.worker import Worker
 
 __all__ = ["BackendContract"]
 
-SMALL, LARGE = 4, 200_000  # numbers in an array: one that may travel inside a message, and one that may not
+SMALL, LARGE = 4, 200_000  # array lengths: one that may travel inside a message, and one that is too large for it
 MESHES = [Mesh(dp=1), Mesh(dp=3), Mesh(pp=1, dp=2, tp=2), Mesh(pp=2, dp=2, tp=1)]
 ROWS = [0, 1, 2, 3, 10]
 
 
 class BackendContract:
-    """Subclass it under a name that pytest collects, and say which backend is meant.
+    """The tests that every backend must pass. Subclass it under a name that pytest collects, and set ``backend``.
 
     Attributes:
-        backend: Its name.
-        pool_options: Further arguments of every `ResourcePool`.
-        has_processes: Whether workers have processes of their own, so that one can die, and hang while others work.
-        can_replace: Whether one rank can be replaced.
-        timeout: Seconds that any call may take, and the constructors of a group.
+        backend: Name of the backend under test.
+        pool_options: Further keyword arguments of every `ResourcePool`.
+        has_processes: Whether workers have processes of their own, so that one can die or hang while others work.
+        can_replace: Whether the backend can replace one rank.
+        timeout: Seconds that each call, and the constructors of each group, may take.
     """
 
     backend: ClassVar[str]
@@ -63,18 +63,18 @@ class BackendContract:
 
     @contextlib.contextmanager
     def group(self, where: int | Mesh, cls: type[Worker], *args: Any, **kwargs: Any) -> Iterator[WorkerGroup]:
-        """A group on a pool of its own; both are closed."""
+        """Create a group on a pool of its own; both are closed at the end of the block."""
         mesh = Mesh(dp=where) if isinstance(where, int) else where
         with ResourcePool([mesh.size], backend=self.backend, **self.pool_options) as pool:
             group = WorkerGroup(pool, cls, *args, mesh=mesh, start_timeout=self.timeout, **kwargs)
             group.set_default_options(timeout=self.timeout)
             yield group
 
-    # --- 1 and 6: what goes out comes back, whole and in order ---
+    # --- laws 1 and 6: rows come back complete and in order ---
 
     @pytest.mark.parametrize("mesh", MESHES, ids=repr)
     def test_an_identity_method_gives_back_what_it_was_given(self, mesh: Mesh) -> None:
-        """For any number of rows, arrays, lists and dicts."""
+        """An identity method returns arrays, lists and dicts unchanged, for any number of rows."""
         with self.group(mesh, Echo) as group:
             for rows in ROWS:
                 array = np.arange(rows * 3, dtype="f4").reshape(rows, 3)
@@ -88,15 +88,15 @@ class BackendContract:
             assert (group.over_dp(large) == large).all()
 
     def test_rows_come_back_in_the_order_they_went_out(self) -> None:
-        """And went to the ranks in their order."""
+        """Rows come back in the order in which they were sent, and are split in rank order."""
         with self.group(3, Echo) as group:
             assert group.who_has(list(range(7))) == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 2), (6, 2)]
 
-    # --- 2: values are isolated ---
+    # --- law 2: values are isolated ---
 
     @pytest.mark.parametrize("n", [SMALL, LARGE])
     def test_what_a_worker_receives_is_its_own(self, n: int) -> None:
-        """It may write to it; neither the caller nor another worker sees that, nor does the next call."""
+        """A worker may write to its arguments; the caller, other workers and later calls do not see it."""
         with self.group(2, Keeps) as group:
             array, items = np.ones(n), ["the caller's"]
             for _ in range(3):
@@ -107,7 +107,7 @@ class BackendContract:
 
     @pytest.mark.parametrize("n", [SMALL, LARGE])
     def test_what_the_caller_receives_is_its_own(self, n: int) -> None:
-        """It may write to it, and to what it gave away."""
+        """The caller may write to a result, and to the arguments of an earlier call; the workers do not see it."""
         with self.group(2, Keeps) as group:
             given = np.ones(n)
             group.keep(given)
@@ -118,7 +118,7 @@ class BackendContract:
             assert all((kept == 1).all() for kept in group.show())
 
     def test_a_call_keeps_the_values_it_was_sent_with(self) -> None:
-        """The caller may change them as soon as it was sent."""
+        """The caller may change an argument as soon as `submit` has returned; the call uses the earlier value."""
         with self.group(2, Behaves) as group:
             array = np.ones(LARGE)
             futures = [group.sum_of.submit(array)]
@@ -126,10 +126,10 @@ class BackendContract:
             futures.append(group.sum_of.submit(array))
             assert [future.result() for future in futures] == [[LARGE] * 2, [2 * LARGE] * 2]
 
-    # --- 3 and 4: nothing is encoded twice, or for nobody ---
+    # --- laws 3 and 4: each value is encoded once, and only if a reader needs it ---
 
     def test_a_payload_is_encoded_once_however_many_ranks_read_it(self) -> None:
-        """One for all, the same one for each, and rows."""
+        """A broadcast value, one value given for each rank, and each row are pickled once."""
         with self.group(Mesh(dp=2, tp=2), Behaves) as group:
             calls: list[tuple[Callable[[], list[bool]], int, int]] = [
                 (lambda: group.knows(Counted()), 1, 4),
@@ -143,14 +143,14 @@ class BackendContract:
                 assert Counted.n_pickled == n_values
 
     def test_a_rank_that_is_not_collected_does_not_encode_its_value(self) -> None:
-        """It may return what cannot be pickled."""
+        """A rank whose value is not collected may return a value that cannot be pickled."""
         with self.group(Mesh(dp=2, tp=2), Behaves) as group:
             assert group.only_first_of_tp() == [0, 2]
 
-    # --- 5: order ---
+    # --- law 5: order ---
 
     def test_calls_run_in_the_order_of_submission(self) -> None:
-        """Small and large ones, sync and async, of all ranks and of one."""
+        """Small, large, sync and async calls, on all ranks and on one, run in submission order."""
         with self.group(2, Notes) as group:
             futures = []
             for entry in range(0, 30, 5):
@@ -162,10 +162,10 @@ class BackendContract:
             assert group.read() == [list(range(30)), [entry for entry in range(30) if entry % 5 != 3]]
             assert all(future.done() for future in futures)
 
-    # --- 7 and 8: mistakes and failures are told where they are made ---
+    # --- laws 7 and 8: mistakes are errors at the call, failing constructors at the construction ---
 
     def test_mistakes_are_errors_before_anything_is_sent(self) -> None:
-        """Neither rank has heard of the call."""
+        """A call with wrong arguments raises `ArgumentError` and reaches no rank."""
         with self.group(2, Notes) as group:
             with pytest.raises(ArgumentError, match=r"Notes\.note\(entry.*missing.*'entry'"):
                 group.note()
@@ -174,7 +174,7 @@ class BackendContract:
             assert group.read() == [[], []]
 
     def test_a_constructor_that_fails_names_rank_host_and_cause(self) -> None:
-        """It frees those that wait in theirs, and the places can be used again."""
+        """A failing constructor ends the other ranks' constructors, and the slots can be used again."""
         with ResourcePool([2], backend=self.backend, **self.pool_options) as pool:
             start = time.monotonic()
             with pytest.raises(ConstructorError, match=r"rank 1.*no such weights") as caught:
@@ -188,7 +188,7 @@ class BackendContract:
                 assert host == socket.gethostname()
             assert WorkerGroup(pool, Behaves).echo(1) == [1, 1]
 
-    # --- 9: every wait ends ---
+    # --- law 9: every wait ends ---
 
     @pytest.mark.parametrize(
         ("fault", "error"),
@@ -200,16 +200,16 @@ class BackendContract:
         ids=lambda value: type(value).__name__ if isinstance(value, Fault) else "",
     )
     def test_a_rank_that_fails_is_named_and_the_group_stays_usable(self, fault: Fault, error: type[Exception]) -> None:
-        """Rank 1, and no other."""
+        """The error names rank 1 and no other, and later calls work."""
         with self.group(3, with_faults(Behaves, fault)) as group:
             assert group.echo(1) == [1, 1, 1]
             with pytest.raises(error, match=r"Behaves.echo failed on rank 1 \(dp=1") as caught:
                 group.echo(2)
-            assert list(caught.value.failures) == [1]  # type: ignore[attr-defined]  # all of them have it
+            assert list(caught.value.failures) == [1]  # type: ignore[attr-defined]  # every error above has it
             assert group.echo(3) == [3, 3, 3]
 
     def test_a_rank_that_dies_is_named(self) -> None:
-        """By the call that waits, and by those after it."""
+        """The pending call and every later one raise `WorkerDied`, which names the rank."""
         self._needs_processes()
         with self.group(3, with_faults(Behaves, Kill(1, 2))) as group:
             assert group.echo(1) == [1, 1, 1]
@@ -219,7 +219,7 @@ class BackendContract:
             assert not group.healthy
 
     def test_a_rank_that_fails_frees_the_others(self) -> None:
-        """They are interrupted, and the group stays usable."""
+        """When one rank raises, the others are interrupted, and the group stays usable."""
         self._needs_processes()
         with self.group(3, Behaves) as group:
             with pytest.raises(RemoteError, match=r"on rank 1 ") as caught:
@@ -228,7 +228,7 @@ class BackendContract:
             assert group.echo(1) == [1, 1, 1]
 
     def test_a_timeout_shows_where_the_ranks_are_and_the_call_can_be_given_up(self) -> None:
-        """The group stays usable."""
+        """`CallTimeout` has the stacks of the missing ranks; after a cancel, the group stays usable."""
         self._needs_processes()
         with self.group(3, Behaves) as group:
             with pytest.raises(CallTimeout) as caught:
@@ -241,12 +241,12 @@ class BackendContract:
                 caught.value.future.result()
             assert group.echo(1) == [1, 1, 1]
 
-    # --- and its end ---
+    # --- closing, restarting, replacing ---
 
     def test_closing_leaves_nothing_and_can_be_done_twice(self) -> None:
-        """Also when a worker is busy."""
+        """Closing, even with a busy worker, releases every resource; a second close does nothing."""
         with self.group(1, Behaves):
-            pass  # what the backend makes once and keeps is there from here on
+            pass  # the backend creates its long-lived resources, such as the zygote, before the check
         with no_leaks(), ResourcePool([2], backend=self.backend, **self.pool_options) as pool:
             groups = [WorkerGroup(pool, Behaves), WorkerGroup(pool, Behaves)]
             groups[0].sum_of(np.ones(LARGE))
@@ -261,12 +261,12 @@ class BackendContract:
             assert WorkerGroup(pool, Behaves).echo(1) == [1, 1]
 
     def test_workers_have_processes_or_have_not(self) -> None:
-        """As ``has_processes`` says."""
+        """Workers have distinct processes if and only if ``has_processes`` is set."""
         with self.group(2, Behaves) as group:
             assert len(set(group.process())) == (2 if self.has_processes else 1)
 
     def test_a_group_can_be_restarted(self) -> None:
-        """Constructors get their arguments again, and ``on_restart`` the state."""
+        """A restart calls the constructors with their original arguments, and ``on_restart`` with the state."""
         with self.group(2, Restarts, start=10) as group:
             assert group.add(5) == [15, 15]
             group.restart(state="state")
@@ -275,7 +275,7 @@ class BackendContract:
             assert group.healthy
 
     def test_a_rank_can_be_replaced(self) -> None:
-        """The others stay as they are, and all are told."""
+        """A replacement keeps the state of the other ranks, and calls ``on_replace`` on every rank."""
         if not self.can_replace:
             pytest.skip("can_replace is False")
         with self.group(2, Restarts, start=10) as group:

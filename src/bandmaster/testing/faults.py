@@ -1,4 +1,4 @@
-"""The faults that `with_faults` can give to a worker class: frozen values, each with its rank and call."""
+"""The faults that `with_faults` injects into a worker class, as frozen values that name a rank and a call."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ FOREVER_S = 1e6  # eleven days
 
 @dataclass(frozen=True)
 class Fault:
-    """Base of the faults, and of your own: override `strike`, `spoil` or both.
+    """Base class of all faults. A fault of your own is a frozen dataclass that overrides `strike`, `spoil` or both.
 
     Attributes:
-        rank: Whose; None for every rank.
-        call: During which of its calls of registered methods, from 1.
-        method: Where given, only calls of this method count.
+        rank: The rank on which the fault occurs; None for every rank.
+        call: The call in which it occurs: the worker's calls of registered methods, counted from 1.
+        method: If given, only calls of this method are counted.
     """
 
-    needs_process: ClassVar[bool] = False  # whether the controller has to be another process than the worker
+    needs_process: ClassVar[bool] = False  # whether it can occur only where the worker has a process of its own
 
     rank: int | None
     call: int
@@ -34,42 +34,51 @@ class Fault:
 
     @property
     def wait_s(self) -> float:
-        """Seconds to wait, after `strike` and before the method runs."""
+        """Seconds that the worker waits after `strike` and before the method runs."""
         return 0.0
 
     def strike(self) -> None:
-        """Called in the worker before the method runs."""
+        """Runs in the worker before the method."""
 
     def spoil(self, value: Any) -> Any:
-        """Called in the worker with what the method returned; what is to be returned instead."""
+        """Runs in the worker with the method's return value, and returns the value to use instead."""
         return value
 
     def falls_on(self, rank: int, counts: Mapping[str | None, int]) -> bool:
-        """Whether it is due on a rank, by the numbers of a call: among all (None), and among those of its method."""
+        """Whether the fault occurs in a call.
+
+        Args:
+            rank: The worker's rank.
+            counts: The call's number among the calls of each method, and, under None, among all calls.
+        """
         return self.rank in (None, rank) and counts.get(self.method) == self.call
 
     def check(self, class_name: str, methods: Iterable[str]) -> None:
-        """Compare with the class that it is for, which registers ``methods``.
+        """Check the fault's fields for a worker class.
+
+        Args:
+            class_name: Name of the worker class, for messages.
+            methods: Names of its registered methods.
 
         Raises:
-            UsageError: It makes no sense.
+            UsageError: A field has the wrong type or range, or the class does not register ``method``.
         """
         if self.rank is not None and not _is_count(self.rank, 0):
-            raise UsageError(f"{self!r}: rank is a number from 0, or None for every rank")
+            raise UsageError(f"{self!r}: rank must be a non-negative integer, or None for every rank")
         if not _is_count(self.call, 1):
-            raise UsageError(f"{self!r}: call is a number from 1, which is the first call")
+            raise UsageError(f"{self!r}: call must be a positive integer; the first call is 1")
         names = sorted(methods)
         if self.method is not None and self.method not in names:
-            known = f"it has {', '.join(names)}" if names else "it has none"
-            raise UsageError(f"{self!r}: {class_name} registers no method {self.method!r}; {known}")
+            known = f"it registers {', '.join(names)}" if names else "it registers none"
+            raise UsageError(f"{self!r}: {class_name} has no registered method {self.method!r}; {known}")
 
 
 @dataclass(frozen=True)
 class Kill(Fault):
-    """The process gets a signal. If it survives that, as a debugger's SIGSTOP, the method runs.
+    """The worker's process gets a signal. If it survives the signal, as it does SIGSTOP and SIGCONT, the method runs.
 
     Attributes:
-        signal: Its number.
+        signal: Number of the signal.
     """
 
     needs_process = True
@@ -80,18 +89,18 @@ class Kill(Fault):
         os.kill(os.getpid(), self.signal)
 
     def check(self, class_name: str, methods: Iterable[str]) -> None:
-        """The rest of it too."""
+        """Check the fields of `Fault`, and the signal."""
         super().check(class_name, methods)
         if self.signal not in valid_signals():
-            raise UsageError(f"{self!r}: there is no signal {self.signal!r}")
+            raise UsageError(f"{self!r}: signal must be the number of a signal, got {self.signal!r}")
 
 
 @dataclass(frozen=True)
 class Exit(Fault):
-    """The process ends at once, without tidying up.
+    """The worker's process ends at once, by `os._exit`, without cleanup.
 
     Attributes:
-        code: Its exit code, 0 to 255.
+        code: Exit code, 0 to 255.
     """
 
     needs_process = True
@@ -102,10 +111,10 @@ class Exit(Fault):
         os._exit(self.code)
 
     def check(self, class_name: str, methods: Iterable[str]) -> None:
-        """The rest of it too."""
+        """Check the fields of `Fault`, and the exit code."""
         super().check(class_name, methods)
         if not _is_count(self.code, 0) or self.code > 255:
-            raise UsageError(f"{self!r}: an exit code is a number from 0 to 255")
+            raise UsageError(f"{self!r}: code must be an integer from 0 to 255")
 
 
 @dataclass(frozen=True)
@@ -113,73 +122,73 @@ class Raise(Fault):
     """The method raises instead of running.
 
     Attributes:
-        error: An exception or a class of exceptions.
+        error: The exception to raise, or its class.
     """
 
     error: BaseException | type[BaseException]
 
     def strike(self) -> None:
-        """Raise it."""
+        """Raise the error."""
         raise self.error
 
     def check(self, class_name: str, methods: Iterable[str]) -> None:
-        """The rest of it too."""
+        """Check the fields of `Fault`, and the error."""
         super().check(class_name, methods)
         is_class = isinstance(self.error, type) and issubclass(self.error, BaseException)
         if not (is_class or isinstance(self.error, BaseException)):
-            raise UsageError(f"{self!r}: error is an exception, such as ValueError('boom')")
+            raise UsageError(f"{self!r}: error must be an exception, such as ValueError('boom')")
 
 
 @dataclass(frozen=True)
 class Delay(Fault):
-    """The method runs later.
+    """The method runs after a delay.
 
     Attributes:
-        seconds: By how much.
+        seconds: The delay in seconds.
     """
 
     seconds: float
 
     @property
     def wait_s(self) -> float:
-        """The seconds."""
+        """The delay in seconds."""
         return self.seconds
 
     def check(self, class_name: str, methods: Iterable[str]) -> None:
-        """The rest of it too."""
+        """Check the fields of `Fault`, and the delay."""
         super().check(class_name, methods)
         is_number = isinstance(self.seconds, int | float) and not isinstance(self.seconds, bool)
         if not is_number or not 0 <= self.seconds <= FOREVER_S:
-            raise UsageError(f"{self!r}: seconds is a number from 0 to {FOREVER_S:g}; to wait for ever there is Hang")
+            raise UsageError(f"{self!r}: seconds must be a number from 0 to {FOREVER_S:g}; use Hang to wait for ever")
 
 
 @dataclass(frozen=True)
 class Hang(Fault):
     """The method never runs, and the call does not end by itself; it can be cancelled."""
 
-    needs_process = True  # nobody could give it up
+    needs_process = True  # in the controller's own process nothing could cancel it
 
     @property
     def wait_s(self) -> float:
-        """For ever, as these things go."""
+        """`FOREVER_S`, longer than any test runs."""
         return FOREVER_S
 
 
 @dataclass(frozen=True)
 class BadResult(Fault):
-    """The method runs, and returns what cannot be pickled. Nobody notices where the value is not collected."""
+    """The method runs, but returns a value that cannot be pickled; no error on a rank that is not collected."""
 
     def spoil(self, value: Any) -> Any:
-        """A lock."""
+        """Return a lock, which cannot be pickled, instead of the value."""
         return threading.Lock()
 
 
 @dataclass(frozen=True)
 class FailToUnpickle(Fault):
-    """The method runs, and returns what can be pickled, but raises where it is unpickled: in the controller."""
+    """The method runs, but returns a value that raises when the controller unpickles it."""
 
     def spoil(self, value: Any) -> Any:
-        """Its pickle calls what raises."""
+        """Return an object whose pickle calls a function that raises."""
         return _Unreadable()
 
 

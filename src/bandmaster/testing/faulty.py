@@ -1,12 +1,12 @@
-"""Workers that misbehave on purpose, on every backend: what your program makes of it, you see in a test.
+"""Workers that fail on purpose, on every backend, so that tests can show how a program handles the failure.
 
 ::
 
     with_faults(Trainer, Kill(rank=1, call=3))      a subclass of Trainer, of the same name
-      group.step(x)    calls 1 and 2 run as ever
+      group.step(x)    calls 1 and 2 run normally
       group.step(x)    in call 3 rank 1 is killed before the method runs: WorkerDied in the controller
 
-A worker counts the calls of its registered methods from 1, those that it makes itself included. One that was
+A worker counts the calls of its registered methods from 1, including calls that it makes itself. A worker that was
 restarted or replaced counts from 1 again.
 """
 
@@ -33,20 +33,20 @@ WorkerClass = TypeVar("WorkerClass", bound=type[Worker])
 
 
 def with_faults(worker_class: WorkerClass, *faults: Fault) -> WorkerClass:
-    """A subclass whose registered methods misbehave on purpose.
+    """Return a subclass of a worker class whose registered methods fail on purpose.
 
-    It has the same name, and its methods have their registrations, signatures and docstrings, so that it goes
-    wherever the class goes. Methods that are not registered stay as they are.
+    The subclass keeps the class's name and its methods' registrations, signatures and docstrings, so that it can
+    replace the class anywhere. Unregistered methods do not change.
 
     Args:
-        worker_class: A subclass of `Worker`, not wrapped by ``@ray.remote``: wrap what comes back.
-        *faults: What goes wrong, where and when. Several that fall on one call strike in this order.
+        worker_class: A subclass of `Worker`, not wrapped by ``@ray.remote``; wrap the result instead.
+        *faults: The faults to inject. Several faults in one call occur in this order.
 
     Raises:
-        UsageError: No worker class, no fault, or one that makes no sense for this class: a rank or call that is
-            no number, a method that is not registered... In a worker, and there the cause of a `RemoteError`: a
-            rank that the group does not have, or a fault that takes the process along in the process that made
-            the class, as on backend ``"inprocess"``.
+        UsageError: ``worker_class`` is not a worker class, an argument is not a `Fault`, or a fault does not fit the
+            class: a rank or call is not a valid number, or a method is not registered. A worker raises it, as the
+            cause of a `RemoteError`, if the group does not have the fault's rank, or if the fault would end the
+            process that created the subclass, as on backend ``"inprocess"``.
 
     Example:
         >>> import bandmaster as bm
@@ -64,32 +64,32 @@ def with_faults(worker_class: WorkerClass, *faults: Fault) -> WorkerClass:
         (1, ValueError('boom'))
     """
     if not (inspect.isclass(worker_class) and issubclass(worker_class, Worker)):
-        raise UsageError(f"with_faults takes a subclass of bandmaster.Worker, not {worker_class!r}")
+        raise UsageError(f"with_faults takes a subclass of bandmaster.Worker, got {worker_class!r}")
     registered = registrations(worker_class)
     for fault in faults:
         if not isinstance(fault, Fault):
-            raise UsageError(f"with_faults takes faults behind the class, such as Kill(rank=1, call=2), not {fault!r}")
+            raise UsageError(f"with_faults takes faults after the class, such as Kill(rank=1, call=2), got {fault!r}")
         fault.check(worker_class.__name__, registered)
     plan = _Plan(faults)
     members = {
         **{name: getattr(worker_class, name) for name in ("__module__", "__qualname__", "__doc__")},
         **{name: _faulty(worker_class, name, plan) for name in registered},
     }
-    return types.new_class(  # type: ignore[return-value]  # a subclass of what came in
+    return types.new_class(  # type: ignore[return-value]  # a subclass of worker_class
         worker_class.__name__, (worker_class,), exec_body=lambda namespace: namespace.update(members)
     )
 
 
 class _Plan:
-    """The faults of one class, and the process that made it."""
+    """The faults of one faulty class, and the process that created the class."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._faults = tuple(faults)
         self._maker = _this_process()
-        self._key = f"_calls_for_faults_{secrets.token_hex(4)}"  # a class may be given faults twice
+        self._key = f"_calls_for_faults_{secrets.token_hex(4)}"  # with_faults may wrap a class twice
 
     def due(self, worker: Worker, method: str) -> list[Fault]:
-        """Count a call that is about to run; the faults that fall on it."""
+        """Count a call that is about to run, and return the faults that occur in it."""
         calls: Counter[str] = vars(worker).setdefault(self._key, Counter())
         calls[method] += 1
         counts = {None: calls.total(), method: calls[method]}
@@ -100,14 +100,14 @@ class _Plan:
         for fault in due:
             if fault.needs_process and self._maker == _this_process():
                 raise UsageError(
-                    f"{fault!r} would take this process along, which made the class; use a backend whose workers "
+                    f"{fault!r} would end or block the process that created the class; use a backend whose workers "
                     "have processes of their own, such as 'local'"
                 )
         return due
 
 
 def _faulty(worker_class: type[Worker], name: str, plan: _Plan) -> Callable[..., Any]:
-    """A registered method of a class, with the faults."""
+    """Wrap a registered method of a class so that the planned faults occur in it."""
     found = inspect.getattr_static(worker_class, name)
     function = getattr(worker_class, name)
     if isinstance(found, staticmethod | classmethod):
@@ -127,7 +127,7 @@ def _faulty(worker_class: type[Worker], name: str, plan: _Plan) -> Callable[...,
 def _faulty_async(function: Callable[..., Any], name: str, plan: _Plan) -> Callable[..., Any]:
     @wraps(function)
     async def faulty(worker: Worker, /, *args: Any, **kwargs: Any) -> Any:
-        import asyncio  # whoever has async methods has it already
+        import asyncio  # a class with async methods has imported it already
 
         due = plan.due(worker, name)
         for fault in due:
@@ -139,7 +139,10 @@ def _faulty_async(function: Callable[..., Any], name: str, plan: _Plan) -> Calla
 
 
 def _faulty_without_self(function: Callable[..., Any], name: str, plan: _Plan) -> Callable[..., Any]:
-    """A static or class method becomes one of the worker, which alone knows its rank; callers see no difference."""
+    """Wrap a static or class method as an instance method, because only the worker knows its rank.
+
+    Callers see the same signature.
+    """
 
     @wraps(function)
     def faulty(worker: Worker, /, *args: Any, **kwargs: Any) -> Any:

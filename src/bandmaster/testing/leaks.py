@@ -1,4 +1,4 @@
-"""A check that a block of code leaves nothing behind.
+"""`no_leaks`: checks that a block of code releases the resources that it acquires.
 
 ::
 
@@ -7,8 +7,8 @@
             ...
     LeakError, if there are more threads, processes, descriptors, segments or placement groups than before
 
-The process that local workers are forked from does not count: it starts with the first local group, and stays until
-the interpreter ends.
+The zygote, the process from which local workers are forked, does not count: it starts with the first local group and
+ends with the interpreter.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from bandmaster.testing.belongings import KINDS, HeldResources, held_resources, 
 
 __all__ = ["LeakError", "no_leaks"]
 
-POLL_S = 0.02  # how often the operating system and Ray are asked whether they have noticed
-GARBAGE_S = 0.1  # what is left for longer may be garbage
-COLLECT_S = 0.5  # where torch is loaded, a collection takes a fifth of a second
+POLL_S = 0.02  # interval between two looks at the resources
+GARBAGE_S = 0.1  # resources held for longer may belong to uncollected garbage
+COLLECT_S = 0.5  # interval between two collections; with torch loaded, each takes a fifth of a second
 
 
 class LeakError(AssertionError):
-    """Something was left behind.
+    """A block of code left resources behind.
 
     Attributes:
-        left: What, in words, by kind.
+        left: Descriptions of the resources, by kind.
     """
 
     def __init__(self, left: Mapping[str, list[str]], timeout_s: float) -> None:
@@ -46,16 +46,16 @@ class LeakError(AssertionError):
 
 @contextlib.contextmanager
 def no_leaks(timeout: float = 10.0, kinds: Collection[str] | None = None) -> Iterator[None]:
-    """Check that the block leaves nothing behind. If the block raises, that goes on, and nothing is checked.
+    """Check that the block leaves no resources behind. If the block raises, its exception propagates unchecked.
 
     Args:
-        timeout: Seconds to wait, at the end, for what ends by itself: processes, threads, garbage.
-        kinds: Of `KINDS`, those to look at; all by default. While this process is connected to a Ray, that is
-            without descriptors, of which Ray opens and keeps what it likes.
+        timeout: Seconds to wait, after the block, for processes and threads to end and for garbage to be collected.
+        kinds: The kinds to check, of `KINDS`; by default all of them, except that descriptors are left out while this
+            process is connected to a Ray cluster, because Ray opens and keeps its own.
 
     Raises:
-        LeakError: There is more than before, and it says what.
-        UsageError: There is no such kind.
+        LeakError: The process holds more resources than before the block; the message lists them.
+        UsageError: A kind is unknown.
 
     Example:
         >>> import subprocess
@@ -70,7 +70,9 @@ def no_leaks(timeout: float = 10.0, kinds: Collection[str] | None = None) -> Ite
     """
     unknown = set(kinds or ()) - set(KINDS)
     if unknown:
-        raise UsageError(f"nothing is known of {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+        raise UsageError(
+            f"no_leaks has no kind {', '.join(map(repr, sorted(unknown)))}; the kinds are {', '.join(KINDS)}"
+        )
     before = held_resources(KINDS if kinds is None else kinds)
     yield
     deadline = time.monotonic() + timeout

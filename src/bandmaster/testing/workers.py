@@ -1,4 +1,4 @@
-"""The workers of the backend contract. A module of its own: workers import it, and they need no pytest."""
+"""The workers of the backend contract, in a module of their own because worker processes import it without pytest."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ __all__ = ["Behaves", "Counted", "Echo", "FailsToStart", "Keeps", "Notes", "Rest
 
 
 class Echo(Worker):
-    """Gives back what it gets."""
+    """Returns its arguments."""
 
     @register(Dispatch.DP_PROTO)
     def over_dp(self, batch: Any) -> Any:
-        """Rows split over dp."""
+        """Return the rows of this rank, split over dp."""
         return batch
 
     @register(Dispatch.THREE_D_PROTO)
     def over_3d(self, batch: Any) -> Any:
-        """The same on a mesh with pp and tp."""
+        """Return the rows of this rank, on a mesh with pp, dp and tp."""
         return batch
 
     @register(Dispatch.DP_PROTO)
     def who_has(self, rows: list[Any]) -> list[Any]:
-        """Every row with the rank that got it."""
+        """Return every row with the rank that received it."""
         return [(row, self.rank) for row in rows]
 
 
 class Keeps(Worker):
-    """Writes to what it gets, and keeps it."""
+    """Writes to its arguments, and keeps them."""
 
     @register(Dispatch.ONE_TO_ALL)
     def overwrite(self, array: Any, items: list[str]) -> float:
-        """Both of them; the sum of the array before."""
+        """Write to both arguments, and return the sum of the array before that."""
         total = float(array.sum())
         array += 1 + self.rank
         items.append("a worker was here")
@@ -48,17 +48,17 @@ class Keeps(Worker):
 
     @register(Dispatch.DP_PROTO)
     def overwrite_rows(self, rows: Any) -> None:
-        """Those of this rank."""
+        """Write to the rows of this rank."""
         rows[:] = -1
 
     @register(Dispatch.ONE_TO_ALL)
     def keep(self, array: Any) -> None:
-        """As it came."""
+        """Keep the array without a copy."""
         self.kept = array
 
     @register(Dispatch.ONE_TO_ALL)
     def show(self) -> Any:
-        """What is kept, itself."""
+        """Return the kept array without a copy."""
         return self.kept
 
 
@@ -73,69 +73,69 @@ class Counted:
 
 
 class Notes(Worker):
-    """Notes its calls in their order."""
+    """Records its calls in the order in which they run."""
 
     def __init__(self) -> None:
         self.entries: list[int] = []
 
     @register(Dispatch.ONE_TO_ALL)
     def note(self, entry: int) -> None:
-        """A call like any other."""
+        """Record a small call."""
         self.entries.append(entry)
 
     @register(Dispatch.ONE_TO_ALL)
     def note_with(self, entry: int, ballast: Any) -> None:
-        """One with a large argument, which may travel another way."""
+        """Record a call whose large argument may travel in another way than small ones."""
         self.entries.append(entry)
 
     @register(Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def note_on_zero(self, entry: int) -> None:
-        """One on a single rank."""
+        """Record a call on rank 0 alone."""
         self.entries.append(entry)
 
     @register(Dispatch.ONE_TO_ALL)
     async def note_later(self, entry: int) -> None:
-        """An async one."""
+        """Record an async call."""
         await asyncio.sleep(0)
         self.entries.append(entry)
 
     @register(Dispatch.ONE_TO_ALL)
     def read(self) -> list[int]:
-        """All entries."""
+        """Return all entries."""
         return self.entries
 
 
 class Behaves(Worker):
-    """Fails, waits or works as it is told."""
+    """Fails, waits or computes, depending on the arguments."""
 
     @register(Dispatch.ONE_TO_ALL)
     def echo(self, value: Any) -> Any:
-        """What it gets."""
+        """Return the argument."""
         return value
 
     @register(Dispatch.ONE_TO_ALL)
     def knows(self, value: Any) -> bool:
-        """Whether it gets a `Counted`."""
+        """Whether the broadcast argument is a `Counted`."""
         return isinstance(value, Counted)
 
     @register(Dispatch.ALL_TO_ALL)
     def knows_its_own(self, value: Any) -> bool:
-        """The same for what only this rank is given."""
+        """Whether this rank's own argument is a `Counted`."""
         return isinstance(value, Counted)
 
     @register(Dispatch.DP_PROTO, arguments={"table": Broadcast()})
     def know(self, rows: list[Any], table: Any) -> list[bool]:
-        """The same of rows, each of which goes to one rank, and of what goes to all."""
+        """For each row of this rank, whether the row and the broadcast table are `Counted`."""
         return [isinstance(row, Counted) and isinstance(table, Counted) for row in rows]
 
     @register(TransferProtocol(Broadcast(), Gather("dp", tp=0)))
     def only_first_of_tp(self) -> Any:
-        """A value that can be pickled where it is collected, and nowhere else."""
+        """Return a value that can be pickled on the collected ranks (tp = 0), and a generator on the others."""
         return self.rank if self.coordinates["tp"] == 0 else (n for n in range(3))
 
     @register(Dispatch.ONE_TO_ALL)
     def wait_on(self, ranks: list[int], raising: list[int]) -> int:
-        """Wait on some ranks, and raise on others."""
+        """Wait for ever on some ranks, raise on others, and return on the rest."""
         if self.rank in raising:
             raise ValueError("the first cause")
         while self.rank in ranks:
@@ -144,17 +144,17 @@ class Behaves(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def sum_of(self, array: Any) -> float:
-        """Of an array."""
+        """Return the sum of an array."""
         return float(np.sum(array))
 
     @register(Dispatch.ONE_TO_ALL)
     def process(self) -> int:
-        """Where it runs."""
+        """Return the pid of the worker's process."""
         return os.getpid()
 
 
 class FailsToStart(Worker):
-    """Raises in the constructor of one rank, while the others wait in theirs."""
+    """Raises in the constructor of one rank, while the constructors of the others wait."""
 
     def __init__(self, rank: int, are_waiting: bool) -> None:
         if self.rank == rank:
@@ -164,7 +164,7 @@ class FailsToStart(Worker):
 
 
 class Restarts(Worker):
-    """Counts, and can be restarted and replaced."""
+    """A counter that can be restarted and replaced."""
 
     def __init__(self, start: int) -> None:
         self.count = start
@@ -172,19 +172,19 @@ class Restarts(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def add(self, n: int) -> int:
-        """To the count."""
+        """Add to the count, and return it."""
         self.count += n
         return self.count
 
     @register(Dispatch.ONE_TO_ALL)
     def heard(self) -> list[Any]:
-        """Of restarts and replacements."""
+        """Return the arguments of the calls of `on_restart` and `on_replace`."""
         return self.told
 
     def on_restart(self, state: Any) -> None:
-        """Called after a restart."""
+        """Record a restart."""
         self.told.append(state)
 
     def on_replace(self, rank: int, state: Any) -> None:
-        """Called after a replacement."""
+        """Record a replacement."""
         self.told.append((rank, state))

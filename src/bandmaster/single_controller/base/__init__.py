@@ -1,4 +1,4 @@
-"""``Worker``, ``WorkerGroup``, ``ResourcePool`` and ``ClassWithInitArgs`` under the seeds' path."""
+"""``Worker``, ``WorkerGroup``, ``ResourcePool`` and ``ClassWithInitArgs`` under their import path in verl."""
 
 from bandmaster.group import WorkerGroup
 from bandmaster.pool import ResourcePool

@@ -1,4 +1,4 @@
-"""``register``, ``Dispatch``, ``Execute`` and ``collect_all_to_all`` under the seeds' path."""
+"""``register``, ``Dispatch``, ``Execute`` and ``collect_all_to_all`` under their import path in verl."""
 
 from bandmaster.plan.transfer import Dispatch, Execute, collect_all_to_all
 from bandmaster.registration import register

@@ -1,4 +1,4 @@
-"""The Ray-named classes and functions under the seeds' path."""
+"""The classes with Ray in their names, and the functions of pools, under their import path in verl."""
 
 from bandmaster.single_controller.ray.base import (
     RayClassWithInitArgs,

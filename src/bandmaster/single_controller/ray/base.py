@@ -1,4 +1,4 @@
-"""The Ray-named classes: those of bandmaster with the parameters that the seeds give them. No logic."""
+"""bandmaster's classes under verl's names, with verl's parameters. No logic."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ RayClassWithInitArgs = ClassWithInitArgs
 
 
 class RayResourcePool(ResourcePool):
-    """A `ResourcePool` on Ray, with GPUs unless told otherwise.
+    """A `ResourcePool` on backend ``"ray"``, by default with GPUs.
 
     Args:
-        process_on_nodes: Places on each node.
-        use_gpu: Whether every place has a GPU of its own.
-        name_prefix: Name of the pool.
-        max_colocate_count: How many groups may share a place.
-        cpus_per_worker: CPUs reserved for each place.
-        placement_timeout: Seconds to wait for places that others hold.
+        process_on_nodes: Slots on each node.
+        use_gpu: Whether every slot has a GPU of its own.
+        name_prefix: Name of the pool in messages, and prefix of its workers' names.
+        max_colocate_count: How many groups may share a slot.
+        cpus_per_worker: CPUs reserved for each slot.
+        placement_timeout: Seconds to wait for resources that other pools hold.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class RayResourcePool(ResourcePool):
 
 
 class RayWorkerGroup(WorkerGroup):
-    """A `WorkerGroup` with the seeds' names of its parameters.
+    """A `WorkerGroup` with verl's parameter names.
 
     Args:
-        resource_pool: Where the workers go.
-        ray_cls_with_init: The worker class and its arguments.
-        name_prefix: Beginning of the workers' names.
+        resource_pool: The slots for the workers, one worker per slot.
+        ray_cls_with_init: The worker class and its constructor's arguments.
+        name_prefix: Prefix of the workers' names.
         mesh: Named axes over the ranks.
     """
 
