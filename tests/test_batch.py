@@ -220,7 +220,7 @@ def test_nested_tensors_in_the_strided_layout():
 
     assert count_rows(nested) == 2
     assert plain(concat_rows([slice_rows(nested, 1, 2), slice_rows(nested, 0, 1)])) == [[0], [0, 1, 2]]
-    with pytest.raises(BatchError, match=r"torch.strided layout cannot be sent without rows.*layout=torch.jagged"):
+    with pytest.raises(BatchError, match=r"torch.strided layout cannot have 0 rows, which.*layout=torch.jagged"):
         slice_rows(nested, 1, 1)
 
 
@@ -353,8 +353,8 @@ def test_a_registration_holds_for_subclasses_and_comes_before_what_they_derive_f
 @pytest.mark.parametrize(
     ("cls", "functions", "message"),
     [
-        (Prompts([]), {}, "register_batch_type takes a class, not <"),
-        (Prompts, {"split": None}, "split= of register_batch_type is not callable: None"),
+        (Prompts([]), {}, "the first argument of register_batch_type must be a class, got <"),
+        (Prompts, {"split": None}, "split of register_batch_type must be callable, got None"),
     ],
 )
 def test_mistakes_in_a_registration(cls, functions, message):
@@ -437,5 +437,5 @@ def test_what_cannot_be_cut_names_the_type_and_the_reason():
         def __post_init__(self, tokenizer):
             pass
 
-    with pytest.raises(BatchError, match=r"cannot cut the rows of test_batch\..*Tokenized: .*InitVar 'tokenizer'"):
+    with pytest.raises(BatchError, match=r"cannot split the rows of test_batch\..*Tokenized: .*InitVar 'tokenizer'"):
         slice_rows(Tokenized([1, 2], None), 0, 1)

@@ -81,8 +81,8 @@ def test_padding_that_cannot_be_told_from_rows_is_refused():
     with pytest.raises(CollectError) as caught:
         concat([[1, 2], [3]], ranks=[0, 2], real_rows=RealRows((2, 2, 1), 2))
     assert str(caught.value) == (
-        "Actor.step failed on rank 2: returned 1 rows for 2, 1 of them padding, so the padding cannot be told from "
-        "the rest; return one row for each row, or split without pad=True"
+        "Actor.step failed on rank 2: returned 1 rows for 2, 1 of them padding, so the padding cannot be "
+        "identified; return one row for each row, or split without pad=True"
     )
 
 
@@ -90,7 +90,7 @@ def test_padding_that_cannot_be_cut_off_is_the_ranks_failure():
     rows = torch.eye(2).to_sparse_csr()
     with pytest.raises(CollectError) as caught:
         concat([rows, rows], real_rows=RealRows((2, 1), 2))
-    start = "Actor.step failed on rank 1: returned rows whose padding cannot be cut off: torch cannot cut or join rows"
+    start = "Actor.step failed on rank 1: returned rows whose padding cannot be removed: torch cannot cut or join rows"
     assert str(caught.value).startswith(start)
 
 
@@ -210,12 +210,16 @@ def test_padding_is_removed_from_what_is_joined_alone():
         (
             [([1], 1), ([1], 2, 3)],
             1,
-            "returned a tuple of 3, not a tuple of 2: one value for each of Concat('dp'), Reduce",
+            "returned a tuple of 3, expected a tuple of 2: one value for each of Concat('dp'), Reduce",
         ),
-        ([[[1], 1], ([1], 1)], 0, "returned list, not a tuple of 2: one value for each of Concat('dp'), Reduce('sum')"),
-        ([([1], 1), None], 1, "returned NoneType, not a tuple of 2"),
-        ([([1], 1), (2, 1)], 1, "of the tuple that it returned, item 0: returned int, which has no rows for Concat"),
-        ([([1], 1), ([1], "x")], 0, "of the tuple that it returned, item 1: returned what Reduce('sum') cannot reduce"),
+        (
+            [[[1], 1], ([1], 1)],
+            0,
+            "returned list, expected a tuple of 2: one value for each of Concat('dp'), Reduce('sum')",
+        ),
+        ([([1], 1), None], 1, "returned NoneType, expected a tuple of 2"),
+        ([([1], 1), (2, 1)], 1, "item 0 of the returned tuple: returned int, which has no rows for Concat"),
+        ([([1], 1), ([1], "x")], 0, "item 1 of the returned tuple: returned a value that Reduce('sum') cannot reduce"),
     ],
 )
 def test_what_does_not_fit_the_collects_names_the_rank_and_the_item(values, rank, message):
@@ -232,8 +236,16 @@ def test_what_does_not_fit_the_collects_names_the_rank_and_the_item(values, rank
     [
         ([3, 4], 1, "Actor.step failed on rank 1: returned int, which has no rows for Concat to join; return a batch"),
         ([[1], None], 5, "Actor.step failed on rank 5: returned NoneType, which has no rows for Concat to join"),
-        ([[1], np.array([1])], 5, "rank 5: returned ndarray where rank 1 returned list; Concat joins one type"),
-        ([[1], {"a": [1], "b": 2}], 5, "rank 5: returned what Concat cannot join: a dict mixes batches with other"),
+        (
+            [[1], np.array([1])],
+            5,
+            "rank 5: returned ndarray, but rank 1 returned list; Concat joins values of one type",
+        ),
+        (
+            [[1], {"a": [1], "b": 2}],
+            5,
+            "rank 5: returned a value that Concat cannot join: a dict mixes batches with other",
+        ),
         ([np.ones((1, 2)), np.ones((1, 3))], 1, "(rank 1: ndarray of shape (1, 2), rank 5: ndarray of shape (1, 3))"),
         ([torch.eye(2).to_sparse_csr()] * 2, 1, "cannot join: torch cannot cut or join rows in the torch.sparse_csr"),
         ([{"a": [1]}, {"b": [1]}], 1, "cannot join dicts with keys ['a'] (part 0) and ['b'] (part 1)"),
@@ -261,7 +273,9 @@ def test_what_cannot_be_joined_names_the_rank_and_the_type(values, rank, message
 def test_what_cannot_be_reduced_names_ranks_and_types(op, values, types):
     with pytest.raises(CollectError) as caught:
         reduced(op, values)
-    assert f"Actor.step failed on rank 0: returned what Reduce({op!r}) cannot reduce {types}" in str(caught.value)
+    assert f"Actor.step failed on rank 0: returned a value that Reduce({op!r}) cannot reduce {types}" in str(
+        caught.value
+    )
 
 
 def test_ranks_without_rows_do_not_decide_about_the_type():

@@ -90,7 +90,7 @@ def test_a_timeout_survives_a_pickle():
 
     assert (error.method, error.missing) == ("Actor.step", (0, 2))
     assert str(error) == (
-        "Actor.step has no answer from rank 0, 2 after 1.5 s; the call still runs: wait for it with result() again, "
+        "Actor.step got no reply from rank 0, 2 within 1.5 s; the call still runs: wait for it with result() again, "
         "or cancel it with cancel()"
     )
 

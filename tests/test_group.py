@@ -233,7 +233,7 @@ def test_a_future_says_which_ranks_have_not_answered_and_can_be_waited_for_again
     future = group.wait_for.submit(str(tmp_path / "go"))
     assert not future.done()
     assert future.running()
-    with pytest.raises(bm.CallTimeout, match=r"rank 0, 1 after 0.05 s"):
+    with pytest.raises(bm.CallTimeout, match=r"rank 0, 1 within 0.05 s"):
         future.result(timeout=0.05)
     with pytest.raises(TimeoutError):
         future.exception(timeout=0)
@@ -344,7 +344,7 @@ def test_a_method_that_returns_a_tuple_has_a_collect_for_each_item(make_group):
     rows, n_rows = group.padded.submit(np.arange(5)).result()
     assert (rows.tolist(), n_rows) == ([0, 1, 2, 3, 4], 6), "the other items are made of the padding, too"
     with pytest.raises(
-        bm.CollectError, match=r"rank 3 \(dp=1, tp=1\): returned a tuple of 3, not a tuple of 2"
+        bm.CollectError, match=r"rank 3 \(dp=1, tp=1\): returned a tuple of 3, expected a tuple of 2"
     ) as caught:
         group.wrong()
     assert caught.value.method == "Trainer.wrong"

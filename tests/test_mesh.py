@@ -251,9 +251,9 @@ def test_a_notebook_shows_every_rank():
     ("mistake", "message"),
     [
         (lambda: Mesh(), "a mesh needs at least one axis, for example Mesh(dp=8)"),
-        (lambda: Mesh(dp=0), "axis 'dp' has size 0; a size is an integer of at least 1"),
-        (lambda: Mesh(dp=2.0), "axis 'dp' has size 2.0; a size is an integer of at least 1"),
-        (lambda: Mesh(dp=True), "axis 'dp' has size True; a size is an integer of at least 1"),
+        (lambda: Mesh(dp=0), "the size of axis 'dp' must be a positive integer, got 0"),
+        (lambda: Mesh(dp=2.0), "the size of axis 'dp' must be a positive integer, got 2.0"),
+        (lambda: Mesh(dp=True), "the size of axis 'dp' must be a positive integer, got True"),
         (lambda: Mesh(dp=4).coordinates(4), "rank 4 is not on Mesh(dp=4), whose ranks are 0 to 3"),
         (lambda: Mesh(dp=4).coordinates(-1), "rank -1 is not on Mesh(dp=4), whose ranks are 0 to 3"),
         (lambda: Mesh(dp=4).ranks(dp=4), "dp=4 is outside axis 'dp' of size 4 in Mesh(dp=4)"),
@@ -278,11 +278,11 @@ def test_a_notebook_shows_every_rank():
         (lambda: Mesh(tp=4).refine(gen_tp=3), "gen_tp=3 does not divide tp=4; choose a divisor of 4"),
         (lambda: Mesh(tp=4).refine(gen_tp=0), "gen_tp=0 does not divide tp=4; choose a divisor of 4"),
         (lambda: Mesh(tp=4).refine(gen_tp=8), "gen_tp=8 does not divide tp=4; choose a divisor of 4"),
-        (lambda: Mesh(tp=4).refine(gen_pp=2), "gen_pp=2 cuts axis 'pp', which Mesh(tp=4) does not have"),
-        (lambda: Mesh(tp=4).refine(gen_tp=2).refine(), "is refined already; refine Mesh(tp=4) instead"),
+        (lambda: Mesh(tp=4).refine(gen_pp=2), "gen_pp=2 splits axis 'pp', which Mesh(tp=4) does not have"),
+        (lambda: Mesh(tp=4).refine(gen_tp=2).refine(), "is already refined; refine Mesh(tp=4) instead"),
         (
             lambda: Mesh(tp=4, gen_tp=2).refine(gen_tp=2),
-            "Mesh(tp=4, gen_tp=2) has an axis 'gen_tp' already, which refining would make; rename it",
+            "Mesh(tp=4, gen_tp=2) already has an axis 'gen_tp', which refine() would add; rename that axis",
         ),
     ],
 )

@@ -294,7 +294,7 @@ def test_a_pool_that_waits_for_cpus_gives_up_in_time_and_says_who_holds_them(ray
     message = str(refused.value)
     assert message.startswith("pool 'critic' cannot place 16 workers as [16] (1 CPU each) within 0.5 s: node ")
     assert re.search(r"has \d+ of 16 CPUs free, room for \d+, held by pool 'actor' \(10 places\)", message)
-    assert re.search(r"; ask for \[\d+\], or close what holds the rest$", message)
+    assert re.search(r"; ask for \[\d+\], or close pools and groups that hold the rest$", message)
 
 
 def test_a_place_takes_one_cpu_however_many_groups_may_share_it(ray_cluster):

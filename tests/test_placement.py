@@ -147,7 +147,7 @@ def test_a_puzzle_is_given_up():
             "pool 'pool' cannot place 8 GPU workers as [8] (1 GPU each): "
             "node node-a has 4 of 8 GPUs and 60 of 64 CPUs free, room for 4; "
             "node node-b has 0 of 8 GPUs and 64 of 64 CPUs free, room for 0, held by group 'critic'; "
-            "ask for [4], or close what holds the rest",
+            "ask for [4], or close pools and groups that hold the rest",
         ),
         (
             cpus(3, 3, each=0.5),
@@ -162,7 +162,7 @@ def test_a_puzzle_is_given_up():
             {},
             "pool 'pool' cannot place 1 GPU workers as [1] (1 GPU each): "
             "node 10.0.0.0 has 0 of 0 GPUs and 4 of 4 CPUs free, room for 0; "
-            "there is no GPU: make the pool with use_gpu=False",
+            "no node has a GPU; make the pool with use_gpu=False",
         ),
         (
             gpus(16),
@@ -176,7 +176,7 @@ def test_a_puzzle_is_given_up():
             cpus(1),
             [],
             {},
-            "pool 'pool' cannot place 1 workers as [1] (1 CPU each): there are no nodes; nothing of that kind is free",
+            "pool 'pool' cannot place 1 workers as [1] (1 CPU each): there are no nodes; no node has room",
         ),
     ],
 )

@@ -351,8 +351,8 @@ def test_a_split_that_finds_no_batch_is_refused(values, rules, words, n_ranks):
 
     with pytest.raises(BatchError) as caught:
         plan_call(bound, SPLIT, rules, Mesh(dp=n_ranks), "C.m")
-    start = "C.m splits batches by Split('dp'), but got none: "
-    words = [start, *words, "Give a batch (arrays", "register_batch_type", "ONE_TO_ALL"]
+    start = "C.m splits batches by Split('dp'), but no argument is a batch: "
+    words = [start, *words, "Pass a batch (arrays", "register_batch_type", "ONE_TO_ALL"]
     assert [word for word in words if word not in str(caught.value)] == []
 
 
@@ -409,7 +409,7 @@ def test_a_nested_tensor_in_the_strided_layout_is_split_where_each_rank_gets_a_r
     sent_by = pack_one(nested, Mesh(dp=2), Split("dp", pad=True))
 
     assert [arguments(sent_by, rank)[0].unbind()[0].tolist() for rank in (0, 1)] == [[1, 1, 1]] * 2
-    with pytest.raises(BatchError, match=r"argument 'x' of C.m: a nested tensor in .* cannot be sent without rows, .*"):
+    with pytest.raises(BatchError, match=r"argument 'x' of C.m: a nested tensor in .* cannot have 0 rows, which .*"):
         pack_one(nested, Mesh(dp=2))
 
 
@@ -450,23 +450,24 @@ def test_a_lazy_stack_of_fewer_rows_than_ranks_comes_back():
     ("bound", "outgoing", "rules", "error", "message"),
     [
         ({"x": [1, 2, 3]}, PerRank(), {}, ArgumentError,
-         "argument 'x' of C.m has 3 values for 2 ranks; give one value per rank"),
+         "argument 'x' of C.m has 3 values for 2 ranks; pass one value per rank"),
         ({"x": 5}, PerRank(), {}, ArgumentError,
-         "argument 'x' of C.m takes a sequence with one value per rank, not int; for 2 ranks give a list of 2 values"),
-        ({"x": "ab"}, PerRank(), {}, ArgumentError, "not str; for 2 ranks give a list of 2 values"),
-        ({"x": np.arange(2)}, PerRank(), {}, ArgumentError, "not ndarray; for 2 ranks give a list of 2 values"),
+         "argument 'x' of C.m must be a sequence with one value per rank, got int; for 2 ranks pass a list of 2 "
+         "values"),
+        ({"x": "ab"}, PerRank(), {}, ArgumentError, "got str; for 2 ranks pass a list of 2 values"),
+        ({"x": np.arange(2)}, PerRank(), {}, ArgumentError, "got ndarray; for 2 ranks pass a list of 2 values"),
         ({"x": [1, 2], "y": [1, 2, 3]}, Split("dp"), {}, BatchError,
          "C.m got batches of unequal row counts: 'x' has 2, 'y' has 3; make them equal, or declare "
          "arguments={'y': Broadcast()}"),
         ({"x": (1, 2)}, Broadcast(), {"x": Split("dp")}, BatchError,
-         "argument 'x' of C.m is to be split, but tuple has no rows; give a batch, or declare "
+         "argument 'x' of C.m cannot be split: tuple has no rows; pass a batch, or declare "
          "arguments={'x': Broadcast()}"),
         ({"x": {"a": [1], "b": 2}}, Split("dp"), {}, BatchError,
          "argument 'x' of C.m: a dict mixes batches with other values: 'a' has 1 rows, 'b' is int without rows; keep "
-         "only batches of equal length in it, or declare the whole with register(..., arguments={'x': Broadcast()})"),
+         "only batches of equal length in it, or broadcast all of it with register(..., arguments={'x': Broadcast()})"),
         ({"x": {"a": [1], "b": [1, 2]}}, Split("dp"), {}, BatchError,
          "argument 'x' of C.m: a dict has batches of unequal row counts: 'a' has 1, 'b' has 2; keep only batches of "
-         "equal length in it, or declare the whole with register(..., arguments={'x': Broadcast()})"),
+         "equal length in it, or broadcast all of it with register(..., arguments={'x': Broadcast()})"),
         ({"x": [1]}, Split("ep"), {}, MeshError, "Mesh(dp=2) has no axis 'ep', only 'dp'"),
     ],
 )  # fmt: skip
@@ -481,8 +482,8 @@ def test_mistakes_name_the_argument_and_both_numbers(bound, outgoing, rules, err
 @pytest.mark.parametrize(
     ("mistake", "error", "message"),
     [
-        (lambda: plan("DP_PROTO", Mesh(dp=2), -1), BatchError, "a batch has 0 rows or more, not -1"),
-        (lambda: plan("DP", Mesh(dp=2), 1), ProtocolError, "no transfer protocol is called 'DP'"),
+        (lambda: plan("DP_PROTO", Mesh(dp=2), -1), BatchError, "rows must be a non-negative number, got -1"),
+        (lambda: plan("DP", Mesh(dp=2), 1), ProtocolError, "unknown transfer protocol 'DP'; use one of ONE_TO_ALL"),
         (
             lambda: plan(TransferProtocol(Split("ep"), Gather()), Mesh(dp=2), 1),
             MeshError,
@@ -494,7 +495,7 @@ def test_mistakes_name_the_argument_and_both_numbers(bound, outgoing, rules, err
         (
             lambda: plan({"dispatch_fn": print, "collect_fn": print}, Mesh(dp=2), 1),
             ProtocolError,
-            "only a TransferProtocol can be planned",
+            "a custom protocol cannot be planned, because its dispatch_fn runs at the call; pass a TransferProtocol",
         ),
     ],
 )

@@ -114,7 +114,7 @@ class Opaque:
 def test_a_call_without_a_batch_is_refused(cutter, table, words):
     with pytest.raises(bm.BatchError) as refused:
         cutter.echo(table)
-    assert f"Cutter.echo splits batches by Split('dp'), but got none: {words}" in str(refused.value)
+    assert f"Cutter.echo splits batches by Split('dp'), but no argument is a batch: {words}" in str(refused.value)
     with pytest.raises(bm.BatchError, match=r"arguments=\{'table': Broadcast\(\), 'config': Broadcast\(\)\}"):
         cutter.echo.submit(table, config=0.5)
 

@@ -150,8 +150,8 @@ def test_an_unknown_name_lists_the_known_ones(name):
     with pytest.raises(ProtocolError) as caught:
         Dispatch.named(name)
     assert str(caught.value) == (
-        f"no transfer protocol is called {name!r}; there are ONE_TO_ALL, 3D_PROTO, 3D_ALL_MICRO_DP, 3D_PP_ONLY, "
-        "DP_PROTO, ALL_TO_ALL, or give a TransferProtocol"
+        f"unknown transfer protocol {name!r}; use one of ONE_TO_ALL, 3D_PROTO, 3D_ALL_MICRO_DP, 3D_PP_ONLY, "
+        "DP_PROTO, ALL_TO_ALL, or a TransferProtocol"
     )
 
 
@@ -161,44 +161,60 @@ def test_an_unknown_name_lists_the_known_ones(name):
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (lambda: Split(), 'Split needs an axis to cut over, for example Split("dp")'),
+        (lambda: Split(), 'Split requires at least one axis, for example Split("dp")'),
         (lambda: Split("dp", "tp", "dp"), "Split names axis 'dp' twice"),
-        (lambda: Split(("dp", "tp")), "Split takes names of axes, not ('dp', 'tp')"),
-        (lambda: Concat(), 'Concat needs an axis to join over, for example Concat("dp")'),
-        (lambda: Concat("dp", dp=0), "Concat both joins over axis 'dp' and fixes dp=0; drop one of them"),
-        (lambda: Reduce("sum", "tp", tp=1), "Reduce both joins over axis 'tp' and fixes tp=1; drop one of them"),
-        (lambda: Gather(0), "Gather takes names of axes, not 0"),
-        (lambda: Only(tp="0"), "Only(tp='0'): a coordinate is an integer, for example tp=0"),
-        (lambda: Only(tp=False), "Only(tp=False): a coordinate is an integer, for example tp=0"),
-        (lambda: Reduce("prod"), "Reduce does not know 'prod'; use 'sum', 'mean', 'min', 'max' or a function"),
+        (lambda: Split(("dp", "tp")), "the axes of Split must be strings, got ('dp', 'tp')"),
+        (lambda: Concat(), 'Concat requires at least one axis, for example Concat("dp")'),
+        (lambda: Concat("dp", dp=0), "Concat joins over axis 'dp' and also fixes dp=0; remove one of them"),
+        (lambda: Reduce("sum", "tp", tp=1), "Reduce joins over axis 'tp' and also fixes tp=1; remove one of them"),
+        (lambda: Gather(0), "the axes of Gather must be strings, got 0"),
+        (lambda: Only(tp="0"), "the coordinate tp of Only must be an integer, got '0'"),
+        (lambda: Only(tp=False), "the coordinate tp of Only must be an integer, got False"),
+        (
+            lambda: Reduce("prod"),
+            "the operation of Reduce must be 'sum', 'mean', 'min', 'max' or a function, got 'prod'",
+        ),
         (
             lambda: TransferProtocol(Concat("dp"), Concat("dp")),
-            "Concat('dp') does not say how arguments go out; use Split, Broadcast or PerRank",
+            "outgoing must be a Split, Broadcast or PerRank, got Concat('dp')",
         ),
         (
             lambda: TransferProtocol(Broadcast(), Broadcast()),
-            "Broadcast() does not say what comes back; use Concat, Gather, Reduce or Only, or several",
+            "incoming must be a Concat, Gather, Reduce or Only, or a tuple of them, got Broadcast()",
         ),
-        (lambda: TransferProtocol(Broadcast(), ()), "() does not say what comes back"),
+        (
+            lambda: TransferProtocol(Broadcast(), ()),
+            "incoming must be a Concat, Gather, Reduce or Only, or a tuple of them, got ()",
+        ),
         (
             lambda: TransferProtocol(Broadcast(), (Only(), (Only(),))),
-            "(Only(), (Only(),)) does not say what comes back",
+            "incoming must be a Concat, Gather, Reduce or Only, or a tuple of them, got (Only(), (Only(),))",
         ),
-        (lambda: TransferProtocol(Broadcast(), [Only()]), "[Only()] does not say what comes back"),
+        (lambda: TransferProtocol(Broadcast(), [Only()]), "or a tuple of them, got [Only()]"),
         (
             lambda: Reduce("mean", weights="tokens"),
-            "Reduce weighs by 'rows' or, with None, not at all, but not by 'tok",
+            "weights of Reduce must be 'rows' or None, got 'tokens'",
         ),
-        (lambda: Reduce("sum", weights="rows"), "Reduce weighs a 'mean', but not 'sum'; drop weights='rows'"),
-        (lambda: Reduce(max, weights="rows"), "Reduce weighs a 'mean', but not <built-in function max>; drop weights"),
-        (lambda: as_protocol(7), "7 is no transfer protocol; give a Dispatch member, its name, a TransferProtocol"),
+        (
+            lambda: Reduce("sum", weights="rows"),
+            "Reduce supports weights only for 'mean', got 'sum'; remove weights='rows'",
+        ),
+        (
+            lambda: Reduce(max, weights="rows"),
+            "Reduce supports weights only for 'mean', got <built-in function max>; remove",
+        ),
+        (
+            lambda: as_protocol(7),
+            "a transfer protocol must be a Dispatch member, its name, a TransferProtocol, or "
+            "{'dispatch_fn': ..., 'collect_fn': ...}, got 7",
+        ),
         (
             lambda: as_protocol({"dispatch_fn": print}),
-            "a custom protocol has the keys 'dispatch_fn' and 'collect_fn', not ['dispatch_fn']",
+            "a custom protocol must have the keys 'dispatch_fn' and 'collect_fn', got ['dispatch_fn']",
         ),
         (
             lambda: as_protocol({"dispatch_fn": print, "collect_fn": "print"}),
-            "collect_fn of a custom protocol is not callable: 'print'",
+            "collect_fn of a custom protocol must be callable, got 'print'",
         ),
     ],
 )
@@ -210,9 +226,9 @@ def test_contradictions_are_refused(mistake, message):
 
 @pytest.mark.parametrize("incoming", [Gather(), Only(), Reduce("mean"), (Gather(), Only())], ids=repr)
 def test_padding_needs_concat(incoming):
-    with pytest.raises(ProtocolError, match="collect with Concat, or leave pad out: uneven parts are fine"):
+    with pytest.raises(ProtocolError, match="collect with Concat, or omit pad: parts may be uneven"):
         TransferProtocol(Split("dp", pad=True), incoming)
-    with pytest.raises(ProtocolError, match="cannot take the padding out again"):
+    with pytest.raises(ProtocolError, match=r"adds padding, but .* cannot remove it"):
         register(TransferProtocol(Broadcast(), incoming), arguments={"x": Split("dp", pad=True)})(lambda self, x: x)
 
 
@@ -226,8 +242,8 @@ BY_ROWS = Reduce("mean", weights="rows")
 @pytest.mark.parametrize(
     ("protocol", "rules", "splits"),
     [
-        (TransferProtocol(Broadcast(), BY_ROWS), {}, "none"),
-        (TransferProtocol(Broadcast(), (Only(), BY_ROWS)), {"x": PerRank()}, "none"),
+        (TransferProtocol(Broadcast(), BY_ROWS), {}, "no Split"),
+        (TransferProtocol(Broadcast(), (Only(), BY_ROWS)), {"x": PerRank()}, "no Split"),
         (TransferProtocol(Split("dp"), BY_ROWS), {"x": Split("tp")}, "Split('dp') and Split('tp')"),
     ],
 )
@@ -236,8 +252,10 @@ def test_weights_need_one_split(protocol, rules, splits):
 
     with pytest.raises(ProtocolError) as caught:
         register(protocol, arguments=rules)(step)
-    assert "step collects by Reduce('mean', weights='rows'), which weighs by the rows of one Split" in str(caught.value)
-    assert f"but its arguments have {splits}; split all batches alike" in str(caught.value)
+    assert "step collects with Reduce('mean', weights='rows'), which needs exactly one Split to weight" in str(
+        caught.value
+    )
+    assert f"but its arguments have {splits}; split batches over the same axes" in str(caught.value)
     register(TransferProtocol(Broadcast(), BY_ROWS), arguments={"x": Split("dp")})(step)
 
 

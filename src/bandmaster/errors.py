@@ -1,4 +1,4 @@
-"""Every exception this library raises, sorted by whose fault it was.
+"""The exceptions of this library, sorted by cause: the caller, the worker's code, or the environment.
 
 ::
 
@@ -11,14 +11,14 @@
     │   └── ClosedError               (RuntimeError) a pool or group that was closed
     ├── RemoteError                 the worker's code: a method raised   (RuntimeError)
     │   ├── ConstructorError          … in ``__init__``
-    │   └── CollectError              … or returned what cannot be sent or joined  (TypeError)
-    ├── PlacementError              the world: not enough room            (RuntimeError)
-    ├── ResourceError               the world: no memory, processes, …    (OSError)
-    ├── WorkerDied                  the world: a process is gone          (RuntimeError)
-    ├── CallTimeout                 the world: no answer in time          (TimeoutError)
-    └── CallCancelled               the caller cancelled the call           (RuntimeError)
+    │   └── CollectError              … or returned a value that cannot be sent or joined  (TypeError)
+    ├── PlacementError              the environment: not enough free resources  (RuntimeError)
+    ├── ResourceError               the environment: no memory, processes, …    (OSError)
+    ├── WorkerDied                  the environment: a worker process ended     (RuntimeError)
+    ├── CallTimeout                 the environment: no reply in time           (TimeoutError)
+    └── CallCancelled               the caller cancelled the call               (RuntimeError)
 
-Every leaf is also the honest builtin named beside it, so ``except ValueError`` works as one would hope.
+Every leaf also inherits the builtin exception named beside it, so that ``except ValueError`` catches a `MeshError`.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ __all__ = [
 
 
 class BandmasterError(Exception):
-    """The root of the tree."""
+    """Base class of all exceptions of this library."""
 
 
 class UsageError(BandmasterError):
-    """The caller asked for something that cannot be; nothing was sent."""
+    """The caller made an invalid request; nothing was sent, and the worker group stays usable."""
 
 
 class ArgumentError(UsageError, TypeError):
-    """Arguments that do not fit a method's signature, its protocol, or a pickle."""
+    """Arguments do not match the method's signature or its transfer protocol, or cannot be pickled."""
 
 
 class BatchError(UsageError, ValueError):
-    """A value whose rows cannot be split, padded or joined as asked."""
+    """The rows of a value cannot be split, padded or joined as requested."""
 
 
 class MeshError(UsageError, ValueError):
-    """An axis, a coordinate or a size that a mesh does not have."""
+    """An axis, a coordinate or a size is invalid for a mesh."""
 
 
 class ProtocolError(UsageError, ValueError):
-    """A transfer protocol that is unknown or contradicts itself."""
+    """A transfer protocol is unknown or contradicts itself."""
 
 
 class ClosedError(UsageError, RuntimeError):
-    """A call on a pool or a group that was closed."""
+    """The resource pool or worker group that the caller used is closed."""
 
 
 class _RankError(BandmasterError, RuntimeError):
-    """Something happened on one or more ranks."""
+    """Base class of errors that name one or more failing ranks."""
 
     _verb = "failed"
 
@@ -96,7 +96,7 @@ class _RankError(BandmasterError, RuntimeError):
 
     @staticmethod
     def _order(failure: Failure) -> tuple[Any, ...]:
-        """What decides which failure is named first."""
+        """Sort key of a failure; the message begins with the failure that sorts first."""
         return failure.may_follow
 
     def _message(self) -> Iterator[str]:
@@ -125,43 +125,43 @@ class _RankError(BandmasterError, RuntimeError):
 class RemoteError(_RankError):
     """A method raised on one or more ranks.
 
-    The original exception of the first cause is ``__cause__``; its remote traceback is in the message.
+    ``__cause__`` is the original exception of ``rank``; the message contains its remote traceback.
 
     Attributes:
         method: ``"Class.method"``.
-        group: The group's name.
-        rank: The rank with the first cause: the lowest that failed by itself, not in a collective that another rank
-            left, nor because the controller interrupted it.
-        failures: What happened on each failing rank, by rank; the first cause first, what may follow from it behind.
-        coordinates: Where each failing rank lies on the mesh, by rank.
+        group: Name of the worker group.
+        rank: The rank of the root cause: the lowest rank that failed independently, and neither in a collective
+            that another rank had left, nor because the controller interrupted it.
+        failures: The failure of each failing rank, by rank; the root cause first, possible consequences last.
+        coordinates: The mesh coordinates of each failing rank, by rank.
     """
 
 
 class ConstructorError(RemoteError):
-    """A worker's ``__init__`` raised; the group was not made and its places were given back."""
+    """A worker's ``__init__`` raised; the worker group was not created, and its slots were released."""
 
 
 class CollectError(RemoteError, TypeError):
-    """A method returned, on some rank, what cannot be pickled or what its protocol cannot join."""
+    """A method returned a value that cannot be pickled or unpickled, or that its protocol cannot combine."""
 
 
 class PlacementError(BandmasterError, RuntimeError):
-    """A pool that does not fit, or a place that has no room for one more group."""
+    """A resource pool does not fit on the nodes, or a slot cannot hold another worker group."""
 
 
 class ResourceError(BandmasterError, OSError):
-    """No memory, descriptor, thread or process is left for a call or for a worker; nothing was sent."""
+    """The system has no memory, descriptor, thread or process left for a call or a worker; nothing was sent."""
 
 
 class WorkerDied(_RankError):
-    """A worker process ended while the group still needed it.
+    """A worker process ended while its worker group was open.
 
     Attributes:
-        method: ``"Class.method"`` that was waiting.
-        group: The group's name.
-        rank: The lowest rank that died.
-        failures: What is known of each rank that died or failed, by rank; those that died first.
-        coordinates: Where each of them lies on the mesh, by rank.
+        method: ``"Class.method"`` of the call that failed.
+        group: Name of the worker group.
+        rank: The lowest rank whose process ended.
+        failures: The failure of each rank that died or failed, by rank; ranks that died come first.
+        coordinates: The mesh coordinates of these ranks, by rank.
     """
 
     _verb = "lost its process"
@@ -172,17 +172,17 @@ class WorkerDied(_RankError):
 
 
 class CallTimeout(BandmasterError, TimeoutError):
-    """A call that did not answer in the time given; it can still be waited for, or cancelled.
+    """A call did not complete within its timeout. It still runs: the caller can wait for it again, or cancel it.
 
-    Constructors that take longer than ``start_timeout`` raise it too. Then the workers were ended, and there is no
-    ``future``.
+    Also raised for constructors that take longer than ``start_timeout``. Their worker processes have been ended, and
+    ``future`` is None.
 
     Attributes:
         method: ``"Class.method"``.
-        missing: The ranks that have not answered.
-        stacks: Where each of them is: its Python stack, innermost frame last; without those that could not be had.
-        future: The call, for ``future.result()`` or ``future.cancel()``; None after a pickle, and for a constructor,
-            whose worker is ended.
+        missing: The ranks without a reply.
+        stacks: The Python stacks of these ranks, by rank, innermost frame last; ranks whose stack could not be read
+            are omitted.
+        future: The call, for ``future.result()`` or ``future.cancel()``; None for constructors, and after unpickling.
     """
 
     def __init__(
@@ -199,14 +199,14 @@ class CallTimeout(BandmasterError, TimeoutError):
         ranks_by_stack: dict[str, list[str]] = {}
         for rank, stack in self.stacks.items():
             ranks_by_stack.setdefault(stack, []).append(str(rank))
-        shown = [f"\n--- rank {', '.join(ranks)} is at ---\n{text}" for text, ranks in ranks_by_stack.items()]
+        shown = [f"\n--- stack of rank {', '.join(ranks)} ---\n{text}" for text, ranks in ranks_by_stack.items()]
         super().__init__(
-            f"{method} has no answer from rank {', '.join(map(str, missing))} after {timeout_s:g} s; "
+            f"{method} got no reply from rank {', '.join(map(str, missing))} within {timeout_s:g} s; "
             f"{what_next}{''.join(shown)}"
         )
 
     def but(self, what_next: str) -> CallTimeout:
-        """The same error with other advice."""
+        """A copy of this error whose message ends with other advice."""
         return type(self)(self.method, self.missing, self._timeout_s, self.stacks, what_next)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -214,4 +214,4 @@ class CallTimeout(BandmasterError, TimeoutError):
 
 
 class CallCancelled(BandmasterError, RuntimeError):
-    """The result of a call that was cancelled with `Future.cancel`, or by Ctrl-C while it was waited for."""
+    """The call was cancelled with `Future.cancel`, or by Ctrl-C while the controller waited for it."""

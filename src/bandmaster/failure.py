@@ -1,4 +1,4 @@
-"""What went wrong on one rank, as plain data that any process can unpickle."""
+"""`Failure` describes an error on one rank as plain data that any process can unpickle."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ import cloudpickle
 
 __all__ = ["N_LAST_LINES", "Failure", "FailureKind", "reraise_if_from_signal", "summary_of"]
 
-N_LAST_LINES = 60  # of standard error, shown of a process that has died: Ray and C libraries end with long dumps
+N_LAST_LINES = 60  # of the standard error of a process that died; Ray and C libraries end with long dumps
 
 
 class FailureKind(Enum):
-    """Whose code failed on the rank."""
+    """The cause of a failure on a rank."""
 
     RAISED = "raised"  # the user's method or constructor
-    RESULT = "result"  # the method returned what cannot be pickled or joined
-    DIED = "died"  # the process is gone
-    CANCELLED = "cancelled"  # the controller interrupted or ended it: the call was cancelled, or had failed elsewhere
+    RESULT = "result"  # the method returned a value that cannot be pickled or joined
+    DIED = "died"  # the worker process ended
+    CANCELLED = "cancelled"  # the controller interrupted or ended the rank, because of a cancel or a failure elsewhere
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's failure.
+    """The failure of one rank.
 
     Attributes:
-        kind: Whose code failed.
-        summary: The exception's type and message.
-        traceback: The remote traceback as text, without this library's own outermost frames.
-        exception: The original exception; None when it cannot be pickled or unpickled.
-        host: Name of the host it happened on, "" when it is not known.
-        pid: The process it happened in, 0 when it is not known.
-        device: Of the worker, "" when it is not known.
-        in_collective: Whether torch.distributed raised it: then it may only follow from another rank's failure.
-        at: When, in seconds since the epoch on that host; 0 when it is not known.
+        kind: The cause of the failure.
+        summary: Type and message of the exception.
+        traceback: The remote traceback as text, without this library's outermost frames.
+        exception: The original exception; None if it cannot be pickled or unpickled.
+        host: Host name of the failing process; "" if unknown.
+        pid: Process id of the failing process; 0 if unknown.
+        device: Device of the worker; "" if unknown.
+        in_collective: Whether torch.distributed raised the exception, so that it may be a consequence of another
+            rank's failure.
+        at: Time of the failure in seconds since the epoch, by the clock of its host; 0 if unknown.
     """
 
     kind: FailureKind
@@ -57,7 +58,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, kind: FailureKind = FailureKind.RAISED, device: str = "") -> Failure:
-        """Describe ``error``, raised in this process."""
+        """The failure for an exception that was raised in the current process."""
         text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
         summary = summary_of(error)
         in_collective = _COLLECTIVES in _innermost_file(error.__traceback__)
@@ -66,26 +67,34 @@ class Failure:
 
     @classmethod
     def of_death(cls, summary: str, last_errors: str, host: str, pid: int, device: str) -> Failure:
-        """Describe how another process ended, with the last that it wrote to standard error."""
-        text = f"{summary}; the last it wrote to standard error:\n{last_errors}" if last_errors else summary
+        """The failure for a worker process that ended.
+
+        Args:
+            summary: How the process ended, such as ``"killed by SIGKILL"``.
+            last_errors: The last lines that it wrote to standard error.
+            host: Host name of the process.
+            pid: Its process id.
+            device: Device of the worker.
+        """
+        text = f"{summary}; its last lines on standard error:\n{last_errors}" if last_errors else summary
         return cls(FailureKind.DIED, text, host=host, pid=pid, device=device, at=time.time())
 
     @property
     def may_follow(self) -> tuple[bool, bool, float]:
-        """To sort by: what can be the first cause comes before what another rank's failure may have led to."""
+        """Sort key that puts possible root causes before possible consequences of another rank's failure."""
         return self.kind is FailureKind.CANCELLED, self.in_collective, self.at if self.in_collective else 0.0
 
     @classmethod
     def unreadable(cls, error: BaseException, was_interrupted: bool = False) -> Failure:
-        """Describe why the controller cannot unpickle what a method returned.
+        """The failure for a return value that the controller cannot unpickle.
 
         Args:
-            error: What was raised.
-            was_interrupted: Whether the same value has raised `KeyboardInterrupt` before. Then one more is the value's
-                own doing, not that of Ctrl-C.
+            error: The exception that unpickling raised.
+            was_interrupted: Whether unpickling the same value has raised `KeyboardInterrupt` before. A repeated one
+                comes from the value, not from Ctrl-C.
 
         Raises:
-            BaseException: ``error`` itself, if it was a signal that interrupted the controller there.
+            BaseException: ``error`` itself, if Ctrl-C or a signal handler raised it.
         """
         if not (was_interrupted and isinstance(error, KeyboardInterrupt)):
             reraise_if_from_signal(error)
@@ -103,7 +112,7 @@ _PACKAGE = f"{os.path.dirname(__file__)}{os.sep}"
 
 
 def _user_frames(frames: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame that is not this library's on; all of it when there is no other."""
+    """The traceback without this library's outermost frames; the whole traceback if it has no other frames."""
     rest = frames
     while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         rest = rest.tb_next
@@ -117,15 +126,15 @@ def _innermost_file(frames: TracebackType | None) -> str:
 
 
 def summary_of(error: BaseException) -> str:
-    """The type and message of an exception, also of one whose ``__str__`` raises."""
+    """Type and message of an exception in one text; works for exceptions whose ``__str__`` raises, too."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 def reraise_if_from_signal(error: BaseException) -> None:
-    """Raise an exception again if Ctrl-C or another signal's handler, when that is a function, has raised it.
+    """Raise ``error`` again if it is a KeyboardInterrupt, or if the Python function that handles a signal raised it.
 
-    Pickling and unpickling run the user's code, which may raise anything: what it raises belongs to the value. But a
-    handler that ends the program, for SIGTERM say, raises its SystemExit wherever the program is, there too.
+    Pickling and unpickling run the user's code, whose exceptions belong to the pickled value. A signal handler can
+    raise at the same place, for example a SystemExit on SIGTERM; its exception must end the program.
     """
     if isinstance(error, Exception):
         return
@@ -139,7 +148,7 @@ def reraise_if_from_signal(error: BaseException) -> None:
 def _dump(error: BaseException | None) -> bytes | None:
     try:
         return None if error is None else cloudpickle.dumps(error)
-    except BaseException as why:  # the user's exception may hold anything; its text has been taken already
+    except BaseException as why:  # the exception may hold any value; the failure already has its text
         reraise_if_from_signal(why)
         return None
 

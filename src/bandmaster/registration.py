@@ -186,22 +186,22 @@ def register(
     blocking: bool = True,
     arguments: Mapping[str, Outgoing] | None = None,
 ) -> Any:
-    """Make a worker's method callable on the whole worker group.
+    """Make a method of a worker class callable on the whole worker group.
 
     Args:
-        dispatch_mode: How arguments are distributed and results combined: a `Dispatch` member, its name in either
-            spelling (``"3D_PROTO"``), a `TransferProtocol`, or ``{"dispatch_fn": f, "collect_fn": g}``.
-        execute_mode: ``Execute.ALL``, or ``Execute.RANK_ZERO``: rank 0 gets the arguments as they are and its plain
-            value comes back.
+        dispatch_mode: The transfer protocol: a `Dispatch` member, its Python name or its name in the paper
+            (``"3D_PROTO"``), a `TransferProtocol`, or ``{"dispatch_fn": f, "collect_fn": g}`` (see `Custom`).
+        execute_mode: ``Execute.ALL`` runs the method on all ranks. ``Execute.RANK_ZERO`` runs it on rank 0 alone, with
+            the arguments unsplit, and returns its value.
         blocking: Whether the group's method waits for the result; if not, it returns a `Future`.
-        arguments: How single arguments are distributed, by parameter name, in place of the protocol's own rule.
+        arguments: Dispatch rules of single arguments, by parameter name; they override that of the protocol.
 
     Returns:
         A decorator that marks the method and returns it unchanged.
 
     Raises:
-        ProtocolError: An unknown protocol (the known ones are listed), one that contradicts itself, or a
-            parameter that the method does not have.
+        ProtocolError: The protocol is unknown (the message lists the known names) or contradicts itself, or
+            ``arguments`` names a parameter that the method does not have.
 
     Example:
         >>> from bandmaster import Broadcast, Worker
@@ -214,11 +214,11 @@ def register(
                             f"above {dispatch_mode.__name__}")  # fmt: skip
     protocol = as_protocol(dispatch_mode)
     if not isinstance(execute_mode, Execute):
-        raise ProtocolError(f"execute_mode is Execute.ALL or Execute.RANK_ZERO, not {execute_mode!r}")
+        raise ProtocolError(f"execute_mode must be Execute.ALL or Execute.RANK_ZERO, got {execute_mode!r}")
     if isinstance(protocol, Custom) and (execute_mode is Execute.RANK_ZERO or arguments):
-        raise ProtocolError("a custom dispatch_fn decides about all arguments and ranks itself; drop "
+        raise ProtocolError("a custom dispatch_fn assigns all arguments to ranks itself; remove "
                             "execute_mode=Execute.RANK_ZERO and arguments=, or use a TransferProtocol")  # fmt: skip
     if not isinstance(arguments, Mapping | None):
-        raise ProtocolError(f"arguments= is a dict of transfers by parameter name, not {arguments!r}")
+        raise ProtocolError(f"arguments must be a dict of dispatch rules by parameter name, got {arguments!r}")
     registration = Registration(protocol, execute_mode, blocking, dict(arguments or {}))
     return partial(mark, registration=registration)

@@ -1,4 +1,4 @@
-"""`Worker`, the base of users' classes, and `register`, which says how a method's calls travel."""
+"""`Worker`, the base class of worker classes, and `register`, which sets the transfer protocol of a method."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _MARK = "__bandmaster_registration__"
 
 
 class Worker:
-    """Base class of what runs on every rank.
+    """Base class of worker classes. Each rank of a worker group has one instance.
 
     The attributes below are set before ``__init__`` of the subclass runs, whether or not it calls
-    ``super().__init__()``. A worker with a process of its own also finds ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
-    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its environment, so that
+    ``super().__init__()``. On backends with worker processes, ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set in the environment, so that
     ``torch.distributed.init_process_group()`` needs no arguments.
 
     Attributes:
-        rank: Number of this worker in its group, 0 … world_size-1.
-        world_size: Number of workers of the group.
-        local_rank: Number of this worker among those of the group on its node.
-        local_world_size: Number of workers of the group on this node.
-        node_rank: Number of the node in the pool.
-        device: ``"cpu"``, or the worker's own GPU as torch names it, such as ``"cuda:0"``.
-        mesh: The group's mesh.
-        coordinates: Where this rank lies on the mesh, by axis.
+        rank: Index of this worker in its group, 0 … world_size-1.
+        world_size: Number of workers in the group.
+        local_rank: Index of this worker among the group's workers on its node.
+        local_world_size: Number of the group's workers on its node.
+        node_rank: Index of its node in the resource pool.
+        device: ``"cpu"``, or the worker's own GPU by its torch name, such as ``"cuda:0"``.
+        mesh: The mesh of the group.
+        coordinates: The coordinate of this rank on every axis of the mesh, by axis name.
     """
 
     rank: int
@@ -74,28 +74,29 @@ class Worker:
         mesh: Mesh
 
     def __init__(self) -> None:
-        """Nothing to do: the attributes are there already."""
+        """Do nothing: the attributes are already set."""
 
 
 class ClassLoading:
-    """Whether this thread is loading a worker's class, and with it importing the modules that it comes from.
+    """Context manager that marks the current thread as loading a worker class, which may import the class's module.
 
-    A module that makes a pool when it is imported would then make workers that import it, and so on for ever.
+    It prevents endless recursion: a module that creates workers at import would start workers that import the module,
+    and so on.
     """
 
     _thread = threading.local()
 
     @classmethod
     def check(cls) -> None:
-        """Refuse to make workers while this thread loads a worker's class.
+        """Check that the current thread may create workers.
 
         Raises:
-            UsageError: It does.
+            UsageError: The thread is loading a worker class.
         """
         if getattr(cls._thread, "is_loading", False):
             raise UsageError(
-                "a worker imports the module of its class, and that module makes workers when it is imported; put "
-                "what makes them into a function, or under if __name__ == '__main__':"
+                "the module of a worker class creates workers when it is imported, and every worker imports it; move "
+                "the code that creates them into a function, or under if __name__ == '__main__':"
             )
 
     def __enter__(self) -> None:
@@ -107,7 +108,7 @@ class ClassLoading:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker knows of itself before it is constructed; field for field the attributes of `Worker`."""
+    """Values for the attributes of a `Worker` of the same names; known before the worker is constructed."""
 
     rank: int
     world_size: int
@@ -118,18 +119,29 @@ class WorkerContext:
     mesh: Mesh
 
     def environment(self) -> dict[str, str]:
-        """The usual variables, but for the rendezvous."""
+        """``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, as environment variables."""
         names = ("rank", "world_size", "local_rank", "local_world_size")
         return {name.upper(): str(getattr(self, name)) for name in names}
 
 
 def make_worker(cls: type[Worker], context: WorkerContext, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Worker:
-    """Construct a worker whose attributes are set before its ``__init__`` runs."""
+    """Construct a worker, and set its attributes before its ``__init__`` runs.
+
+    Args:
+        cls: The worker class.
+        context: Values of the attributes.
+        args: Positional arguments of ``__init__``.
+        kwargs: Keyword arguments of ``__init__``.
+
+    Raises:
+        TypeError: ``__init__`` returned a value.
+        Exception: Raised by ``__new__`` or ``__init__`` of the class.
+    """
     takes_arguments = cls.__new__ is not object.__new__
     worker = cls.__new__(cls, *args, **kwargs) if takes_arguments else cls.__new__(cls)
     vars(worker).update(vars(context), coordinates=context.mesh.coordinates(context.rank))
     outcome: object = worker.__init__(*args, **kwargs)  # type: ignore[misc]  # the subclass has its own signature
-    if outcome is not None:  # as Python says when it calls a class; it may be a coroutine that nothing has run
+    if outcome is not None:  # Python's own check; a coroutine, for example, has not run
         raise TypeError(f"{cls.__name__}.__init__() should return None, not {type(outcome).__name__!r}")
     return worker
 
@@ -137,7 +149,7 @@ def make_worker(cls: type[Worker], context: WorkerContext, args: tuple[Any, ...]
 class ClassWithInitArgs:
     """A worker class together with the arguments of its constructor.
 
-    Needed where these clash with `WorkerGroup`'s own parameters; otherwise they can be given to the group.
+    Needed only if their names clash with parameters of `WorkerGroup`, which otherwise accepts the arguments itself.
 
     Args:
         cls: A subclass of `Worker`, plain or wrapped by ``@ray.remote``.
@@ -157,7 +169,14 @@ class ClassWithInitArgs:
 
 @dataclass(frozen=True)
 class Registration:
-    """What `register` was told about a method."""
+    """The arguments of `register` for one method.
+
+    Attributes:
+        protocol: The transfer protocol, or the user's pair of functions.
+        execute: The ranks that run the method.
+        is_blocking: Whether the group's method waits for the result.
+        arguments: Dispatch rules of single arguments, by parameter name.
+    """
 
     protocol: TransferProtocol[Any, Any] | Custom
     execute: Execute = Execute.ALL
@@ -166,27 +185,27 @@ class Registration:
 
 
 def mark(method: Any, registration: Registration) -> Any:
-    """Note on a function, or on what a class method or static method wraps, how its calls travel; returns it.
+    """Mark a function, or the function that a class method or static method wraps; returns ``method`` itself.
 
     Raises:
-        ProtocolError: It is not a function, or the registration names a parameter that it does not have.
+        ProtocolError: ``method`` is not a function, or the registration names a parameter that it does not have.
     """
     function = _function_of(method)
     if not callable(function):
-        raise ProtocolError(f"@register marks a function, got {method!r}; write it right above the def")
+        raise ProtocolError(f"@register must decorate a function, got {method!r}; write it directly above the def")
     _check_arguments(function, registration)
     setattr(function, _MARK, registration)
     return method
 
 
 def registrations(cls: type[Worker]) -> dict[str, Registration]:
-    """The registered methods of a worker class, inherited ones included, by name."""
+    """The registrations of the methods of a worker class, inherited methods included, by method name."""
     found = {name: getattr(_function_of(inspect.getattr_static(cls, name)), _MARK, None) for name in dir(cls)}
     return {name: registration for name, registration in found.items() if isinstance(registration, Registration)}
 
 
 def _function_of(method: Any) -> Any:
-    """What `classmethod` and `staticmethod` wrap; anything else itself."""
+    """The function inside a `classmethod` or `staticmethod`; other values unchanged."""
     return method.__func__ if isinstance(method, classmethod | staticmethod) else method
 
 
@@ -195,9 +214,9 @@ def _check_arguments(method: Callable[..., Any], registration: Registration) -> 
     names = [name for name in inspect.signature(method).parameters if name not in ("self", "cls")]
     for name, rule in registration.arguments.items():
         if name not in names:
-            raise ProtocolError(f"{method.__qualname__} has no parameter {name!r} to transfer, only {names}")
+            raise ProtocolError(f"arguments names {name!r}, but {method.__qualname__} has only the parameters {names}")
         if not isinstance(rule, Outgoing):
-            raise ProtocolError(f"{rule!r} does not say how {name!r} goes out; use Split, Broadcast or PerRank")
+            raise ProtocolError(f"the rule of argument {name!r} must be a Split, Broadcast or PerRank, got {rule!r}")
     protocol, rules = registration.protocol, list(registration.arguments.values())
     if isinstance(protocol, Custom):
         return
@@ -205,5 +224,5 @@ def _check_arguments(method: Callable[..., Any], registration: Registration) -> 
         check_padding(rule, protocol)
     padded = {rule for rule in (*rules, protocol.outgoing) if isinstance(rule, Split) and rule.pad}
     if len(padded) > 1:
-        raise ProtocolError(f"{method.__qualname__} pads in more than one way ({padded}); pad over the same axes")
+        raise ProtocolError(f"{method.__qualname__} has different padded splits ({padded}); pad over the same axes")
     check_weights(protocol, rules, method.__qualname__)

@@ -249,7 +249,7 @@ def test_a_worker_that_may_have_no_more_memory(group):
 @pytest.mark.own_processes
 @pytest.mark.parametrize("method", ["spin_on", "sleep_on", "await_on", "hang_in_c_on", "deadlock_on"])
 def test_a_timeout_says_which_ranks_hang_and_where(group, method):
-    with within(10), pytest.raises(CallTimeout, match=r"no answer from rank 0, 2 after 0.5 s") as caught:
+    with within(10), pytest.raises(CallTimeout, match=r"no reply from rank 0, 2 within 0.5 s") as caught:
         getattr(group, method).options(timeout=0.5)([0, 2])
     error = caught.value
     assert error.missing == (0, 2)
@@ -318,14 +318,14 @@ def test_a_call_that_timed_out_can_still_be_waited_for(group):
 @pytest.mark.own_processes
 def test_timeouts_of_the_group_and_of_the_library(group):
     group.set_default_options(timeout=0.2)
-    with pytest.raises(CallTimeout, match=r"after 0\.2 s") as caught:
+    with pytest.raises(CallTimeout, match=r"within 0\.2 s") as caught:
         group.sleep_on([1])
     caught.value.future.cancel()
     group.set_default_options(timeout=None)
     bm.set_default_options(timeout=0.3)
     try:
         assert group.sleep_on([1], seconds=0.5) == [0, 1, 2], "the group says: as long as it takes"
-        with pytest.raises(CallTimeout, match=r"after 0\.1 s"):
+        with pytest.raises(CallTimeout, match=r"within 0\.1 s"):
             group.sleep_on.options(timeout=0.1)([1], seconds=0.5)
     finally:
         bm.set_default_options(timeout=None)
@@ -516,6 +516,6 @@ def test_awaiting_a_call_has_its_timeout(group):
     async def wait():
         return await group.sleep_on.options(timeout=0.3).submit([1])
 
-    with pytest.raises(CallTimeout, match=r"after 0\.3 s") as caught:
+    with pytest.raises(CallTimeout, match=r"within 0\.3 s") as caught:
         asyncio.run(wait())
     caught.value.future.cancel()

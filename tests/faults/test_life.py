@@ -367,7 +367,7 @@ def hang():
     [
         (raise_an_error, bm.ConstructorError, "no weights here"),
         (exit_three, WorkerDied, "rank 1"),
-        (hang, bm.CallTimeout, r"(?s)no answer from rank 0, 1, 2.*in hang"),
+        (hang, bm.CallTimeout, r"(?s)no reply from rank 0, 1, 2.*in hang"),
     ],
 )
 def test_a_constructor_that_fails_frees_those_that_wait_for_it(make_pool, how, error, words):

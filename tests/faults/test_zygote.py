@@ -55,7 +55,7 @@ if case == "deadline":
     error = error_of(lambda: waits(start_timeout=0.3), within=3)
     assert isinstance(error, bm.CallTimeout), error
     assert error.missing == (0, 1)
-    assert "Echo.__init__ has no answer from rank 0, 1 after 0.3 s" in str(error), error
+    assert "Echo.__init__ got no reply from rank 0, 1 within 0.3 s" in str(error), error
     assert "is still importing slow" in str(error), error
     let_it_go_on()
     assert waits(start_timeout=30).echo(1) == [1, 1]

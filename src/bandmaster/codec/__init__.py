@@ -1,10 +1,10 @@
-"""Values to bytes and back: `encode(value) -> Payload -> decode(payload)`, the same on every backend.
+"""Encodes values as payloads and decodes them: `encode(value) -> Payload -> decode(payload)`, for every backend.
 
 ::
 
-    encode(value) ── pickling (pickle protocol 5, cloudpickle where pickle cannot)
-                        ├── arrays, tensors      one buffer each, any layout, writable on arrival
-                        └── cuda_ipc             memory of a GPU that other processes of the host open
+    encode(value) ── pickling (pickle protocol 5, cloudpickle as the fallback)
+                        ├── arrays, tensors      one buffer each, any layout, writable when decoded
+                        └── cuda_ipc             exported tensors: GPU memory that other processes open
 """
 
 from bandmaster.codec.pickling import Payload, decode, encode

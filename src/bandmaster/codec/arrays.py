@@ -1,4 +1,4 @@
-"""How numpy arrays are pickled: any layout, one buffer, writable on arrival whatever they were before."""
+"""Pickles numpy arrays of any layout as one buffer. The decoded array is writable, even if the original is not."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy as np
 
 __all__ = ["is_bare", "reduce_array"]
 
-_PLAIN_KINDS = "biufcSUmMV"  # dtypes whose items are their bytes; not objects, not variable-width strings
+_PLAIN_KINDS = "biufcSUmMV"  # dtype kinds whose items are raw bytes: no objects, no variable-width strings
 
 
 def _has_plain_items(array: Any) -> bool:
-    """Whether its items are their bytes."""
+    """Whether the array's memory holds its items themselves, not references to objects."""
     dtype = array.dtype
     return dtype.kind in _PLAIN_KINDS and not dtype.hasobject and dtype.itemsize > 0
 
 
 def is_bare(array: Any) -> bool:
-    """Whether pickling it involves no other object: its dtype may have fields, and those a class of the user's."""
+    """Whether pickling the array involves no other object. A dtype with fields may refer to a class of the user."""
     return _has_plain_items(array) and not array.dtype.fields
 
 
 def reduce_array(array: Any, export: object) -> Any:
-    """For `pickle.Pickler.reducer_override`: the array's bytes as one buffer; NotImplemented leaves it to numpy."""
+    """Reduce an array to one buffer, for `pickle.Pickler.reducer_override`; NotImplemented leaves it to numpy."""
     if not _has_plain_items(array):
         return NotImplemented
     order = "C"
@@ -42,7 +42,7 @@ def reduce_array(array: Any, export: object) -> Any:
 
 @lru_cache(maxsize=256)
 def _described(dtype: Any) -> Any:
-    """A dtype without fields, shorter where that says it all."""
+    """The short form of a dtype without fields, such as ``"<f4"``; the dtype itself if that loses information."""
     return dtype.str if np.dtype(dtype.str) == dtype else dtype
 
 
@@ -52,7 +52,8 @@ def _buffer_of(array: Any) -> pickle.PickleBuffer:
     raw = array.reshape(-1).view(np.uint8)
     if raw.flags.writeable:
         return pickle.PickleBuffer(raw)
-    # Pickle marks buffers of read-only arrays, and they would be read-only on arrival. Same memory, without the mark.
+    # Pickle records that a buffer is read-only, and the decoded array would be read-only. A ctypes view of the same
+    # memory counts as writable.
     alias = (ctypes.c_ubyte * raw.nbytes).from_address(raw.ctypes.data)
     alias._owner = array  # keeps the memory alive as long as the buffer
     return pickle.PickleBuffer(alias)

@@ -1,12 +1,12 @@
-"""Exported tensors: memory of a GPU that other processes of this host open, by the CUDA driver's own functions.
+"""Exported tensors: GPU memory that other processes of the same host open with functions of the CUDA driver.
 
 ::
 
     controller                                   worker
-    a copy of the tensor, on its GPU ─ handle ─► copied into memory of the worker's own, on the worker's GPU
-    kept until the worker has answered ◄──────── answer
+    copy of the tensor, on its GPU ── handle ─► copied into the worker's own memory, on the worker's GPU
+    kept until the reply arrives ◄───────────── reply
 
-Source: NVIDIA, CUDA Driver API, Memory Management (``cuIpcGetMemHandle`` and its kin).
+Source: NVIDIA, CUDA Driver API, Memory Management (``cuIpcGetMemHandle`` and related functions).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 __all__ = ["CAN_OPEN", "ExportedTensor", "OpenedExports", "can_open", "export"]
 
-CAN_OPEN = "bandmaster.can_open"  # the method by which a worker is asked `can_open`
-_ENABLE_PEER_ACCESS = 1  # from a GPU to another one, where the machine can
+CAN_OPEN = "bandmaster.can_open"  # name of the built-in method that runs `can_open` in a worker
+_ENABLE_PEER_ACCESS = 1  # allows access from another GPU, if the machine supports it
 
 
 class _Handle(ctypes.Structure):
@@ -27,12 +27,12 @@ class _Handle(ctypes.Structure):
 
 
 class ExportedTensor(NamedTuple):
-    """Where other processes find some memory of a GPU, and that memory, which has to be kept while they copy from it.
+    """GPU memory together with its address for other processes. Its owner keeps it until they have copied the memory.
 
     Attributes:
-        handle: Of the allocation that it is part of, as the driver says.
-        offset: In bytes, from the beginning of the allocation.
-        memory: Flat tensor of bytes.
+        handle: The driver's IPC handle of the allocation that contains the memory.
+        offset: Offset of the memory in the allocation, in bytes.
+        memory: The memory, a flat uint8 tensor of shape ``(nbytes,)``.
     """
 
     handle: bytes
@@ -41,36 +41,48 @@ class ExportedTensor(NamedTuple):
 
 
 def export(memory: Any) -> ExportedTensor:
-    """Export flat bytes of a tensor on a GPU. Other processes see what was written to them before.
+    """Export GPU memory; other processes see all writes that were submitted to the current stream before.
+
+    Args:
+        memory: Flat uint8 tensor on a GPU; shared with the result, not copied.
 
     Raises:
-        OSError: The driver refuses: memory of torch's "expandable segments" cannot be exported, for one.
+        OSError: The driver cannot export the memory, for example because torch uses "expandable segments".
     """
     torch, base, handle = sys.modules["torch"], ctypes.c_uint64(), _Handle()
     with torch.cuda.device(memory.device):
-        torch.cuda.current_stream().synchronize()  # which makes torch's context this thread's, too
+        torch.cuda.current_stream().synchronize()  # also makes torch's context current in this thread
         _call("cuMemGetAddressRange_v2", ctypes.byref(base), None, ctypes.c_uint64(memory.data_ptr()))
         _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
     return ExportedTensor(bytes(handle), memory.data_ptr() - base.value, memory)
 
 
 class OpenedExports:
-    """Memory of other processes' GPUs that is open while one message is read."""
+    """The exported tensors of other processes that are open while one message is decoded."""
 
     def __init__(self) -> None:
-        self._opened: dict[bytes, tuple[Any, ctypes.c_uint64]] = {}  # the stream that copies, and where it begins here
+        self._opened: dict[bytes, tuple[Any, ctypes.c_uint64]] = {}  # stream and local address of each open handle
 
     def copy(self, handle: bytes, offset: int, nbytes: int, device: str) -> Any:
-        """Flat bytes on ``device``, this process's own.
+        """Copy exported memory into new memory of this process; the copy is asynchronous until `close`.
+
+        Args:
+            handle: The driver's IPC handle of the exported allocation.
+            offset: Offset in the allocation, in bytes.
+            nbytes: Number of bytes to copy.
+            device: GPU of this process that the copy is made on, such as ``"cuda:0"``.
+
+        Returns:
+            A flat uint8 tensor of shape ``(nbytes,)`` on ``device``.
 
         Raises:
-            OSError: The memory cannot be reached from here.
+            OSError: This process cannot open or copy the memory.
         """
         import torch
 
         with torch.cuda.device(device):
             own, stream = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.cuda.current_stream()
-            stream.query()  # which makes torch's context this thread's
+            stream.query()  # makes torch's context current in this thread
             if handle not in self._opened:
                 base, flags = ctypes.c_uint64(), ctypes.c_uint(_ENABLE_PEER_ACCESS)
                 _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), _Handle.from_buffer_copy(handle), flags)
@@ -81,7 +93,7 @@ class OpenedExports:
         return own
 
     def close(self) -> None:
-        """Wait until all is copied; the exporting process may free its memory then."""
+        """Wait until all copies are complete, and close the memory. The exporting process may then free it."""
         while self._opened:
             _, (stream, base) = self._opened.popitem()
             try:
@@ -92,7 +104,7 @@ class OpenedExports:
 
 
 def can_open(device: str, handle: bytes, offset: int, expected: bytes) -> bool:
-    """Whether exported memory can be opened and copied to ``device``, and reads as expected."""
+    """Whether a copy of exported memory to ``device`` succeeds and equals ``expected``; False for ``"cpu"``."""
     if device == "cpu":
         return False
     opened = OpenedExports()
@@ -102,7 +114,7 @@ def can_open(device: str, handle: bytes, offset: int, expected: bytes) -> bool:
         finally:
             opened.close()
         return bytes(read.cpu().numpy()) == expected
-    except Exception:  # the driver's, torch's, or there is no torch
+    except Exception:  # raised by the driver or by torch, or torch is not installed
         return False
 
 
@@ -117,9 +129,9 @@ def _call(function: str, *args: Any) -> None:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """It is there where torch sees a GPU, with the context that torch uses.
+    """The CUDA driver library, which is installed on every machine where torch can use a GPU.
 
     Raises:
-        OSError: It is not there.
+        OSError: The library is not installed.
     """
     return ctypes.CDLL("libcuda.so.1")

@@ -1,11 +1,11 @@
-"""Values to bytes and back: pickle protocol 5, large buffers out of band, cloudpickle where pickle cannot.
+"""Encodes values with pickle protocol 5 and out-of-band buffers; cloudpickle is the fallback.
 
-The same codec on every backend, so that values are isolated in the same way everywhere::
+Every backend uses this codec, so that values are isolated in the same way on all of them::
 
-    encode(value) -> Payload(head, buffers)      buffers are views of the value's own memory: nothing is copied yet
-    decode(payload) -> value                     arrays and tensors lie in the payload's buffers: nothing is copied
+    encode(value) -> Payload(head, buffers)      buffers are views of the value's memory: not copied
+    decode(payload) -> value                     arrays and tensors use the payload's buffers: not copied
 
-Whoever carries a payload copies its buffers once, into memory that is the receiver's own and writable.
+The transport between the two copies the buffers once, into writable memory that belongs to the receiver.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from bandmaster.codec.arrays import is_bare, reduce_array
 __all__ = ["Payload", "decode", "encode"]
 
 OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
-MAX_PLAIN_ITEMS = 32  # at each depth of a value that needs no pickler of ours
-MAX_ITEMS = 100  # that are looked at to see whether a value is bare
-MAX_CONTAINER_ITEMS = 1000  # of a container in which large bytes are looked for
+MAX_PLAIN_ITEMS = 32  # per depth of a tuple that plain pickle encodes
+MAX_ITEMS = 100  # that `_is_bare` inspects
+MAX_CONTAINER_ITEMS = 1000  # of a container that `_large_bytes` searches
 
-Reducer = Callable[..., Any]  # of a value and ``export``, see `tensors.Export`
+Reducer = Callable[..., Any]  # called with a value and ``export``, see `tensors.Export`
 _OURS = {"bandmaster.codec.arrays", "bandmaster.codec.tensors"}
 _reducers: dict[type, Reducer] = {np.ndarray: reduce_array}
-_bare: dict[type, Callable[[Any], bool]] = {np.ndarray: is_bare}  # whether no other reducer is needed
+_bare: dict[type, Callable[[Any], bool]] = {np.ndarray: is_bare}  # whether pickling the value needs no other reducer
 
 
 class Payload:
@@ -42,8 +42,9 @@ class Payload:
 
     Attributes:
         head: The pickle stream.
-        buffers: The large buffers that it refers to, in order.
-        exports: Exported tensors that it refers to; whoever made it keeps them until its readers have copied them.
+        buffers: The out-of-band buffers of the stream, in order.
+        exports: The exported tensors of the stream; the encoding process keeps them until every reader has copied
+            them.
     """
 
     __slots__ = ("buffers", "exports", "head")
@@ -55,14 +56,14 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all."""
+        """Size of the head and the buffers, in bytes."""
         n_bytes = len(self.head)
         for buffer in self.buffers:
             n_bytes += memoryview(buffer).nbytes
         return n_bytes
 
     def private(self) -> Payload:
-        """The same payload in fresh memory of its own, which its reader may keep and write."""
+        """A copy of the payload with buffers in new writable memory, which belongs to the reader."""
         return Payload(self.head, tuple(bytearray(buffer) for buffer in self.buffers))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
@@ -71,15 +72,15 @@ class Payload:
 
 
 def encode(value: Any, export: tensors.Export | None = None) -> Payload:
-    """Encode a value; the payload's buffers share memory with it, so carry them before the value changes.
+    """Encode a value. The buffers of the payload share memory with it, so send them before the value changes.
 
     Args:
-        value: Anything that can be pickled.
-        export: Exports memory on a GPU, or returns None where the readers cannot open it; by default tensors travel
-            through host memory.
+        value: Any value that pickle or cloudpickle can handle.
+        export: Exports GPU memory; returns None if the readers cannot open it. By default GPU tensors are sent through
+            host memory.
 
     Raises:
-        Exception: Whatever the value's own pickling raises; `pickle.PicklingError` and `TypeError` mostly.
+        Exception: Raised by pickling the value; usually `pickle.PicklingError` or `TypeError`.
     """
     if type(value) in _PLAIN or _is_plain(value):
         return Payload(pickle.dumps(value, protocol=5))
@@ -108,7 +109,7 @@ def encode(value: Any, export: tensors.Export | None = None) -> Payload:
         pickler.dump(value)
     else:
         main = sys.modules.get("__mp_main__")
-        if main is not None and main.__name__ == "__mp_main__":  # the main script, where multiprocessing spawned this
+        if main is not None and main.__name__ == "__mp_main__":  # the main script, in a spawned process
             cloudpickle.register_pickle_by_value(main)
         encoder = _Encoder(stream, protocol=5, buffer_callback=keep)
         encoder.export = try_to_export
@@ -122,14 +123,14 @@ def encode(value: Any, export: tensors.Export | None = None) -> Payload:
 
 
 def decode(payload: Payload, device: str = "cpu") -> Any:
-    """The value; its arrays and tensors lie in the payload's buffers, which must be the reader's own.
+    """Decode a payload. Arrays and tensors of the value share memory with the payload's buffers.
 
     Args:
-        payload: What `encode` made.
-        device: Where tensors go that were on a GPU.
+        payload: A result of `encode` whose buffers have been copied into memory of the reader.
+        device: Device for the tensors that were on a GPU when they were encoded.
 
     Raises:
-        Exception: Whatever the value's own unpickling raises.
+        Exception: Raised by unpickling the value.
     """
     if device == "cpu":
         return pickle.loads(payload.head, buffers=payload.buffers)
@@ -144,11 +145,11 @@ _MAY_HOLD_BYTES = _BYTES | _CONTAINERS
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value needs no pickler of ours: a number, a text, or a tuple of few of them, which may be nested."""
+    """Whether plain `pickle.dumps` suffices: a number, str or None, or a short, possibly nested, tuple of them."""
     if type(value) is not tuple:
         return type(value) in _PLAIN
     while len(value) <= MAX_PLAIN_ITEMS:
-        nested: tuple[Any, ...] = ()  # the items of all tuples in it
+        nested: tuple[Any, ...] = ()  # the items of all tuples inside ``value``
         for item in value:
             if type(item) not in _PLAIN:
                 if type(item) is not tuple or len(nested) > MAX_PLAIN_ITEMS:
@@ -161,9 +162,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_bare(value: Any) -> bool:
-    """Whether it is nothing but a few numbers, texts, arrays and tensors: with those, pickle's own pickler does the
-    same as ours, and sooner."""
-    found = [value]  # grows as it is looked through
+    """Whether a value consists of few numbers, strings, arrays and tensors.
+
+    For such values the C pickler with a dispatch table gives the same result as `_Encoder`, and is faster.
+    """
+    found = [value]  # grows during the loop
     for item in found:
         kind = type(item)
         if kind in _bare:
@@ -179,14 +182,14 @@ def _is_bare(value: Any) -> bool:
 
 
 def _large_bytes(value: Any) -> list[bytes | bytearray]:
-    """The large bytes in a value, each once.
+    """The large bytes and bytearray objects in a value, each once.
 
-    They are found as values, and inside of tuples, lists and dict values of up to a thousand items. Bytes that lie
-    elsewhere go in the pickle stream.
+    Searches the value itself and the items of tuples, lists and dict values with up to a thousand items. Bytes objects
+    in other places stay in the pickle stream.
     """
     large: dict[int, bytes | bytearray] = {}  # by id
     seen: set[int] = set()
-    found = [value]  # grows as it is looked through
+    found = [value]  # grows during the loop
     for item in found:
         kind = type(item)
         if kind in _BYTES:
@@ -201,10 +204,13 @@ def _large_bytes(value: Any) -> list[bytes | bytearray]:
 
 
 def _prologue(large: Sequence[bytes | bytearray]) -> tuple[bytes, dict[int, tuple[int, Any]]]:
-    """The start of a pickle stream, which makes bytes of its first buffers, and the memo of a pickler that goes on.
+    """The start of a pickle stream that makes bytes objects from the first buffers, and the memo that matches it.
 
-    A pickler has no hook for bytes, but it refers to what its memo holds wherever it meets that: bytes that are shared
-    by containers and objects stay shared, as with plain pickle.
+    Pickle has no hook that takes bytes out of band. A pickler with this memo refers to the objects in it wherever it
+    meets them, so that bytes shared by several containers stay shared, as in plain pickle.
+
+    Args:
+        large: The bytes and bytearray objects, in the order of their buffers.
 
     Source: CPython, Lib/pickletools.py on the opcodes, Lib/test/pickletester.py on setting ``Pickler.memo``.
     """
@@ -224,7 +230,7 @@ class _Encoder(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is FunctionType and obj.__module__ in _OURS:
-            return NotImplemented  # by its name, without cloudpickle's looking for it
+            return NotImplemented  # pickled by name, without a search by cloudpickle
         reducer = _reducers.get(type(obj))
         if reducer is not None:
             reduced = reducer(obj, self.export)

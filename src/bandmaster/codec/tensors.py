@@ -1,8 +1,8 @@
-"""How torch tensors are pickled: one buffer in any dtype, strides kept, grad flag kept, writable on arrival.
+"""Pickles torch tensors of any dtype as one buffer; keeps strides and the grad flag. Decoded tensors are writable.
 
-Torch is never imported to send anything: `add_reducers` is called once it is loaded.
-Sparse, nested and quantized tensors are left to torch's own pickling, whose inner tensors come back here.
-A CUDA tensor arrives on the receiver's own device, see `arriving_on`; on its way it lies in host memory, unless its
+Encoding never imports torch: the codec calls `add_reducers` if torch is already loaded.
+Torch itself pickles sparse, nested and quantized tensors, whose inner tensors use the reducers of this module.
+A CUDA tensor is decoded onto the receiver's own device, see `arriving_on`. It is sent through host memory, unless its
 memory can be exported, see `bandmaster.calls.exports`.
 """
 
@@ -20,9 +20,9 @@ from bandmaster.codec.cuda_ipc import ExportedTensor, OpenedExports
 
 __all__ = ["Export", "add_reducers", "arriving_on"]
 
-Export = Callable[[Any], ExportedTensor | None]  # of flat bytes on a GPU
+Export = Callable[[Any], ExportedTensor | None]  # called with a flat uint8 tensor on a GPU
 _arrival = threading.local()
-_NUMPYS = {  # of a tensor's dtype as it is printed, its name where numpy has such
+_NUMPYS = {  # numpy's names of dtypes, by their names in torch
     f"torch.{name}": name
     for kind in ("int8 int16 int32 int64 uint8", "float16 float32 float64", "complex64 complex128", "bool")
     for name in kind.split()
@@ -31,7 +31,7 @@ _NUMPYS = {  # of a tensor's dtype as it is printed, its name where numpy has su
 
 @contextlib.contextmanager
 def arriving_on(device: str) -> Iterator[None]:
-    """While it lasts, tensors that this thread unpickles and that were on a GPU are put on ``device``, not the CPU."""
+    """Context manager in which GPU tensors that the current thread unpickles are placed on ``device``, not the CPU."""
     before, _arrival.now = getattr(_arrival, "now", None), (device, OpenedExports())
     try:
         yield
@@ -42,23 +42,28 @@ def arriving_on(device: str) -> Iterator[None]:
 
 
 def add_reducers(reducers: dict[type, Any], bare: dict[type, Callable[[Any], bool]]) -> None:
-    """Add what is for `torch.Tensor` and `torch.nn.Parameter` to the codec's tables; torch is loaded."""
+    """Add `torch.Tensor` and `torch.nn.Parameter` to the codec's tables. Torch must be loaded.
+
+    Args:
+        reducers: Reducers by type.
+        bare: For each type, a function that tells whether pickling a value needs no other reducer.
+    """
     torch = sys.modules["torch"]
     if getattr(torch, "Tensor", None) in reducers or not hasattr(torch, "nn") or not hasattr(torch.nn, "Parameter"):
-        return  # done before, or torch is still half imported
+        return  # already added, or another thread is still importing torch
     reducers[torch.Tensor] = reduce_tensor
     reducers[torch.nn.Parameter] = reduce_parameter
     bare[torch.Tensor] = lambda tensor: _is_plain(tensor) and not vars(tensor)
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether its elements lie in one memory, of the host or a GPU."""
+    """Whether the tensor is strided, in the memory of the host or of one GPU."""
     is_strided = tensor.layout is sys.modules["torch"].strided and (tensor.is_cpu or tensor.is_cuda)
     return is_strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def _is_like_an_array(tensor: Any) -> bool:
-    """Whether shape and elements say it all; dims of one row may have any strides."""
+    """Whether shape and elements describe the tensor completely. Dims of size 1 are excluded: their strides vary."""
     if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
         return False
     shape = tensor.shape
@@ -66,7 +71,10 @@ def _is_like_an_array(tensor: Any) -> bool:
 
 
 def reduce_tensor(tensor: Any, export: Export) -> Any:
-    """For `pickle.Pickler.reducer_override`; NotImplemented leaves the tensor to torch."""
+    """Reduce a tensor to one buffer or one export, for `pickle.Pickler.reducer_override`.
+
+    Returns NotImplemented for tensors that torch itself has to pickle.
+    """
     if not _is_plain(tensor):
         return NotImplemented
     dtype = _NUMPYS.get(str(tensor.dtype))
@@ -88,12 +96,12 @@ def reduce_tensor(tensor: Any, export: Export) -> Any:
 
 
 def reduce_parameter(parameter: Any, _: Export) -> Any:
-    """The same for a parameter, which arrives as one."""
+    """Reduce a parameter to its data, for `pickle.Pickler.reducer_override`; it is decoded as a parameter."""
     return _with_attributes(parameter, _rebuild_parameter, (parameter.data, parameter.requires_grad))
 
 
 def _with_attributes(tensor: Any, rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    attributes = vars(tensor)  # what a user set on it, such as a mark for sharding
+    attributes = vars(tensor)  # set by the user, such as a mark for sharding
     return (rebuild, arguments, attributes, None, None, _set_attributes) if attributes else (rebuild, arguments)
 
 
@@ -102,7 +110,7 @@ def _set_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
 
 
 def _is_dense(data: Any) -> bool:
-    """Whether the elements fill one stretch of memory without holes or overlaps, in whatever order of dims."""
+    """Whether the elements fill one range of memory without gaps or overlaps, in any order of dims."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(data.stride(), data.shape, strict=True) if n != 1):
         if stride != expected:
@@ -129,7 +137,7 @@ def _rebuild(
 
 
 def _rebuild_contiguous(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    """A tensor that numpy could have held: few steps, as most tensors are such, and small ones are many."""
+    """Rebuild a contiguous CPU tensor of a numpy dtype; a short path, because most small tensors are like this."""
     torch = sys.modules.get("torch") or importlib.import_module("torch")
     flat = torch.frombuffer(buffer, dtype=getattr(torch, dtype))
     return flat if len(shape) == 1 else flat.view(shape)
@@ -146,7 +154,7 @@ def _rebuild_exported(
 ) -> Any:
     import torch
 
-    device, opened = _arrival.now  # memory is exported to workers with a GPU of their own
+    device, opened = _arrival.now  # memory is exported only to workers with a GPU
     flat = opened.copy(handle, offset, nbytes, device).view(getattr(torch, dtype))
     return torch.as_strided(flat, shape, stride).requires_grad_(requires_grad)
 

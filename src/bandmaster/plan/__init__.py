@@ -1,7 +1,7 @@
-"""Who gets what: meshes, protocols, batches, and the plan of a call. Pure: no process, no I/O.
+"""Plans a call: meshes, transfer protocols, batches, and the arguments of each rank. Pure: no process, no I/O.
 
 ::
 
-    args, kwargs ── binding ──► BoundArgument ── arguments, rows, batch ──► CallPlan: what goes to which ranks
-    result ◄────────────────────────────────── collection ◄───────────────── the values of the ranks
+    args, kwargs ── binding ──► BoundArgument ── arguments, rows, batch ──► CallPlan: the arguments of each rank
+    result ◄────────────────────────────────── collection ◄───────────────── the return values of the ranks
 """

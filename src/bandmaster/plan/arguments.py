@@ -1,4 +1,4 @@
-"""The arguments of a call: which argument goes to which ranks, and how batches are cut. Pure."""
+"""Plans the arguments of a call: which ranks receive each argument, and how batches are split. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ __all__ = [
 
 
 class BoundArgument(NamedTuple):
-    """One argument of a call: its position or keyword, the parameter that it binds to, and the value."""
+    """One argument of a call, bound to a parameter of the method.
+
+    Attributes:
+        key: Position or keyword of the argument in the call that the worker makes.
+        name: The parameter that it binds to; ``"args"`` for every item of ``*args``.
+        value: The caller's value, shared and never changed.
+    """
 
     key: int | str
     name: str
@@ -33,12 +39,12 @@ class BoundArgument(NamedTuple):
 
 
 class ArgumentGroup(NamedTuple):
-    """Arguments that go to the same ranks, and so are encoded and written once.
+    """Arguments with the same receivers; the controller encodes them once, together.
 
     Attributes:
-        items: ``(position or keyword, value)`` of each.
-        names: The parameter that each belongs to; there may be more names than items.
-        ranks: The ranks that get them.
+        items: One ``(position or keyword, value)`` per argument.
+        names: The parameters of the arguments, in order; may be longer than ``items``.
+        ranks: The ranks that receive the arguments.
     """
 
     items: tuple[tuple[int | str, Any], ...]
@@ -47,12 +53,12 @@ class ArgumentGroup(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """A call's arguments, ready to be encoded.
+    """All arguments of a call, grouped by receivers and ready to be encoded.
 
     Attributes:
-        groups: What goes out; a rank gets all groups that name it.
-        real_rows: What each rank gets of the rows that are split; of those that are padded, where there are several
-            splits. None where nothing is split.
+        groups: The argument groups; a rank receives every group whose ``ranks`` contain it.
+        real_rows: The row counts per rank of the batches that are split, those of the padded split if the arguments
+            are split in several ways. None if no argument is split.
     """
 
     groups: tuple[ArgumentGroup, ...]
@@ -63,12 +69,15 @@ class CallPlan(NamedTuple):
 def alike(
     ranks: tuple[int, ...], receivers: tuple[tuple[int, ...], ...], collected: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...], bool], ...]:
-    """Ranks that are asked for the very same: ``(ranks, numbers of their groups, whether they are collected)``.
+    """Partition ranks into sets whose tickets are identical.
 
     Args:
-        ranks: Those that are called.
-        receivers: The ranks that get group 0, group 1, …
-        collected: Those whose values come back.
+        ranks: The ranks that run the method.
+        receivers: Item i lists the ranks that receive argument group i.
+        collected: The ranks whose values are collected.
+
+    Returns:
+        For each set ``(ranks, indices of the argument groups that they receive, whether they are collected)``.
     """
     numbers_of: dict[int, tuple[int, ...]] = dict.fromkeys(ranks, ())
     for number, members in enumerate(receivers):
@@ -84,19 +93,19 @@ def alike(
 def plan_call(
     arguments: Sequence[BoundArgument], outgoing: Outgoing, rules: Mapping[str, Outgoing], mesh: Mesh, method: str
 ) -> CallPlan:
-    """Decide which argument goes where.
+    """Decide which ranks receive each argument, and split the batches among them.
 
     Args:
-        arguments: The call's arguments.
-        outgoing: The rule for arguments that ``rules`` does not name.
-        rules: Outgoing transfers by parameter name.
-        mesh: The group's.
+        arguments: The bound arguments of the call.
+        outgoing: The dispatch rule for arguments that ``rules`` does not name.
+        rules: Dispatch rules by parameter name.
+        mesh: The mesh of the worker group.
         method: ``"Class.method"``, for messages.
 
     Raises:
-        ArgumentError: A `PerRank` argument that is no sequence of one value per rank.
-        BatchError: A batch that cannot be split as asked, or no batch at all where ``outgoing`` splits.
-        MeshError: An axis that ``mesh`` does not have and that does not count as size 1.
+        ArgumentError: A `PerRank` argument is not a sequence with one value per rank.
+        BatchError: A batch cannot be split as requested, or ``outgoing`` is a `Split` and no argument is a batch.
+        MeshError: A rule names an axis that ``mesh`` does not have and that does not count as size 1.
     """
     batches: dict[int | str, Batch | None] = {}  # by position or keyword, of arguments that may be split
     by_rule: dict[Outgoing, list[BoundArgument]] = {}
@@ -128,37 +137,38 @@ def plan_call(
 
 
 def everywhere(arguments: Sequence[BoundArgument], n_ranks: int) -> ArgumentGroup:
-    """The same values for the ranks 0 … n_ranks-1."""
+    """One argument group that sends all arguments to ranks 0 … n_ranks-1."""
     items = tuple([(argument.key, argument.value) for argument in arguments])
     return ArgumentGroup(items, tuple([argument.name for argument in arguments]), first_ranks(n_ranks))
 
 
 @lru_cache(maxsize=64)
 def first_ranks(n: int) -> tuple[int, ...]:
-    """0 … n-1."""
+    """The tuple ``(0, …, n-1)``, cached because every broadcast uses it."""
     return tuple(range(n))
 
 
 def scatter(arguments: Sequence[BoundArgument], world_size: int, method: str) -> Iterable[ArgumentGroup]:
-    """One value per rank; ranks that are given the very same objects share a group.
+    """Argument groups that send item r of every argument to rank r.
+
+    Ranks whose items are the identical objects share one group, so that each distinct value is encoded once.
 
     Raises:
-        ArgumentError: A value that is no sequence, or has another length than ``world_size``.
+        ArgumentError: A value is not a sequence, or its length is not ``world_size``.
     """
     for argument in arguments:
         if not isinstance(argument.value, Sequence) or isinstance(argument.value, str | bytes):
             raise ArgumentError(
-                f"argument {argument.name!r} of {method} takes a sequence with one value per rank, "
-                f"not {type(argument.value).__name__}; for {world_size} ranks give a list of {world_size} values"
+                f"argument {argument.name!r} of {method} must be a sequence with one value per rank, "
+                f"got {type(argument.value).__name__}; for {world_size} ranks pass a list of {world_size} values"
             )
         if len(argument.value) != world_size:
             raise ArgumentError(
                 f"argument {argument.name!r} of {method} has {len(argument.value)} values for {world_size} ranks; "
-                "give one value per rank"
+                "pass one value per rank"
             )
-    columns = [
-        [argument.value[rank] for rank in range(world_size)] for argument in arguments
-    ]  # kept: a range makes them anew
+    # Each item is read once and stored: a sequence such as range makes a new object, with another id, at each access.
+    columns = [[argument.value[rank] for rank in range(world_size)] for argument in arguments]
     same: dict[tuple[int, ...], list[int]] = {}
     for rank in range(world_size):
         same.setdefault(tuple(id(column[rank]) for column in columns), []).append(rank)
@@ -168,7 +178,7 @@ def scatter(arguments: Sequence[BoundArgument], world_size: int, method: str) ->
 def _groups(
     arguments: Sequence[BoundArgument], rows: Iterable[Sequence[Any]], receivers: Iterable[Sequence[int]]
 ) -> list[ArgumentGroup]:
-    """A group of each row, which has a value in place of that of each argument, for its receivers."""
+    """One argument group per item of ``rows`` (a value for each argument), sent to the matching ``receivers``."""
     keys, names = [argument.key for argument in arguments], tuple([argument.name for argument in arguments])
     return [
         ArgumentGroup(tuple(zip(keys, values, strict=True)), names, tuple(ranks))
@@ -184,15 +194,15 @@ def _declared(argument: BoundArgument, rules: Mapping[str, Outgoing]) -> Outgoin
 def _check_declared(
     arguments: Sequence[BoundArgument], split: Split, rules: Mapping[str, Outgoing], method: str
 ) -> None:
-    """Refuse a call whose arguments all go to every rank, unless each of them is declared to."""
+    """Raise BatchError for a splitting protocol without a batch to split, unless every argument has a rule."""
     found = [argument for argument in arguments if _declared(argument, rules) is None]
     if found:
         types = ", ".join(f"{argument.name!r} is {describe(argument.value)}" for argument in found)
         declared = ", ".join(dict.fromkeys(f"{argument.name!r}: Broadcast()" for argument in found))
         raise BatchError(
-            f"{method} splits batches by {split!r}, but got none: {types}. Every rank would get the same and return "
-            f"the same rows. Give a batch ({KNOWN}), make its type one with register_batch_type, declare "
-            f"arguments={{{declared}}}, or register the method with ONE_TO_ALL"
+            f"{method} splits batches by {split!r}, but no argument is a batch: {types}. Every rank would receive the "
+            f"same arguments and return the same rows. Pass a batch ({KNOWN}), make its type a batch type with "
+            f"register_batch_type, declare arguments={{{declared}}}, or register the method with ONE_TO_ALL"
         )
 
 
@@ -201,19 +211,19 @@ def _batch_of(argument: BoundArgument, method: str) -> Batch | None:
         return as_batch(argument.value)
     except BatchError as error:
         raise BatchError(
-            f"argument {argument.name!r} of {method}: {error}; keep only batches of equal length in it, or declare the "
-            f"whole with register(..., arguments={{{argument.name!r}: Broadcast()}})"
+            f"argument {argument.name!r} of {method}: {error}; keep only batches of equal length in it, or broadcast "
+            f"all of it with register(..., arguments={{{argument.name!r}: Broadcast()}})"
         ) from None
 
 
 def _common_rows(arguments: Sequence[BoundArgument], batches: Sequence[Batch | None], method: str) -> int:
-    """The row count of arguments that are split alike."""
+    """The row count of arguments that are split by the same rule; BatchError unless all of them have it."""
     counts: dict[str, int] = {}
     for (_, name, value), batch in zip(arguments, batches, strict=True):
         if batch is None:
             raise BatchError(
-                f"argument {name!r} of {method} is to be split, but {type(value).__name__} has no rows; "
-                f"give a batch, or declare arguments={{{name!r}: Broadcast()}}"
+                f"argument {name!r} of {method} cannot be split: {type(value).__name__} has no rows; "
+                f"pass a batch, or declare arguments={{{name!r}: Broadcast()}}"
             )
         counts[name] = batch.n_rows
         first = next(iter(counts))
@@ -226,8 +236,8 @@ def _common_rows(arguments: Sequence[BoundArgument], batches: Sequence[Batch | N
 
 
 def _parts(argument: BoundArgument, batch: Batch | None, cut: Cut, method: str) -> list[Any]:
-    """The rows of each part, with padding where the split pads."""
-    assert batch is not None, "its rows were counted"
+    """The argument's value for each part of a split, padded if the split pads."""
+    assert batch is not None, "_common_rows refuses arguments that are not batches"
     size, name = cut.real_rows.padded_to, argument.name
     try:
         if size is None:
@@ -235,6 +245,6 @@ def _parts(argument: BoundArgument, batch: Batch | None, cut: Cut, method: str) 
         return [batch.padded(start, stop, size) for start, stop in cut.ranges]
     except BatchError as error:
         raise BatchError(
-            f"argument {name!r} of {method}: {error}; give another type of batch, say with register_batch_type "
-            f"how its rows are cut, or declare arguments={{{name!r}: Broadcast()}}"
+            f"argument {name!r} of {method}: {error}; pass another type of batch, define how to split this one with "
+            f"register_batch_type, or declare arguments={{{name!r}: Broadcast()}}"
         ) from error

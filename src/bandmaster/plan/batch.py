@@ -1,4 +1,4 @@
-"""What has rows: how they are counted, cut and joined. Pure: torch, pandas and others are used only if loaded.
+"""Batches: how rows are counted, split and concatenated. Pure: torch, pandas and others are used only if loaded.
 
 A *batch* is a value with a leading row dimension. Which types are batches is decided by type, never by length:
 
@@ -9,7 +9,7 @@ A *batch* is a value with a leading row dimension. Which types are batches is de
   ``dict``, ``UserDict``, or the ``BatchEncoding`` and ``ModelOutput`` of transformers.
 
 A mapping that holds batches beside other values is an error. A NamedTuple or dataclass that does so is a config: it is
-no batch, and is broadcast.
+not a batch, and is broadcast.
 """
 
 from __future__ import annotations
@@ -64,16 +64,17 @@ def register_batch_type(
     split: Callable[[Any, int, int], Any],
     concat: Callable[[Sequence[Any]], Any],
 ) -> None:
-    """Make instances of ``cls`` and its subclasses batches. Needed in the controller only.
+    """Make instances of ``cls`` and its subclasses batches. Only the controller has to call it.
 
     Args:
-        cls: The type.
-        rows: ``rows(value)``, the number of rows.
-        split: ``split(value, start, stop)``, the rows start … stop-1; may share memory with ``value``.
-        concat: ``concat(values)``, one value with the rows of all, in order; ``values`` is never empty.
+        cls: The type whose instances have rows.
+        rows: ``rows(value)`` returns the number of rows.
+        split: ``split(value, start, stop)`` returns the rows start … stop-1; they may share memory with ``value``.
+        concat: ``concat(values)`` returns one value with the rows of all ``values`` in order; ``values`` is never
+            empty.
 
     Raises:
-        UsageError: ``cls`` is not a class, or one of the three is not callable.
+        UsageError: ``cls`` is not a class, or one of the functions is not callable.
 
     Example:
         >>> class Prompts:
@@ -88,20 +89,20 @@ def register_batch_type(
         2
     """
     if not isinstance(cls, type):
-        raise UsageError(f"register_batch_type takes a class, not {cls!r}")
+        raise UsageError(f"the first argument of register_batch_type must be a class, got {cls!r}")
     for name, function in (("rows", rows), ("split", split), ("concat", concat)):
         if not callable(function):
-            raise UsageError(f"{name}= of register_batch_type is not callable: {function!r}")
+            raise UsageError(f"{name} of register_batch_type must be callable, got {function!r}")
     _registered[cls] = BatchType(rows, split, concat)
     _kind_of.cache_clear()
 
 
 class Batch:
-    """A value that was found to have rows: its type and its row count are determined once.
+    """A value with rows, together with its batch type and row count, which are determined once.
 
     Attributes:
-        value: The value.
-        n_rows: How many rows it has.
+        value: The value itself, not a copy.
+        n_rows: Number of rows.
     """
 
     __slots__ = ("_columns", "_kind", "n_rows", "value")
@@ -115,10 +116,10 @@ class Batch:
         self._columns = columns
 
     def cut(self, start: int, stop: int) -> Any:
-        """The rows start … stop-1; arrays and tensors are views of the value.
+        """The rows start … stop-1 as a value of the batch's type; arrays and tensors are views of ``value``.
 
         Raises:
-            BatchError: The rows cannot be cut.
+            BatchError: The rows of this value cannot be split.
         """
         kind = self._kind
         try:
@@ -129,10 +130,10 @@ class Batch:
         except BatchError:
             raise
         except Exception as error:
-            raise BatchError(f"cannot cut the rows of {_name(self.value)}: {error}") from error
+            raise BatchError(f"cannot split the rows of {_name(self.value)}: {error}") from error
 
     def padded(self, start: int, stop: int, size: int) -> Any:
-        """The rows start … stop-1, and behind them rows from the start of the value until there are ``size``."""
+        """The rows start … stop-1, followed by rows from the start of ``value`` up to ``size`` rows in total."""
         missing = size - (stop - start)
         parts = [self.cut(start, stop)] if start < stop or not missing else []
         while missing > 0:
@@ -141,28 +142,34 @@ class Batch:
         return parts[0] if len(parts) == 1 else concat_rows(parts)
 
     def _items(self) -> Any:
-        assert self._columns is not None, "it is of a ColumnsType"
+        assert self._columns is not None, "a batch of a ColumnsType has columns"
         return self._columns.items()
 
 
 def as_batch(value: Any) -> Batch | None:
-    """The value as a batch; None when it is no batch.
+    """The value as a `Batch`; None if it is not a batch.
 
     Raises:
-        BatchError: A mapping that holds batches beside other values; or a mapping, NamedTuple or dataclass whose
-            batches differ in their row counts.
+        BatchError: A mapping holds batches beside other values; or the batches in a mapping, NamedTuple or dataclass
+            have different row counts.
     """
     try:
         return _as_batch(value)
-    except RecursionError:  # it holds itself, as no table does
+    except RecursionError:  # the value contains itself, so it is not a table of columns
         return None
 
 
 def concat(batches: Sequence[Batch]) -> Any:
-    """One value with the rows of all batches in order; it shares no memory with a list of several.
+    """One value with the rows of all batches in order.
+
+    Args:
+        batches: At least one batch; all of one batch type.
+
+    Returns:
+        The value of a single batch itself; for several batches a new value that shares no memory with them.
 
     Raises:
-        BatchError: The batches are not of one type, or cannot be joined (both are named).
+        BatchError: The batches have different types (both are named), or cannot be joined.
     """
     first, kind = batches[0], batches[0]._kind
     for index, batch in enumerate(batches):
@@ -180,7 +187,7 @@ def concat(batches: Sequence[Batch]) -> Any:
 
 
 def count_rows(value: Any) -> int | None:
-    """Number of rows of a batch; None when ``value`` is no batch. Raises as `as_batch`."""
+    """Number of rows of ``value``; None if it is not a batch. Raises BatchError in the cases of `as_batch`."""
     batch = as_batch(value)
     return None if batch is None else batch.n_rows
 
@@ -189,16 +196,19 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
     """The rows start … stop-1 of a batch; arrays and tensors are views of ``value``.
 
     Raises:
-        BatchError: ``value`` is no batch, or its rows cannot be cut.
+        BatchError: ``value`` is not a batch, or its rows cannot be split.
     """
     return _required(value).cut(start, stop)
 
 
 def concat_rows(values: Sequence[Any]) -> Any:
-    """One batch with the rows of all ``values`` in order; the result shares no memory with a list of several.
+    """One batch with the rows of all ``values`` in order.
+
+    Returns:
+        The value itself if there is one; for several values a new batch that shares no memory with them.
 
     Raises:
-        BatchError: The values are not batches of one type, or cannot be joined (both are named).
+        BatchError: The values are not batches of one type (both types are named), or cannot be joined.
     """
     first, batches = _required(values[0]), []
     for index, value in enumerate(values):
@@ -210,21 +220,28 @@ def concat_rows(values: Sequence[Any]) -> Any:
 
 
 def pad_rows(value: Any, rows: int) -> Any:
-    """``value`` with rows repeated from its start until it has ``rows``; the caller's value is not changed."""
+    """A batch of ``rows`` rows: those of ``value``, then its rows repeated from the start.
+
+    ``value`` is not changed. It is returned as it is if it has no rows, or ``rows`` rows or more.
+
+    Raises:
+        BatchError: ``value`` is not a batch, or its rows cannot be split.
+    """
     batch = _required(value)
     return batch.padded(0, batch.n_rows, rows) if 0 < batch.n_rows < rows else value
 
 
 def is_same_kind(first: Any, second: Any) -> bool:
-    """Whether two values are batches of types that are handled alike, and so can be joined."""
+    """Whether two values have the same batch type, so that their rows can be joined; also if neither is a batch."""
     one, other = as_batch(first), as_batch(second)
     return (one and one._kind) is (other and other._kind)
 
 
 def detached(value: Any) -> Any:
-    """``value`` with no tensor that requires grad, and itself where there is none.
+    """``value`` with every tensor that requires grad detached; ``value`` itself if no tensor in it requires grad.
 
-    Rows in lists and values of registered types are left as they are; so is all that is no batch, such as a number.
+    Tensors inside lists and inside values of registered types are not detached. Values that are not batches, such as
+    numbers, are returned unchanged.
     """
     kind = _kind_of(type(value)) if "torch" in sys.modules else None  # type: ignore[arg-type]  # classes are hashable
     if kind is TENSOR or kind is TENSORDICT:
@@ -238,10 +255,10 @@ def detached(value: Any) -> Any:
 
 
 def describe(value: Any) -> str:
-    """The type of a value that is no batch; of a NamedTuple or dataclass also a field that is none, if it has any."""
+    """Name the type of a value that is not a batch, and for a NamedTuple or dataclass a field that is not a batch."""
     columns = columns_of(value) if _kind_of(type(value)) is RECORD else {}  # type: ignore[arg-type]  # as above
     for name, column in columns.items():
-        with suppress(BatchError):  # of a mapping that holds a batch beside other values
+        with suppress(BatchError):  # count_rows refuses a mapping that holds batches beside other values
             if count_rows(column) is not None:
                 continue
         return f"{_name(value)}, whose field {name!r} is {_name(column)}"
@@ -268,7 +285,7 @@ def _as_batch(value: Any) -> Batch | None:
 
 @lru_cache(maxsize=1024)
 def _kind_of(cls: type) -> BatchType | ColumnsType | None:
-    """How rows are handled in values of a type, of which a single value may have none."""
+    """The batch type of a class, None if it has none; one of its values may still lack rows, such as a 0-dim array."""
     for base in cls.__mro__:
         known = _registered.get(base) or KNOWN_BY_NAME.get((base.__module__, base.__qualname__))
         if known is not None:
@@ -286,7 +303,7 @@ def _mapping_columns(value: Mapping[Any, Any]) -> dict[Any, Batch] | None:
     except (BatchError, RecursionError):
         raise
     except Exception:
-        return None  # a type of its own that cannot be read now, such as a config with values that are missing
+        return None  # a mapping type that cannot be read now, such as a config with missing values
     columns = {key: batch for key, batch in found.items() if batch is not None}
     if columns and len(columns) != len(found):
         (key, batch), other = next(iter(columns.items())), next(key for key in found if key not in columns)
@@ -303,7 +320,7 @@ def _record_columns(value: Any) -> dict[Any, Batch] | None:
     for name, column in columns_of(value).items():
         try:
             batch = _as_batch(column)
-        except BatchError as error:  # to be raised only if all other fields are batches
+        except BatchError as error:  # raised below if all other fields are batches
             unclear = unclear or error
             continue
         if batch is None:
@@ -341,7 +358,7 @@ def _joined_columns(batches: Sequence[Batch], kind: ColumnsType) -> Any:
 def _may_require_grad(value: Any) -> bool:
     try:
         return bool(value.requires_grad)
-    except RuntimeError:  # a lazy stack of unequal shapes cannot say
+    except RuntimeError:  # a lazy stack of unequal shapes does not know
         return True
 
 

@@ -1,4 +1,4 @@
-"""How rows are handled in values of the types that are batches from the start. Pure: nothing is imported for it."""
+"""The built-in batch types: how their rows are counted, split and concatenated. Pure: imports no package of a type."""
 
 from __future__ import annotations
 
@@ -30,21 +30,28 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BatchType:
-    """How the rows of values of one type are handled."""
+    """How the rows of one type of values are counted, split and concatenated.
 
-    rows: Callable[[Any], int | None]  # None: this value has no row dim after all
+    Attributes:
+        rows: ``rows(value)`` returns the number of rows, None for a value of the type without a row dim.
+        split: ``split(value, start, stop)`` returns the rows start … stop-1.
+        concat: ``concat(values)`` returns one value with the rows of all ``values`` in order.
+    """
+
+    rows: Callable[[Any], int | None]
     split: Callable[[Any, int, int], Any]
     concat: Callable[[Sequence[Any]], Any]
 
 
 @dataclass(frozen=True)
 class ColumnsType:
-    """How values are made of the columns of others: mappings, NamedTuples and dataclasses.
+    """How values that consist of columns are rebuilt: mappings, NamedTuples and dataclasses.
 
     Attributes:
-        is_record: Whether one field that is no batch makes the value a config, which is no batch.
-        cut: ``cut(like, columns, start, stop)``, a value like another with the columns' rows start … stop-1.
-        join: ``join(values, columns)``, one value with the joined columns.
+        is_record: Whether a single field that is not a batch makes the value a config, which is not a batch.
+        cut: ``cut(like, columns, start, stop)`` returns a value of the type of ``like`` with ``columns``, which hold
+            the rows start … stop-1 of it.
+        join: ``join(values, columns)`` returns a value of the type of ``values`` with their joined ``columns``.
     """
 
     is_record: bool
@@ -75,8 +82,8 @@ def _nested_split(value: Any, start: int, stop: int) -> Any:
         return torch.nested.as_nested_tensor(list(rows), layout=value.layout)
     if value.layout is not torch.jagged:
         raise BatchError(
-            f"a nested tensor in the {value.layout} layout cannot be sent without rows, as it would have to be where "
-            "there are fewer rows than parts; make it with layout=torch.jagged"
+            f"a nested tensor in the {value.layout} layout cannot have 0 rows, which a part gets when there are "
+            "fewer rows than parts; make the tensor with layout=torch.jagged"
         )
     return torch.nested.nested_tensor_from_jagged(value.values()[:0], value.offsets().new_zeros(1))
 
@@ -93,7 +100,7 @@ def _tensor_concat(values: Sequence[Any]) -> Any:
 
 
 def _refused(tensors: Sequence[Any]) -> BatchError | None:
-    """Why torch has refused to cut or join rows, if that is due to how a tensor is stored."""
+    """The error for tensors whose storage torch cannot split or concatenate; None if the storage is not the cause."""
     torch = sys.modules["torch"]
     for tensor in tensors:
         if tensor.layout not in (torch.strided, torch.sparse_coo):
@@ -119,9 +126,9 @@ def _tensordict_concat(values: Sequence[Any]) -> Any:
 
 def _array_concat(values: Sequence[Any]) -> Any:
     if any(issubclass(kind, np.ma.MaskedArray) for kind in set(map(type, values))):
-        return np.ma.concatenate(values)  # type: ignore[no-untyped-call]  # np.concatenate forgets the masks
+        return np.ma.concatenate(values)  # type: ignore[no-untyped-call]  # np.concatenate drops the masks
     dtypes = {value.dtype for value in values}
-    joined = np.concatenate(values, dtype=dtypes.pop() if len(dtypes) == 1 else None)  # which keeps the byte order
+    joined = np.concatenate(values, dtype=dtypes.pop() if len(dtypes) == 1 else None)  # dtype= keeps the byte order
     return joined if type(joined) is type(values[0]) else joined.view(type(values[0]))
 
 
@@ -140,7 +147,7 @@ def _frame_concat(values: Sequence[Any]) -> Any:
 def _dataset_split(value: Any, start: int, stop: int) -> Any:
     part = value.select(range(start, stop))
     if part.cache_files:
-        return part  # of a table in files, only their names and the range are pickled
+        return part  # a table in files is pickled as the names of the files and the range of rows
     table = _compact(part.with_format("arrow")[:])
     made = type(value)(table, info=part.info, split=part.split, fingerprint=part._fingerprint)
     how = part.format
@@ -148,7 +155,7 @@ def _dataset_split(value: Any, start: int, stop: int) -> Any:
 
 
 def _compact(table: Any) -> Any:
-    """The same pyarrow table in memory of its own: a slice is pickled with all the memory that it is a slice of."""
+    """A copy of a pyarrow table. A slice is pickled together with all memory of the table that it was cut from."""
     pyarrow = sys.modules["pyarrow"]
     sink = pyarrow.BufferOutputStream()
     with pyarrow.ipc.new_stream(sink, table.schema) as stream:
@@ -164,20 +171,20 @@ def _dataset_concat(values: Sequence[Any]) -> Any:
 
 
 def is_named_tuple(cls: type) -> bool:
-    """Whether a type was made by `typing.NamedTuple` or `collections.namedtuple`."""
+    """Whether ``cls`` was made by `typing.NamedTuple` or `collections.namedtuple`."""
     return issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple)
 
 
 def columns_of(value: Any) -> Mapping[Any, Any]:
     """The items of a mapping, or the fields of a NamedTuple or dataclass, by name."""
-    if isinstance(value, dict | Mapping):  # dict first: the question is quicker than that for the abstract class
+    if isinstance(value, dict | Mapping):  # dict first: that check is faster than the one for an abstract class
         return value
     names = value._fields if is_named_tuple(type(value)) else [field.name for field in fields(value)]
     return {name: getattr(value, name, None) for name in names}
 
 
 def rebuilt(like: Any, columns: dict[Any, Any]) -> Any:
-    """The columns as a value of the type of ``like``; as a dict if it is a mapping of a type that does not allow it."""
+    """A value of the type of ``like`` with other columns; a dict if a mapping of that type cannot be rebuilt."""
     if type(like) is dict:
         return columns
     if isinstance(like, Mapping):
@@ -193,12 +200,12 @@ def rebuilt(like: Any, columns: dict[Any, Any]) -> Any:
 
 def _rebuilt_mapping(like: Mapping[Any, Any], columns: dict[Any, Any]) -> Mapping[Any, Any]:
     try:
-        if isinstance(like, dict | UserDict):  # their copies have items of their own, which keep nothing but attributes
+        if isinstance(like, dict | UserDict):  # a copy has its own items and keeps the attributes
             made: Any = copy.copy(like)
             for key, column in columns.items():
                 made[key] = column
         else:
-            made = type(like)(columns)  # type: ignore[call-arg]  # as most mappings can be made; else a dict will do
+            made = type(like)(columns)  # type: ignore[call-arg]  # most mapping types accept a dict
         is_whole = made.keys() == columns.keys() and all(made[key] is column for key, column in columns.items())
     except Exception:
         return columns
@@ -214,7 +221,7 @@ def _join_like(values: Sequence[Any], columns: dict[Any, Any]) -> Any:
 
 
 def _encoding_cut(like: Any, columns: dict[Any, Any], start: int, stop: int) -> Any:
-    known = like.encodings  # what a fast tokenizer has found out about each row
+    known = like.encodings  # the details that a fast tokenizer keeps for each row
     is_whole = known is not None and all(len(column) == len(known) for column in like.values())
     return type(like)(columns, known[start:stop] if is_whole else None)
 
@@ -229,7 +236,7 @@ RECORD = ColumnsType(True, _cut_like, _join_like)
 TENSOR = BatchType(_tensor_rows, _tensor_split, _tensor_concat)
 TENSORDICT = BatchType(_tensordict_rows, _slice, _tensordict_concat)
 _FRAME = BatchType(len, _frame_split, _frame_concat)
-KNOWN_BY_NAME: dict[tuple[str, str], BatchType | ColumnsType] = {  # so that nothing is imported to ask the question
+KNOWN_BY_NAME: dict[tuple[str, str], BatchType | ColumnsType] = {  # names, because a lookup must not import
     ("numpy", "ndarray"): BatchType(_array_rows, _slice, _array_concat),
     ("builtins", "list"): BatchType(len, _slice, _list_concat),
     ("builtins", "dict"): MAPPING,
@@ -237,7 +244,7 @@ KNOWN_BY_NAME: dict[tuple[str, str], BatchType | ColumnsType] = {  # so that not
     ("tensordict.base", "TensorDictBase"): TENSORDICT,
     ("pandas", "DataFrame"): _FRAME,
     ("pandas", "Series"): _FRAME,
-    ("pandas.core.frame", "DataFrame"): _FRAME,  # as they are called before pandas 3
+    ("pandas.core.frame", "DataFrame"): _FRAME,  # their names before pandas 3
     ("pandas.core.series", "Series"): _FRAME,
     ("datasets.arrow_dataset", "Dataset"): BatchType(len, _dataset_split, _dataset_concat),
     ("transformers.tokenization_utils_base", "BatchEncoding"): ColumnsType(False, _encoding_cut, _encoding_join),

@@ -1,4 +1,4 @@
-"""From a call as the user wrote it to its arguments, by the method's real signature. Pure."""
+"""Binds the arguments of a call to the parameters in the method's real signature. Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from bandmaster.plan.transfer import Custom
 
 __all__ = ["bind", "bind_per_rank", "signature_without_self"]
 
-ADDED_BY_RAY = "_ray_trace_ctx"  # what @ray.remote writes into the signature of every method, inherited ones included
+ADDED_BY_RAY = "_ray_trace_ctx"  # @ray.remote adds it to the signature of every method, inherited ones included
 
 _TAKES_SELF = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
 def signature_without_self(cls: type, name: str) -> inspect.Signature:
-    """The signature that callers of a method see on an instance of ``cls``, as its author wrote it."""
+    """The signature of a method as callers see it on an instance of ``cls``: without self, or Ray's parameter."""
     signature = inspect.signature(getattr(cls, name))
     parameters = [p for p in signature.parameters.values() if p.name != ADDED_BY_RAY]
     takes_self = not isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
-    if takes_self and parameters and parameters[0].kind in _TAKES_SELF:  # else it is one of *args
+    if takes_self and parameters and parameters[0].kind in _TAKES_SELF:  # otherwise *args takes self
         del parameters[0]
     return signature.replace(parameters=parameters)
 
@@ -30,20 +30,29 @@ def signature_without_self(cls: type, name: str) -> inspect.Signature:
 def bind(
     method: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[BoundArgument]:
-    """The arguments of a call, each with the parameter it belongs to; defaults are left to the worker.
+    """Bind the arguments of a call to the parameters of a method. The worker fills in the defaults.
+
+    Args:
+        method: ``"Class.method"``, for messages.
+        signature: Signature of the method without ``self``.
+        args: The caller's positional arguments.
+        kwargs: The caller's keyword arguments.
+
+    Returns:
+        One bound argument per given argument, in the order of the parameters.
 
     Raises:
-        ArgumentError: The call does not fit the signature.
+        ArgumentError: The arguments do not match the signature.
     """
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise ArgumentError(f"{method}{signature} cannot be called so: {error}") from None
+        raise ArgumentError(f"{method}(){_predicate(error)}; the signature is {method}{signature}") from None
     arguments: list[BoundArgument] = []
     by_position = True
     for name, parameter in signature.parameters.items():
         if name not in bound:
-            by_position = False  # a default was skipped: what follows can only go by keyword
+            by_position = False  # a default was skipped, so all following arguments go by keyword
         elif parameter.kind is parameter.VAR_POSITIONAL:
             arguments += [BoundArgument(len(arguments) + index, name, value) for index, value in enumerate(bound[name])]
         elif parameter.kind is parameter.VAR_KEYWORD:
@@ -63,10 +72,21 @@ def bind_per_rank(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> list[BoundArgument]:
-    """What a custom dispatch function makes of a call: arguments whose values are sequences, one value per rank.
+    """Call a custom dispatch function and bind the arguments that it returns.
+
+    Args:
+        method: ``"Class.method"``, for messages.
+        signature: Signature of the method without ``self``.
+        group: The worker group, passed to the dispatch function.
+        custom: The user's pair of functions.
+        args: The caller's positional arguments.
+        kwargs: The caller's keyword arguments.
+
+    Returns:
+        Bound arguments whose values are sequences with one value per rank; `scatter` checks their lengths.
 
     Raises:
-        ArgumentError: The function does not return ``(args, kwargs)``, or these do not fit the signature.
+        ArgumentError: The function does not return ``(args, kwargs)``, or its arguments do not match the signature.
     """
     outcome = custom.dispatch(group, *map(_shallow, args), **{key: _shallow(value) for key, value in kwargs.items()})
     if not (isinstance(outcome, tuple) and len(outcome) == 2 and isinstance(outcome[1], Mapping)):
@@ -75,4 +95,12 @@ def bind_per_rank(
 
 
 def _shallow(value: Any) -> Any:
-    return list(value) if type(value) is list else value  # a dispatch_fn may extend it; the caller's stays as it is
+    return list(value) if type(value) is list else value  # a dispatch_fn may extend its list, not the caller's
+
+
+def _predicate(error: TypeError) -> str:
+    """The message of `inspect.Signature.bind` in the form in which it follows ``method()``."""
+    words = str(error)
+    if words.startswith(("missing", "got")):
+        return f" {words}"
+    return f" got {words}" if words.startswith(("too many", "multiple")) else f": {words}"

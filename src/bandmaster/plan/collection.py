@@ -1,4 +1,4 @@
-"""From the ranks' values to what the caller gets. Pure."""
+"""Combines the return values of the ranks into the result of a call. Pure."""
 
 from __future__ import annotations
 
@@ -29,17 +29,21 @@ def collect(
     method: str,
     real_rows: RealRows | None = None,
 ) -> Any:
-    """Join, list or reduce the collected values.
+    """Concatenate, list or reduce the collected values.
 
     Args:
-        incoming: How.
-        ranks: The collected ranks, in order.
-        values: Their values, in the same order.
+        incoming: The collect of the transfer protocol.
+        ranks: The collected ranks, in the order of the mesh axes.
+        values: The return values of ``ranks``, in the same order.
         method: ``"Class.method"``, for messages.
-        real_rows: How many rows the ranks were sent; None where nothing was split.
+        real_rows: The number of rows that each rank of the group received; None if no argument was split.
+
+    Returns:
+        The result for the caller: a batch for `Concat`, a list for `Gather`, one value for `Reduce` and `Only`, and a
+        tuple with one result per collect for `CollectEach`.
 
     Raises:
-        CollectError: A value cannot be joined or reduced; names the rank and the type.
+        CollectError: A value cannot be joined or reduced; the message names the rank and the type.
     """
     if isinstance(incoming, CollectEach):
         return _collect_each(incoming, dict(zip(ranks, values, strict=True)), method, real_rows)
@@ -54,20 +58,20 @@ def collect(
 
 
 def _collect_each(how: CollectEach, values: Mapping[int, Any], method: str, real_rows: RealRows | None) -> Any:
-    """A tuple: what each collect makes of its item of the ranks' tuples."""
+    """Collect tuples item by item: result i is collect i, applied to item i of the ranks' tuples."""
     n = len(how.collects)
     for rank, value in values.items():
         if not isinstance(value, tuple) or len(value) != n:
             what = f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
             collects = ", ".join(repr(collect) for collect, _ in how.collects)
-            raise _error(rank, method, f"returned {what}, not a tuple of {n}: one value for each of {collects}")
+            raise _error(rank, method, f"returned {what}, expected a tuple of {n}: one value for each of {collects}")
     made = []
     for item, (incoming, ranks) in enumerate(how.collects):
         try:
             made.append(collect(incoming, ranks, [values[rank][item] for rank in ranks], method, real_rows))
         except CollectError as error:
             raise _error(
-                error.rank, method, f"of the tuple that it returned, item {item}: {error.failures[error.rank].summary}"
+                error.rank, method, f"item {item} of the returned tuple: {error.failures[error.rank].summary}"
             ) from error.__cause__
     return tuple(made)
 
@@ -82,7 +86,7 @@ def _concat(ranks: Sequence[int], values: Sequence[Any], method: str, real_rows:
             for rank, batch in zip(ranks, batches, strict=True)
         ]
     rows = [batch.n_rows for batch in batches]
-    if not all(rows) and any(rows):  # what ranks make of no rows, as np.array([]), must not decide about the others
+    if not all(rows) and any(rows):  # the result of 0 rows, such as np.array([]), must not determine the type
         ranks, batches = list(compress(ranks, rows)), list(compress(batches, rows))
     return _join(ranks, batches, method)
 
@@ -91,7 +95,7 @@ def _batch_of(rank: int, value: Any, method: str) -> Batch:
     try:
         batch = as_batch(value)
     except BatchError as error:
-        raise _error(rank, method, f"returned what Concat cannot join: {error}; {ADVICE}") from None
+        raise _error(rank, method, f"returned a value that Concat cannot join: {error}; {ADVICE}") from None
     if batch is None:
         raise _error(rank, method, f"returned {type(value).__name__}, which has no rows for Concat to join; {ADVICE}")
     return batch
@@ -102,13 +106,13 @@ def _without_padding(rank: int, batch: Batch, sent: int, real: int, method: str)
         raise _error(
             rank,
             method,
-            f"returned {batch.n_rows} rows for {sent}, {sent - real} of them padding, so the padding cannot be told "
-            "from the rest; return one row for each row, or split without pad=True",
+            f"returned {batch.n_rows} rows for {sent}, {sent - real} of them padding, so the padding cannot be "
+            "identified; return one row for each row, or split without pad=True",
         )
     try:
         return batch if real == sent else _batch_of(rank, batch.cut(0, real), method)
     except BatchError as error:
-        raise _error(rank, method, f"returned rows whose padding cannot be cut off: {error}") from error
+        raise _error(rank, method, f"returned rows whose padding cannot be removed: {error}") from error
 
 
 def _join(ranks: Sequence[int], batches: Sequence[Batch], method: str) -> Any:
@@ -121,11 +125,11 @@ def _join(ranks: Sequence[int], batches: Sequence[Batch], method: str) -> Any:
                 raise _error(
                     rank,
                     method,
-                    f"returned {type(part).__name__} where rank {ranks[0]} returned {type(parts[0]).__name__}; Concat "
-                    "joins one type, so return the same on every rank",
+                    f"returned {type(part).__name__}, but rank {ranks[0]} returned {type(parts[0]).__name__}; Concat "
+                    "joins values of one type, so return the same type on every rank",
                 ) from None
         shapes = ", ".join(f"rank {rank}: {_describe(part)}" for rank, part in zip(ranks, parts, strict=True))
-        raise _error(ranks[0], method, f"returned what Concat cannot join: {error} ({shapes})") from error
+        raise _error(ranks[0], method, f"returned a value that Concat cannot join: {error} ({shapes})") from error
 
 
 def _reduce(how: Reduce, ranks: Sequence[int], values: Sequence[Any], method: str, real_rows: RealRows | None) -> Any:
@@ -133,23 +137,23 @@ def _reduce(how: Reduce, ranks: Sequence[int], values: Sequence[Any], method: st
         return how.op(list(values))
     shares: Sequence[float] = [1] * len(values)
     if how.weights is not None:
-        assert real_rows is not None, "a call without rows to weigh by is not sent"
+        assert real_rows is not None, "register refuses weights without a split"
         rows = [real_rows.counts[rank] for rank in ranks]
-        if any(rows):  # what ranks make of no rows, NaN perhaps, must not spoil the mean
+        if any(rows):  # the result of 0 rows may be NaN, which would spoil the mean
             ranks, values = list(compress(ranks, rows)), list(compress(values, rows))
             shares = _shares([n for n in rows if n])
     try:
         return detached(_reduce_tree(how.op, values, shares))
     except Exception as error:
         types = ", ".join(f"rank {rank}: {type(value).__name__}" for rank, value in zip(ranks, values, strict=True))
-        raise _error(ranks[0], method, f"returned what {how!r} cannot reduce ({types}): {error}") from error
+        raise _error(ranks[0], method, f"returned a value that {how!r} cannot reduce ({types}): {error}") from error
 
 
 def _shares(rows: Sequence[int]) -> list[float]:
-    """Numbers in the ratio of the rows, none larger than 1, so that no small dtype overflows.
+    """Weights in the ratio of the row counts, at most 1, so that weighted values of a small dtype do not overflow.
 
-    They are whole numbers over a power of two, so that products and sums are as exact as with whole numbers; all are 1
-    where the rows are equal.
+    Each weight is a whole number over a power of two, so that products and sums are as exact as with whole numbers.
+    All weights are 1 if the row counts are equal.
     """
     divisor = math.gcd(*rows)
     scale = 1 << (max(rows) // divisor - 1).bit_length()
@@ -157,7 +161,7 @@ def _shares(rows: Sequence[int]) -> list[float]:
 
 
 def _reduce_tree(op: str, values: Sequence[Any], shares: Sequence[float]) -> Any:
-    """Reduce values, or what is in dicts; ``shares`` say how much of each is in a mean, 1 at most."""
+    """Reduce values elementwise, and dicts key by key; ``shares`` are the weights of a mean, at most 1."""
     if isinstance(values[0], dict):
         keys = values[0].keys()
         if any(value.keys() != keys for value in values):
@@ -175,12 +179,12 @@ def _reduce_tree(op: str, values: Sequence[Any], shares: Sequence[float]) -> Any
 
 
 def _countable(value: Any) -> Any:
-    """Booleans as integers: true + true is 2 in Python, but true in numpy and torch."""
+    """A value that can be counted: booleans as integers, because True + True is 2 in Python, but True in arrays."""
     return value + 0 if "bool" in str(getattr(value, "dtype", "")) else value
 
 
 def _pairwise(op: str, like: Any) -> Callable[[Any, Any], Any]:
-    if hasattr(like, "minimum") and hasattr(like, "maximum"):  # torch's tensors have both as methods
+    if hasattr(like, "minimum") and hasattr(like, "maximum"):  # a torch tensor has both as methods
         return lambda a, b: getattr(a, f"{op}imum")(b)
     if isinstance(like, np.ndarray):
         return np.minimum if op == "min" else np.maximum

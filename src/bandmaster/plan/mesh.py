@@ -1,4 +1,4 @@
-"""Named axes over the ranks of a group. Pure: works with no process at all."""
+"""Named axes over the ranks of a worker group. Pure: a mesh needs no processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Mesh:
         **axes: Size of each axis, at least 1, slowest first.
 
     Raises:
-        MeshError: No axis at all, or a size that is not a positive integer.
+        MeshError: There is no axis, or a size is not a positive integer.
 
     Example:
         >>> mesh = Mesh(pp=2, dp=2, tp=2)
@@ -42,7 +42,7 @@ class Mesh:
             raise MeshError("a mesh needs at least one axis, for example Mesh(dp=8)")
         for name, size in axes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise MeshError(f"axis {name!r} has size {size!r}; a size is an integer of at least 1")
+                raise MeshError(f"the size of axis {name!r} must be a positive integer, got {size!r}")
         self._shape = dict(axes)
         self._size = math.prod(axes.values())
         self._set_factors(tuple(axes.items()), {name: (name,) for name in axes}, "")
@@ -50,9 +50,9 @@ class Mesh:
     def _set_factors(
         self, factors: tuple[tuple[str, int], ...], axes: Mapping[str, tuple[str, ...]], suffix: str
     ) -> None:
-        self._factors = dict(factors)  # the smallest axes, slowest first; their product is the mesh
-        self._axes = dict(axes)  # every axis by name, as the factors that it is made of
-        self._suffix = suffix  # what `refine` added to the repr
+        self._factors = dict(factors)  # the indivisible axes and their sizes, slowest first; their product is the size
+        self._axes = dict(axes)  # the factors of every axis, by name
+        self._suffix = suffix  # the call of `refine` in the repr
 
     @property
     def size(self) -> int:
@@ -66,30 +66,30 @@ class Mesh:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """Every axis that can be asked for, those made by `refine` last."""
+        """Names of all axes; the axes that `refine` adds come last."""
         return tuple(self._axes)
 
     def axis_size(self, axis: str) -> int:
-        """Size of one axis.
+        """Number of coordinates of one axis.
 
         Raises:
-            MeshError: The mesh has no such axis.
+            MeshError: The mesh does not have the axis.
         """
         return math.prod(self._factors[name] for name in self._parts(axis))
 
     def refine(self, *, gen_pp: int | None = None, gen_tp: int | None = None) -> Mesh:
-        """The same ranks, seen also in a generation layout with smaller model-parallel groups.
+        """A mesh of the same ranks with additional axes for a generation layout with smaller model-parallel groups.
 
-        ``tp`` is cut into ``gen_tp`` and ``micro_tp``, ``pp`` into ``gen_pp`` and ``micro_pp``, the micro part
-        fastest; ``micro_dp`` joins both micro parts. The training axes stay usable under their own names.
+        Splits ``tp`` into ``gen_tp`` and ``micro_tp``, and ``pp`` into ``gen_pp`` and ``micro_pp``, the micro axis
+        fastest; ``micro_dp`` combines both micro axes. The training axes keep their names.
 
         Args:
             gen_pp: Pipeline stages of a generation replica, a divisor of ``pp``; all of ``pp`` by default.
             gen_tp: Tensor-parallel ranks of a generation replica, a divisor of ``tp``; all of ``tp`` by default.
 
         Raises:
-            MeshError: The mesh has no ``pp`` or ``tp`` to cut, was refined before, has an axis with the name of one
-                to be made, or a size does not divide.
+            MeshError: The mesh does not have the ``pp`` or ``tp`` to split, is refined already, or has an axis with
+                one of the new names; or a size does not divide its axis.
 
         Example:
             >>> mesh = Mesh(pp=1, dp=2, tp=4).refine(gen_pp=1, gen_tp=2)
@@ -101,14 +101,14 @@ class Mesh:
         Source: HybridFlow's zero-redundancy grouping, arXiv 2409.19256 section 5.
         """
         if self._suffix:
-            raise MeshError(f"{self!r} is refined already; refine {Mesh(**self._shape)!r} instead")
+            raise MeshError(f"{self!r} is already refined; refine {Mesh(**self._shape)!r} instead")
         wanted = {"pp": gen_pp, "tp": gen_tp}
         for axis, size in wanted.items():
             if axis not in self._axes and size not in (None, 1):
-                raise MeshError(f"gen_{axis}={size} cuts axis {axis!r}, which {self!r} does not have")
+                raise MeshError(f"gen_{axis}={size} splits axis {axis!r}, which {self!r} does not have")
         for axis in ("gen_pp", "gen_tp", "micro_pp", "micro_tp", "micro_dp"):
             if axis in self._axes:
-                raise MeshError(f"{self!r} has an axis {axis!r} already, which refining would make; rename it")
+                raise MeshError(f"{self!r} already has an axis {axis!r}, which refine() would add; rename that axis")
         factors: list[tuple[str, int]] = []
         axes = dict(self._axes)
         for axis, size in self._factors.items():
@@ -129,7 +129,7 @@ class Mesh:
         return refined
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where ``rank`` lies on every axis.
+        """The coordinate of ``rank`` on every axis, by axis name.
 
         Raises:
             MeshError: ``rank`` is not in 0 … size-1.
@@ -139,10 +139,13 @@ class Mesh:
         return dict(self._table[rank])
 
     def ranks(self, **at: int) -> tuple[int, ...]:
-        """The ranks at the given coordinates, in rank order; negative ones count from the end of their axis.
+        """The ranks at the given coordinates, in rank order; with no coordinates all ranks.
+
+        Args:
+            **at: Coordinates by axis; negative coordinates count from the end of their axis.
 
         Raises:
-            MeshError: An axis that the mesh does not have, or a coordinate outside it.
+            MeshError: The mesh does not have an axis, or a coordinate is outside its axis.
         """
         fixed = {axis: self._coordinate(axis, index) for axis, index in at.items()}
         return tuple(
@@ -150,13 +153,15 @@ class Mesh:
         )
 
     def positions(self, *axes: str) -> tuple[int, ...]:
-        """For each rank, its number among the coordinates of ``axes`` taken together, the first axis slowest.
+        """The position of each rank in the product of ``axes``, the first axis slowest.
 
-        Ranks with equal coordinates on ``axes`` share a number; the numbers run from 0 to the product of
-        the sizes minus 1. With no axes every rank has number 0.
+        Ranks with equal coordinates on ``axes`` have equal positions.
+
+        Returns:
+            One position per rank, from 0 to the product of the axis sizes minus 1; 0 for every rank without axes.
 
         Raises:
-            MeshError: An axis that the mesh does not have, or axes that overlap, such as ``tp`` and ``gen_tp``.
+            MeshError: The mesh does not have an axis, or axes overlap, such as ``tp`` and ``gen_tp``.
         """
         self._factors_of(axes)
         sizes = [(axis, self.axis_size(axis)) for axis in axes]
@@ -169,10 +174,13 @@ class Mesh:
         return tuple(numbers)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The process groups along ``axes``: ranks that differ in nothing else, groups by their first rank.
+        """The process groups along ``axes``: the ranks of a group differ only in their coordinates on ``axes``.
+
+        Returns:
+            The groups, ordered by their first rank; the ranks of a group in the order of `positions`.
 
         Raises:
-            MeshError: An axis that the mesh does not have, or axes that overlap, such as ``tp`` and ``gen_tp``.
+            MeshError: The mesh does not have an axis, or axes overlap, such as ``tp`` and ``gen_tp``.
         """
         along = self._factors_of(axes)
         position = dict(enumerate(self.positions(*axes)))
@@ -183,10 +191,14 @@ class Mesh:
         return tuple(tuple(sorted(group, key=position.__getitem__)) for group in groups.values())
 
     def select(self, *axes: str, **at: int) -> tuple[int, ...]:
-        """One rank for each coordinate of ``axes``, in their order; other axes are fixed by ``at``, else at 0.
+        """One rank for each coordinate of ``axes``, in the order of `positions`.
+
+        Args:
+            *axes: The axes to iterate over, the first slowest.
+            **at: Coordinates on other axes; an axis that is not named is fixed at 0.
 
         Raises:
-            MeshError: An axis that the mesh does not have, a coordinate outside it, or axes that overlap.
+            MeshError: The mesh does not have an axis, a coordinate is outside its axis, or axes overlap.
 
         Example:
             >>> Mesh(pp=2, dp=2, tp=2).select("dp", pp=-1)
@@ -221,7 +233,7 @@ class Mesh:
         return self._axes[axis]
 
     def _factors_of(self, axes: Iterable[str]) -> set[str]:
-        """The factors of ``axes``, which must have none in common."""
+        """The factors of ``axes``; MeshError if two of the axes share a factor."""
         owner: dict[str, str] = {}
         for axis in axes:
             for name in self._parts(axis):

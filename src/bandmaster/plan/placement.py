@@ -1,4 +1,4 @@
-"""Where the workers of a pool go, decided from an inventory of nodes. Pure: no process, no cluster."""
+"""Assigns the slots of a resource pool to nodes, given an inventory of the nodes. Pure: no process, no cluster."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from bandmaster.errors import PlacementError
 
 __all__ = ["RESERVING", "Node", "Request", "assign_nodes", "cannot_place", "could_ever_fit"]
 
-RESERVING = "a signal handler asked for places while places were being reserved; set a flag in the handler instead"
+RESERVING = (
+    "a signal handler cannot reserve slots while another reservation is in progress; set a flag in the handler, and "
+    "reserve after it has returned"
+)
 
-MAX_DEAD_ENDS = 10_000  # of the search for nodes; never reached by requests of a few sizes
+MAX_DEAD_ENDS = 10_000  # limit of the search; requests with few different sizes never reach it
 
 
 @dataclass(frozen=True)
 class Node:
-    """One host, as a backend sees it.
+    """One host in a backend's inventory.
 
     Attributes:
-        name: What a person calls it, its address mostly.
-        cpus_total: Logical CPUs, free or not; None where they are not counted.
-        cpus_free: Those not taken.
-        gpus_total: GPUs, free or not.
-        gpus_free: Those not taken.
-        holders: Who has taken what, in words.
-        key: The backend's own name for it.
+        name: The host in messages, usually its address.
+        cpus_total: Number of logical CPUs; None if the backend does not count CPUs.
+        cpus_free: Number of CPUs that are not reserved; None if the backend does not count CPUs.
+        gpus_total: Number of GPUs.
+        gpus_free: Number of GPUs that are not reserved.
+        holders: Descriptions of the pools and groups that have reserved resources of the host.
+        key: The backend's identifier of the host.
     """
 
     name: str
@@ -39,7 +42,12 @@ class Node:
     key: str = ""
 
     def capacity(self, request: Request, *, free: bool = True) -> int | None:
-        """How many workers of ``request`` fit here; None for as many as you like."""
+        """How many workers of ``request`` fit on this node; None if the request needs nothing that is counted.
+
+        Args:
+            request: The resources per worker.
+            free: Count only resources that are not reserved; otherwise all resources of the node.
+        """
         fits = []
         if request.gpus_per_worker:
             fits.append((self.gpus_free if free else self.gpus_total) / request.gpus_per_worker)
@@ -51,13 +59,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Request:
-    """What a pool asks for.
+    """The slots that a resource pool reserves.
 
     Attributes:
-        name: The pool's, for messages.
-        workers: Places on each node.
-        cpus_per_worker: CPUs reserved for each place.
-        gpus_per_worker: GPUs reserved for each place, 0 or 1.
+        name: Name of the pool, for messages.
+        workers: Number of slots on each node.
+        cpus_per_worker: CPUs reserved for each slot.
+        gpus_per_worker: GPUs reserved for each slot, 0 or 1.
     """
 
     name: str
@@ -67,7 +75,7 @@ class Request:
 
     @property
     def words(self) -> str:
-        """The request as a person would say it."""
+        """Description for messages, such as ``"4 GPU workers as [2, 2] (1 GPU each)"``."""
         each = [f"{self.cpus_per_worker:g} CPU"] if self.cpus_per_worker else []
         each += [f"{self.gpus_per_worker} GPU"] if self.gpus_per_worker else []
         kind = "GPU workers" if self.gpus_per_worker else "workers"
@@ -75,18 +83,22 @@ class Request:
 
 
 def assign_nodes(request: Request, nodes: Sequence[Node], *, free: bool = True) -> tuple[int, ...] | None:
-    """The index of the node that takes each entry of ``request.workers``; None when they do not fit.
+    """Choose a node for each entry of ``request.workers``.
 
-    Each entry goes whole onto one node. Entries go to nodes of their own where there are enough, the tightest
-    fit first, and share nodes otherwise. Entries of equal size follow the order of the nodes' addresses.
+    All slots of an entry go onto one node. Entries get separate nodes if there are enough, the tightest fit first, and
+    share nodes otherwise. Entries of equal size follow the order of the nodes' addresses.
 
-    The answer is exact unless many entries of many sizes leave next to nothing free: finding out is bin packing,
-    which can take forever, so that the search stops after 10,000 dead ends (about a second) with None.
+    Whether a request fits is a bin packing problem, whose exact solution can take exponential time. The search stops
+    with None after 10,000 dead ends (about a second). It can therefore miss a solution if many entries of many
+    different sizes leave almost nothing free.
 
     Args:
-        request: What is asked for.
-        nodes: What there is.
-        free: Count what is free now, or everything there is.
+        request: The requested slots.
+        nodes: The inventory.
+        free: Count only resources that are not reserved; otherwise all resources of the nodes.
+
+    Returns:
+        An index into ``nodes`` for each entry; None if the request does not fit.
     """
     order = sorted(range(len(nodes)), key=lambda index: _address(nodes[index]))
     wanted = sorted(request.workers, reverse=True)
@@ -104,9 +116,10 @@ def assign_nodes(request: Request, nodes: Sequence[Node], *, free: bool = True) 
 
 @lru_cache(maxsize=256)
 def _search(wanted: tuple[int, ...], room: tuple[int, ...]) -> tuple[int, ...] | None:
-    """A node for each entry of ``wanted``, which descends.
+    """Choose a node for each entry of ``wanted``, which is sorted in descending order; None if none is found.
 
-    Depth first, without recursion. A choice is taken back as soon as what remains cannot fit, or did not before.
+    A depth-first search without recursion. It reverts a choice as soon as the remaining entries cannot fit, or have
+    failed before with the same free room.
     """
     left, used = list(room), [0] * len(room)
     chosen: list[int] = []
@@ -122,7 +135,7 @@ def _search(wanted: tuple[int, ...], room: tuple[int, ...]) -> tuple[int, ...] |
             is_dead = tuple(sorted(left)) in hopeless or not _may_fit(rest, left)
             untried.append(iter(()) if is_dead else _candidates(rest, left, used))
             continue
-        hopeless.add(tuple(sorted(left)))  # sorted: it does not matter which node has how much
+        hopeless.add(tuple(sorted(left)))  # sorted, because nodes with equal room are interchangeable
         untried.pop()
         if not chosen:
             return None
@@ -133,7 +146,7 @@ def _search(wanted: tuple[int, ...], room: tuple[int, ...]) -> tuple[int, ...] |
 
 
 def _candidates(wanted: Sequence[int], left: Sequence[int], used: Sequence[int]) -> Iterator[int]:
-    """Nodes for the first of ``wanted``: empty ones before shared ones, the tightest first, one of those alike."""
+    """Nodes for ``wanted[0]``: unused before used, tightest first; one node stands for all with equal room."""
     if not wanted:
         return iter(())
     alike: dict[tuple[bool, int], int] = {}
@@ -144,34 +157,34 @@ def _candidates(wanted: Sequence[int], left: Sequence[int], used: Sequence[int])
 
 
 def _may_fit(wanted: Sequence[int], left: Sequence[int]) -> bool:
-    """False when they cannot fit: counted in units of any size, the nodes hold less than the entries take."""
+    """A necessary condition: for every unit size, the nodes hold at least as many units as the entries need."""
     return all(sum(fits // unit for fits in left) >= sum(size // unit for size in wanted) for unit in {1, *wanted})
 
 
 def could_ever_fit(request: Request, nodes: Sequence[Node]) -> bool:
-    """Whether the request fits once everything on these nodes is free."""
+    """Whether the request fits on these nodes when no resource is reserved."""
     return assign_nodes(request, nodes, free=False) is not None
 
 
 def cannot_place(
     request: Request, nodes: Sequence[Node], *, free: bool = True, waited_s: float | None = None
 ) -> PlacementError:
-    """The error for a request that does not fit: what was asked, what each node has, what would fit.
+    """The error for a request that does not fit; it names the request, each node's resources, and a request that fits.
 
     Args:
-        request: What was asked for.
-        nodes: What there is.
-        free: Whether it is too much for what is free, or for everything there is.
-        waited_s: How long was waited, if it was.
+        request: The requested slots.
+        nodes: The inventory.
+        free: Whether the request exceeds the free resources, or all resources of the nodes.
+        waited_s: Seconds that the pool waited for resources; None if it did not wait.
     """
     rooms = [(node, node.capacity(request, free=free)) for node in nodes]
     there = "; ".join(_describe(node, fits, request, free) for node, fits in rooms) or "there are no nodes"
     fitting = sorted((fits for _, fits in rooms if fits), reverse=True)
-    advice = f"ask for {fitting}" if fitting else "nothing of that kind is free"
+    advice = f"ask for {fitting}" if fitting else "no node has room"
     if request.gpus_per_worker and not any(node.gpus_total for node in nodes):
-        advice = "there is no GPU: make the pool with use_gpu=False"
+        advice = "no node has a GPU; make the pool with use_gpu=False"
     elif free and any(node.holders for node in nodes):
-        advice += ", or close what holds the rest"
+        advice += ", or close pools and groups that hold the rest"
     waited = f" within {waited_s:g} s" if waited_s is not None else ""
     return PlacementError(f"pool {request.name!r} cannot place {request.words}{waited}: {there}; {advice}")
 
@@ -187,7 +200,7 @@ def _describe(node: Node, fits: int | None, request: Request, free: bool) -> str
 
 
 def _address(node: Node) -> tuple[int, int, str, str]:
-    """Numeric order of addresses: 10.0.0.9 comes before 10.0.0.10."""
+    """Sort key that orders addresses numerically: 10.0.0.9 comes before 10.0.0.10."""
     try:
         address = ipaddress.ip_address(node.name)
     except ValueError:

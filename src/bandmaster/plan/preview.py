@@ -1,4 +1,4 @@
-"""`plan`: what a call would do, for a person to look at. Pure: it starts nothing.
+"""`plan` previews a call: the rows of each rank and the collected values. Pure: it starts nothing.
 
 ::
 
@@ -28,14 +28,14 @@ __all__ = ["TransferPlan", "plan"]
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Who gets which rows and whose values come back, printable in a terminal and a notebook.
+    """The rows that each rank receives and the ranks whose values are collected, printable in terminal and notebook.
 
     Attributes:
-        protocol: The protocol planned.
-        mesh: The mesh that it is planned on.
-        rows: Rows of the batch.
-        received: Per rank, ``(start, stop)`` of its rows; None where the argument is not split.
-        collected: The ranks whose values come back, in order; of a tuple of collects, those that any of them takes.
+        protocol: The previewed transfer protocol.
+        mesh: The mesh of the call.
+        rows: Number of rows of the batch.
+        received: For each rank ``(start, stop)`` of its rows; None for every rank if the protocol does not split.
+        collected: The collected ranks, in order; for a tuple of collects, the ranks of any of them.
     """
 
     protocol: TransferProtocol[Any, Any]
@@ -70,18 +70,18 @@ class TransferPlan:
         return f"rows {start}:{stop}" + (f" + {padding} padding" if padding else "")
 
     def _gives(self, rank: int) -> str:
-        """What comes back from the rank, to each collect of a tuple."""
+        """Describe the use of the rank's value in each collect, "-" if the rank is not collected."""
         given = [self._place(collect, rank) for collect in self.protocol.collects]
         return ", ".join(given) if rank in self.collected else "-"
 
     def _place(self, collect: Incoming, rank: int) -> str:
-        """What the rank's value is to one collect."""
+        """Describe the use of the rank's value in one collect, such as "part 0"."""
         ranks = sources(self.mesh, collect)
         kind = "part" if isinstance(collect, Concat) else "item"
         return f"{kind} {ranks.index(rank)}" if rank in ranks else "-"
 
     def _part(self, rank: int) -> int:
-        """The number of what the rank gets: ranks with the same number get the same."""
+        """Index of the value that the rank receives; ranks that receive equal values have equal indices."""
         if isinstance(self.protocol.outgoing, Split):
             return part_numbers(self.mesh, self.protocol.outgoing)[rank]
         return rank if isinstance(self.protocol.outgoing, PerRank) else 0
@@ -99,7 +99,7 @@ class TransferPlan:
         ]
 
     def _rank_bands(self) -> list[tuple[str, list[Box]]]:
-        """The ranks, in a band for each coordinate of the slowest axis if there are others."""
+        """A band of rank boxes for each coordinate of the slowest axis; a single band if the mesh has one axis."""
         slowest, *others = self.mesh.shape
         made_by_refining = [axis for axis in self.mesh.axis_names if axis not in self.mesh.shape]
         named = [axis for axis in self.protocol.axis_names if axis in made_by_refining]
@@ -115,7 +115,7 @@ class TransferPlan:
 
 
 def plan(protocol: object, mesh: Mesh, rows: int) -> TransferPlan:
-    """What a call under ``protocol`` would do on ``mesh`` with a batch of ``rows`` rows. Starts nothing.
+    """Preview a call under ``protocol`` on ``mesh`` with a batch of ``rows`` rows. Starts nothing.
 
     Args:
         protocol: A `Dispatch` member, its name, or a `TransferProtocol`.
@@ -123,15 +123,17 @@ def plan(protocol: object, mesh: Mesh, rows: int) -> TransferPlan:
         rows: Rows of the batch, 0 or more.
 
     Raises:
-        ProtocolError: ``protocol`` is none, or is a pair of functions, which cannot be planned.
+        ProtocolError: ``protocol`` is not a transfer protocol, or is a pair of functions, which cannot be previewed.
         MeshError: The protocol names an axis that ``mesh`` does not have and that is not one of the six protocols'.
         BatchError: ``rows`` is negative.
     """
     parsed = as_protocol(protocol)
     if isinstance(parsed, Custom):
-        raise ProtocolError("a custom dispatch_fn decides when it is called; only a TransferProtocol can be planned")
+        raise ProtocolError(
+            "a custom protocol cannot be planned, because its dispatch_fn runs at the call; pass a TransferProtocol"
+        )
     if rows < 0:
-        raise BatchError(f"a batch has 0 rows or more, not {rows}")
+        raise BatchError(f"rows must be a non-negative number, got {rows}")
     received: tuple[tuple[int, int] | None, ...] = (None,) * mesh.size
     if isinstance(parsed.outgoing, Split):
         ranges = row_ranges(rows, len(shards(mesh, parsed.outgoing)), parsed.outgoing.pad)

@@ -1,4 +1,4 @@
-"""Tables and drawings for `repr`, `_repr_html_` and `_repr_svg_`: the one place that knows what they look like."""
+"""Text tables, HTML tables and SVG drawings for `__str__`, `_repr_html_` and `_repr_svg_`. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 __all__ = ["Box", "html_table", "svg_bands", "text_table"]
 
-WIDTH, LABEL_WIDTH, LINE_HEIGHT, MARGIN, BOXES_PER_LINE = 760, 76, 15, 6, 8  # of drawings, in pixels but the last
+WIDTH, LABEL_WIDTH, LINE_HEIGHT, MARGIN, BOXES_PER_LINE = 760, 76, 15, 6, 8  # of drawings; all but the last in pixels
 
 
 def text_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in columns of equal width, for a terminal."""
+    """Format a table for a terminal: a title line, then columns padded to their widest cell."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
@@ -20,7 +20,7 @@ def text_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object
 
 
 def html_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """The same table for a notebook."""
+    """Format a table for a notebook: an HTML paragraph with the title, then a table element."""
     head = "".join(f"<th>{_escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{_escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<p><code>{_escape(title)}</code></p><table><tr>{head}</tr>{body}</table>"
@@ -31,9 +31,9 @@ class Box:
     """One box of a drawing.
 
     Attributes:
-        lines: Its text.
-        colour: A number; equal numbers are one colour.
-        is_framed: Whether its frame is a strong one.
+        lines: Lines of text in the box.
+        colour: Index of the colour, from 0; boxes with equal indices have equal colours.
+        is_framed: Whether the box has a thick frame.
     """
 
     lines: tuple[str, ...]
@@ -42,14 +42,14 @@ class Box:
 
 
 def svg_bands(title: str, subtitle: str, bands: Sequence[tuple[str, Sequence[Box]]]) -> str:
-    """Bands of boxes below each other, every one over the whole width, for a notebook.
+    """Draw horizontal bands of boxes below each other as an SVG, for a notebook.
 
-    An SVG keeps its colours where the style of HTML is taken away, as on GitHub.
+    An SVG keeps its colours on sites that remove the styles of HTML, such as GitHub.
 
     Args:
-        title: What stands above them, in bold.
-        subtitle: What stands below that.
-        bands: ``(label, boxes)`` of each; many boxes take several lines.
+        title: First line, in bold.
+        subtitle: Second line.
+        bands: ``(label, boxes)`` of each band; more than 8 boxes take several lines.
     """
     n_colours = 1 + max(box.colour for _, boxes in bands for box in boxes)
     parts = [_text(0, LINE_HEIGHT, title, "font-weight='bold'"), _text(0, 2 * LINE_HEIGHT, subtitle)]
@@ -84,6 +84,6 @@ def _text(x: float, y: float, text: str, options: str = "") -> str:
 
 
 def _escape(text: str) -> str:
-    import html  # here, as only notebooks need it, and the import of everything is to be quick
+    import html  # imported here, because only notebooks need it and it slows the import of bandmaster
 
     return html.escape(text)

@@ -1,7 +1,7 @@
-"""Which rows go to which rank, and which ranks' values come back. Pure functions of mesh and protocol.
+"""Computes the rows that each rank receives and the collected ranks. Pure functions of mesh and protocol.
 
-Axes that the six protocols of `Dispatch` name (dp, pp, tp, micro_dp, gen_pp, gen_tp) count as size 1 where a mesh does
-not have them, in any protocol. Other axes that it does not have are errors.
+The axes in the six protocols of `Dispatch` (dp, pp, tp, micro_dp, gen_pp, gen_tp) count as size 1 on a mesh that does
+not have them, in any protocol. Every other axis that the mesh does not have is an error.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TABLE_AXES = frozenset(axis for dispatch in Dispatch for axis in dispatch.value.
 
 
 class RealRows(NamedTuple):
-    """How many rows the ranks of a group are sent.
+    """The number of rows that each rank of a worker group receives.
 
     Attributes:
-        counts: Per rank, without padding.
-        padded_to: How many each rank is sent with its padding; None where the split does not pad.
+        counts: Number of rows of each rank, without padding.
+        padded_to: Number of rows of each rank with padding; None if the split does not pad.
     """
 
     counts: tuple[int, ...]
@@ -42,12 +42,12 @@ class RealRows(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """So many rows under a split on a mesh.
+    """A split of a number of rows on a mesh.
 
     Attributes:
-        receivers: The ranks that get part 0, part 1, …
-        ranges: The rows of each part.
-        real_rows: The same by rank.
+        receivers: For each part, the ranks that receive it.
+        ranges: For each part, ``(start, stop)`` of its rows.
+        real_rows: The number of rows of each rank.
     """
 
     receivers: tuple[tuple[int, ...], ...]
@@ -56,15 +56,20 @@ class Cut(NamedTuple):
 
 
 class CollectEach(NamedTuple):
-    """What a tuple of collects is on a mesh: each with the ranks whose values it takes."""
+    """A tuple of collects on a mesh, for a method that returns a tuple.
+
+    Attributes:
+        collects: One ``(collect, collected ranks)`` per item of the tuple.
+    """
 
     collects: tuple[tuple[Incoming, tuple[int, ...]], ...]
 
 
 def row_ranges(rows: int, parts: int, pad: bool = False) -> tuple[tuple[int, int], ...]:
-    """``(start, stop)`` of every part: the first ones get one more row, or, padded, all as many as the largest.
+    """``(start, stop)`` of every part. If the rows do not divide evenly, the first parts have one row more.
 
-    Padded ranges end at ``rows``: what is missing from a part is its padding.
+    With ``pad`` all parts have the size of the largest. Ranges are limited to ``rows``: the rows that a range lacks
+    for that size are its padding.
 
     Example:
         >>> row_ranges(10, 4), row_ranges(5, 4, pad=True)
@@ -80,17 +85,17 @@ def row_ranges(rows: int, parts: int, pad: bool = False) -> tuple[tuple[int, int
 
 @lru_cache(maxsize=1024)
 def part_numbers(mesh: Mesh, split: Split) -> tuple[int, ...]:
-    """For each rank, the number of the part of a split that it gets.
+    """For each rank, the index of the part of a split that it receives.
 
     Raises:
-        MeshError: An axis that ``mesh`` does not have, or axes that overlap.
+        MeshError: ``mesh`` does not have an axis, or axes overlap.
     """
     return mesh.positions(*(axis for axis in split.axes if not _counts_as_one(mesh, axis)))
 
 
 @lru_cache(maxsize=1024)
 def shards(mesh: Mesh, split: Split) -> tuple[tuple[int, ...], ...]:
-    """The ranks that get part 0, part 1, … of a split; raises as `part_numbers`."""
+    """For each part of a split, the ranks that receive it. Raises MeshError in the cases of `part_numbers`."""
     numbers = part_numbers(mesh, split)
     parts: list[list[int]] = [[] for _ in range(max(numbers) + 1)]
     for rank, number in enumerate(numbers):
@@ -100,7 +105,7 @@ def shards(mesh: Mesh, split: Split) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=64)
 def cut_rows(mesh: Mesh, split: Split, rows: int) -> Cut:
-    """What each part and each rank gets of so many rows; raises as `part_numbers`."""
+    """Split ``rows`` rows over the ranks of a mesh. Raises MeshError in the cases of `part_numbers`."""
     receivers = shards(mesh, split)
     ranges = row_ranges(rows, len(receivers), split.pad)
     sizes = [stop - start for start, stop in ranges]
@@ -110,10 +115,14 @@ def cut_rows(mesh: Mesh, split: Split, rows: int) -> Cut:
 
 @lru_cache(maxsize=1024)
 def sources(mesh: Mesh, incoming: Incoming | tuple[Incoming, ...]) -> tuple[int, ...]:
-    """The ranks whose values come back, in the order in which they are joined or listed; of a tuple, those of any.
+    """The collected ranks, in the order in which their values are joined or listed.
+
+    Args:
+        mesh: The mesh of the worker group.
+        incoming: A collect, or a tuple of collects, for which the result has the ranks of any of them.
 
     Raises:
-        MeshError: An axis that ``mesh`` does not have, axes that overlap, or a coordinate outside its axis.
+        MeshError: ``mesh`` does not have an axis, axes overlap, or a coordinate is outside its axis.
     """
     if isinstance(incoming, tuple):
         return tuple(dict.fromkeys(rank for collect in incoming for rank in sources(mesh, collect)))
@@ -129,7 +138,7 @@ def sources(mesh: Mesh, incoming: Incoming | tuple[Incoming, ...]) -> tuple[int,
 
 
 def on_mesh(mesh: Mesh, incoming: Incoming | tuple[Incoming, ...]) -> Incoming | CollectEach:
-    """What `bandmaster.plan.collection.collect` needs to know of it."""
+    """The first argument of `bandmaster.plan.collection.collect`: tuples become a `CollectEach` with their ranks."""
     if not isinstance(incoming, tuple):
         return incoming
     return CollectEach(tuple((collect, sources(mesh, collect)) for collect in incoming))

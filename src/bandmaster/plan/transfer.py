@@ -1,13 +1,13 @@
-"""Transfer protocols as data: how one call's arguments go out and how its results come back. Pure.
+"""Transfer protocols as data: how the arguments of a call are distributed and how its results are combined. Pure.
 
-Outgoing, per argument: `Split`, `Broadcast`, `PerRank`. Coming back: `Concat`, `Gather`, `Reduce`, `Only`.
-A `TransferProtocol` is one of each, or several on the way back for a method that returns a tuple. `Dispatch` holds the
-six of HybridFlow; any other is a value a user writes::
+Dispatch rules, one per argument: `Split`, `Broadcast`, `PerRank`. Collect rules: `Concat`, `Gather`, `Reduce`, `Only`.
+A `TransferProtocol` has one dispatch rule and one collect rule, or a tuple of collect rules for a method that returns a
+tuple. `Dispatch` holds the six protocols of HybridFlow. Users write other protocols as values::
 
     TransferProtocol(Split("dp", "tp"), Concat("dp", "tp"))
     TransferProtocol(Split("dp"), (Concat("dp"), Reduce("mean", weights="rows")))
 
-All of them are frozen, comparable and printed as they are written.
+Rules and protocols are frozen and comparable; the repr of a rule is the expression that makes it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _set(value: object, **fields: object) -> None:
 def _axis_names(owner: str, axes: tuple[str, ...]) -> tuple[str, ...]:
     for index, axis in enumerate(axes):
         if not isinstance(axis, str):
-            raise ProtocolError(f"{owner} takes names of axes, not {axis!r}")
+            raise ProtocolError(f"the axes of {owner} must be strings, got {axis!r}")
         if axis in axes[:index]:
             raise ProtocolError(f"{owner} names axis {axis!r} twice")
     return axes
@@ -57,15 +57,19 @@ def _written(name: str, args: Sequence[object], kwargs: Mapping[str, object]) ->
 
 @dataclass(frozen=True, init=False, repr=False)
 class Split:
-    """Rows are cut over the product of ``axes``; ranks with equal coordinates on them get the same rows.
+    """Splits the rows of a batch over the product of ``axes``.
 
-    Rows that do not divide are normal: the first parts get one more (10 rows over 4 are 3, 3, 2, 2).
+    Ranks with equal coordinates on ``axes`` receive the same rows. If the rows do not divide evenly, the first parts
+    have one row more (10 rows over 4 parts are 3, 3, 2, 2).
 
     Args:
         *axes: Names of mesh axes, the slowest first; at least one.
-        pad: Repeat rows from the start until all parts are equal. The copies are cut from the result again,
-            which needs a `Concat` on the way back and one result row for each row. Whatever else comes back beside it,
-            in a tuple, is what the ranks made of rows and copies together.
+        pad: Repeat rows from the start of the batch until all parts have equal row counts. `Concat` removes the copies
+            from the result, which requires one result row for each row. Other collect rules in a tuple combine what
+            the ranks computed from rows and copies together.
+
+    Raises:
+        ProtocolError: There is no axis, an axis is not a string, or an axis is named twice.
     """
 
     axes: tuple[str, ...]
@@ -73,7 +77,7 @@ class Split:
 
     def __init__(self, *axes: str, pad: bool = False) -> None:
         if not axes:
-            raise ProtocolError('Split needs an axis to cut over, for example Split("dp")')
+            raise ProtocolError('Split requires at least one axis, for example Split("dp")')
         _set(self, axes=_axis_names("Split", axes), pad=bool(pad))
 
     def __repr__(self) -> str:
@@ -82,12 +86,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Every rank gets the same value."""
+    """Sends the same value to every rank."""
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """The caller gives a sequence with one value per rank; rank r gets item r."""
+    """Sends item r of the argument, a sequence with one value per rank, to rank r."""
 
 
 Outgoing = Split | Broadcast | PerRank
@@ -95,7 +99,7 @@ Outgoing = Split | Broadcast | PerRank
 
 @dataclass(frozen=True, init=False, repr=False)
 class _Selection:
-    """Ranks chosen by mesh axes: one per coordinate of ``axes``, the rest fixed by ``at``, 0 where it is silent."""
+    """Ranks selected by mesh axes: one per coordinate of ``axes``; axes that ``at`` does not name are fixed at 0."""
 
     axes: tuple[str, ...]
     at: tuple[tuple[str, int], ...]
@@ -104,9 +108,11 @@ class _Selection:
         name = type(self).__name__
         for axis, index in at.items():
             if isinstance(index, bool) or not isinstance(index, int):
-                raise ProtocolError(f"{name}({axis}={index!r}): a coordinate is an integer, for example {axis}=0")
+                raise ProtocolError(f"the coordinate {axis} of {name} must be an integer, got {index!r}")
             if axis in axes:
-                raise ProtocolError(f"{name} both joins over axis {axis!r} and fixes {axis}={index}; drop one of them")
+                raise ProtocolError(
+                    f"{name} joins over axis {axis!r} and also fixes {axis}={index}; remove one of them"
+                )
         _set(self, axes=_axis_names(name, axes), at=tuple(sorted(at.items())))
 
     def __repr__(self) -> str:
@@ -114,29 +120,33 @@ class _Selection:
 
 
 class Concat(_Selection):
-    """Rows of several ranks joined into one batch, in axis order.
+    """Concatenates the rows of the selected ranks into one batch, in axis order.
+
+    If the method returns None on all selected ranks, the result is None. The caller owns the result; its tensors are
+    detached even if the tensors of the ranks require grad. (`Gather` and `Only` return the tensors of the ranks as
+    leaves, which require grad if they do on the rank.)
 
     Args:
         *axes: The axes to join over, the slowest first; at least one.
-        **at: Coordinates of the ranks to take on other axes; 0 where nothing is said, -1 is the last.
+        **at: Coordinates of the selected ranks on other axes; 0 by default, -1 is the last.
 
-    A method that returns None on all those ranks gives None. What is joined belongs to the caller alone: a tensor is
-    detached, whether or not those of the ranks require grad. (`Gather` and `Only` give the tensors of the ranks, as
-    leaves that require grad if they did there.)
+    Raises:
+        ProtocolError: There is no axis, an axis is not a string, is named twice or is also fixed by ``at``, or a
+            coordinate is not an integer.
     """
 
     def __init__(self, *axes: str, **at: int) -> None:
         if not axes:
-            raise ProtocolError('Concat needs an axis to join over, for example Concat("dp")')
+            raise ProtocolError('Concat requires at least one axis, for example Concat("dp")')
         super().__init__(*axes, **at)
 
 
 class Gather(_Selection):
-    """A list of values: one per coordinate of ``axes``, or, without axes, of every rank at ``at``, in rank order."""
+    """Lists values: one per coordinate of ``axes``, or, without axes, that of every rank at ``at``, in rank order."""
 
 
 class Only(_Selection):
-    """The value of the one rank at ``at``, 0 on every axis that is not named."""
+    """Returns the value of one rank, the rank at ``at``; the coordinate on every axis that is not named is 0."""
 
     def __init__(self, **at: int) -> None:
         super().__init__(**at)
@@ -144,18 +154,20 @@ class Only(_Selection):
 
 @dataclass(frozen=True, init=False, repr=False)
 class Reduce(_Selection):
-    """The values that `Gather` would list, made into one.
+    """Reduces the values that `Gather` would list to one value.
 
     Args:
         op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``, elementwise over numbers, arrays and tensors, and inside
             dicts; tensors in the result are detached. Or a function from the list of values to the result.
-        *axes: As in `Gather`.
-        weights: ``"rows"`` weighs a mean by the number of rows that each rank was sent, padding not counted; ranks
-            without rows are left out, or, if no rank has any, all count alike. None counts all ranks alike.
-        **at: As in `Gather`.
+        *axes: One value is taken per coordinate of these axes; without axes, one per rank at ``at``.
+        weights: ``"rows"`` weights a mean by the number of rows that each rank received, without padding. Ranks
+            without rows are left out; if no rank has rows, all ranks have equal weights. None gives all ranks equal
+            weights.
+        **at: Coordinates of the selected ranks on other axes; 0 by default, -1 is the last.
 
     Raises:
-        ProtocolError: An operation or weights that do not exist, or weights of anything but a mean.
+        ProtocolError: The operation or the weights are unknown, weights are given for an operation other than the
+            mean, or axes or coordinates are invalid.
 
     Example:
         Three rows over two ranks are two and one, so that the mean over rows is not the mean of the ranks' means:
@@ -174,11 +186,13 @@ class Reduce(_Selection):
 
     def __init__(self, op: str | Callable[[list[Any]], Any], *axes: str, weights: str | None = None, **at: int) -> None:
         if not callable(op) and op not in ("sum", "mean", "min", "max"):
-            raise ProtocolError(f"Reduce does not know {op!r}; use 'sum', 'mean', 'min', 'max' or a function")
+            raise ProtocolError(
+                f"the operation of Reduce must be 'sum', 'mean', 'min', 'max' or a function, got {op!r}"
+            )
         if weights not in (None, "rows"):
-            raise ProtocolError(f"Reduce weighs by 'rows' or, with None, not at all, but not by {weights!r}")
+            raise ProtocolError(f"weights of Reduce must be 'rows' or None, got {weights!r}")
         if weights is not None and op != "mean":
-            raise ProtocolError(f"Reduce weighs a 'mean', but not {op!r}; drop weights={weights!r}")
+            raise ProtocolError(f"Reduce supports weights only for 'mean', got {op!r}; remove weights={weights!r}")
         super().__init__(*axes, **at)
         _set(self, op=op, weights=weights)
 
@@ -194,17 +208,19 @@ IncomingT = TypeVar("IncomingT", bound="Incoming | tuple[Incoming, ...]", covari
 
 @dataclass(frozen=True)
 class TransferProtocol(Generic[OutgoingT, IncomingT]):
-    """How a call's arguments go out and its results come back.
+    """How the arguments of a call are distributed and its results are combined.
 
     Args:
-        outgoing: What happens to arguments without a rule of their own. Under a `Split`, batches are split and
-            everything else is broadcast beside them; a call whose arguments hold no batch is refused.
-        incoming: What the caller gets. A tuple of collects is for a method that returns a tuple with one value for each
-            of them, on every rank that any of them takes; the caller gets a tuple with what each made of its values.
+        outgoing: The dispatch rule for arguments without a rule of their own. Under a `Split`, batches are split and
+            other values are broadcast; a call without a batch raises `BatchError`.
+        incoming: The collect rule, or a tuple of collect rules. A tuple is for a method that returns, on every rank
+            that any of the rules selects, a tuple with one value per rule; the caller receives a tuple with one
+            result per rule.
 
     Raises:
-        ProtocolError: What is no transfer; or padding without a `Concat`, which alone can tell rows from padding. In a
-            tuple, the others get what the ranks made of their rows and the padding together.
+        ProtocolError: A rule has the wrong type; or ``outgoing`` pads and there is no `Concat`, the only rule that
+            removes padding. Beside a `Concat`, other rules of a tuple combine what the ranks computed from rows and
+            padding together.
 
     Example:
         >>> import bandmaster as bm
@@ -222,53 +238,52 @@ class TransferProtocol(Generic[OutgoingT, IncomingT]):
 
     def __post_init__(self) -> None:
         if not isinstance(self.outgoing, Outgoing):
-            raise ProtocolError(f"{self.outgoing!r} does not say how arguments go out; use Split, Broadcast or PerRank")
+            raise ProtocolError(f"outgoing must be a Split, Broadcast or PerRank, got {self.outgoing!r}")
         if not self.collects or not all(isinstance(collect, Incoming) for collect in self.collects):
             raise ProtocolError(
-                f"{self.incoming!r} does not say what comes back; use Concat, Gather, Reduce or Only, or several "
-                "of them in a tuple"
+                f"incoming must be a Concat, Gather, Reduce or Only, or a tuple of them, got {self.incoming!r}"
             )
         check_padding(self.outgoing, self)
 
     @property
     def collects(self) -> tuple[Incoming, ...]:
-        """What makes the caller's value, or each item of the caller's tuple."""
+        """The collect rules as a tuple, also if there is one."""
         return self.incoming if isinstance(self.incoming, tuple) else (self.incoming,)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """The axes that it names, each once."""
+        """The axes that the rules name, without duplicates, those of the dispatch rule first."""
         split = self.outgoing.axes if isinstance(self.outgoing, Split) else ()
         collected = [axis for collect in self.collects for axis in (*collect.axes, *dict(collect.at))]
         return tuple(dict.fromkeys((*split, *collected)))
 
 
 def check_padding(outgoing: Outgoing, protocol: TransferProtocol[Any, Any]) -> None:
-    """Refuse padding that nothing takes out of the rows again."""
+    """Raise ProtocolError if a dispatch rule pads and no collect rule removes the padding."""
     is_padded = isinstance(outgoing, Split) and outgoing.pad
     if is_padded and not any(isinstance(collect, Concat) for collect in protocol.collects):
         raise ProtocolError(
-            f"{outgoing!r} pads, but {protocol.incoming!r} cannot take the padding out again; collect with Concat, or "
-            "leave pad out: uneven parts are fine"
+            f"{outgoing!r} adds padding, but {protocol.incoming!r} cannot remove it; collect with Concat, or omit pad: "
+            "parts may be uneven"
         )
 
 
 def check_weights(protocol: TransferProtocol[Any, Any], rules: Sequence[Outgoing], method: str) -> None:
-    """Refuse a mean weighted by rows where the rules of the arguments do not say which rows."""
+    """Raise ProtocolError for a mean weighted by rows, unless the arguments have exactly one split to count rows of."""
     weighted = [collect for collect in protocol.collects if isinstance(collect, Reduce) and collect.weights]
     splits = sorted({repr(rule) for rule in (protocol.outgoing, *rules) if isinstance(rule, Split)})
     if weighted and len(splits) != 1:
         raise ProtocolError(
-            f"{method} collects by {weighted[0]!r}, which weighs by the rows of one Split, but its arguments have "
-            f"{' and '.join(splits) or 'none'}; split all batches alike, or drop the weights"
+            f"{method} collects with {weighted[0]!r}, which needs exactly one Split to weight by its rows, but its "
+            f"arguments have {' and '.join(splits) or 'no Split'}; split batches over the same axes, or omit weights"
         )
 
 
 class Dispatch(Enum):
     """The six transfer protocols of HybridFlow (arXiv 2409.19256, table 3), by the paper's names.
 
-    ``Dispatch.THREE_D_PROTO`` is ``"3D_PROTO"``, and so on: both can be given to `register`. The axes that they name
-    count as size 1 where a group's mesh does not have them, so that ``"3D_PROTO"`` works on ``Mesh(dp=8)``.
+    `register` accepts a member or its name in the paper: ``Dispatch.THREE_D_PROTO`` or ``"3D_PROTO"``. An axis of
+    these protocols that a mesh does not have counts as size 1, so ``"3D_PROTO"`` works on ``Mesh(dp=8)``.
     """
 
     ONE_TO_ALL = TransferProtocol(Broadcast(), Gather())
@@ -285,33 +300,34 @@ class Dispatch(Enum):
 
     @classmethod
     def named(cls, name: str) -> Dispatch:
-        """The member called ``name`` in either spelling.
+        """The member with a name, either the Python name or the name in the paper.
 
         Raises:
-            ProtocolError: No protocol has that name; the known ones are listed.
+            ProtocolError: No protocol has the name; the message lists the known names.
         """
         for member in cls:
             if name in (member.name, member.paper_name):
                 return member
         known = ", ".join(member.paper_name for member in cls)
-        raise ProtocolError(f"no transfer protocol is called {name!r}; there are {known}, or give a TransferProtocol")
+        raise ProtocolError(f"unknown transfer protocol {name!r}; use one of {known}, or a TransferProtocol")
 
 
 class Execute(Enum):
-    """Which ranks run a method."""
+    """The ranks that run a method: all, or rank 0 alone."""
 
     ALL = "all"
-    RANK_ZERO = "rank_zero"  # rank 0 gets the arguments as they are; its plain value comes back
+    RANK_ZERO = "rank_zero"  # rank 0 receives the arguments unsplit, and the call returns its value
 
 
 @dataclass(frozen=True)
 class Custom:
-    """A user's own pair of functions instead of a protocol.
+    """A pair of user functions that replaces a transfer protocol.
 
     Attributes:
-        dispatch: ``dispatch(group, *args, **kwargs) -> (args, kwargs)``, every one of them a sequence with one
-            value per rank. It gets shallow copies of lists, so that the caller's stay as they are.
-        collect: ``collect(group, outputs)``, from the list of all ranks' values to what the caller gets.
+        dispatch: ``dispatch(group, *args, **kwargs)`` returns ``(args, kwargs)``, in which every value is a sequence
+            with one value per rank. It receives shallow copies of the caller's lists, so that it may change them.
+        collect: ``collect(group, outputs)`` returns the result for the caller; ``outputs`` is the list of the values of
+            all ranks, in rank order.
     """
 
     dispatch: Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
@@ -319,29 +335,32 @@ class Custom:
 
     @classmethod
     def parse(cls, functions: Mapping[str, Any]) -> Custom:
-        """From ``{"dispatch_fn": f, "collect_fn": g}``.
+        """The pair in ``{"dispatch_fn": f, "collect_fn": g}``.
 
         Raises:
-            ProtocolError: Other keys, or values that cannot be called.
+            ProtocolError: The dict has other keys, or a value is not callable.
         """
         if set(functions) != {"dispatch_fn", "collect_fn"}:
-            raise ProtocolError(f"a custom protocol has the keys 'dispatch_fn' and 'collect_fn', not {list(functions)}")
+            raise ProtocolError(
+                f"a custom protocol must have the keys 'dispatch_fn' and 'collect_fn', got {list(functions)}"
+            )
         for key, function in functions.items():
             if not callable(function):
-                raise ProtocolError(f"{key} of a custom protocol is not callable: {function!r}")
+                raise ProtocolError(f"{key} of a custom protocol must be callable, got {function!r}")
         return cls(functions["dispatch_fn"], functions["collect_fn"])
 
 
 def collect_all_to_all(worker_group: object, output: list[Any]) -> list[Any]:
-    """The collect function that changes nothing: the list of all ranks' values."""
+    """A collect function for custom protocols that returns the list of all ranks' values unchanged."""
     return output
 
 
 def as_protocol(dispatch_mode: object) -> TransferProtocol[Any, Any] | Custom:
-    """What `register` was given, as a protocol.
+    """The transfer protocol that the ``dispatch_mode`` of `register` stands for.
 
     Raises:
-        ProtocolError: It is none.
+        ProtocolError: ``dispatch_mode`` is not a `Dispatch` member, a known name, a `TransferProtocol`, a `Custom`, or
+            a dict of the two functions of a `Custom`.
     """
     if isinstance(dispatch_mode, str):
         dispatch_mode = Dispatch.named(dispatch_mode)
@@ -353,6 +372,6 @@ def as_protocol(dispatch_mode: object) -> TransferProtocol[Any, Any] | Custom:
     if isinstance(dispatch_mode, Mapping):
         return Custom.parse(dispatch_mode)
     raise ProtocolError(
-        f"{dispatch_mode!r} is no transfer protocol; give a Dispatch member, its name, a TransferProtocol, or "
-        "{'dispatch_fn': ..., 'collect_fn': ...}"
+        "a transfer protocol must be a Dispatch member, its name, a TransferProtocol, or "
+        f"{{'dispatch_fn': ..., 'collect_fn': ...}}, got {dispatch_mode!r}"
     )
