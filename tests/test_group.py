@@ -67,7 +67,7 @@ def test_methods_carry_name_signature_and_docstring(group):
     assert group.add.__name__ == "add"
     assert group.add.__doc__ == "Add x, times over."
     assert str(inspect.signature(group.add)) == "(x: int, *rest: int, times: int = 1, **named: int) -> int"
-    assert str(inspect.signature(group.add.submit)) == "(*args: 'Any', **kwargs: 'Any') -> 'Future[Any]'"
+    assert str(inspect.signature(group.add.submit)) == "(*args: 'P.args', **kwargs: 'P.kwargs') -> 'Future[G]'"
     assert "Add x, times over." in pydoc.render_doc(group.add)
     assert {"add", "add_later", "whole", "world_size", "close"} <= set(dir(group))
     assert "unregistered" not in dir(group)
@@ -479,7 +479,7 @@ def test_a_module_that_makes_workers_when_it_is_imported_is_told_so_by_its_first
     )
     command = [sys.executable, "-c", "import unguarded"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "put what makes them into a function" in run.stderr
+    assert "move the code that creates them into a function" in run.stderr
 
 
 def test_importing_bandmaster_loads_nothing_slow():

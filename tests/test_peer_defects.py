@@ -293,7 +293,7 @@ def test_a_pool_that_waits_for_cpus_gives_up_in_time_and_says_who_holds_them(ray
         critic.reserve()
     message = str(refused.value)
     assert message.startswith("pool 'critic' cannot place 16 workers as [16] (1 CPU each) within 0.5 s: node ")
-    assert re.search(r"has \d+ of 16 CPUs free, room for \d+, held by pool 'actor' \(10 places\)", message)
+    assert re.search(r"has \d+ of 16 CPUs free, room for \d+, held by pool 'actor' \(10 slots\)", message)
     assert re.search(r"; ask for \[\d+\], or close pools and groups that hold the rest$", message)
 
 
