@@ -8,6 +8,7 @@ import pytest
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+from bandmaster.calls.pending import PendingCall
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,7 +43,7 @@ def n_threads():
 
 def test_one_thread_calls_all_callbacks_and_ends_with_them(groups):
     barrier, seen = threading.Event(), []
-    futures = [group.sleep.submit(0.1) for group in groups] + [groups[0].add.submit(n) for n in range(100)]
+    futures = [group.sleep.submit(1) for group in groups] + [groups[0].add.submit(n) for n in range(100)]
     for future in futures:
         future.add_done_callback(lambda future: (seen.append(future.result()), len(seen) == 102 and barrier.set()))
     assert n_threads() == 1
@@ -59,6 +60,34 @@ def test_a_callback_comes_though_another_thread_reads_the_reply(groups):
     first = group.sleep.submit(0.2)
     first.add_done_callback(lambda _: told.set())
     assert group.add(1) == [1, 2]  # this thread has read the replies of both calls
+    assert told.wait(10)
+
+
+def test_a_callback_comes_though_another_thread_has_taken_the_replies_without_making_the_result(groups, monkeypatch):
+    """As a thread does that waits for a later call: it takes the replies of earlier ones."""
+    take, wait, told, has_looked = PendingCall._take, PendingCall.wait, threading.Event(), threading.Event()
+
+    def take_all(call, timeout_s):
+        while threading.current_thread() is driving and call.tickets:
+            take(call, 0.05)
+            if not call.tickets:
+                has_looked.clear()
+                call.on_done()  # as the last ticket has done
+                assert has_looked.wait(10), "the thread of all callbacks has found the call in use"
+        take(call, timeout_s)
+
+    def look(call, timeout_s):
+        is_done = wait(call, timeout_s)
+        has_looked.set()
+        return is_done
+
+    future = groups[0].sleep.submit(0.3)
+    driving = threading.Thread(target=future._call.drive)
+    monkeypatch.setattr(PendingCall, "_take", take_all)
+    monkeypatch.setattr(PendingCall, "wait", look)
+    future.add_done_callback(lambda _: told.set())
+    driving.start()
+    driving.join()
     assert told.wait(10)
 
 

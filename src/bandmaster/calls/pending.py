@@ -195,6 +195,7 @@ class PendingCall:
         """Read until every rank has replied or was ended; without making the result."""
         with self.reading:
             self._read(None, is_patient=True)
+        self._have_the_result_made()
 
     def drive(self) -> float | None:
         """Take what has arrived and do what the escalation says is due, unless another thread reads and does so itself.
@@ -210,6 +211,7 @@ class PendingCall:
             return None if self._note_end() else moment
         finally:
             self.reading.release()
+            self._have_the_result_made()
 
     def _read(self, deadline: float | None, is_patient: bool = False) -> bool:
         """Read until all have replied; False when the time is over before.
@@ -229,6 +231,11 @@ class PendingCall:
                 return False
         self._note_end()
         return True
+
+    def _have_the_result_made(self) -> None:
+        """Tell of replies that this thread has taken without making the result: meanwhile nobody else could make it."""
+        if self.is_over and not self.is_done and self.on_done is not None:
+            self.on_done()
 
     def _note_end(self) -> bool:
         """Whether all ranks have replied; what was kept for them is let go then."""
