@@ -48,16 +48,16 @@ CONSTRUCT = "bandmaster.construct"  # the method of the first call on a worker: 
 
 @dataclass(frozen=True)
 class Slot:
-    """One place of a reservation, and what its worker is in the pool.
+    """One slot of a reservation, and the position of its worker in the pool.
 
     Attributes:
         reservation: What `Backend.reserve` returned.
         node: Index of the node in that reservation's request.
-        index: Index of the place on that node.
+        index: Index of the slot on that node.
         node_rank: Number of the node in the pool.
         local_rank: Number of the worker on that node of the pool.
         local_world_size: Workers of the pool on that node.
-        share: The part of the place that one group may take, 0 < share <= 1.
+        share: The part of the slot that one group may take, 0 < share <= 1.
     """
 
     reservation: Any
@@ -77,7 +77,7 @@ class Launch:
         group: The group's name.
         cls: The worker class.
         mesh: The group's mesh.
-        slots: The place of each rank.
+        slots: The slot of each rank.
         worker_names: The name of each rank's worker, as users see it.
         uses_gpu: Whether every slot has a GPU.
         cpus_per_worker: CPUs that each slot has.
@@ -273,14 +273,14 @@ class Backend(Protocol):
         """The nodes that there are and what is free on them."""
 
     def reserve(self, request: Request, timeout_s: float) -> Any:
-        """Take the places of a pool.
+        """Reserve the slots of a pool.
 
         Raises:
-            PlacementError: They do not fit, or did not become free in time.
+            PlacementError: The slots do not fit, or did not become free in time.
         """
 
     def release(self, reservation: Any) -> None:
-        """Give the places of a reservation back."""
+        """Release the slots of a reservation."""
 
     def start(self, launch: Launch) -> Workers:
         """Start a process on every slot; if one cannot be started, all are ended again.
