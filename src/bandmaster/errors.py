@@ -205,10 +205,6 @@ class CallTimeout(BandmasterError, TimeoutError):
             f"{what_next}{''.join(shown)}"
         )
 
-    def but(self, what_next: str) -> CallTimeout:
-        """A copy of this error whose message ends with other advice."""
-        return type(self)(self.method, self.missing, self._timeout_s, self.stacks, what_next)
-
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.method, self.missing, self._timeout_s, self.stacks, self._what_next)
 

@@ -287,14 +287,15 @@ class PendingCall:
     def _do_what_is_due(self) -> float | None:
         """About this call and those before it; the moment at which there is more to do, if there is one."""
         others = self._others.drive(self) if self._others is not None and len(self._others) > 1 else None
-        ours = self._escalate() if self.failures or self.workers.deaths or self._cancelled_at is not None else None
+        ours = self._escalate()
         return others if ours is None else ours if others is None else min(ours, others)
 
     def _escalate(self) -> float | None:
         """Do what is due about ranks that go on with a call that failed; the moment at which more is due."""
-        deaths, now = self.workers.deaths, time.monotonic()
+        deaths = self.workers.deaths
         if not (deaths or self.failures or self._cancelled_at is not None):
             return None
+        now = time.monotonic()
         self._escalation = self._escalation or Escalation(self.site.limits().grace)
         if self._cancelled_at is not None:
             self._escalation.begin(self._cancelled_at, patience_s=0.0)

@@ -102,7 +102,7 @@ class Progress:
 
     def _wait(self, watches: list[Watch]) -> None:
         """Wait until there is something to look at."""
-        by_fd: dict[int, Watch] = {}
+        by_fd: dict[int, Workers] = {}
         now, due = time.monotonic(), [watch.due for watch in watches if watch.due is not None]
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
@@ -112,7 +112,7 @@ class Progress:
             if fd is None:
                 silent.append(watch)
             elif fd not in by_fd:
-                by_fd[fd] = watch
+                by_fd[fd] = watch.workers
                 poll.register(fd, select.POLLIN)
         waits_s = [*(moment - now for moment in due), *([LOOK_S] if silent else [])]
         for fd, _ in poll.poll(max(0.0, min(waits_s)) * 1000 if waits_s else None):
@@ -120,7 +120,7 @@ class Progress:
                 with contextlib.suppress(OSError):
                     os.eventfd_read(fd)
             else:
-                workers = by_fd[fd].workers
+                workers = by_fd[fd]
                 workers.check(is_thorough=False)  # tickets that are done by this tell their watches
                 if workers.deaths:
                     self._to_look.extend(watch for watch in watches if watch.workers is workers)
