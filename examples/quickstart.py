@@ -23,9 +23,7 @@ class Accumulator(bm.Worker):
 
 with bm.ResourcePool([4]) as pool:
     group = bm.WorkerGroup(pool, Accumulator, start=0.0)
-    print(group)
-    for worker in group.workers:
-        print("  ", worker)
+    print(group.describe())
     print("add(10), one value per rank: ", group.add(10))
     print("double(0..9), rows in order: ", group.double(np.arange(10)))
     print("the same call, not waiting:  ", group.double.submit(np.arange(10)).result(timeout=5))

@@ -741,28 +741,31 @@ GROUPS = {
     "a protocol that splits over an axis that the mesh does not have": (
         lambda pool: bm.WorkerGroup(pool, goes_by(TransferProtocol(Split("dp", "ep"), Concat("dp")))),
         bm.MeshError,
-        ["Mover.move goes by Split('dp', 'ep'), but Mesh(dp=2) has no axis 'ep', only 'dp'", "mesh= with that"],
+        [
+            "Mover.move uses Split('dp', 'ep'), but Mesh(dp=2) has no axis 'ep', only 'dp'",
+            "give the group another mesh=",
+        ],
     ),
     "a protocol that collects along such an axis": (
         lambda pool: bm.WorkerGroup(pool, goes_by(TransferProtocol(Broadcast(), Gather(ep=-1)))),
         bm.MeshError,
-        ["Mover.move goes by Gather(ep=-1), but Mesh(dp=2) has no axis 'ep', only 'dp'", "mesh= with that"],
+        ["Mover.move uses Gather(ep=-1), but Mesh(dp=2) has no axis 'ep', only 'dp'", "give the group another mesh="],
     ),
     "such an axis for one argument": (
         lambda pool: bm.WorkerGroup(pool, goes_by(Dispatch.DP_PROTO, x=Split("ep"))),
         bm.MeshError,
-        ["argument 'x' of Mover.move goes by Split('ep'), but Mesh(dp=2) has no axis 'ep', only 'dp'"],
+        ["argument 'x' of Mover.move uses Split('ep'), but Mesh(dp=2) has no axis 'ep', only 'dp'"],
     ),
     "a coordinate outside its axis": (
         lambda pool: bm.WorkerGroup(pool, goes_by(TransferProtocol(Broadcast(), Gather(dp=5)))),
         bm.MeshError,
-        ["Mover.move goes by Gather(dp=5), but dp=5 is outside axis 'dp' of size 2 in Mesh(dp=2)"],
+        ["Mover.move uses Gather(dp=5), but dp=5 is outside axis 'dp' of size 2 in Mesh(dp=2)"],
     ),
     "a coordinate outside an axis that counts as size 1": (
         lambda pool: bm.WorkerGroup(pool, goes_by(TransferProtocol(Broadcast(), Gather(tp=1)))),
         bm.MeshError,
         [
-            "Mover.move goes by Gather(tp=1), but tp=1 is outside axis 'tp', which counts as size 1: Mesh(dp=2) does",
+            "Mover.move uses Gather(tp=1), but tp=1 is outside axis 'tp', which counts as size 1: Mesh(dp=2) does",
         ],
     ),
     "axes that overlap": (
@@ -772,7 +775,7 @@ GROUPS = {
             mesh=Mesh(dp=1, tp=2).refine(gen_tp=1),
         ),
         bm.MeshError,
-        ["Mover.move goes by Split('tp', 'gen_tp'), but axes 'tp' and 'gen_tp'", "overlap"],
+        ["Mover.move uses Split('tp', 'gen_tp'), but axes 'tp' and 'gen_tp'", "overlap"],
     ),
 }
 
@@ -891,7 +894,7 @@ def test_a_closed_pool_says_so_whatever_is_asked_of_it(make_pool):
 @pytest.mark.parametrize("nodes", [[], [0], [2, 0], [-1], "4", [2.5], ["2"], [True], 4, None], ids=repr)
 def test_a_pool_of_no_sensible_size_is_refused(make_pool, nodes):
     with pytest.raises(
-        bm.UsageError, match=r"slots must be given as a list|every node must have an integer number of slots"
+        bm.UsageError, match=r"process_on_nodes must be a list|every node must have an integer number of slots"
     ):
         make_pool(nodes)
 
@@ -1020,7 +1023,7 @@ REGISTRATIONS = {
     "a custom protocol and arguments": (lambda: mark(CUSTOM, arguments={"batch": Broadcast()}), ["arguments="]),
     "an argument that the method has not": (
         lambda: mark(arguments={"table": Broadcast()}),
-        ["arguments names 'table', but mark.<locals>.step has only the parameters ['batch']"],
+        ["@register(arguments=...) names 'table', but mark.<locals>.step has only the parameters ['batch']"],
     ),
     "a transfer that is none": (
         lambda: mark(arguments={"batch": "dp"}),

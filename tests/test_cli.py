@@ -148,9 +148,9 @@ WRONG = {
         "is not a number of threads", "unset MKL_NUM_THREADS"
     ),
     "a quota": (changed("cores", quota=1.5), "1.5 CPUs of the 16", "export OMP_NUM_THREADS=1,"),
-    "no memory left": (changed("memory", available=GiB // 2), "0.5 GiB of memory are left of 64.0", "bandmaster ps"),
+    "no memory left": (changed("memory", available=GiB // 2), "0.5 GiB of 64.0 GiB of memory is free", "bandmaster ps"),
     "no memory left in the cgroup": (
-        changed("memory", limit=Limit(40 * GiB, 40 * GiB - 1)), "0.0 GiB of memory are left of 40.0 GiB", "ps"
+        changed("memory", limit=Limit(40 * GiB, 40 * GiB - 1)), "0.0 GiB of 40.0 GiB of memory is free", "ps"
     ),
     "NVML is missing": (changed("gpus", has_nvml=False), "NVML is not installed", "pip install 'bandmaster[gpu]'"),
     "NVML fails": (changed("gpus", nvml_error="Driver/library version mismatch"), "version mismatch", "restart"),

@@ -90,25 +90,25 @@ def test_a_timeout_survives_a_pickle():
 
     assert (error.method, error.missing) == ("Actor.step", (0, 2))
     assert str(error) == (
-        "Actor.step got no reply from rank 0, 2 within 1.5 s; the call still runs: wait for it with result() again, "
-        "or cancel it with cancel()"
+        "Actor.step got no reply from rank 0, 2 within 1.5 s; the call still runs: wait again with "
+        "error.future.result(), or cancel it with error.future.cancel()"
     )
 
 
 @pytest.mark.parametrize(
-    ("cls", "verb"),
+    ("cls", "verb", "next_step"),
     [
-        (RemoteError, "failed"),
-        (ConstructorError, "failed"),
-        (CollectError, "failed"),
-        (WorkerDied, "lost its process"),
+        (RemoteError, "failed", ""),
+        (ConstructorError, "failed", ""),
+        (CollectError, "failed", ""),
+        (WorkerDied, "lost its process", "\ncall restart() on the group, or replace(rank) if its class supports that"),
     ],
 )
-def test_the_message_says_what_where_and_why(cls, verb):
+def test_the_message_says_what_where_and_why(cls, verb, next_step):
     died = Failure(FailureKind.DIED, "killed by SIGKILL", host="node-a", pid=42)
 
     assert str(cls("Actor.step", {2: died, 5: died}, {2: {"dp": 1, "tp": 0}})) == (
-        f"Actor.step {verb} on rank 2 (dp=1, tp=0, host node-a, pid 42), and on rank 5: killed by SIGKILL"
+        f"Actor.step {verb} on rank 2 (dp=1, tp=0, host node-a, pid 42), and on rank 5: killed by SIGKILL{next_step}"
     )
     assert str(cls("Actor.step", {0: Failure(FailureKind.DIED, "gone")})) == f"Actor.step {verb} on rank 0: gone"
 

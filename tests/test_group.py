@@ -320,7 +320,7 @@ def test_reduce_and_only(make_group):
     assert group.total(np.arange(5)) == {"sum": 10, "n": 5}
     assert group.last(np.arange(5)).tolist() == [3, 4]
     assert group.loss(np.arange(5)) == {"loss": 2.0}
-    with pytest.raises(bm.BatchError, match=r"Metrics\.loss collects by Reduce.* no rows to weigh by; give a batch"):
+    with pytest.raises(bm.BatchError, match=r"Metrics\.loss collects with Reduce.* no rows to weight by; pass a batch"):
         group.loss()
 
 

@@ -126,7 +126,7 @@ def test_a_notebook_shows_every_place():
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (lambda: ResourcePool([]), "slots must be given as a list with one number per node, such as [4, 2], got []"),
+        (lambda: ResourcePool([]), "process_on_nodes must be a list with one number per node, such as [4, 2], got []"),
         (lambda: ResourcePool(4), "such as [4, 2], got 4"),
         (lambda: ResourcePool("4"), "such as [4, 2], got '4'"),
         (

@@ -226,7 +226,7 @@ def test_contradictions_are_refused(mistake, message):
 
 @pytest.mark.parametrize("incoming", [Gather(), Only(), Reduce("mean"), (Gather(), Only())], ids=repr)
 def test_padding_needs_concat(incoming):
-    with pytest.raises(ProtocolError, match="collect with Concat, or omit pad: parts may be uneven"):
+    with pytest.raises(ProtocolError, match="collect with Concat, or remove pad=True: the rows need not divide evenly"):
         TransferProtocol(Split("dp", pad=True), incoming)
     with pytest.raises(ProtocolError, match=r"adds padding, but .* cannot remove it"):
         register(TransferProtocol(Broadcast(), incoming), arguments={"x": Split("dp", pad=True)})(lambda self, x: x)

@@ -116,8 +116,8 @@ def test_futures_come_as_they_are_completed(groups):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda future: bm.wait([future, 3]), "wait takes futures that submit() has returned, got int"),
-        (lambda future: bm.as_completed([None]), "as_completed takes futures that submit() has returned, got NoneType"),
+        (lambda future: bm.wait([future, 3]), "wait takes futures returned by submit(), got int"),
+        (lambda future: bm.as_completed([None]), "as_completed takes futures returned by submit(), got NoneType"),
         (lambda future: bm.wait([future], timeout=-1), "timeout of wait must be a non-negative number"),
         (lambda future: bm.wait([future], return_when="any"), "must be one of 'ALL_COMPLETED'"),
     ],

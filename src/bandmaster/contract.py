@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 CLOSED = "the group was closed"
-QUEUED = "(not yet at this call, but at one that was sent before it)\n"
+QUEUED = "(this rank has not begun the call: it still runs an earlier one)\n"
 START_ADVICE = (
     "the workers that were starting have been ended; give them longer with start_timeout, or find out what takes "
     "them so long"

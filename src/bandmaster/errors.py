@@ -1,4 +1,4 @@
-"""The exceptions of this library, sorted by cause: the caller, the worker's code, or the environment.
+"""The exceptions of this library, sorted by cause: the caller, the worker's code, or the system.
 
 ::
 
@@ -12,10 +12,10 @@
     ├── RemoteError                 the worker's code: a method raised   (RuntimeError)
     │   ├── ConstructorError          … in ``__init__``
     │   └── CollectError              … or returned a value that cannot be sent or joined  (TypeError)
-    ├── PlacementError              the environment: not enough free resources  (RuntimeError)
-    ├── ResourceError               the environment: no memory, processes, …    (OSError)
-    ├── WorkerDied                  the environment: a worker process ended     (RuntimeError)
-    ├── CallTimeout                 the environment: no reply in time           (TimeoutError)
+    ├── PlacementError              the system: not enough free resources       (RuntimeError)
+    ├── ResourceError               the system: no memory, processes, …         (OSError)
+    ├── WorkerDied                  the system: a worker process ended          (RuntimeError)
+    ├── CallTimeout                 the system: no reply in time                (TimeoutError)
     └── CallCancelled               the caller cancelled the call               (RuntimeError)
 
 Every leaf also inherits the builtin exception named beside it, so that ``except ValueError`` catches a `MeshError`.
@@ -52,7 +52,7 @@ class BandmasterError(Exception):
 
 
 class UsageError(BandmasterError):
-    """The caller made an invalid request; nothing was sent, and the worker group stays usable."""
+    """The caller made an invalid request. Nothing was sent; except after `ClosedError`, the group stays usable."""
 
 
 class ArgumentError(UsageError, TypeError):
@@ -132,7 +132,8 @@ class RemoteError(_RankError):
         group: Name of the worker group.
         rank: The rank of the root cause: the lowest rank that failed independently, and neither in a collective
             that another rank had left, nor because the controller interrupted it.
-        failures: The failure of each failing rank, by rank; the root cause first, possible consequences last.
+        failures: By rank, a `Failure` (kind, summary, traceback, exception, host, pid, device); the root cause comes
+            first, possible consequences last.
         coordinates: The mesh coordinates of each failing rank, by rank.
     """
 
@@ -146,25 +147,31 @@ class CollectError(RemoteError, TypeError):
 
 
 class PlacementError(BandmasterError, RuntimeError):
-    """A resource pool does not fit on the nodes, or a slot cannot hold another worker group."""
+    """A resource pool does not fit on the nodes, a slot is full, or a worker process could not be started."""
 
 
 class ResourceError(BandmasterError, OSError):
-    """The system has no memory, descriptor, thread or process left for a call or a worker; nothing was sent."""
+    """The system has no memory, descriptor, thread or process left for a call, a worker or a callback."""
 
 
 class WorkerDied(_RankError):
-    """A worker process ended while its worker group was open.
+    """A worker process ended before it replied: it died, or the group was closed or restarted.
 
     Attributes:
         method: ``"Class.method"`` of the call that failed.
         group: Name of the worker group.
         rank: The lowest rank whose process ended.
-        failures: The failure of each rank that died or failed, by rank; ranks that died come first.
+        failures: By rank, a `Failure` (kind, summary, traceback, exception, host, pid, device); ranks that died come
+            first.
         coordinates: The mesh coordinates of these ranks, by rank.
     """
 
     _verb = "lost its process"
+
+    def _message(self) -> Iterator[str]:
+        yield from super()._message()
+        if self.failures[self.rank].pid and not self.method.endswith(".__init__"):
+            yield "call restart() on the group, or replace(rank) if its class supports that"
 
     @staticmethod
     def _order(failure: Failure) -> tuple[Any, ...]:
@@ -191,7 +198,8 @@ class CallTimeout(BandmasterError, TimeoutError):
         missing: tuple[int, ...],
         timeout_s: float,
         stacks: Mapping[int, str] | None = None,
-        what_next: str = "the call still runs: wait for it with result() again, or cancel it with cancel()",
+        what_next: str = "the call still runs: wait again with error.future.result(), or cancel it with "
+        "error.future.cancel()",
     ) -> None:
         self.method, self.missing, self._timeout_s, self.stacks = method, missing, timeout_s, dict(stacks or {})
         self._what_next = what_next
@@ -210,4 +218,4 @@ class CallTimeout(BandmasterError, TimeoutError):
 
 
 class CallCancelled(BandmasterError, RuntimeError):
-    """The call was cancelled with `Future.cancel`, or by Ctrl-C while the controller waited for it."""
+    """The call was cancelled: by `Future.cancel`, by `WorkerGroup.replace`, or with the task that awaited it."""

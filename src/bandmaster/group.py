@@ -46,9 +46,9 @@ W = TypeVar("W", bound=Worker)
 
 
 class GroupOf(Generic[W]):
-    """A worker group that editors and type checkers know the methods of.
+    """A worker group whose methods editors complete and type checkers check.
 
-    One line makes the class of such groups. At run time they are like any `WorkerGroup`::
+    Subclass it together with the worker class. At run time the subclass behaves like `WorkerGroup`::
 
         class ActorGroup(GroupOf[Actor], Actor): ...
 
@@ -58,7 +58,8 @@ class GroupOf(Generic[W]):
     The parameters are those of `WorkerGroup`.
 
     Raises:
-        ArgumentError: The worker class is not one that the class of the group names; and as `WorkerGroup`.
+        ArgumentError: The worker class is not a subclass of the worker class among the bases.
+        Exception: All errors of `WorkerGroup`.
     """
 
     _worker_classes: ClassVar[tuple[type[Worker], ...]] = ()
@@ -94,10 +95,15 @@ class GroupOf(Generic[W]):
         check_options(type(self).__name__, name_prefix, start_timeout)
         cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
         if issubclass(cls, GroupOf):
-            raise UsageError(f"{cls.__name__} is a class of groups; give the worker class that it is made for")
+            raise UsageError(
+                f"the worker class of a group must not be a group class, got {cls.__name__}; pass the "
+                "worker class among its bases"
+            )
         if not issubclass(cls, self._worker_classes or Worker):
-            expected = " and ".join(base.__name__ for base in self._worker_classes)
-            raise ArgumentError(f"a {type(self).__name__} is a group of {expected}, got {cls.__name__}")
+            expected = " or ".join(base.__name__ for base in self._worker_classes)
+            raise ArgumentError(
+                f"the worker class of {type(self).__name__} must be {expected} or a subclass, got {cls.__name__}"
+            )
         registered = registrations(cls)
         check_names(cls, registered, dir(GroupOf))
         self._cls = cls
@@ -155,7 +161,10 @@ class GroupOf(Generic[W]):
 
     @property
     def workers(self) -> list[Any]:
-        """The backend's own handles, one per rank: actor handles on Ray, the objects themselves in-process."""
+        """One object per rank: an actor handle on Ray, a name with rank and pid on ``"local"``, else the worker itself.
+
+        On Ray, reading this makes the group call its workers through actor tasks from then on, which is slower.
+        """
         return [record.handle() for record in self._ownership.workers().records]
 
     def execute_all_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -164,12 +173,19 @@ class GroupOf(Generic[W]):
         When every argument is a list of world_size values, rank r gets the r-th value of each list; otherwise every
         rank gets the arguments unchanged.
 
+        Args:
+            method_name: Name of the method.
+            *args: Its positional arguments.
+            **kwargs: Its keyword arguments.
+
         Returns:
             One value per rank, in rank order.
 
         Raises:
             ArgumentError: The class has no such method, or the arguments do not fit it.
             RemoteError: The method raised on at least one rank.
+            CollectError: A returned value cannot be pickled or unpickled.
+            WorkerDied, CallTimeout: As for a registered method.
         """
         values: list[Any] = self._on_all(method_name, self._plan_for_all(method_name, args, kwargs))
         return values
@@ -217,10 +233,13 @@ class GroupOf(Generic[W]):
         return workers.check() and not workers.deaths
 
     def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
-        """Call ``callback(error)`` from a background thread as soon as a worker dies.
+        """Call ``callback(error)`` in a background thread soon after a worker has died; on Ray it may take a second.
 
-        The callback runs at most once until `restart` or `replace` renews the workers. The error is the `WorkerDied`
-        that a call would raise. Closing the group does not count as a death.
+        The callback runs at most once until `restart` or `replace` renews the workers. Closing the group does not
+        count as a death.
+
+        Args:
+            callback: Function of one argument, the `WorkerDied` that a call would raise. Its exceptions are logged.
 
         Raises:
             ClosedError: The group was closed.
@@ -320,7 +339,7 @@ class GroupOf(Generic[W]):
         self._watches = [watch.again(self._ownership.workers()) for watch in self._watches]
 
     def close(self) -> None:
-        """End the workers and release their slots. Closing a closed group does nothing."""
+        """End the workers and release their slots. Pending calls fail with `WorkerDied`. Closing twice does nothing."""
         self._ownership.close()
         self._end_watches()
         self._submitter.begin_anew()
@@ -416,7 +435,9 @@ class WorkerGroup(GroupOf[Any]):
     """Ranks 0 … world_size-1 of one worker class, on the slots of a pool.
 
     Each method that the class marks with `register` is a method of the group, with its name, signature and
-    docstring. Unregistered methods can be called by name with `execute_all_sync` and the other ``execute_`` methods.
+    docstring. ``group.method(x)`` waits for the result, ``group.method.submit(x)`` returns a `Future`, and
+    ``group.method.options(timeout=60)`` sets the limits of a call. Unregistered methods can be called by name with
+    `execute_all_sync` and the other ``execute_`` methods. The group is a context manager that closes it.
 
     Args:
         pool: The slots for the workers, one worker per slot. The pool stays the caller's: closing the group does not
@@ -427,7 +448,7 @@ class WorkerGroup(GroupOf[Any]):
         mesh: Named axes over the ranks; ``Mesh(dp=world_size)`` by default.
         name_prefix: Prefix of the workers' names; by default the pool's prefix followed by six random letters.
         start_timeout: Seconds that the processes may take to start, and then the same again for the constructors;
-            None, the default, sets no limit.
+            None sets no limit. On Ray the processes have at most 300 s in any case.
         **kwargs: Keyword arguments of the worker's constructor. Arguments called ``mesh``, ``name_prefix`` or
             ``start_timeout`` have to go through `ClassWithInitArgs`.
 
@@ -440,8 +461,10 @@ class WorkerGroup(GroupOf[Any]):
         ConstructorError: A worker's constructor raised. The other workers were ended and all slots released.
         WorkerDied: A worker's process ended before the worker was constructed. The other workers were ended and all
             slots released.
-        CallTimeout: The constructors did not end in time. The workers were ended and all slots released.
-        PlacementError: The pool does not fit, or a slot already holds as many groups as it may.
+        CallTimeout: The processes or the constructors took longer than ``start_timeout``. The workers were ended and
+            all slots released.
+        PlacementError: The pool does not fit, a slot already holds as many groups as it may, or a process did not
+            start.
         ResourceError: There is no descriptor, process or thread for a worker, or the working directory was removed.
     """
 

@@ -48,11 +48,13 @@ class ResourcePool:
 
     Args:
         process_on_nodes: Slots on each node, at least one per node; nodes may differ.
-        backend: ``"local"`` (processes on this machine), ``"inprocess"`` or ``"ray"``.
+        backend: ``"local"`` (processes on this machine), ``"inprocess"`` (objects in this process), ``"ray"``, or a
+            name that was registered.
         use_gpu: Whether every slot has a GPU of its own.
         name_prefix: Name of the pool in messages, and prefix of its workers' names.
-        max_colocate_count: How many groups may share a slot; each gets ``1 / max_colocate_count`` of its GPU and CPUs.
-        cpus_per_worker: CPUs reserved for each slot, shared by all groups on it.
+        max_colocate_count: How many groups may share a slot. On Ray, each claims ``1 / max_colocate_count`` of the
+            slot's GPU and CPUs in Ray's accounting; neither memory nor computation is limited.
+        cpus_per_worker: CPUs reserved for each slot, shared by all groups on it. Only a Ray cluster counts CPUs.
         placement_timeout: Seconds to wait for resources that other pools hold. Only backend ``"ray"`` waits.
 
     Raises:
@@ -75,7 +77,7 @@ class ResourcePool:
         cpus_per_worker: float = 1,
         placement_timeout: float = 60.0,
     ) -> None:
-        nodes = _checked_nodes(process_on_nodes)
+        nodes = _checked_sizes(process_on_nodes, "process_on_nodes", "node")
         is_count = isinstance(max_colocate_count, int) and not isinstance(max_colocate_count, bool)
         if not is_count or max_colocate_count < 1:
             raise UsageError(
@@ -159,6 +161,9 @@ class ResourcePool:
         Raises:
             PlacementError: The slots do not fit, or did not become free in time.
             ClosedError: The pool was closed.
+            UsageError: The cluster can only be reached by Ray Client; or a signal handler, or a module that a worker
+                imports, calls this.
+            ResourceError: The working directory was removed.
         """
         self._check_open()
         for part in self._parts:
@@ -328,7 +333,7 @@ def split_resource_pool(pool: ResourcePool, split_size: int | Sequence[int]) -> 
         if split_size < 1 or size % split_size:
             raise UsageError(f"cannot split {size} slots into parts of {split_size}; give a divisor or a list of sizes")
         split_size = [split_size] * (size // split_size)
-    sizes = _checked_nodes(split_size)
+    sizes = _checked_sizes(split_size, "split_size", "part")
     if sum(sizes) != size:
         raise UsageError(
             f"cannot split {size} slots into {list(sizes)}, which are {sum(sizes)}; give sizes that add up to {size}"
@@ -434,12 +439,12 @@ def _check_pool(pool: object, function: str) -> None:
     pool._check_open()
 
 
-def _checked_nodes(sizes: object) -> tuple[int, ...]:
+def _checked_sizes(sizes: object, name: str, unit: str) -> tuple[int, ...]:
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
-        raise UsageError(f"slots must be given as a list with one number per node, such as [4, 2], got {sizes!r}")
+        raise UsageError(f"{name} must be a list with one number per {unit}, such as [4, 2], got {sizes!r}")
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(
-                f"every node must have an integer number of slots of at least 1, got {size!r} in {list(sizes)}"
+                f"every {unit} must have an integer number of slots of at least 1, got {size!r} in {list(sizes)}"
             )
     return tuple(sizes)

@@ -190,11 +190,13 @@ def register(
 
     Args:
         dispatch_mode: The transfer protocol: a `Dispatch` member, its Python name or its name in the paper
-            (``"3D_PROTO"``), a `TransferProtocol`, or ``{"dispatch_fn": f, "collect_fn": g}`` (see `Custom`).
+            (``"3D_PROTO"``), a `TransferProtocol`, or ``{"dispatch_fn": f, "collect_fn": g}``, where
+            ``f(group, *args, **kwargs)`` returns ``(args, kwargs)`` with one value per rank in each, and
+            ``g(group, values)`` returns the result.
         execute_mode: ``Execute.ALL`` runs the method on all ranks. ``Execute.RANK_ZERO`` runs it on rank 0 alone, with
             the arguments unsplit, and returns its value.
         blocking: Whether the group's method waits for the result; if not, it returns a `Future`.
-        arguments: Dispatch rules of single arguments, by parameter name; they override that of the protocol.
+        arguments: Dispatch rules by parameter name; each replaces the protocol's dispatch rule for that parameter.
 
     Returns:
         A decorator that marks the method and returns it unchanged.

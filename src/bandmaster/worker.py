@@ -1,4 +1,4 @@
-"""`Worker`, the base class of worker classes, and `register`, which sets the transfer protocol of a method."""
+"""`Worker`, the base class of worker classes, and what `register` records about their methods."""
 
 from __future__ import annotations
 
@@ -214,7 +214,9 @@ def _check_arguments(method: Callable[..., Any], registration: Registration) -> 
     names = [name for name in inspect.signature(method).parameters if name not in ("self", "cls")]
     for name, rule in registration.arguments.items():
         if name not in names:
-            raise ProtocolError(f"arguments names {name!r}, but {method.__qualname__} has only the parameters {names}")
+            raise ProtocolError(
+                f"@register(arguments=...) names {name!r}, but {method.__qualname__} has only the parameters {names}"
+            )
         if not isinstance(rule, Outgoing):
             raise ProtocolError(f"the rule of argument {name!r} must be a Split, Broadcast or PerRank, got {rule!r}")
     protocol, rules = registration.protocol, list(registration.arguments.values())

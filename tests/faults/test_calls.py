@@ -268,7 +268,9 @@ def test_a_timeout_of_a_call_that_is_queued_says_so(group):
         group.echo.options(timeout=0.5)(1)
     stacks = caught.value.stacks
     assert set(stacks) == {0, 2}
-    assert all(stack.startswith("(not yet at this call") and "in sleep_on" in stack for stack in stacks.values())
+    assert all(
+        stack.startswith("(this rank has not begun the call") and "in sleep_on" in stack for stack in stacks.values()
+    )
     with pytest.raises(CallTimeout) as of_running:
         running.result(timeout=0)
     assert not any("not yet" in stack for stack in of_running.value.stacks.values())

@@ -133,7 +133,10 @@ class RayWorkers:
         if missing and limit_s < START_TIMEOUT_S:
             raise launch.late(sorted(asked[reference] for reference in missing), "Ray has not started their actors")
         if missing:
-            raise PlacementError(f"{len(missing)} of {len(asked)} actors did not start within {START_TIMEOUT_S:g} s")
+            raise PlacementError(
+                f"{len(missing)} of {len(asked)} actors of {self._group} did not start within {START_TIMEOUT_S:g} s; "
+                "`ray list actors` shows what they wait for"
+            )
         replies = {rank: self.fetch(RayTicket(reference, rank, 0)) for reference, rank in asked.items()}
         failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
         if failures:
@@ -158,7 +161,11 @@ class RayWorkers:
         try:
             sockets = self._connected(ranks)
         except (OSError, RayError) as error:  # if an actor has died meanwhile, its next call fails
-            _log.warning("cannot open lanes to %d workers on this host, so Ray carries calls: %r", len(ranks), error)
+            _log.warning(
+                "cannot open direct sockets to %d workers on this host, so their calls go through Ray, more slowly: %r",
+                len(ranks),
+                error,
+            )
             return
         for rank, sock in sockets.items():
             self._client.add(rank, Lane(sock, self._client.writer, rank, blocks=False), self._infos[rank].pid)

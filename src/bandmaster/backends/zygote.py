@@ -153,7 +153,7 @@ class Zygote:
             words = "killed, because the process that workers are forked from has ended"
         if words is None:
             self.end([pid], 0.0)
-            return "it closed its lane but did not exit, so the controller killed it"
+            return "it closed its connection to the controller but did not exit, so the controller killed it"
         self._workers.discard(pid)
         return words
 

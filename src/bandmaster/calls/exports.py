@@ -23,7 +23,7 @@ LEAST_NBYTES = 64 * 1024  # of a tensor that is exported
 
 
 def exports_are_on() -> bool:
-    """Whether the environment says ``BANDMASTER_CUDA_IPC=1``: this is not the default, as few have tried it."""
+    """Whether the environment has ``BANDMASTER_CUDA_IPC=1``. Off by default: it has not run on a GPU yet."""
     return os.environ.get("BANDMASTER_CUDA_IPC") == "1"
 
 

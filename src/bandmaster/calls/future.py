@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 
 
 class Future(Generic[T]):
-    """A call that was sent to the workers and may not have answered yet.
+    """The result of a group call that may not have come yet; `GroupMethod.submit` returns it.
 
-    There is no reader thread: the thread that waits for a result reads the replies. A future may be asked from any
-    thread and any number of times, and answers the same each time.
+    There is no reader thread: the thread that waits for a result reads the replies. Any thread may use a future, any
+    number of times; its outcome is always the same.
     """
 
     def __init__(self, call: PendingCall, owner: object = None) -> None:
@@ -39,15 +39,15 @@ class Future(Generic[T]):
         """Wait for the result.
 
         Args:
-            timeout: Seconds to wait; None waits as long as the call's own timeout says (see
-                `GroupMethod.options`), which is as long as it takes if nobody said anything.
+            timeout: Seconds to wait; None uses the timeout of the call, the group or the library, in this order (see
+                `GroupMethod.options`), and waits without limit if none is set.
 
         Raises:
             RemoteError: The method raised; the original exception is its cause.
-            CollectError: A rank returned what cannot be sent or joined.
-            WorkerDied: A worker's process ended.
-            CallTimeout: No answer in time; the call still runs and can be waited for again, or cancelled.
-            CallCancelled: It was cancelled.
+            CollectError: A rank returned a value that cannot be pickled, unpickled or combined.
+            WorkerDied: A worker process ended, or the group was closed or restarted.
+            CallTimeout: A rank did not reply in time. The call still runs: wait for it again, or cancel it.
+            CallCancelled: The call was cancelled.
         """
         error = self.exception(timeout)
         if error is not None:
@@ -56,10 +56,13 @@ class Future(Generic[T]):
         return outcome
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return what `result` would raise; None if it would return.
+        """Wait for the call, and return its exception; None if it succeeded.
+
+        Args:
+            timeout: Seconds to wait, as for `result`.
 
         Raises:
-            CallTimeout: No answer in time.
+            CallTimeout: A rank did not reply in time.
         """
         timeout_s = self._call.site.limits().timeout if timeout is None else timeout
         if not self._call.wait(timeout_s):
@@ -73,22 +76,25 @@ class Future(Generic[T]):
         return error
 
     def done(self) -> bool:
-        """Whether the result or the error is there."""
+        """Whether the call has a result or an error. Reads the replies that have arrived; does not block."""
         return self._call.wait(0)
 
     def running(self) -> bool:
-        """Whether it is not: a call is on its way from the start."""
+        """Whether the call is not done. A call counts as running from the moment it is submitted."""
         return not self.done()
 
     def cancel(self) -> bool:
-        """Cancel the call: ranks that run it are interrupted, and those that have not begun skip it.
+        """Cancel the call: ranks that run it are interrupted, and ranks that have not begun it skip it.
 
-        An interruption is an exception, a `KeyboardInterrupt`, in the method. One that is stuck in C code cannot be
-        interrupted; a rank that has not stopped when the grace is over is ended as soon as anybody waits for a call
-        of the group.
+        An interrupted method gets a `KeyboardInterrupt` in its Python code; C code cannot be interrupted. A rank that
+        still runs the call after the grace (see `GroupMethod.options`) is ended once a thread waits for any call of
+        the group.
 
         Returns:
-            Whether it was cancelled; False when it was done already.
+            True if the call was cancelled, False if it had already ended.
+
+        Raises:
+            UsageError: A signal handler called this during an operation of the group.
         """
         self._call.drive()  # what has been answered counts
         if self._call.is_done or self._call.is_over:
@@ -97,13 +103,13 @@ class Future(Generic[T]):
         return True
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled before it was done."""
+        """Whether the call was cancelled before it ended."""
         return self._call.is_cancelled
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Call ``fn(self)`` once the future is done: at once if it is, else from the one thread of all callbacks.
+        """Call ``fn(self)`` once the call is done: now, in this thread, if it is; else in the thread of all callbacks.
 
-        Callbacks that take long hold up those of other futures.
+        A slow callback delays all others. An exception that ``fn`` raises is logged.
 
         Raises:
             ResourceError: The system allows no more threads or descriptors.
@@ -116,7 +122,7 @@ class Future(Generic[T]):
             progress.add(_CallWatch(self._call, self._run_callbacks))
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Wait in an event loop. If the task that waits is cancelled, so is the call, as with `asyncio.wrap_future`."""
+        """Wait in an event loop, and return or raise as `result`. Cancelling the task that waits cancels the call."""
         import asyncio  # here, as it takes a third of the time that the import of everything takes
 
         loop = asyncio.get_running_loop()
@@ -140,10 +146,12 @@ class Future(Generic[T]):
                 try:
                     fn(self)
                 except Exception:
-                    _log.exception("a callback of %s raised", self._call.site.method)
+                    _log.exception("a callback added to a future of %s raised an exception", self._call.site.method)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Future stays in the process that made the call; pass future.result() instead")
+        raise TypeError(
+            "a Future cannot be pickled: it belongs to its controller; pass the value of future.result() instead"
+        )
 
     def __repr__(self) -> str:
         call = self._call

@@ -117,7 +117,9 @@ class MethodSpec:
                 elif isinstance(transfer, Incoming):
                     sources(self.mesh, transfer)
             except MeshError as error:
-                raise MeshError(f"{what} goes by {transfer!r}, but {error}; give the group a mesh= with that") from None
+                raise MeshError(
+                    f"{what} uses {transfer!r}, but {error}; change the rule, or give the group another mesh="
+                ) from None
 
     @cached_property
     def described(self) -> Mapping[str, Any]:
@@ -166,8 +168,8 @@ class MethodSpec:
         plan = plan_call(arguments, outgoing, self.registration.arguments, self.mesh, self.label)
         if plan.real_rows is None and self._weighted is not None:
             raise BatchError(
-                f"{self.label} collects by {self._weighted!r}, but no argument of this call is split, so that there "
-                "are no rows to weigh by; give a batch, or collect without weights"
+                f"{self.label} collects with {self._weighted!r}, but this call splits no argument, so there are no "
+                "rows to weight by; pass a batch, or remove weights='rows'"
             )
         return plan
 
@@ -185,7 +187,7 @@ class GroupMethod(Generic[P, C, G]):
         self.__dict__.update(spec.described)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> C:
-        """Run the method as it was registered; a `Future` if that was with ``blocking=False``."""
+        """Call the method on the group. Returns its result, or a `Future` if registered with ``blocking=False``."""
         result: C = self._send(args, kwargs, waits=self._spec.registration.is_blocking)
         return result
 
@@ -193,12 +195,12 @@ class GroupMethod(Generic[P, C, G]):
         """A copy of this group method with other options.
 
         Args:
-            **options: ``timeout``: seconds that a wait for the result may take before `CallTimeout`, None for as
-                long as it takes. ``grace``: once one rank has failed or the call was cancelled, the others are
-                interrupted, and after so many seconds more ended if they have not stopped; None never ends them.
+            **options: ``timeout``: seconds that a wait for the result may take before `CallTimeout`; None sets no
+                limit. ``grace``: seconds from the interruption of the call, after a cancel or the failure of a rank,
+                until ranks that still run it are ended; None never ends one.
 
         Raises:
-            UsageError: There is no such option, or its value makes no sense.
+            UsageError: An option is unknown, or its value is not a non-negative number or None.
         """
         base = self._options or default_options().but(self._submitter.options)
         return GroupMethod(self._group, self._submitter, self._spec, base.but(options))
@@ -208,6 +210,7 @@ class GroupMethod(Generic[P, C, G]):
 
         Raises:
             UsageError: The arguments do not fit the method or its protocol; nothing was sent.
+            ResourceError: No memory or descriptor is left for the arguments; nothing was sent.
         """
         future: Future[G] = self._send(args, kwargs, waits=False)
         return future

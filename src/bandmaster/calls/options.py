@@ -35,12 +35,12 @@ class Limits(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class CallOptions:
-    """Options of a call besides its arguments.
+    """The limits of a call. `GroupMethod.options` and `set_default_options` take them as keywords.
 
     Attributes:
-        timeout: Seconds that a wait for its result may take, before `CallTimeout`; None for as long as it takes.
-        grace: Once one rank has failed, or the call was cancelled, the others are interrupted; those that have not
-            stopped after so many seconds more (stuck in C code, say) are ended. None never ends them.
+        timeout: Seconds that a wait for the result may take before `CallTimeout`; None sets no limit.
+        grace: Seconds from the interruption of a call, after a cancel or the failure of a rank, until ranks that still
+            run it, for example in C code, are ended; None never ends one.
     """
 
     timeout: float | None = None
@@ -50,7 +50,7 @@ class CallOptions:
         """A copy with some options changed.
 
         Raises:
-            UsageError: There is no such option, or its value makes no sense.
+            UsageError: An option is unknown, or its value is not a non-negative number or None.
         """
         if not changes:
             return self
@@ -67,13 +67,13 @@ class _Library:
 
 
 def set_default_options(**options: float | None) -> None:
-    """Set the options of calls of all groups, unless a group or a call says otherwise; see `CallOptions`.
+    """Set the default options of the calls of all groups. The options of a group or of a call take precedence.
 
     Args:
-        **options: ``timeout`` and ``grace``, in seconds.
+        **options: ``timeout`` (at first None) and ``grace`` (at first 5), both in seconds; see `CallOptions`.
 
     Raises:
-        UsageError: There is no such option, or its value makes no sense.
+        UsageError: An option is unknown, or its value is not a non-negative number or None.
 
     Example:
         >>> set_default_options(timeout=600)

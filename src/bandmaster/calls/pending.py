@@ -318,7 +318,11 @@ class PendingCall:
         assert self._escalation is not None, "it says that this is due"
         self._take(0.0)
         if self.tickets:
-            why = f"ended by the controller, as it had not stopped in time after {self._reason()}"
+            grace = self.site.limits().grace
+            why = (
+                f"ended by the controller, as it had not stopped in time after {self._reason()} (grace {grace:g} s; "
+                "options(grace=...) gives it more)"
+            )
             self.workers.interrupt(self.tickets, why)
             self._escalation.put_off_the_end(time.monotonic())
 

@@ -94,7 +94,9 @@ class Progress:
                 try:
                     is_over = watch.look()
                 except Exception:
-                    _log.exception("a call or a group that nobody waits for could not be looked at")
+                    _log.exception(
+                        "cannot read the replies of a call or check a group in the background; no callback will run"
+                    )
                     is_over = True
                 if is_over:
                     with self._lock:

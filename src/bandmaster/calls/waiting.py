@@ -17,11 +17,11 @@ __all__ = ["DoneAndNotDone", "as_completed", "wait"]
 
 
 class DoneAndNotDone(NamedTuple):
-    """What `wait` returns.
+    """The result of `wait`: two sets of futures.
 
     Attributes:
         done: The futures that are done.
-        not_done: The others.
+        not_done: The futures that are not done.
     """
 
     done: set[Future[Any]]
@@ -31,19 +31,20 @@ class DoneAndNotDone(NamedTuple):
 def wait(
     futures: Iterable[Future[Any]], timeout: float | None = None, return_when: str = ALL_COMPLETED
 ) -> DoneAndNotDone:
-    """Wait for futures, of any groups.
+    """Wait until futures are done; they may belong to different groups.
 
     Args:
         futures: The futures.
-        timeout: Seconds to wait; None for as long as it takes.
-        return_when: ``"ALL_COMPLETED"``, ``"FIRST_COMPLETED"``, or ``"FIRST_EXCEPTION"``: as soon as one has raised or
-            was cancelled, or all are done.
+        timeout: Seconds to wait; None sets no limit.
+        return_when: ``"ALL_COMPLETED"``, ``"FIRST_COMPLETED"``, or ``"FIRST_EXCEPTION"``: until one has raised or was
+            cancelled, or all are done.
 
     Returns:
         The futures that are done and those that are not.
 
     Raises:
-        UsageError: What is given is no future of this library, no duration, or none of the three.
+        UsageError: An item is not a bandmaster `Future`, ``timeout`` is not a non-negative number or None, or
+            ``return_when`` is unknown.
 
     Source: `concurrent.futures.wait`.
     """
@@ -52,7 +53,7 @@ def wait(
         raise UsageError(f"return_when of wait must be one of {', '.join(map(repr, known))}, got {return_when!r}")
     not_done = _checked(futures, timeout, "wait")
     done: set[Future[Any]] = set()
-    for future in _as_they_come(not_done, timeout):
+    for future in _as_they_come(not_done, _deadline(timeout)):
         done.add(future)
         is_enough = return_when == FIRST_COMPLETED or (
             return_when == FIRST_EXCEPTION and future.exception() is not None
@@ -64,34 +65,37 @@ def wait(
 
 
 def as_completed(futures: Iterable[Future[Any]], timeout: float | None = None) -> Iterator[Future[Any]]:
-    """Iterate over futures, of any groups, as they are done.
+    """Iterate over futures in the order in which they are done; they may belong to different groups.
 
     Args:
         futures: The futures; each is yielded once.
-        timeout: Seconds, from the call on, after which `TimeoutError` is raised; None for as long as it takes.
+        timeout: Seconds from this call on, after which the iterator raises `TimeoutError`; None sets no limit.
 
     Raises:
-        UsageError: What is given is no future of this library, or no duration.
-        TimeoutError: Not all were done in time.
+        UsageError: An item is not a bandmaster `Future`, or ``timeout`` is not a non-negative number or None.
+        TimeoutError: Not all futures were done in time.
 
     Source: `concurrent.futures.as_completed`.
     """
     waiting = _checked(futures, timeout, "as_completed")
-    return _all_of(waiting, timeout)
+    return _all_of(waiting, timeout, _deadline(timeout))
 
 
-def _all_of(waiting: set[Future[Any]], timeout: float | None) -> Iterator[Future[Any]]:
+def _deadline(timeout: float | None) -> float:
+    return math.inf if timeout is None else time.monotonic() + timeout
+
+
+def _all_of(waiting: set[Future[Any]], timeout: float | None, deadline: float) -> Iterator[Future[Any]]:
     n_done = 0
-    for future in _as_they_come(waiting, timeout):
+    for future in _as_they_come(waiting, deadline):
         n_done += 1
         yield future
     if n_done < len(waiting):
         raise TimeoutError(f"{len(waiting) - n_done} of {len(waiting)} futures were not done in {timeout:g} s")
 
 
-def _as_they_come(futures: set[Future[Any]], timeout: float | None) -> Iterator[Future[Any]]:
-    """Futures as they are done, until the time is over."""
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
+def _as_they_come(futures: set[Future[Any]], deadline: float) -> Iterator[Future[Any]]:
+    """Futures as they are done, until the deadline."""
     done: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
     for future in futures:
         future.add_done_callback(done.put)
@@ -108,5 +112,5 @@ def _checked(futures: Iterable[Future[Any]], timeout: float | None, function: st
     found = set(futures)
     for future in found:
         if not isinstance(future, Future):
-            raise UsageError(f"{function} takes futures that submit() has returned, got {type(future).__name__}")
+            raise UsageError(f"{function} takes futures returned by submit(), got {type(future).__name__}")
     return found

@@ -78,9 +78,17 @@ def _add_kill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     kill = commands.add_parser("kill", help="end the workers of groups and all processes that they started")
     which = kill.add_mutually_exclusive_group(required=True)
     which.add_argument(
-        "groups", nargs="*", default=[], metavar="GROUP", help="a name that ps shows, or GROUP@CONTROLLER"
+        "groups",
+        nargs="*",
+        default=[],
+        metavar="GROUP",
+        help="name of a group as ps shows it; NAME@PID, with the controller's pid, if several have it",
     )
-    which.add_argument("--all", action="store_true", help="end all your groups on this machine, and all orphans")
+    which.add_argument(
+        "--all",
+        action="store_true",
+        help="end all your groups on this machine, and zygotes (processes that fork workers) without a controller",
+    )
     which.add_argument("--orphans", action="store_true", help="end groups and zygotes whose controller has ended")
 
 
@@ -88,6 +96,10 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan = commands.add_parser("plan", help="preview the ranks of a pool and the rows that each would get")
     plan.add_argument("places", metavar="SLOTS", help="slots on each node, such as 4,4")
     plan.add_argument("--gpus", action="store_true", help="every slot has a GPU of its own")
-    plan.add_argument("--axes", metavar="NAME=SIZE,...", help="the mesh, slowest axis first, such as pp=2,dp=2,tp=2")
+    plan.add_argument(
+        "--axes",
+        metavar="NAME=SIZE,...",
+        help="the mesh, slowest axis first, such as pp=2,dp=2,tp=2; gen_pp and gen_tp refine it",
+    )
     plan.add_argument("--protocol", help="a transfer protocol, such as 3D_PROTO")
     plan.add_argument("--rows", type=int, help="rows of the batch that the protocol transfers; default: one per rank")

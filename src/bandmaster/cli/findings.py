@@ -93,15 +93,17 @@ def _cores(cores: Cores) -> Iterator[Finding]:
             )
     if cores.usable <= cores.allowed / 2 and "OMP_NUM_THREADS" not in cores.thread_variables:
         yield Finding(
-            f"the cgroup may use {cores.usable:g} CPUs of the {cores.allowed} for which libraries start threads",
-            f"export OMP_NUM_THREADS={max(1, int(cores.usable))}, divided by the workers that compute at once",
+            f"the cgroup may use {cores.usable:g} CPUs of the {cores.allowed} for which libraries in this process "
+            "start threads",
+            f"export OMP_NUM_THREADS={max(1, int(cores.usable))}, or less: workers use this value instead of a share "
+            "of the cores",
         )
 
 
 def _memory(memory: Memory) -> Iterator[Finding]:
     if memory.left < LITTLE_MEMORY:
         yield Finding(
-            f"{gib(memory.left)} of memory are left of {gib(memory.usable)}",
+            f"{gib(memory.left)} of {gib(memory.usable)} of memory is free",
             "end processes that use it; `bandmaster ps` shows the memory of your workers",
         )
     if memory.usable < memory.total / 2:
@@ -127,7 +129,7 @@ def _gpus(gpus: Gpus) -> Iterator[Finding]:
         return
     if not gpus.has_nvml:
         yield Finding(
-            "there is an NVIDIA driver, but NVML is not installed; it lists the GPUs that a container may use",
+            "there is an NVIDIA driver, but NVML is not installed, so the GPUs that a container may use are unknown",
             "pip install 'bandmaster[gpu]'",
         )
     if gpus.nvml_error:

@@ -14,20 +14,22 @@ __all__ = ["is_bare", "reduce_array"]
 _PLAIN_KINDS = "biufcSUmMV"  # dtype kinds whose items are raw bytes: no objects, no variable-width strings
 
 
-def _has_plain_items(array: Any) -> bool:
-    """Whether the array's memory holds its items themselves, not references to objects."""
-    dtype = array.dtype
-    return dtype.kind in _PLAIN_KINDS and not dtype.hasobject and dtype.itemsize > 0
+@lru_cache(maxsize=256)
+def _has_plain_items(dtype: Any) -> bool:
+    """Whether the memory of an array of this dtype holds its items themselves, not references to objects."""
+    return bool(dtype.kind in _PLAIN_KINDS and not dtype.hasobject and dtype.itemsize > 0)
 
 
 def is_bare(array: Any) -> bool:
     """Whether pickling the array involves no other object. A dtype with fields may refer to a class of the user."""
-    return _has_plain_items(array) and not array.dtype.fields
+    dtype = array.dtype
+    return _has_plain_items(dtype) and not dtype.fields
 
 
-def reduce_array(array: Any, export: object) -> Any:
+def reduce_array(array: Any, export: object = None) -> Any:
     """Reduce an array to one buffer, for `pickle.Pickler.reducer_override`; NotImplemented leaves it to numpy."""
-    if not _has_plain_items(array):
+    dtype = array.dtype
+    if not _has_plain_items(dtype):
         return NotImplemented
     order = "C"
     if not array.flags.c_contiguous:
@@ -35,7 +37,6 @@ def reduce_array(array: Any, export: object) -> Any:
             order = "F"
         else:
             array = np.ascontiguousarray(array)
-    dtype = array.dtype
     described = dtype if dtype.fields else _described(dtype)
     return _rebuild, (_buffer_of(array.T if order == "F" else array), described, array.shape, order)
 

@@ -14,6 +14,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -27,11 +28,10 @@ from bandmaster.codec.arrays import is_bare, reduce_array
 __all__ = ["Payload", "decode", "encode"]
 
 OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
-MAX_PLAIN_ITEMS = 32  # per depth of a tuple that plain pickle encodes
-MAX_ITEMS = 100  # that `_is_bare` inspects
+MAX_ITEMS = 100  # that `_contents` inspects
 MAX_CONTAINER_ITEMS = 1000  # of a container that `_large_bytes` searches
 
-Reducer = Callable[..., Any]  # called with a value and ``export``, see `tensors.Export`
+Reducer = Callable[..., Any]  # called with a value and, if there is one, a `tensors.Export`
 _OURS = {"bandmaster.codec.arrays", "bandmaster.codec.tensors"}
 _reducers: dict[type, Reducer] = {np.ndarray: reduce_array}
 _bare: dict[type, Callable[[Any], bool]] = {np.ndarray: is_bare}  # whether pickling the value needs no other reducer
@@ -82,10 +82,13 @@ def encode(value: Any, export: tensors.Export | None = None) -> Payload:
     Raises:
         Exception: Raised by pickling the value; usually `pickle.PicklingError` or `TypeError`.
     """
-    if type(value) in _PLAIN or _is_plain(value):
+    if type(value) in _PLAIN:
         return Payload(pickle.dumps(value, protocol=5))
     if "torch" in sys.modules:
         tensors.add_reducers(_reducers, _bare)
+    contents = _contents(value)
+    if contents is _Contents.PLAIN:
+        return Payload(pickle.dumps(value, protocol=5))
     buffers: list[Any] = []
     exports: list[Any] = []
 
@@ -96,23 +99,19 @@ def encode(value: Any, export: tensors.Export | None = None) -> Payload:
         buffers.append(raw)
         return False
 
-    def try_to_export(memory: Any) -> Any:
-        exported = None if export is None else export(memory)
-        if exported is not None:
-            exports.append(exported)
-        return exported
-
-    stream = io.BytesIO()
-    if _is_bare(value):
+    stream, reducers = io.BytesIO(), _reducers
+    if export is not None:
+        reducers = _exporting(export, exports)
+    if contents is _Contents.BARE:
         pickler = pickle.Pickler(stream, 5, buffer_callback=keep)
-        pickler.dispatch_table = {kind: partial(_reducers[kind], export=try_to_export) for kind in tuple(_bare)}
+        pickler.dispatch_table = reducers
         pickler.dump(value)
     else:
         main = sys.modules.get("__mp_main__")
         if main is not None and main.__name__ == "__mp_main__":  # the main script, in a spawned process
             cloudpickle.register_pickle_by_value(main)
         encoder = _Encoder(stream, protocol=5, buffer_callback=keep)
-        encoder.export = try_to_export
+        encoder.reducers = reducers
         large = _large_bytes(value)
         if large:
             buffers += map(memoryview, large)
@@ -144,41 +143,45 @@ _CONTAINERS = {tuple, list, dict}
 _MAY_HOLD_BYTES = _BYTES | _CONTAINERS
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether plain `pickle.dumps` suffices: a number, str or None, or a short, possibly nested, tuple of them."""
-    if type(value) is not tuple:
-        return type(value) in _PLAIN
-    while len(value) <= MAX_PLAIN_ITEMS:
-        nested: tuple[Any, ...] = ()  # the items of all tuples inside ``value``
-        for item in value:
-            if type(item) not in _PLAIN:
-                if type(item) is not tuple or len(nested) > MAX_PLAIN_ITEMS:
-                    return False
-                nested += item
-        if not nested:
-            return True
-        value = nested
-    return False
+class _Contents(Enum):
+    """What a value consists of, which decides what can pickle it."""
+
+    PLAIN = 0  # numbers, strings and None: `pickle.dumps`
+    BARE = 1  # also arrays and tensors: the C pickler with a dispatch table, which gives the same result as `_Encoder`
+    ANY = 2  # perhaps anything: `_Encoder`, which is slower
 
 
-def _is_bare(value: Any) -> bool:
-    """Whether a value consists of few numbers, strings, arrays and tensors.
-
-    For such values the C pickler with a dispatch table gives the same result as `_Encoder`, and is faster.
-    """
+def _contents(value: Any) -> _Contents:
+    """What the value and the items of its containers are; `ANY` if there are many of them."""
+    contents = _Contents.PLAIN
     found = [value]  # grows during the loop
     for item in found:
         kind = type(item)
+        if kind in _PLAIN:
+            continue
         if kind in _bare:
             if not _bare[kind](item):
-                return False
-        elif kind in (tuple, list, dict) and len(found) + len(item) <= MAX_ITEMS:
+                return _Contents.ANY
+            contents = _Contents.BARE
+        elif kind in _CONTAINERS and len(found) + len(item) <= MAX_ITEMS:
             found += item
             if kind is dict:
                 found += item.values()
-        elif kind not in _PLAIN:
-            return False
-    return True
+        else:
+            return _Contents.ANY
+    return contents
+
+
+def _exporting(export: tensors.Export, exports: list[Any]) -> dict[type, Reducer]:
+    """The reducers, with an ``export``; what was exported is added to ``exports``."""
+
+    def try_to_export(memory: Any) -> Any:
+        exported = export(memory)
+        if exported is not None:
+            exports.append(exported)
+        return exported
+
+    return {kind: partial(reducer, export=try_to_export) for kind, reducer in dict(_reducers).items()}
 
 
 def _large_bytes(value: Any) -> list[bytes | bytearray]:
@@ -226,14 +229,14 @@ def _prologue(large: Sequence[bytes | bytearray]) -> tuple[bytes, dict[int, tupl
 
 
 class _Encoder(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    export: tensors.Export
+    reducers: dict[type, Reducer]
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is FunctionType and obj.__module__ in _OURS:
             return NotImplemented  # pickled by name, without a search by cloudpickle
-        reducer = _reducers.get(type(obj))
+        reducer = self.reducers.get(type(obj))
         if reducer is not None:
-            reduced = reducer(obj, self.export)
+            reduced = reducer(obj)
             if reduced is not NotImplemented:
                 return reduced
         return super().reducer_override(obj)

@@ -70,7 +70,7 @@ def _is_like_an_array(tensor: Any) -> bool:
     return 0 not in shape and 1 not in shape
 
 
-def reduce_tensor(tensor: Any, export: Export) -> Any:
+def reduce_tensor(tensor: Any, export: Export | None = None) -> Any:
     """Reduce a tensor to one buffer or one export, for `pickle.Pickler.reducer_override`.
 
     Returns NotImplemented for tensors that torch itself has to pickle.
@@ -88,14 +88,14 @@ def reduce_tensor(tensor: Any, export: Export) -> Any:
     flat = torch.as_strided(data, (data.numel(),), (1,)).view(torch.uint8)
     layout = (str(data.dtype).removeprefix("torch."), tuple(data.shape), data.stride(), tensor.requires_grad)
     was_on_gpu = tensor.is_cuda
-    exported = export(flat) if was_on_gpu else None
+    exported = export(flat) if was_on_gpu and export is not None else None
     if exported is not None:
         return _with_attributes(tensor, _rebuild_exported, (exported.handle, exported.offset, flat.numel(), *layout))
     buffer = pickle.PickleBuffer(flat.cpu().numpy())
     return _with_attributes(tensor, _rebuild, (buffer, *layout, was_on_gpu))
 
 
-def reduce_parameter(parameter: Any, _: Export) -> Any:
+def reduce_parameter(parameter: Any, export: Export | None = None) -> Any:
     """Reduce a parameter to its data, for `pickle.Pickler.reducer_override`; it is decoded as a parameter."""
     return _with_attributes(parameter, _rebuild_parameter, (parameter.data, parameter.requires_grad))
 

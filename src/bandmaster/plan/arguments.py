@@ -109,15 +109,17 @@ def plan_call(
     """
     batches: dict[int | str, Batch | None] = {}  # by position or keyword, of arguments that may be split
     by_rule: dict[Outgoing, list[BoundArgument]] = {}
+    all_get_the_same = True
     for argument in arguments:
-        rule = _declared(argument, rules)
-        if rule is None or isinstance(rule, Split):
-            if isinstance(rule or outgoing, Split):
-                batches[argument.key] = _batch_of(argument, method)
-            if rule is None:
-                rule = Broadcast() if isinstance(outgoing, Split) and batches[argument.key] is None else outgoing
+        declared = _declared(argument, rules) if rules else None
+        rule = declared or outgoing
+        if isinstance(rule, Split):
+            batch = batches[argument.key] = _batch_of(argument, method)
+            if batch is None and declared is None:
+                rule = Broadcast()
+        all_get_the_same = all_get_the_same and isinstance(rule, Broadcast)
         by_rule.setdefault(rule, []).append(argument)
-    if isinstance(outgoing, Split) and not any(isinstance(rule, Split | PerRank) for rule in by_rule):
+    if all_get_the_same and isinstance(outgoing, Split):
         _check_declared(arguments, outgoing, rules, method)
     groups: list[ArgumentGroup] = []
     real_rows = None
@@ -218,21 +220,22 @@ def _batch_of(argument: BoundArgument, method: str) -> Batch | None:
 
 def _common_rows(arguments: Sequence[BoundArgument], batches: Sequence[Batch | None], method: str) -> int:
     """The row count of arguments that are split by the same rule; BatchError unless all of them have it."""
-    counts: dict[str, int] = {}
+    n_rows = None
     for (_, name, value), batch in zip(arguments, batches, strict=True):
         if batch is None:
             raise BatchError(
                 f"argument {name!r} of {method} cannot be split: {type(value).__name__} has no rows; "
                 f"pass a batch, or declare arguments={{{name!r}: Broadcast()}}"
             )
-        counts[name] = batch.n_rows
-        first = next(iter(counts))
-        if batch.n_rows != counts[first]:
+        if n_rows is None:
+            n_rows = batch.n_rows
+        elif batch.n_rows != n_rows:
             raise BatchError(
-                f"{method} got batches of unequal row counts: {first!r} has {counts[first]}, {name!r} has "
+                f"{method} got batches of unequal row counts: {arguments[0].name!r} has {n_rows}, {name!r} has "
                 f"{batch.n_rows}; make them equal, or declare arguments={{{name!r}: Broadcast()}}"
             )
-    return next(iter(counts.values()))
+    assert n_rows is not None, "a rule has at least one argument"
+    return n_rows
 
 
 def _parts(argument: BoundArgument, batch: Batch | None, cut: Cut, method: str) -> list[Any]:

@@ -77,6 +77,7 @@ def register_batch_type(
         UsageError: ``cls`` is not a class, or one of the functions is not callable.
 
     Example:
+        >>> from bandmaster.plan.batch import count_rows
         >>> class Prompts:
         ...     def __init__(self, texts): self.texts = texts
         >>> register_batch_type(

@@ -45,16 +45,15 @@ def collect(
     Raises:
         CollectError: A value cannot be joined or reduced; the message names the rank and the type.
     """
-    if isinstance(incoming, CollectEach):
-        return _collect_each(incoming, dict(zip(ranks, values, strict=True)), method, real_rows)
-    if isinstance(incoming, Only):
-        return values[0]
+    if isinstance(incoming, Concat):
+        return _concat(ranks, values, method, real_rows)
     if isinstance(incoming, Gather):
         return list(values)
+    if isinstance(incoming, Only):
+        return values[0]
     if isinstance(incoming, Reduce):
         return _reduce(incoming, ranks, values, method, real_rows)
-    assert isinstance(incoming, Concat)
-    return _concat(ranks, values, method, real_rows)
+    return _collect_each(incoming, dict(zip(ranks, values, strict=True)), method, real_rows)
 
 
 def _collect_each(how: CollectEach, values: Mapping[int, Any], method: str, real_rows: RealRows | None) -> Any:

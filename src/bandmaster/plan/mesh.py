@@ -14,7 +14,7 @@ __all__ = ["Mesh"]
 
 
 class Mesh:
-    """World ranks laid out over named axes, the first axis slowest.
+    """The ranks of a worker group, laid out over named axes, the first axis slowest.
 
     An immutable, hashable value. The order is that of ``torch.distributed.init_device_mesh``: in
     ``Mesh(pp=2, dp=2, tp=2)`` the ranks 0 and 1 differ in ``tp``.

@@ -28,14 +28,16 @@ __all__ = ["TransferPlan", "plan"]
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """The rows that each rank receives and the ranks whose values are collected, printable in terminal and notebook.
+    """The rows that each rank receives, and the ranks whose values are collected.
+
+    It prints as a table, and shows in a notebook as a drawing.
 
     Attributes:
         protocol: The previewed transfer protocol.
         mesh: The mesh of the call.
         rows: Number of rows of the batch.
         received: For each rank ``(start, stop)`` of its rows; None for every rank if the protocol does not split.
-        collected: The collected ranks, in order; for a tuple of collects, the ranks of any of them.
+        collected: The collected ranks, in order; for a tuple of collect rules, the ranks that any of them collects.
     """
 
     protocol: TransferProtocol[Any, Any]

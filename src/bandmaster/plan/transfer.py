@@ -142,11 +142,21 @@ class Concat(_Selection):
 
 
 class Gather(_Selection):
-    """Lists values: one per coordinate of ``axes``, or, without axes, that of every rank at ``at``, in rank order."""
+    """Lists the values of the selected ranks.
+
+    Args:
+        *axes: One value for each coordinate of these axes, the first slowest; other axes are fixed at 0 unless ``at``
+            names them. Without axes, one value for every rank at the coordinates in ``at``, in rank order.
+        **at: Coordinates by axis name; -1 is the last.
+    """
 
 
 class Only(_Selection):
-    """Returns the value of one rank, the rank at ``at``; the coordinate on every axis that is not named is 0."""
+    """Returns the value of one rank.
+
+    Args:
+        **at: Coordinates of the rank by axis name, -1 for the last; 0 on every other axis.
+    """
 
     def __init__(self, **at: int) -> None:
         super().__init__(**at)
@@ -263,8 +273,8 @@ def check_padding(outgoing: Outgoing, protocol: TransferProtocol[Any, Any]) -> N
     is_padded = isinstance(outgoing, Split) and outgoing.pad
     if is_padded and not any(isinstance(collect, Concat) for collect in protocol.collects):
         raise ProtocolError(
-            f"{outgoing!r} adds padding, but {protocol.incoming!r} cannot remove it; collect with Concat, or omit pad: "
-            "parts may be uneven"
+            f"{outgoing!r} adds padding, but {protocol.incoming!r} cannot remove it; collect with Concat, or remove "
+            "pad=True: the rows need not divide evenly"
         )
 
 

@@ -49,7 +49,7 @@ def cannot_start(what: str, error: Exception) -> ResourceError:
     known = f"; {limit.used} of at most {limit.most} processes and threads exist" if limit is not None else ""
     return ResourceError(
         f"cannot start {what}: {error}{known}; raise the limits on processes and open files (ulimit -u, ulimit -n, "
-        "pids.max of the control group), or create fewer groups"
+        "pids.max of the cgroup), or create fewer groups"
     )
 
 

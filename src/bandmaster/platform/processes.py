@@ -154,7 +154,7 @@ def _kill(process: Stat) -> None:
 
 def _out_of_memory_kills() -> Iterator[tuple[str, int]]:
     events = Cgroups().directory("memory") / "memory.events"
-    for place, path in (("on this machine", Path("/proc/vmstat")), ("in its control group", events)):
+    for place, path in (("on this machine", Path("/proc/vmstat")), ("in its cgroup", events)):
         with contextlib.suppress(OSError):
             counts = dict(line.split() for line in path.read_text().splitlines())
             if "oom_kill" in counts:
@@ -164,5 +164,5 @@ def _out_of_memory_kills() -> Iterator[tuple[str, int]]:
 def _limit() -> str:
     limit = Cgroups().memory()
     if limit is not None:
-        return f"the {limit.most / GiB:.1f} GiB that its control group may use"
+        return f"the {limit.most / GiB:.1f} GiB that its cgroup may use"
     return f"the {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GiB:.1f} GiB that this machine has"

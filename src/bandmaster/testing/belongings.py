@@ -45,12 +45,12 @@ class HeldResources:
     def beyond(self, before: HeldResources, kinds: Collection[str] = KINDS) -> dict[str, list[str]]:
         """Return descriptions of the resources that were added since ``before``, by kind.
 
-        Threads of one name, descriptors and segments are compared by their count: the process may hold others than
-        before, but not more. Kinds without additions are left out.
+        Threads with the same name, descriptors and segments are compared by count, so one that replaces another does
+        not count as added. Kinds without additions are omitted.
 
         Args:
             before: An earlier result of `held_resources`.
-            kinds: The kinds to compare, of `KINDS`.
+            kinds: The kinds to compare: names of attributes of this class.
         """
         found = {
             "threads": sorted((Counter(self.threads) - Counter(before.threads)).elements()),
@@ -66,7 +66,8 @@ def held_resources(kinds: Collection[str] = KINDS) -> HeldResources:
     """Return the resources that this process holds now.
 
     Args:
-        kinds: The kinds to look at, of `KINDS`; each takes some milliseconds. The other kinds are left empty.
+        kinds: Some of ``"threads"``, ``"processes"``, ``"descriptors"``, ``"segments"`` and ``"placements"``; each
+            takes some milliseconds. The other kinds are left empty.
 
     Example:
         >>> import subprocess

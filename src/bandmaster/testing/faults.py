@@ -24,9 +24,10 @@ class Fault:
         rank: The rank on which the fault occurs; None for every rank.
         call: The call in which it occurs: the worker's calls of registered methods, counted from 1.
         method: If given, only calls of this method are counted.
+        needs_process: Class variable: whether the fault can only occur in a worker with a process of its own.
     """
 
-    needs_process: ClassVar[bool] = False  # whether it can occur only where the worker has a process of its own
+    needs_process: ClassVar[bool] = False
 
     rank: int | None
     call: int

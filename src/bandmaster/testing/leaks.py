@@ -50,7 +50,8 @@ def no_leaks(timeout: float = 10.0, kinds: Collection[str] | None = None) -> Ite
 
     Args:
         timeout: Seconds to wait, after the block, for processes and threads to end and for garbage to be collected.
-        kinds: The kinds to check, of `KINDS`; by default all of them, except that descriptors are left out while this
+        kinds: Some of ``"threads"``, ``"processes"``, ``"descriptors"``, ``"segments"`` and ``"placements"``; by
+            default all of them, except that descriptors are left out while this
             process is connected to a Ray cluster, because Ray opens and keeps its own.
 
     Raises:

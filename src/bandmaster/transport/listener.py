@@ -114,7 +114,7 @@ class LaneListener:
         for sock in self._unknown.values():
             sock.close()
         if self._n_others:
-            _log.warning("%d connections of other users to the lanes of this process were closed", self._n_others)
+            _log.warning("closed %d connections of other users to the worker sockets of this process", self._n_others)
 
 
 def connect(name: str, introduction: bytes) -> socket.socket | None:
@@ -124,10 +124,10 @@ def connect(name: str, introduction: bytes) -> socket.socket | None:
         set_buffer(sock)
         sock.connect(f"\0{name}")
         if _peer(sock)[1] != os.geteuid():
-            raise PermissionError("another user has taken the name of a listener that is gone")
+            raise PermissionError("another user now owns the name of the controller's socket")
         sock.send(introduction)
     except OSError as error:
-        _log.warning("there is no lane to the controller: %s", error)
+        _log.warning("this worker has no direct socket to the controller, so Ray carries its calls: %s", error)
         sock.close()
         return None
     return sock
