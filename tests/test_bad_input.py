@@ -7,7 +7,6 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
 import bandmaster as bm
 from bandmaster import (
@@ -225,6 +224,12 @@ class Ledger(bm.Worker):
         return self.rank
 
 
+def compressed_rows():
+    import torch  # here, as the workers import this module, and torch takes them seconds
+
+    return torch.eye(2).to_sparse_csr()
+
+
 @pytest.fixture(scope="module")
 def pool(backend):
     with bm.ResourcePool([2], backend=backend) as pool:
@@ -326,7 +331,7 @@ CALLS = {
         ["argument 'rate' of Ledger.step cannot be split: float has no rows", "arguments={'rate': Broadcast()}"],
     ),
     "rows that cannot be cut": (
-        lambda group: group.rows(torch.eye(2).to_sparse_csr()),
+        lambda group: group.rows(compressed_rows()),
         bm.BatchError,
         ["argument 'batch' of Ledger.rows", "torch.sparse_csr layout", "arguments={'batch': Broadcast()}"],
     ),

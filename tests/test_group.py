@@ -9,7 +9,6 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
 import bandmaster as bm
 from bandmaster import Broadcast, Dispatch, Execute, Gather, Mesh, Only, Reduce, Split, TransferProtocol, register
@@ -387,6 +386,8 @@ def test_registered_batch_types_are_split_and_joined(make_group):
 
 
 def test_tensors_that_require_grad_arrive_as_leaves_and_come_back_without(make_group):
+    import torch  # here, so that the workers of the other tests, which import this module, start sooner
+
     class Learner(bm.Worker):
         @register(TransferProtocol(Split("dp", pad=True), (bm.Concat("dp"), Gather(), Reduce("mean"))))
         def learn(self, weights):
