@@ -379,7 +379,7 @@ def test_a_bad_call_is_refused_before_anything_is_sent(ledger, call, error, word
 
 
 IN_THE_CONTROLLER = {
-    "Future": (lambda group: group.tell.submit(1), "pass future.result()"),
+    "Future": (lambda group: group.tell.submit(1), "pass the value of future.result()"),
     "WorkerGroup": (lambda group: group, "pass the values that the workers need"),
     "GroupMethod": (lambda group: group.tell, "pass the values that the workers need"),
     "ResourcePool": (lambda group: bm.ResourcePool([1], backend="inprocess"), "pass the values that the workers need"),
@@ -388,14 +388,13 @@ IN_THE_CONTROLLER = {
 
 @pytest.mark.parametrize("is_deep", [False, True], ids=["itself", "deep inside"])
 @pytest.mark.parametrize(("make", "advice"), IN_THE_CONTROLLER.values(), ids=IN_THE_CONTROLLER)
-def test_what_lives_in_the_controller_is_refused_as_an_argument(make_group, make, advice, is_deep):
-    group = make_group(1, Ledger)
-    thing = make(group)
+def test_what_lives_in_the_controller_is_refused_as_an_argument(ledger, make, advice, is_deep):
+    thing = make(ledger)
     argument = {"inside": [thing]} if is_deep else thing
     with pytest.raises(bm.ArgumentError, match=r"argument 'y' of Ledger\.tell \(\w+\) cannot be pickled: ") as refused:
-        group.tell(1, argument)
+        ledger.tell(1, argument)
     assert advice in str(refused.value)
-    assert group.tell(2) == [(2, 0)]
+    assert ledger.tell(2) == [(2, 0), (2, 0)]
 
 
 @pytest.mark.parametrize(
@@ -431,6 +430,7 @@ def test_calling_what_is_not_registered_says_what_to_do(ledger):
         ledger.tel(1)
 
 
+@pytest.mark.backends("inprocess", "local")
 def test_static_and_class_methods_are_bound_by_their_own_signature(make_group):
     class Tools(bm.Worker):
         @staticmethod
@@ -583,6 +583,7 @@ def test_whatever_a_method_raises_becomes_a_remote_error(ledger, how, cause, wor
     assert ledger.tell(1) == [(1, 0), (1, 0)]
 
 
+@pytest.mark.backends("inprocess", "local")
 @pytest.mark.timeout(30)
 def test_async_methods_may_raise_anything_too(make_group):
     class Async(bm.Worker):
@@ -793,6 +794,7 @@ def test_a_bad_group_is_refused_before_anything_is_started(pool, ledger, make, e
     assert ledger.tell(1) == [(1, 0), (1, 0)], "the pool is as good as before"
 
 
+@pytest.mark.backends("inprocess", "local")
 def test_a_constructor_that_returns_a_value_fails_the_group(make_pool):
     class Returns(bm.Worker):
         def __init__(self):
@@ -810,6 +812,7 @@ def test_a_class_that_cannot_be_pickled_is_named(pool):
         bm.WorkerGroup(pool, Local)
 
 
+@pytest.mark.backends("inprocess", "local")
 def test_a_constructor_that_raises_fails_the_group_and_gives_its_places_back(make_pool):
     pool = make_pool([2], max_colocate_count=1)
     with pytest.raises(bm.ConstructorError) as caught:
@@ -826,6 +829,7 @@ def test_a_constructor_that_raises_fails_the_group_and_gives_its_places_back(mak
     assert bm.WorkerGroup(pool, Fragile).where() == [0, 1]
 
 
+@pytest.mark.backends("inprocess", "local")
 def test_a_constructor_argument_that_cannot_be_unpickled_fails_the_group(make_pool):
     pool = make_pool([1], max_colocate_count=1)
     with pytest.raises(bm.ConstructorError, match=r"Fragile\.__init__ failed on rank 0 .*newer version") as caught:
@@ -834,6 +838,7 @@ def test_a_constructor_argument_that_cannot_be_unpickled_fails_the_group(make_po
     assert bm.WorkerGroup(pool, Fragile).where() == [0]
 
 
+@pytest.mark.backends("inprocess", "local")
 def test_more_groups_than_a_place_may_hold_are_refused_by_the_names_of_the_holders(make_pool):
     pool = make_pool([1], max_colocate_count=1)
     actor = bm.WorkerGroup(pool, Fragile, name_prefix="actor")
@@ -846,6 +851,7 @@ def test_more_groups_than_a_place_may_hold_are_refused_by_the_names_of_the_holde
     assert bm.WorkerGroup(pool, Fragile, name_prefix="critic").where() == [0]
 
 
+@pytest.mark.backends("inprocess", "local")
 def test_a_closed_group_says_so_however_it_is_called(make_pool):
     pool = make_pool([1])
     group = bm.WorkerGroup(pool, Fragile, name_prefix="actor")
@@ -863,6 +869,7 @@ def test_a_closed_group_says_so_however_it_is_called(make_pool):
     assert bm.WorkerGroup(pool, Fragile).where() == [0], "the pool is still open"
 
 
+@pytest.mark.backends("inprocess", "local")
 def test_what_is_closed_looks_closed(make_pool):
     pool = make_pool([2])
     part = bm.split_resource_pool(pool, 1)[0]

@@ -395,7 +395,7 @@ class Mine(bm.Worker):
         return os.getpid()
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_a_group_is_shown_and_ended(make_pool, capsys):
     pool = make_pool([2])
     group, other = bm.WorkerGroup(pool, Mine), bm.WorkerGroup(pool, Mine)

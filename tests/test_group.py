@@ -13,6 +13,9 @@ import pytest
 import bandmaster as bm
 from bandmaster import Broadcast, Dispatch, Execute, Gather, Mesh, Only, Reduce, Split, TransferProtocol, register
 
+pytestmark = pytest.mark.backends("inprocess", "local")
+on_all = pytest.mark.backends("inprocess", "local", "ray")
+
 
 class Adder(bm.Worker):
     """Adds to its rank."""
@@ -126,6 +129,7 @@ class Unusual(bm.Worker):
         return [row**2 for row in rows]
 
 
+@on_all
 def test_methods_and_constructors_whose_self_is_among_their_arguments(make_group):
     group = make_group(2, Unusual, 10, step=2)
     assert group.plus(1) == [13, 13]
@@ -227,7 +231,7 @@ def test_futures_speak_the_words_of_concurrent_futures(group, tmp_path):
     assert (future.done(), future.running(), future.cancel(), future.cancelled()) == (True, False, False, False)
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_a_future_says_which_ranks_have_not_answered_and_can_be_waited_for_again(group, tmp_path):
     future = group.wait_for.submit(str(tmp_path / "go"))
     assert not future.done()
@@ -286,6 +290,7 @@ def test_a_future_can_be_asked_from_many_threads(group):
     assert results == [[1, 2]] * 5
 
 
+@on_all
 def test_execute_all_async_gives_one_reference_per_rank(group):
     references = group.execute_all_async("unregistered", [1, 2])
     assert len(references) == 2
@@ -294,6 +299,7 @@ def test_execute_all_async_gives_one_reference_per_rank(group):
         assert group.execute_rank_zero_async("unregistered", 1).result() == 1
 
 
+@on_all
 def test_a_group_lives_as_long_as_somebody_uses_it(make_pool):
     pool = make_pool([2])
     assert bm.WorkerGroup(pool, Adder).add(1) == [1, 2]
@@ -412,6 +418,7 @@ class Fragile(bm.Worker):
         pass
 
 
+@on_all
 def test_a_rank_that_could_not_be_replaced_is_dead_until_it_is(make_group, tmp_path):
     group = make_group(2, Fragile, tmp_path / "refusal")
     (tmp_path / "refusal").touch()
@@ -449,6 +456,7 @@ def test_groups_meshes_and_pools_can_be_read(make_group, backend):
     assert repr(group).endswith(", closed>")
 
 
+@on_all
 def test_group_and_pool_close_in_any_order_and_twice(make_pool):
     pool = make_pool([2])
     with pool, bm.WorkerGroup(pool, Adder) as group:

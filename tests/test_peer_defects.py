@@ -97,6 +97,7 @@ def group(backend):
 # --- silent wrong results ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.backends("inprocess", "local")
 def test_padding_leaves_the_callers_batch_alone_however_often_it_is_sent(group):
     """verl pads the caller's own batch, and gives the padding back when the same batch is sent again."""
     batch = {"ids": np.array([7, 8, 9]), "texts": ["a", "b", "c"]}
@@ -151,6 +152,7 @@ def test_a_sequence_that_makes_its_items_anew_is_given_out_right(group):
     assert [array.tolist() for array in group.each(Squares())] == [[10, 10, 10], [11, 11, 11]]
 
 
+@pytest.mark.backends("inprocess", "local")
 def test_a_tensordict_is_split_like_any_batch(group):
     """verl cuts a TensorDict into a tuple, and then gives every rank the whole tuple."""
     torch, tensordict = pytest.importorskip("torch"), pytest.importorskip("tensordict")
@@ -197,6 +199,7 @@ def test_what_every_rank_gets_beside_its_rows_is_its_own(group):
     assert info == {"temperature": 1.0}
 
 
+@pytest.mark.backends("inprocess", "local")
 def test_every_argument_goes_by_its_own_rule(make_group):
     """verl keeps one rule of several: the last one given."""
 
@@ -277,6 +280,7 @@ def test_a_pool_of_unequal_nodes_can_be_split(make_pool):
     assert [part.local_world_size_list() for part in parts] == [[2, 2, 1], [3, 3, 3]]
 
 
+@pytest.mark.backends("inprocess", "local")
 def test_workers_of_a_split_pool_count_themselves_and_not_the_whole_node(make_pool):
     """In verl they are told the size of the whole node, and their local rank is never set."""
     parts = split_resource_pool(make_pool([3]), [2, 1])
@@ -411,6 +415,7 @@ def test_arguments_stay_as_the_caller_has_them(group):
     assert (array.tolist(), items, table) == ([0.0, 0.0], [1], {"lr": 0.1})
 
 
+@pytest.mark.backends("inprocess", "local")
 def test_a_class_with_arguments_serves_many_groups_unchanged(make_pool):
     """verl writes each group's settings into the class that the caller gave."""
 
@@ -432,6 +437,7 @@ def test_a_class_with_arguments_serves_many_groups_unchanged(make_pool):
     assert (with_arguments.args, with_arguments.kwargs) == (([7],), {"lr": 0.1})
 
 
+@pytest.mark.backends("inprocess", "local")
 def test_a_method_goes_by_the_rules_it_was_registered_with(make_group):
     """Rules that are kept by reference change under whoever registered them."""
     rules = {"table": Broadcast()}

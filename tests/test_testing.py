@@ -34,7 +34,7 @@ from bandmaster.testing import (
 from bandmaster.transport.segments import SegmentWriter
 from bandmaster.worker import registrations
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.backends("inprocess", "local")]
 
 
 class Plain(bm.Worker):
@@ -115,7 +115,7 @@ def test_results_that_cannot_travel(make_group, method, fault, words):
     assert group.echo(1) == [1, 1]
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local")
 @pytest.mark.parametrize(
     ("fault", "method"),
     [(Kill(1, 2), "echo"), (Kill(1, 2, signal=signal.SIGUSR1), "echo_async"), (Exit(1, 2), "echo_async")],
@@ -131,7 +131,7 @@ def test_a_process_that_ends(make_group, fault, method):
     assert group.echo(1) == [1, 1], "a worker that was restarted counts from 1 again"
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local")
 @pytest.mark.parametrize("method", ["echo", "echo_async"])
 def test_a_call_that_hangs_can_be_given_up(make_group, method):
     group = make_group(2, with_faults(Plain, Hang(1, 1)))
@@ -142,7 +142,7 @@ def test_a_call_that_hangs_can_be_given_up(make_group, method):
     assert group.echo(1) == [1, 1]
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local")
 def test_one_rank_that_fails_frees_one_that_hangs(make_group):
     group = make_group(2, with_faults(Plain, Hang(0, 1), Raise(1, 1, error=ValueError("the first cause"))))
     with pytest.raises(bm.RemoteError, match="the first cause") as caught:

@@ -37,6 +37,7 @@ class WithoutInit(bm.Worker):
         return {name: getattr(self, name) for name in (*ATTRIBUTES, "device", "coordinates")}, self.mesh
 
 
+@pytest.mark.backends("inprocess", "local")
 @pytest.mark.parametrize("cls", [WithSuper, WithoutSuper, WithNew, WithoutInit])
 def test_attributes_are_set_before_the_constructor_runs(make_pool, cls):
     mesh = Mesh(pp=3, dp=1)
@@ -111,7 +112,7 @@ class Collective(bm.Worker):
         dist.destroy_process_group()
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_init_process_group_needs_no_arguments_and_its_port_cannot_be_taken(make_group):
     import socket
 
@@ -124,7 +125,7 @@ def test_init_process_group_needs_no_arguments_and_its_port_cannot_be_taken(make
     assert group.all_reduce() == [3.0, 3.0], "again, in a new process group"
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_a_device_mesh_has_the_axes_of_the_groups_mesh(make_group):
     group = make_group(bm.Mesh(dp=2, tp=2), Collective)
     assert group.sums_along(["dp", "tp"]) == [[2.0, 1.0], [4.0, 1.0], [2.0, 5.0], [4.0, 5.0]]

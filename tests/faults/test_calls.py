@@ -178,8 +178,8 @@ def _deadlock_in_c():
 
 
 @pytest.fixture
-def group(make_group):
-    return make_group(3, Faulty)
+def group(share_group):
+    return share_group(3, Faulty)
 
 
 def within(seconds):
@@ -238,7 +238,7 @@ def test_an_argument_that_cannot_be_unpickled(group):
     assert group.echo(1) == [1, 1, 1]
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_a_worker_that_may_have_no_more_memory(group):
     with pytest.raises(RemoteError, match="MemoryError") as caught:
         group.run_out_of_memory()
@@ -246,7 +246,7 @@ def test_a_worker_that_may_have_no_more_memory(group):
     assert group.echo(1) == [1, 1, 1]
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 @pytest.mark.parametrize("method", ["spin_on", "sleep_on", "await_on", "hang_in_c_on", "deadlock_on"])
 def test_a_timeout_says_which_ranks_hang_and_where(group, method):
     with within(10), pytest.raises(CallTimeout, match=r"no reply from rank 0, 2 within 0.5 s") as caught:
@@ -260,7 +260,7 @@ def test_a_timeout_says_which_ranks_hang_and_where(group, method):
     error.future.cancel()
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_a_timeout_of_a_call_that_is_queued_says_so(group):
     """Where its ranks are is where another call is."""
     running = group.sleep_on.submit([0, 2])
@@ -278,7 +278,7 @@ def test_a_timeout_of_a_call_that_is_queued_says_so(group):
     assert caught.value.future.result(timeout=20) == [1, 1, 1]
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_what_a_future_is_printed_as(group):
     future = group.sleep_on.submit([0, 2])
     assert repr(future) == "<Future of Faulty.sleep_on, waiting for rank 0, 1, 2>"
@@ -290,7 +290,7 @@ def test_what_a_future_is_printed_as(group):
     assert repr(echoed) == "<Future of Faulty.echo, done>"
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 @pytest.mark.parametrize("method", ["spin_on", "sleep_on", "await_on"])
 def test_a_call_can_be_given_up(group, method):
     future = getattr(group, method).submit([1])
@@ -310,14 +310,14 @@ def test_a_call_can_be_given_up(group, method):
         assert group.echo(1) == [1, 1, 1]
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_a_call_that_timed_out_can_still_be_waited_for(group):
     with pytest.raises(CallTimeout) as caught:
         group.sleep_on.options(timeout=0.2)([1], seconds=1)
     assert caught.value.future.result(timeout=10) == [0, 1, 2]
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_timeouts_of_the_group_and_of_the_library(group):
     group.set_default_options(timeout=0.2)
     with pytest.raises(CallTimeout, match=r"within 0\.2 s") as caught:
@@ -333,7 +333,7 @@ def test_timeouts_of_the_group_and_of_the_library(group):
         bm.set_default_options(timeout=None)
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 @pytest.mark.parametrize("method", ["spin_on", "sleep_on"])
 def test_ranks_that_go_on_with_a_call_that_failed_elsewhere_are_interrupted(group, method):
     with (
@@ -346,7 +346,7 @@ def test_ranks_that_go_on_with_a_call_that_failed_elsewhere_are_interrupted(grou
     assert group.echo(1) == [1, 1, 1], "the group stays usable"
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_a_rank_that_cannot_be_interrupted_is_ended(group):
     with within(15), pytest.raises(RemoteError, match=r"(?s)the first cause.*rank 0.*ended by the controller"):
         group.deadlock_on.options(grace=0.5)([0], raising=[1])
@@ -354,7 +354,7 @@ def test_a_rank_that_cannot_be_interrupted_is_ended(group):
         group.echo(1)
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_a_rank_that_is_stuck_in_a_call_that_was_given_up_is_said_to_have_been_ended_for_that(group):
     future = group.deadlock_on.options(grace=0.2).submit([1])
     with pytest.raises(CallTimeout):
@@ -365,7 +365,7 @@ def test_a_rank_that_is_stuck_in_a_call_that_was_given_up_is_said_to_have_been_e
             group.echo(1)
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_one_message_has_one_name_for_a_host(group):
     with within(20), pytest.raises(WorkerDied) as caught:
         group.die_or_raise(dying=1)
@@ -373,7 +373,7 @@ def test_one_message_has_one_name_for_a_host(group):
     assert {failure.host for failure in caught.value.failures.values()} == {socket.gethostname()}
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local")
 def test_a_collective_that_one_rank_has_left(group):
     assert group.all_reduce([]) == [3.0, 3.0, 3.0]
     with within(20), pytest.raises(RemoteError, match=r"on rank 1 .*the first cause") as caught:
@@ -381,7 +381,7 @@ def test_a_collective_that_one_rank_has_left(group):
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_a_call_nobody_waits_for_does_not_hold_up_those_behind_it(group):
     forgotten = group.spin_on.submit([0], raising=[1])
     with within(10):
@@ -389,14 +389,14 @@ def test_a_call_nobody_waits_for_does_not_hold_up_those_behind_it(group):
     assert isinstance(forgotten.exception(timeout=5), RemoteError)
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_a_call_nobody_knows_any_more_does_not_hold_up_those_behind_it(group):
     group.spin_on.submit([0], raising=[1])
     with within(10):
         assert group.echo(1) == [1, 1, 1]
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_a_call_nobody_knows_any_more_does_not_keep_the_group(make_pool):
     group = bm.WorkerGroup(make_pool([2]), Faulty)
     gone = weakref.ref(group)
@@ -455,7 +455,7 @@ def test_ranks_that_were_asked_one_by_one_and_all_fail_can_be_awaited_together(z
             assert {type(error) for error in asyncio.run(wait(group))} == {RemoteError}
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_who_asks_whether_a_call_is_done_does_not_hold_up_who_waits(group):
     """Both read answers: the one that is blocked has to hear of what the other one has read for it."""
     is_over = threading.Event()
@@ -486,7 +486,7 @@ def test_options_that_make_no_sense(group):
     assert group.echo.options(timeout=5, grace=None)(1) == [1, 1, 1]
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_ranks_that_stopped_when_they_were_told_are_not_ended_later(group):
     before = group.echo(1)
     future = group.spin_on.options(grace=0.2).submit([0, 1, 2])
@@ -497,7 +497,7 @@ def test_ranks_that_stopped_when_they_were_told_are_not_ended_later(group):
     assert group.echo(1) == before
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_a_rank_that_has_not_come_to_a_call_that_failed_is_not_ended(group):
     earlier = group.sleep_on.submit([2], seconds=2)
     with pytest.raises(RemoteError, match="rank 0"):
@@ -506,14 +506,14 @@ def test_a_rank_that_has_not_come_to_a_call_that_failed_is_not_ended(group):
     assert group.echo(1) == [1, 1, 1]
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_an_error_while_tidying_up_after_an_interruption_is_not_the_cause(group):
     with pytest.raises(RemoteError, match=r"rank 1 .*the first cause") as caught:
         group.tidy_badly(raising=[1])
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 def test_awaiting_a_call_has_its_timeout(group):
     async def wait():
         return await group.sleep_on.options(timeout=0.3).submit([1])

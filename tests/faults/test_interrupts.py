@@ -135,11 +135,11 @@ WAYS_TO_CALL = {
 }
 
 
-@pytest.mark.own_processes
+@pytest.mark.backends("local", "ray")
 @pytest.mark.parametrize("way", WAYS_TO_CALL)
-def test_an_interrupted_call_frees_the_workers(make_group, way):
+def test_an_interrupted_call_frees_the_workers(share_group, way):
     """As in a notebook: the exception comes back, and the next cell can use the group."""
-    group = make_group(2, Slow)
+    group = share_group(2, Slow)
     group.echo(1)
     interrupted_in(0.5)
     start = time.monotonic()
@@ -149,9 +149,9 @@ def test_an_interrupted_call_frees_the_workers(make_group, way):
     assert time.monotonic() - start < 5
 
 
-@pytest.mark.own_processes
-def test_who_has_the_future_of_an_interrupted_wait_can_wait_again(make_group):
-    group = make_group(2, Slow)
+@pytest.mark.backends("local", "ray")
+def test_who_has_the_future_of_an_interrupted_wait_can_wait_again(share_group):
+    group = share_group(2, Slow)
     future = group.nap.submit(1)
     interrupted_in(0.3)
     with pytest.raises(KeyboardInterrupt):
@@ -159,9 +159,9 @@ def test_who_has_the_future_of_an_interrupted_wait_can_wait_again(make_group):
     assert future.result(timeout=20) == [1, 1]
 
 
-@pytest.mark.own_processes
-def test_an_interrupted_call_is_not_another_threads(make_group):
-    group, newer = make_group(2, Slow), []
+@pytest.mark.backends("local", "ray")
+def test_an_interrupted_call_is_not_another_threads(share_group):
+    group, newer = share_group(2, Slow), []
     threading.Timer(0.3, lambda: newer.append(group.nap.submit(0.1))).start()
     interrupted_in(1)
     with pytest.raises(KeyboardInterrupt):
@@ -169,9 +169,9 @@ def test_an_interrupted_call_is_not_another_threads(make_group):
     assert newer[0].result(timeout=20) == [0.1, 0.1]
 
 
-@pytest.mark.own_processes
-def test_a_signal_handler_that_uses_the_group_in_the_middle_of_a_call_is_refused(make_group):
-    group, seen = make_group(2, Slow), []
+@pytest.mark.backends("local", "ray")
+def test_a_signal_handler_that_uses_the_group_in_the_middle_of_a_call_is_refused(share_group):
+    group, seen = share_group(2, Slow), []
     future = group.nap.submit(1)
     attempts = [
         lambda: group.echo(7),
@@ -199,9 +199,9 @@ def test_a_signal_handler_that_uses_the_group_in_the_middle_of_a_call_is_refused
     assert group.healthy
 
 
-@pytest.mark.own_processes
-def test_what_a_signal_handler_does_not_catch_ends_the_call_that_it_interrupted(make_group):
-    group = make_group(2, Slow)
+@pytest.mark.backends("local", "ray")
+def test_what_a_signal_handler_does_not_catch_ends_the_call_that_it_interrupted(share_group):
+    group = share_group(2, Slow)
     with handler(signal.SIGUSR1, lambda *_: group.close()):
         threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
         with pytest.raises(bm.UsageError, match="set a flag"):
@@ -210,10 +210,10 @@ def test_what_a_signal_handler_does_not_catch_ends_the_call_that_it_interrupted(
 
 
 @pytest.mark.parametrize("n_others", [0, 1])
-def test_calls_of_a_signal_handler_are_refused_or_made_as_any_other(make_group, n_others):
+def test_calls_of_a_signal_handler_are_refused_or_made_as_any_other(share_group, n_others):
     """Whatever it comes between: the messages, answers and locks of the call that it interrupts, and of other threads'
     calls. No call is lost, and all ranks get all calls in one order."""
-    group, seen, array = make_group(2, Ordered), [], np.zeros(10_000)  # which lies in a segment
+    group, seen, array = share_group(2, Ordered), [], np.zeros(10_000)  # which lies in a segment
     is_over = False
 
     def call_all_the_time():
@@ -268,9 +268,9 @@ class Ordered(bm.Worker):
         return self.entries
 
 
-def test_calls_of_several_threads_reach_all_ranks_in_the_same_order(make_group):
+def test_calls_of_several_threads_reach_all_ranks_in_the_same_order(share_group):
     """Also when each rank gets rows of its own: a collective in them would join those of different calls."""
-    group = make_group(3, Ordered)
+    group = share_group(3, Ordered)
 
     def call(name):
         futures = [group.note.submit([(name, n)] * 3) for n in range(100)]
@@ -295,16 +295,16 @@ class Counts(bm.Worker):
         return self.n
 
 
-def test_a_rank_runs_the_calls_of_several_threads_one_after_the_other(make_group):
-    group = make_group(2, Counts)
+def test_a_rank_runs_the_calls_of_several_threads_one_after_the_other(share_group):
+    group = share_group(2, Counts)
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda _: [group.add() for _ in range(10)], range(4)))
     assert group.add() == [41, 41]
 
 
-@pytest.mark.own_processes
-def test_a_handler_of_ctrl_c_that_does_not_raise_is_called_once_and_the_call_goes_on(make_group):
-    group, seen = make_group(2, Slow), []
+@pytest.mark.backends("local", "ray")
+def test_a_handler_of_ctrl_c_that_does_not_raise_is_called_once_and_the_call_goes_on(share_group):
+    group, seen = share_group(2, Slow), []
     with handler(signal.SIGINT, lambda *_: seen.append(1)):
         interrupted_in(0.3)
         assert group.nap(1) == [1, 1]
@@ -373,10 +373,10 @@ def join(outputs):
     return outputs
 
 
-def test_ctrl_c_while_a_result_is_collected_is_nobody_elses(make_group):
+def test_ctrl_c_while_a_result_is_collected_is_nobody_elses(share_group):
     """It comes to who collects, and only there; the result can be asked for again."""
     joins.clear()
-    group = make_group(2, Joined)
+    group = share_group(2, Joined)
     first, second = group.echo.submit([1, 2]), group.echo.submit([3, 4])
     with pytest.raises(KeyboardInterrupt):
         second.result()

@@ -17,7 +17,7 @@ from ends import abort_with_a_dump, exit_three, kill_oneself, runs, segfault, wa
 import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.own_processes]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.backends("local", "ray")]
 
 
 def exit_with_an_error(*_):
@@ -56,11 +56,8 @@ class Mortal(bm.Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def deadlock_on(self, ranks):
-        """A mutex that is taken twice: no signal gets the thread out of there."""
         if self.rank in ranks:
-            libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-            libc.pthread_mutex_lock(mutex)
-            libc.pthread_mutex_lock(mutex)
+            deadlock()
 
     @register(Dispatch.ONE_TO_ALL)
     def all_reduce(self, dying):
@@ -88,6 +85,13 @@ class Mortal(bm.Worker):
         self.told.append(("replace", rank, state))
 
 
+def deadlock():
+    """A mutex that is taken twice: no signal gets the thread out of there."""
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+
 class Rigid(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def pid(self):
@@ -105,8 +109,8 @@ def close_output():
 
 
 @pytest.fixture
-def group(make_group):
-    return make_group(3, Mortal, start=10)
+def group(share_group):
+    return share_group(3, Mortal, start=10)
 
 
 def took(start):
@@ -115,7 +119,7 @@ def took(start):
 
 @pytest.mark.parametrize(
     "how",
-    [exit_three, kill_oneself, segfault, abort_with_a_dump, close_all_descriptors],
+    [kill_oneself, abort_with_a_dump, close_all_descriptors],
     ids=lambda f: f.__name__,
 )
 def test_a_death_fails_the_call_and_all_after_it(group, how):
@@ -246,6 +250,7 @@ def test_a_restart_ends_what_hangs_and_fails_what_is_pending(group):
     assert group.add(1) == [11, 11, 11]
 
 
+@pytest.mark.backends("local")
 def test_a_collective_works_again_after_a_restart(group):
     with pytest.raises(WorkerDied):
         group.all_reduce([1])
@@ -267,7 +272,13 @@ def test_a_single_rank_is_replaced(group, rank, is_dead):
     assert group.add(1) == [11 if r == rank else 16 for r in range(3)]
     assert group.told_so_far() == [[("replace", rank, "s")]] * 3
     assert group.healthy
-    assert group.all_reduce([]) == [9.0, 9.0, 9.0], "in the rendezvous that all know of"
+
+
+def test_after_replacements_all_ranks_know_of_the_same_rendezvous(make_group):
+    group = make_group(3, Mortal)
+    for rank in (0, 2):
+        group.replace(rank)
+    assert group.all_reduce([]) == [9.0, 9.0, 9.0]
 
 
 def test_one_of_two_dead_ranks_cannot_be_replaced(group):
@@ -347,11 +358,9 @@ def test_what_cannot_be_restarted_or_replaced_says_why(make_group):
 
 class FailsToStart(bm.Worker):
     def __init__(self, how):
-        import torch.distributed as dist
-
         if self.rank == 1:
             how()
-        dist.init_process_group("gloo")
+        deadlock()  # as in a collective that rank 1 has not come to
 
 
 def raise_an_error():
@@ -370,11 +379,12 @@ def hang():
         (hang, bm.CallTimeout, r"(?s)no reply from rank 0, 1, 2.*in hang"),
     ],
 )
-def test_a_constructor_that_fails_frees_those_that_wait_for_it(make_pool, how, error, words):
+def test_a_constructor_that_fails_frees_those_that_wait_for_it(make_pool, backend, how, error, words):
     pool = make_pool([3])
+    patience = {"local": 2, "ray": 8}[backend]
     start = time.monotonic()
     with pytest.raises(error, match=words) as caught:
-        bm.WorkerGroup(pool, FailsToStart, how, start_timeout=8)
+        bm.WorkerGroup(pool, FailsToStart, how, start_timeout=patience)
     if error is bm.CallTimeout:
         assert caught.value.future is None
         assert "have been ended; give them longer with start_timeout" in str(caught.value)

@@ -12,7 +12,6 @@ The only port is that of the torch rendezvous, on the loopback address. Rank 0 i
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import socket
 import sys
@@ -233,14 +232,13 @@ def _started_zygote() -> Zygote:
         UsageError: ``sys.executable`` is not the path of an executable file.
         ResourceError: The system allows no more processes or descriptors.
     """
-    modules = _modules_to_preload()
     if not os.access(sys.executable or "", os.X_OK):
         raise UsageError(
             f"backend 'local' starts Python with sys.executable, but {sys.executable!r} is not an executable file; set "
             "it to the path of a Python interpreter, or use backend 'inprocess'"
         )
     try:
-        return Zygote(modules)
+        return Zygote()
     except ResourceError:
         raise
     except (OSError, RuntimeError) as error:
@@ -260,12 +258,12 @@ def _spawn_of(launch: Launch, rank: int, port: int) -> Spawn:
         share = str(max(1, count_cores() // len(launch.slots)))
         environment.update({name: share for name in THREAD_VARIABLES if name not in os.environ})
     identity = WorkerIdentity(0, os.getpid(), rank, len(launch.slots), launch.group)
-    return Spawn(identity, context, environment, working_directory(), tuple(sys.path), tuple(sys.argv))
+    return Spawn(identity, context, environment, working_directory(), tuple(sys.path), tuple(sys.argv), _preload())
 
 
-def _modules_to_preload() -> list[str]:
-    """Modules that the zygote imports: ``BANDMASTER_PRELOAD`` (comma-separated), or numpy, and torch if installed."""
+def _preload() -> tuple[str, ...]:
+    """What the zygote imports: ``BANDMASTER_PRELOAD`` (comma-separated), else numpy, and torch if it is loaded here."""
     named = os.environ.get("BANDMASTER_PRELOAD")
     if named is not None:
-        return [name.strip() for name in named.split(",") if name.strip()]
-    return ["numpy.random", *(["torch"] if importlib.util.find_spec("torch") else [])]
+        return tuple(name.strip() for name in named.split(",") if name.strip())
+    return ("numpy.random", "torch") if "torch" in sys.modules else ("numpy.random",)

@@ -3,8 +3,9 @@
 ::
 
     controller                       zygote                                worker
-    Zygote(...) ── starts ─────────► imports numpy, torch...
-    spawn(...) ── descriptors ─────► fork ───────────────────────────────► serve(lane)
+    Zygote() ─── starts ───────────►
+    spawn(...) ── descriptors ─────► imports numpy, torch... the first time
+                                     fork ───────────────────────────────► serve(lane)
                ◄─ pid ──────────────┘
     how_it_ended(pid) ─────────────► wait4 ◄────────── exit ───────────────┘
     end(pids) ─────────────────────► kills workers that do not exit in time
@@ -60,19 +61,17 @@ class Zygote:
 
     Attributes:
         is_abandoned: Whether the zygote was abandoned.
-
-    Args:
-        preload: Names of modules that the zygote imports; modules that cannot be imported are skipped.
     """
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._reading = threading.RLock()  # re-entrant, as a finalizer may close a group at any point
         self._numbers = itertools.count()
         self._answers: dict[int, Any] = {}  # by number of the request; None until the answer arrives
         self._silent_since: float | None = None  # time of the first request since the last answer
         self._has_answered = False
-        self._preload = preload
+        self._imported: set[str] = set()
+        self._importing: set[str] = set()  # before it answers
         self._n_forks = n_forks()
         source = str(Path(__file__).parents[2])
         program = (
@@ -83,7 +82,7 @@ class Zygote:
         with contextlib.ExitStack() as if_it_fails, theirs:
             if_it_fails.enter_context(self._control)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program, str(theirs.fileno()), *preload],
+                [sys.executable, "-c", program, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **single},
@@ -135,6 +134,7 @@ class Zygote:
             NoAnswer: The worker was not forked in time. If it is forked later, it finds its lane closed and exits.
             PlacementError: The machine cannot start another process, or the zygote has ended.
         """
+        self._importing = {*spawn.preload} - self._imported
         with memory_file(pickle.dumps(spawn)) as file:  # an environment can be larger than a message
             answer = self._ask(("spawn",), timeout_s, [*descriptors, file.fileno()])
         if isinstance(answer, str):
@@ -241,6 +241,8 @@ class Zygote:
             if not data:
                 raise ConnectionResetError("it closed its socket")
             self._silent_since, self._has_answered = None, True
+            self._imported |= self._importing
+            self._importing = set()
             number, answer = pickle.loads(data)
             if number in self._answers:  # else the thread that asked was interrupted, or its time is over
                 self._answers[number] = (answer,)
@@ -252,8 +254,8 @@ class Zygote:
         found = stat(self._process.pid)
         if found is not None and found.state in "Tt":
             state = "is stopped"
-        elif not self._has_answered:
-            state = f"is still importing {', '.join(self._preload)}"
+        elif self._importing:
+            state = f"is still importing {', '.join(sorted(self._importing))}"
         else:
             state = "does not answer"
         return NoAnswer(f"{self._who()} {state}")
