@@ -119,7 +119,7 @@ def actors(backend):
 
 @pytest.fixture
 def share_group(actors, make_group):
-    """``share_group(n, Class, *args)``: a group of n, at most 3, as new. On Ray its actors may have served other tests."""
+    """``share_group(n, Class, *args)``: a group of n ≤ 3, as new. On Ray its actors may have served other tests."""
 
     def share(n, cls, *args, **kwargs):
         if actors is None:
