@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from side_by_side import run_side_by_side
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
@@ -20,13 +21,17 @@ from bandmaster.codec import decode
 PROGRAMS = sorted((Path(__file__).parent / "ray_programs").glob("*.py"))
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
-def test_program(program):
+@pytest.mark.timeout(300)
+def test_programs():
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    with tempfile.TemporaryDirectory(prefix="ray") as directory:  # where Ray notes the cluster that runs: one's own
-        environment["RAY_TMPDIR"] = directory
-        run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=110, env=environment)
-    assert run.returncode == 0, run.stdout + run.stderr
+
+    def check(program):
+        with tempfile.TemporaryDirectory(prefix="ray") as directory:  # where Ray notes the cluster that runs: one's own
+            own = {**environment, "RAY_TMPDIR": directory}
+            run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=110, env=own)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+    run_side_by_side(check, PROGRAMS, n_at_once=3)
 
 
 class Big(bm.Worker):

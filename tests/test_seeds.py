@@ -13,8 +13,6 @@ from bandmaster.single_controller.ray.base import (
     merge_resource_pool,
 )
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
-
 
 @ray.remote
 class GPUAccumulator(Worker):
@@ -65,13 +63,19 @@ class TwoToAll(Worker):
         return self._x + y + x
 
 
-@pytest.fixture
-def pools():
+@pytest.fixture(scope="module")
+def pools(ray_cluster):
     first = RayResourcePool([4], use_gpu=True)
     second = RayResourcePool([4], use_gpu=True, name_prefix="a")
     yield first, second
     first.close()
     second.close()
+
+
+@pytest.fixture(scope="module")
+def summers(pools):
+    with RayWorkerGroup(pools[0], RayClassWithInitArgs(cls=TwoToAll, x=2), name_prefix="TB0KhK") as group:
+        yield group
 
 
 def values(tensors):
@@ -92,29 +96,24 @@ def test_accumulators_on_two_pools_and_on_both_merged(pools):
     assert values(on_second.execute_all_sync("add", x=[2, 2, 2, 2])) == [2, 3, 4, 5]
     assert values(on_both.execute_all_sync("add", x=[3] * 8)) == [3, 4, 5, 6, 7, 8, 9, 10]
 
+    references = group.execute_all_async("add", x=[1, 1, 1, 1])
+    assert all(isinstance(reference, ray.ObjectRef) for reference in references)
+    assert values(ray.get(references)) == [2, 3, 4, 5]
+
 
 def test_one_to_all(pools):
     group = RayWorkerGroup(merge_resource_pool(*pools), RayClassWithInitArgs(cls=GPUAccumulatorDecorator))
     assert values(group.add(x=10)) == [10, 11, 12, 13, 14, 15, 16, 17]
 
 
-def test_custom_dispatch_and_rank_zero(pools):
-    group = RayWorkerGroup(pools[0], RayClassWithInitArgs(cls=TwoToAll, x=2))
+def test_custom_dispatch_and_rank_zero(summers):
     x, y = [1, 2], [5, 6]
-    assert group.foo_custom(x=x, y=y) == [8, 10, 8, 10]
+    assert summers.foo_custom(x=x, y=y) == [8, 10, 8, 10]
     assert (x, y) == ([1, 2], [5, 6]), "the dispatch function extended copies, not the caller's lists"
-    assert group.foo_rank_zero(x=1, y=2) == 5
+    assert summers.foo_rank_zero(x=1, y=2) == 5
 
 
-def test_workers_are_actors_named_by_node_and_local_rank(pools):
-    group = RayWorkerGroup(pools[0], RayClassWithInitArgs(cls=TwoToAll, x=2), name_prefix="TB0KhK")
-    assert group.worker_names == [f"TB0KhKTwoToAll_0:{rank}" for rank in range(4)]
-    assert [ray.get(worker.foo.remote(rank)) for rank, worker in enumerate(group.workers)] == [2, 3, 4, 5]
+def test_workers_are_actors_named_by_node_and_local_rank(summers):
+    assert summers.worker_names == [f"TB0KhKTwoToAll_0:{rank}" for rank in range(4)]
     assert ray.get(ray.get_actor("TB0KhKTwoToAll_0:3").foo.remote(1)) == 3
-
-
-def test_execute_all_async_gives_object_refs(pools):
-    group = RayWorkerGroup(pools[0], RayClassWithInitArgs(cls=GPUAccumulator))
-    refs = group.execute_all_async("add", x=[1, 1, 1, 1])
-    assert all(isinstance(ref, ray.ObjectRef) for ref in refs)
-    assert values(ray.get(refs)) == [1, 2, 3, 4]
+    assert [ray.get(worker.foo.remote(rank)) for rank, worker in enumerate(summers.workers)] == [2, 3, 4, 5]

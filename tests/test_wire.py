@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from side_by_side import run_side_by_side
 from tensordict import TensorDict
 
 import bandmaster as bm
@@ -243,10 +244,12 @@ def test_batches_that_grow_little_by_little_lie_in_the_same_memory(group):
     assert mapped() - before <= 2 * (1 + 2), "in two segments of ours and of each rank's, where the sizes pass a step"
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
-def test_program(program):
-    run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100)
-    assert run.returncode == 0, run.stdout + run.stderr
+def test_programs():
+    def check(program):
+        run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+    run_side_by_side(check, PROGRAMS, n_at_once=4)
 
 
 @pytest.mark.parametrize("place", [0, -1])

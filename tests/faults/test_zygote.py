@@ -7,6 +7,7 @@ import time
 
 import pytest
 from ends import wait_until_gone
+from side_by_side import run_side_by_side
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -112,38 +113,38 @@ print("done", *pids, *children, zygote, flush=True)
 """
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Run a script; how long that took, and the words of its last line."""
-
-    def run(script, case, **environment):
-        paths = [str(tmp_path), os.path.dirname(os.path.dirname(__file__)), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
-        start = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-c", COMMON + script, case], capture_output=True, text=True, timeout=50, env=environment
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout, done.stderr
-        return time.monotonic() - start, done.stdout.splitlines()[-1].split()
-
-    return run
+def run(script, case, folder, **environment):
+    """Run a script that can import from a folder; how long that took, and the words of its last line."""
+    paths = [str(folder), os.path.dirname(os.path.dirname(__file__)), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", COMMON + script, case], capture_output=True, text=True, timeout=50, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout, done.stderr
+    return time.monotonic() - start, done.stdout.splitlines()[-1].split()
 
 
-@pytest.mark.parametrize("case", ["interrupt", "deadline", "another thread", "exit"])
-def test_slow_imports_hold_nobody_up(run, tmp_path, case):
-    os.mkfifo(tmp_path / "fifo")
-    interrupt = "os.kill(os.getppid(), signal.SIGINT)" if case == "interrupt" else ""
-    module = f"import os, signal\n{interrupt}\nopen(os.environ['FIFO']).read()\n"  # until somebody opens it to write
-    (tmp_path / "slow.py").write_text(module)
-    seconds, words = run(SLOW, case, BANDMASTER_PRELOAD="slow", FIFO=str(tmp_path / "fifo"))
-    assert words == ["done"]
-    assert seconds < 20
+def test_slow_imports_hold_nobody_up(tmp_path):
+    def check(case):
+        (folder := tmp_path / case).mkdir()
+        os.mkfifo(folder / "fifo")
+        interrupt = "os.kill(os.getppid(), signal.SIGINT)" if case == "interrupt" else ""
+        until_it_is_opened_to_write = "open(os.environ['FIFO']).read()"
+        (folder / "slow.py").write_text(f"import os, signal\n{interrupt}\n{until_it_is_opened_to_write}\n")
+        seconds, words = run(SLOW, case, folder, BANDMASTER_PRELOAD="slow", FIFO=str(folder / "fifo"))
+        assert words == ["done"]
+        assert seconds < 20
+
+    run_side_by_side(check, ["interrupt", "deadline", "another thread", "exit"], n_at_once=4)
 
 
-@pytest.mark.parametrize("case", ["death", "start", "close", "exit"])
-def test_a_process_that_is_stopped_holds_nobody_up(run, case):
-    seconds, (word, *pids) = run(STOPPED, case, BANDMASTER_PRELOAD="numpy")
-    assert word == "done"
-    assert seconds < 25
-    wait_until_gone(map(int, pids))
+def test_a_process_that_is_stopped_holds_nobody_up(tmp_path):
+    def check(case):
+        seconds, (word, *pids) = run(STOPPED, case, tmp_path, BANDMASTER_PRELOAD="numpy")
+        assert word == "done"
+        assert seconds < 25
+        wait_until_gone(map(int, pids))
+
+    run_side_by_side(check, ["death", "start", "close", "exit"], n_at_once=4)
