@@ -7,6 +7,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import cloudpickle
 import pytest
 from hypothesis import settings
 
@@ -49,6 +50,12 @@ def ray_cluster():
 collect_ignore_glob = ["*_programs/*", "soak.py", "soaking/*"]
 
 BACKENDS = ["inprocess", "local", "ray"]
+
+
+def pytest_collection_finish(session):
+    """Send the classes of test modules by value: workers that import the modules import pytest and more, each time."""
+    for module in {item.module for item in session.items if isinstance(item, pytest.Function)}:
+        cloudpickle.register_pickle_by_value(module)
 
 
 def pytest_generate_tests(metafunc):

@@ -125,4 +125,4 @@ print(sock.accept()[0].recv(10))
     with of_another_user(program, f"bandmaster-test-{os.getpid()}") as stranger:
         assert connect(f"bandmaster-test-{os.getpid()}", b"the secret") is None
         assert stranger.stdout.read() == "b''\n"
-    assert "another user has taken the name" in caplog.text
+    assert "another user now owns the name" in caplog.text

@@ -65,8 +65,8 @@ class TwoToAll(Worker):
 
 @pytest.fixture(scope="module")
 def pools(ray_cluster):
-    first = RayResourcePool([4], use_gpu=True)
-    second = RayResourcePool([4], use_gpu=True, name_prefix="a")
+    first = RayResourcePool([4], use_gpu=True).reserve()
+    second = RayResourcePool([4], use_gpu=True, name_prefix="a").reserve()
     yield first, second
     first.close()
     second.close()

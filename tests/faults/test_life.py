@@ -156,11 +156,13 @@ def test_a_death_while_nothing_is_pending_is_told_by_the_next_call(group):
         group.add(1)
 
 
+@pytest.mark.backends("local")
 def test_a_worker_that_closes_its_output_works_on(group):
     assert group.die_on([1], close_output) == [0, 1, 2]
     assert group.add(1) == [11, 11, 11]
 
 
+@pytest.mark.backends("local")
 def test_a_death_while_others_hang(group):
     pending = group.hang_on.submit([0, 2])
     os.kill(pids(group)[1], signal.SIGKILL)
@@ -178,6 +180,7 @@ def test_a_death_in_the_middle_of_a_collective(group):
     assert next(iter(caught.value.failures)) == 1, "the first cause first"
 
 
+@pytest.mark.backends("local")
 def test_a_thousand_calls_in_flight_all_learn_of_a_death(group):
     futures = [group.add.submit(1) for _ in range(300)]
     futures.append(group.die_on.submit([2], kill_oneself))
@@ -218,6 +221,7 @@ def test_health_and_a_callback_tell_of_a_death_while_nothing_is_called(group):
     assert not group.healthy
 
 
+@pytest.mark.backends("local")
 def test_closing_a_group_is_no_death(group):
     errors = []
     group.on_death(errors.append)
@@ -281,6 +285,7 @@ def test_after_replacements_all_ranks_know_of_the_same_rendezvous(make_group):
     assert group.all_reduce([]) == [9.0, 9.0, 9.0]
 
 
+@pytest.mark.backends("local")
 def test_one_of_two_dead_ranks_cannot_be_replaced(group):
     with pytest.raises(WorkerDied):
         group.die_on([1, 2], kill_oneself)
@@ -291,6 +296,7 @@ def test_one_of_two_dead_ranks_cannot_be_replaced(group):
     assert group.add(1) == [11, 11, 11]
 
 
+@pytest.mark.backends("local")
 def test_a_rank_is_not_replaced_while_another_is_stuck_for_good(group):
     """`on_replace` would wait for it for ever: it is ended after its grace, and then there is only `restart`."""
     group.set_default_options(grace=0.5)
@@ -306,6 +312,7 @@ def test_a_rank_is_not_replaced_while_another_is_stuck_for_good(group):
     assert group.add(1) == [11, 11, 11]
 
 
+@pytest.mark.backends("local")
 def test_what_is_pending_is_given_up_for_a_replacement(group):
     pending = group.hang_on.submit([0])
     start = time.monotonic()
@@ -315,6 +322,7 @@ def test_what_is_pending_is_given_up_for_a_replacement(group):
     assert group.add(1) == [11, 11, 11]
 
 
+@pytest.mark.backends("local")
 def test_a_replacement_does_not_take_back_what_was_answered(group):
     future = group.add.submit(1)
     group.add(0)
@@ -339,6 +347,7 @@ def test_workers_do_not_care_what_other_processes_are_called(zygote):
         strange.communicate(b"\n")
 
 
+@pytest.mark.backends("local")
 def test_what_cannot_be_restarted_or_replaced_says_why(make_group):
     group = make_group(2, Rigid)
     before = group.pid()

@@ -8,6 +8,7 @@ import tempfile
 
 import numpy as np
 import psutil
+import torch
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -24,8 +25,6 @@ class Looks(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def use_threads(self):
         """How many torch would use, and how many this process has once OpenBLAS has worked."""
-        import torch
-
         matrix = np.ones((800, 800))
         assert (matrix @ matrix)[0, 0] == 800
         return torch.get_num_threads(), len(os.listdir("/proc/self/task"))
