@@ -53,9 +53,15 @@ BACKENDS = ["inprocess", "local", "ray"]
 
 
 def pytest_collection_finish(session):
-    """Send the classes of test modules by value: workers that import the modules import pytest and more, each time."""
-    for module in {item.module for item in session.items if isinstance(item, pytest.Function)}:
-        cloudpickle.register_pickle_by_value(module)
+    """Send the classes of modules to Ray by value: actors that import the modules import pytest and more, each time."""
+    for item in session.items:
+        if _is_on_ray(item):
+            cloudpickle.register_pickle_by_value(item.module)
+
+
+def _is_on_ray(item):
+    names = getattr(item, "fixturenames", ())
+    return "ray_cluster" in names or ("backend" in names and item.callspec.params["backend"] == "ray")
 
 
 def pytest_generate_tests(metafunc):
@@ -167,7 +173,7 @@ class SharedActors:
 @pytest.fixture(autouse=True)
 def nothing_is_left(request):
     """After the test there are no more threads, processes, descriptors or Ray placements than before."""
-    if "ray_cluster" in request.fixturenames or "ray" in request.node.nodeid:
+    if _is_on_ray(request.node) or "Ray" in request.node.nodeid:
         with no_leaks(kinds=["placements"]):
             yield
         _wait_until_ray_is_free()

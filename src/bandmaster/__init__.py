@@ -6,6 +6,7 @@ The public names, by the module that each comes from; `README.md` has the tour.
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import CallOptions, set_default_options
 from bandmaster.calls.waiting import as_completed, wait
+from bandmaster.colocation import colocate
 from bandmaster.errors import (
     ArgumentError,
     BandmasterError,
@@ -83,6 +84,7 @@ __all__ = [
     "WorkerGroup",
     "as_completed",
     "collect_all_to_all",
+    "colocate",
     "merge_resource_pool",
     "plan",
     "register",

@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from bandmaster.errors import ProtocolError, UsageError
@@ -51,6 +52,8 @@ class Worker:
         device: ``"cpu"``, or the worker's own GPU by its torch name, such as ``"cuda:0"``.
         mesh: The mesh of the group.
         coordinates: The coordinate of this rank on every axis of the mesh, by axis name.
+        roles: In a group made by `colocate`, the workers of all roles in this process, by role, this one included;
+            while a constructor runs, those constructed before it. Empty in other groups.
     """
 
     rank: int
@@ -59,6 +62,7 @@ class Worker:
     node_rank: int
     device: str
     coordinates: dict[str, int]
+    roles: Mapping[str, Worker]
 
     if TYPE_CHECKING:  # read-only, as they are on a group: a typed group has both as bases
 
@@ -124,7 +128,13 @@ class WorkerContext:
         return {name.upper(): str(getattr(self, name)) for name in names}
 
 
-def make_worker(cls: type[Worker], context: WorkerContext, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Worker:
+def make_worker(
+    cls: type[Worker],
+    context: WorkerContext,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    roles: Mapping[str, Worker] = MappingProxyType({}),
+) -> Worker:
     """Construct a worker, and set its attributes before its ``__init__`` runs.
 
     Args:
@@ -132,6 +142,7 @@ def make_worker(cls: type[Worker], context: WorkerContext, args: tuple[Any, ...]
         context: Values of the attributes.
         args: Positional arguments of ``__init__``.
         kwargs: Keyword arguments of ``__init__``.
+        roles: The workers of all roles in this process.
 
     Raises:
         TypeError: ``__init__`` returned a value.
@@ -139,7 +150,7 @@ def make_worker(cls: type[Worker], context: WorkerContext, args: tuple[Any, ...]
     """
     takes_arguments = cls.__new__ is not object.__new__
     worker = cls.__new__(cls, *args, **kwargs) if takes_arguments else cls.__new__(cls)
-    vars(worker).update(vars(context), coordinates=context.mesh.coordinates(context.rank))
+    vars(worker).update(vars(context), coordinates=context.mesh.coordinates(context.rank), roles=roles)
     outcome: object = worker.__init__(*args, **kwargs)  # type: ignore[misc]  # the subclass has its own signature
     if outcome is not None:  # Python's own check; a coroutine, for example, has not run
         raise TypeError(f"{cls.__name__}.__init__() should return None, not {type(outcome).__name__!r}")

@@ -24,7 +24,32 @@ from bandmaster.plan.arguments import CallPlan, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.transfer import Only
 
-__all__ = ["Submitter"]
+__all__ = ["Submitter", "Traffic"]
+
+
+class Traffic:
+    """The calls to the same workers that may not be over, and what is exported to them.
+
+    Attributes:
+        open_calls: The calls, of all groups that have these workers.
+        has_exports: Whether GPU memory may be exported.
+    """
+
+    def __init__(self) -> None:
+        self.open_calls = OpenCalls()
+        self.has_exports = exports_are_on()
+        self._exporter: Exporter | None = None
+
+    def exporter_to(self, workers: Workers) -> Exporter:
+        """The exporter to these workers."""
+        if self._exporter is None or self._exporter.workers is not workers:
+            self._exporter = Exporter(workers)
+        return self._exporter
+
+    def forget(self, rank: int) -> None:
+        """Forget what is known of the worker of a rank: there is a new one."""
+        if self._exporter is not None:
+            self._exporter.forget(rank)
 
 
 class Submitter:
@@ -33,6 +58,7 @@ class Submitter:
     Attributes:
         mesh: The group's mesh.
         ranks: All ranks.
+        traffic: What submitters share that have the same workers.
         options: What the group says about its calls: ``timeout`` and ``grace``.
 
     Args:
@@ -40,19 +66,29 @@ class Submitter:
         cls: The worker class.
         mesh: The group's mesh.
         group: The group's name.
+        prefix: What the workers' names of the methods begin with.
+        traffic: Shared with the submitters of other groups that have the same workers.
     """
 
-    def __init__(self, workers: Callable[[], Workers], cls: type, mesh: Mesh, group: str) -> None:
+    def __init__(
+        self,
+        workers: Callable[[], Workers],
+        cls: type,
+        mesh: Mesh,
+        group: str,
+        prefix: str = "",
+        traffic: Traffic | None = None,
+    ) -> None:
         self.mesh = mesh
         self.ranks = tuple(range(mesh.size))
         self.options: dict[str, float | None] = {}
         self._workers = workers
         self._cls = cls
         self._group = group
+        self._prefix = prefix
         self._sites: dict[str, CallSite] = {}  # by method
-        self._open_calls = OpenCalls()
-        self._has_exports = exports_are_on()
-        self._exporter: Exporter | None = None
+        self.traffic = traffic = traffic or Traffic()
+        self._open_calls = traffic.open_calls
 
     def label(self, method: str) -> str:
         """What messages call a method."""
@@ -131,19 +167,13 @@ class Submitter:
 
     def forget(self, rank: int) -> None:
         """Forget what is known of the worker of a rank: there is a new one."""
-        if self._exporter is not None:
-            self._exporter.forget(rank)
+        self.traffic.forget(rank)
 
     def _site(self, method: str, options: CallOptions | None) -> CallSite:
         site = self._sites.get(method)
         if site is None:
             site = self._sites[method] = CallSite(self.label(method), self.mesh, self._group, None, self.options)
         return site if options is None else site._replace(options=options)
-
-    def _exporter_to(self, workers: Workers) -> Exporter:
-        if self._exporter is None or self._exporter.workers is not workers:
-            self._exporter = Exporter(workers)
-        return self._exporter
 
     def _encode(
         self,
@@ -160,8 +190,8 @@ class Submitter:
             The calls, and what has to be kept until they were replied to.
         """
         label, exporter = self.label(method), None
-        if self._has_exports and reply is Reply.RETURN:
-            exporter = self._exporter_to(workers)
+        if self.traffic.has_exports and reply is Reply.RETURN:
+            exporter = self.traffic.exporter_to(workers)
         payloads: list[Payload] = []
         receivers: list[tuple[int, ...]] = []
         for group in plan.groups:
@@ -169,8 +199,8 @@ class Submitter:
                 payloads.append(encode_group(group, label, exporter))
                 receivers.append(group.ranks)
         parts = workers.put(payloads) if payloads else ()
-        calls = []
+        calls, name = [], self._prefix + method
         for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
             answer = reply if is_collected else Reply.DROP
-            calls.append(Call(members, method, tuple([parts[number] for number in numbers]), answer))
+            calls.append(Call(members, name, tuple([parts[number] for number in numbers]), answer))
         return calls, [payload.exports for payload in payloads if payload.exports]
