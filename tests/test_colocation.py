@@ -111,6 +111,19 @@ def test_each_role_has_its_own_methods_and_mesh_in_shared_processes(group):
     assert group.role_names == ("actor", "critic")
 
 
+class Refined(bm.Worker):
+    @register(Dispatch.DP_PROTO, mesh="rollout")
+    def generate(self, rows):
+        return [(row, self.rank, sorted(self.meshes)) for row in rows]
+
+
+def test_a_role_may_have_several_meshes(pool):
+    meshes = {"actor": {"train": Mesh(dp=2), "rollout": Mesh(dp=1, tp=2)}}
+    with bm.colocate(pool, meshes=meshes, actor=Refined) as group:
+        assert group.actor.generate([1, 2]) == [(1, 0, ["rollout", "train"]), (2, 0, ["rollout", "train"])]
+        assert group.actor.meshes == meshes["actor"]
+
+
 def test_a_role_is_called_in_all_ways_that_a_group_is(group):
     actor = group.actor
     assert actor.later(3) == [(3, 0), (3, 1)]

@@ -495,3 +495,41 @@ def test_importing_bandmaster_loads_nothing_slow():
     program = "import sys, bandmaster; print([m for m in ('ray', 'torch', 'multiprocessing') if m in sys.modules])"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
+
+
+class TwoLayouts(bm.Worker):
+    @register("3D_PROTO", mesh="train")
+    def step(self, rows):
+        return [(row, self.rank) for row in rows]
+
+    @register(Dispatch.DP_PROTO, mesh="rollout")
+    def generate(self, rows):
+        return [(row, self.rank) for row in rows]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self):
+        return {name: mesh.coordinates(self.rank) for name, mesh in self.meshes.items()}, self.coordinates
+
+
+def test_a_group_has_several_meshes_of_which_a_method_names_one(make_group):
+    meshes = {"train": Mesh(pp=2, dp=1, tp=2), "rollout": Mesh(dp=2, tp=2)}
+    group = make_group(4, TwoLayouts, meshes=meshes)
+    assert group.step([1, 2]) == [(1, 2), (2, 2)], "from the last stage of the only replica"
+    assert group.generate([1, 2, 3]) == [(1, 0), (2, 0), (3, 2)]
+    assert group.where()[3] == ({"train": {"pp": 1, "dp": 0, "tp": 1}, "rollout": {"dp": 1, "tp": 1}}, {"dp": 3})
+    assert (group.meshes, group.mesh) == (meshes, Mesh(dp=4))
+
+
+@pytest.mark.parametrize(
+    ("meshes", "words"),
+    [
+        (None, r"TwoLayouts\.generate is registered for mesh 'rollout', but the group has no further mesh; make it with"),
+        ({"train": Mesh(dp=2)}, r"for mesh 'rollout', but the group has only 'train'; make it with meshes={'rollout'"),
+        ({"rollout": Mesh(dp=2), "train": Mesh(dp=3)}, r"Mesh\(dp=3\) has 3 ranks, but .* has 2 slots"),
+        ({"rollout": None, "train": Mesh(dp=2)}, "mesh 'rollout' must be a Mesh"),
+        ([Mesh(dp=2)], "meshes must be a dict of meshes by name"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(make_pool, meshes, words):
+    with pytest.raises(bm.MeshError, match=words):
+        bm.WorkerGroup(make_pool([2]), TwoLayouts, meshes=meshes)

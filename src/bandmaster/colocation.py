@@ -22,7 +22,7 @@ from bandmaster.calls.method import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import ArgumentError, UsageError, WorkerDied
 from bandmaster.group import GroupOf, WorkerGroup
-from bandmaster.lifecycle.checks import check_names, checked_mesh, unwrap
+from bandmaster.lifecycle.checks import check_names, checked_mesh, checked_meshes, unwrap
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
 from bandmaster.roles import SEPARATOR, Role, Roles
@@ -35,7 +35,7 @@ def colocate(
     pool: ResourcePool,
     /,
     *,
-    meshes: Mapping[str, Mesh] = MappingProxyType({}),
+    meshes: Mapping[str, Mesh | Mapping[str, Mesh]] = MappingProxyType({}),
     name_prefix: str | None = None,
     start_timeout: float | None = None,
     **roles: Any,
@@ -47,7 +47,8 @@ def colocate(
 
     Args:
         pool: The slots, one process per slot.
-        meshes: The meshes of the roles' groups, by role; ``Mesh(dp=world_size)`` by default.
+        meshes: By role, the mesh of its group, ``Mesh(dp=world_size)`` by default; or a dict of named meshes, as the
+            ``meshes`` of `WorkerGroup`.
         name_prefix: Prefix of the workers' names, as for `WorkerGroup`.
         start_timeout: Seconds that the processes may take to start, and then the same again for all constructors.
         **roles: By name of the role: a subclass of `Worker`, a tuple of it and positional arguments of its constructor,
@@ -100,7 +101,7 @@ class ColocatedGroup(GroupOf[Any]):
         self,
         pool: ResourcePool,
         roles: Mapping[str, Any],
-        meshes: Mapping[str, Mesh],
+        meshes: Mapping[str, Mesh | Mapping[str, Mesh]],
         name_prefix: str | None,
         start_timeout: float | None,
     ) -> None:
@@ -204,6 +205,7 @@ class RoleGroup(WorkerGroup):
         self._role = role
         self._cls = parts.role.cls
         self._mesh = parts.role.mesh
+        self._meshes = parts.role.meshes
         self._name = parts.name
         self._methods = parts.methods
         self._submitter = parts.submitter
@@ -255,7 +257,7 @@ class RoleGroup(WorkerGroup):
 
 
 def _checked_roles(
-    pool: ResourcePool, roles: Mapping[str, Any], meshes: Mapping[str, Mesh]
+    pool: ResourcePool, roles: Mapping[str, Any], meshes: Mapping[str, Mesh | Mapping[str, Mesh]]
 ) -> tuple[dict[str, Role], Mapping[str, Any]]:
     """The roles, and the options of ``@ray.remote`` that their classes agree about."""
     if not roles:
@@ -275,7 +277,10 @@ def _checked_roles(
             raise UsageError(f"role {name!r} must be a worker class, got the group class {cls.__name__}")
         check_names(cls, registrations(cls), dir(RoleGroup))
         encode_constructor(cls, args, kwargs)  # refuses what does not fit, or cannot be sent, by its own name
-        found[name] = Role(cls, args, kwargs, checked_mesh(meshes.get(name), pool.world_size, pool))
+        mesh: Any = meshes.get(name)
+        mesh, named = (None, mesh) if isinstance(mesh, Mapping) else (mesh, None)
+        size = pool.world_size
+        found[name] = Role(cls, args, kwargs, checked_mesh(mesh, size, pool), checked_meshes(named, size, pool))
         for option, value in own.items():
             if options.setdefault(option, value) != value:
                 raise UsageError(
@@ -287,7 +292,7 @@ def _checked_roles(
 
 def _methods_of(role: Role) -> dict[str, MethodSpec]:
     found = registrations(role.cls)
-    return {name: MethodSpec.of(role.cls, name, found[name], role.mesh) for name in found}
+    return {name: MethodSpec.of(role.cls, name, found[name], role.mesh, role.meshes) for name in found}
 
 
 def _class_and_arguments(given: Any) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:

@@ -77,6 +77,7 @@ class Launch:
         group: The group's name.
         cls: The worker class.
         mesh: The group's mesh.
+        meshes: Its further meshes, by name.
         slots: The slot of each rank.
         worker_names: The name of each rank's worker, as users see it.
         uses_gpu: Whether every slot has a GPU.
@@ -90,6 +91,7 @@ class Launch:
     group: str
     cls: type
     mesh: Mesh
+    meshes: Mapping[str, Mesh]
     slots: tuple[Slot, ...]
     worker_names: tuple[str, ...]
     uses_gpu: bool
@@ -109,6 +111,7 @@ class Launch:
             node_rank=slot.node_rank,
             device=device,
             mesh=self.mesh,
+            meshes=self.meshes,
         )
 
     @property

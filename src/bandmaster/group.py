@@ -24,7 +24,7 @@ from bandmaster.calls.pending import CallSite, Collection
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import Launch
 from bandmaster.errors import ArgumentError, ClosedError, UsageError, WorkerDied
-from bandmaster.lifecycle.checks import check_names, check_options, checked_mesh, unwrap
+from bandmaster.lifecycle.checks import check_names, check_options, checked_mesh, checked_meshes, unwrap
 from bandmaster.lifecycle.construction import replace_worker, start_workers
 from bandmaster.lifecycle.death_watch import DeathWatch
 from bandmaster.lifecycle.ownership import Ownership
@@ -83,6 +83,7 @@ class GroupOf(Generic[W]):
         /,
         *args: Any,
         mesh: Mesh | None = None,
+        meshes: Mapping[str, Mesh] | None = None,
         name_prefix: str | None = None,
         start_timeout: float | None = None,
         **kwargs: Any,
@@ -109,7 +110,10 @@ class GroupOf(Generic[W]):
         self._cls = cls
         self._pool = pool
         self._mesh = checked_mesh(mesh, pool.world_size, pool)
-        self._methods = {name: MethodSpec.of(cls, name, registered[name], self._mesh) for name in registered}
+        self._meshes = checked_meshes(meshes, pool.world_size, pool)
+        self._methods = {
+            name: MethodSpec.of(cls, name, registered[name], self._mesh, self._meshes) for name in registered
+        }
         self._changing = threading.RLock()  # one restart or replacement at a time
         self._watches: list[DeathWatch] = []
         self._constructor = encode_constructor(cls, args, kwargs)
@@ -124,6 +128,7 @@ class GroupOf(Generic[W]):
                 self._name,
                 cls,
                 self._mesh,
+                self._meshes,
                 slots,
                 names,
                 pool.use_gpu,
@@ -148,6 +153,11 @@ class GroupOf(Generic[W]):
     def mesh(self) -> Mesh:
         """Named axes over the ranks."""
         return self._mesh
+
+    @property
+    def meshes(self) -> Mapping[str, Mesh]:
+        """Further named axes over the same ranks, by the name that `register` refers to them by."""
+        return dict(self._meshes)
 
     @property
     def name(self) -> str:
@@ -446,16 +456,18 @@ class WorkerGroup(GroupOf[Any]):
             `ClassWithInitArgs`.
         *args: Positional arguments of the worker's constructor, the same for every rank.
         mesh: Named axes over the ranks; ``Mesh(dp=world_size)`` by default.
+        meshes: Further meshes of the same ranks by name, for methods that were registered with ``mesh=name``: for
+            example one of training and one of generation.
         name_prefix: Prefix of the workers' names; by default the pool's prefix followed by six random letters.
         start_timeout: Seconds that the processes may take to start, and then the same again for the constructors;
             None sets no limit. On Ray the processes have at most 300 s in any case.
-        **kwargs: Keyword arguments of the worker's constructor. Arguments called ``mesh``, ``name_prefix`` or
-            ``start_timeout`` have to go through `ClassWithInitArgs`.
+        **kwargs: Keyword arguments of the worker's constructor. Arguments called ``mesh``, ``meshes``,
+            ``name_prefix`` or ``start_timeout`` have to go through `ClassWithInitArgs`.
 
     Raises:
         ArgumentError: The first argument is not a pool, the arguments do not fit the constructor, or one of them
             cannot be pickled.
-        MeshError: The mesh and the pool differ in size, or the mesh lacks an axis that a registered method names.
+        MeshError: A mesh and the pool differ in size, or a registered method names a mesh or an axis that there is not.
         UsageError: ``worker_class`` is not a worker class or has an async constructor, an option has the wrong type,
             or a registered method hides an attribute of the group.
         ConstructorError: A worker's constructor raised. The other workers were ended and all slots released.

@@ -130,7 +130,11 @@ if TYPE_CHECKING:
 
 @overload
 def register(
-    dispatch_mode: Any, execute_mode: Literal[Execute.RANK_ZERO], blocking: Literal[True] = ..., arguments: _Rules = ...
+    dispatch_mode: Any,
+    execute_mode: Literal[Execute.RANK_ZERO],
+    blocking: Literal[True] = ...,
+    arguments: _Rules = ...,
+    mesh: str | None = ...,
 ) -> _Own: ...
 @overload
 def register(  # type: ignore[overload-overlap]
@@ -142,6 +146,7 @@ def register(  # type: ignore[overload-overlap]
     execute_mode: Literal[Execute.ALL] = ...,
     blocking: Literal[True] = ...,
     arguments: _Rules = ...,
+    mesh: str | None = ...,
 ) -> _Listed: ...
 @overload
 def register(  # type: ignore[overload-overlap]
@@ -149,6 +154,7 @@ def register(  # type: ignore[overload-overlap]
     execute_mode: Literal[Execute.ALL] = ...,
     blocking: Literal[True] = ...,
     arguments: _Rules = ...,
+    mesh: str | None = ...,
 ) -> _Own: ...
 @overload
 def register(
@@ -156,6 +162,7 @@ def register(
     execute_mode: Literal[Execute.ALL] = ...,
     blocking: Literal[True] = ...,
     arguments: _Rules = ...,
+    mesh: str | None = ...,
 ) -> _PerRank: ...
 @overload
 def register(  # type: ignore[overload-overlap]
@@ -164,6 +171,7 @@ def register(  # type: ignore[overload-overlap]
     *,
     blocking: Literal[False],
     arguments: _Rules = ...,
+    mesh: str | None = ...,
 ) -> _ListedLater: ...
 @overload
 def register(  # type: ignore[overload-overlap]
@@ -172,6 +180,7 @@ def register(  # type: ignore[overload-overlap]
     *,
     blocking: Literal[False],
     arguments: _Rules = ...,
+    mesh: str | None = ...,
 ) -> _OwnLater: ...
 @overload
 def register(
@@ -179,12 +188,14 @@ def register(
     execute_mode: Execute = ...,
     blocking: bool = ...,
     arguments: _Rules = ...,
+    mesh: str | None = ...,
 ) -> _Untyped: ...
 def register(
     dispatch_mode: Any = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     arguments: Mapping[str, Outgoing] | None = None,
+    mesh: str | None = None,
 ) -> Any:
     """Make a method of a worker class callable on the whole worker group.
 
@@ -197,6 +208,8 @@ def register(
             the arguments unsplit, and returns its value.
         blocking: Whether the group's method waits for the result; if not, it returns a `Future`.
         arguments: Dispatch rules by parameter name; each replaces the protocol's dispatch rule for that parameter.
+        mesh: Name of the group's mesh that has the axes of the protocol and of ``arguments``, one of the ``meshes`` of
+            `WorkerGroup`; by default the group's ``mesh``.
 
     Returns:
         A decorator that marks the method and returns it unchanged.
@@ -222,5 +235,7 @@ def register(
                             "execute_mode=Execute.RANK_ZERO and arguments=, or use a TransferProtocol")  # fmt: skip
     if not isinstance(arguments, Mapping | None):
         raise ProtocolError(f"arguments must be a dict of dispatch rules by parameter name, got {arguments!r}")
-    registration = Registration(protocol, execute_mode, blocking, dict(arguments or {}))
+    if not isinstance(mesh, str | None):
+        raise ProtocolError(f"mesh of register must be the name of one of the group's meshes, got {mesh!r}")
+    registration = Registration(protocol, execute_mode, blocking, dict(arguments or {}), mesh)
     return partial(mark, registration=registration)

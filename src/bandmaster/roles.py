@@ -22,12 +22,14 @@ class Role(NamedTuple):
         args: Positional arguments of its constructor.
         kwargs: Keyword arguments of its constructor.
         mesh: The mesh of the role's group.
+        meshes: Its further meshes, by name.
     """
 
     cls: type[Worker]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     mesh: Mesh
+    meshes: dict[str, Mesh]
 
 
 class Roles(Worker):
@@ -40,7 +42,7 @@ class Roles(Worker):
     def __init__(self, /, **roles: Role) -> None:
         workers: dict[str, Worker] = {}
         self.roles = workers
-        for name, (cls, args, kwargs, mesh) in roles.items():
+        for name, (cls, args, kwargs, mesh, meshes) in roles.items():
             context = WorkerContext(
                 self.rank,
                 self.world_size,
@@ -49,6 +51,7 @@ class Roles(Worker):
                 self.node_rank,
                 self.device,
                 mesh,
+                meshes,
             )
             workers[name] = make_worker(cls, context, args, kwargs, workers)
 

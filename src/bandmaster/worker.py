@@ -51,7 +51,8 @@ class Worker:
         node_rank: Index of its node in the resource pool.
         device: ``"cpu"``, or the worker's own GPU by its torch name, such as ``"cuda:0"``.
         mesh: The mesh of the group.
-        coordinates: The coordinate of this rank on every axis of the mesh, by axis name.
+        meshes: The further meshes of the group, by name.
+        coordinates: The coordinate of this rank on every axis of ``mesh``, by axis name.
         roles: In a group made by `colocate`, the workers of all roles in this process, by role, this one included;
             while a constructor runs, those constructed before it. Empty in other groups.
     """
@@ -73,9 +74,14 @@ class Worker:
         @property
         def mesh(self) -> Mesh:
             """The group's mesh."""
+
+        @property
+        def meshes(self) -> Mapping[str, Mesh]:
+            """The group's further meshes, by name."""
     else:
         world_size: int
         mesh: Mesh
+        meshes: Mapping[str, Mesh]
 
     def __init__(self) -> None:
         """Do nothing: the attributes are already set."""
@@ -121,6 +127,7 @@ class WorkerContext:
     node_rank: int
     device: str
     mesh: Mesh
+    meshes: Mapping[str, Mesh]
 
     def environment(self) -> dict[str, str]:
         """``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, as environment variables."""
@@ -187,12 +194,14 @@ class Registration:
         execute: The ranks that run the method.
         is_blocking: Whether the group's method waits for the result.
         arguments: Dispatch rules of single arguments, by parameter name.
+        mesh: Name of the mesh that has the axes; None for the group's ``mesh``.
     """
 
     protocol: TransferProtocol[Any, Any] | Custom
     execute: Execute = Execute.ALL
     is_blocking: bool = True
     arguments: Mapping[str, Outgoing] = field(default_factory=dict)
+    mesh: str | None = None
 
 
 def mark(method: Any, registration: Registration) -> Any:

@@ -63,7 +63,7 @@ class MethodSpec:
         is_for_zero: Whether it runs on rank 0 alone.
         goes_everywhere: Whether all arguments go, as they are, to every rank that it runs on.
         registration: What `register` was told.
-        mesh: The group's.
+        mesh: The one of the group's meshes that it was registered for.
     """
 
     function: Callable[..., Any]
@@ -78,14 +78,32 @@ class MethodSpec:
     mesh: Mesh
 
     @classmethod
-    def of(cls, worker_class: type, name: str, registration: Registration, mesh: Mesh) -> MethodSpec:
+    def of(
+        cls, worker_class: type, name: str, registration: Registration, mesh: Mesh, meshes: Mapping[str, Mesh]
+    ) -> MethodSpec:
         """Inspect a registered method of a class.
 
+        Args:
+            worker_class: The class.
+            name: Name of the method.
+            registration: What `register` was told.
+            mesh: The group's mesh.
+            meshes: The group's further meshes, by name.
+
         Raises:
-            MeshError: Its protocol, or a rule of one of its arguments, asks for what the mesh does not have.
+            MeshError: The registration names a mesh that the group does not have; or the protocol, or a rule of one of
+                the arguments, asks for what the mesh does not have.
         """
         function = getattr(worker_class, name)
         label = f"{worker_class.__name__}.{name}"
+        if registration.mesh is not None:
+            if registration.mesh not in meshes:
+                known = f"only {', '.join(map(repr, meshes))}" if meshes else "no further mesh"
+                raise MeshError(
+                    f"{label} is registered for mesh {registration.mesh!r}, but the group has {known}; make it with "
+                    f"meshes={{{registration.mesh!r}: Mesh(...)}}"
+                )
+            mesh = meshes[registration.mesh]
         signature = signature_without_self(worker_class, name)
         parameters = signature.parameters.values()
         goes_by_position = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

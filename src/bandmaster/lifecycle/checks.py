@@ -11,7 +11,7 @@ from bandmaster.errors import ArgumentError, MeshError, UsageError
 from bandmaster.plan.mesh import Mesh
 from bandmaster.worker import ClassWithInitArgs, Worker
 
-__all__ = ["check_names", "check_options", "checked_mesh", "unwrap"]
+__all__ = ["check_names", "check_options", "checked_mesh", "checked_meshes", "unwrap"]
 
 
 def unwrap(
@@ -89,6 +89,25 @@ def check_options(owner: str, name_prefix: object, start_timeout: object) -> Non
     if not isinstance(name_prefix, str | None):
         raise UsageError(f"name_prefix of {owner} must be a string, or None for the pool's prefix, got {name_prefix!r}")
     check_seconds(f"start_timeout of {owner}", start_timeout)
+
+
+def checked_meshes(meshes: Mapping[str, Mesh] | None, n_slots: int, pool: object) -> dict[str, Mesh]:
+    """Return the further meshes of a group on a pool, by name.
+
+    Args:
+        meshes: The meshes as the user gave them.
+        n_slots: Number of slots of the pool.
+        pool: The pool, for messages.
+
+    Raises:
+        MeshError: ``meshes`` is not a dict of meshes by name, or the size of one differs from the pool's.
+    """
+    if not isinstance(meshes, Mapping | None) or any(not isinstance(name, str) for name in meshes or {}):
+        raise MeshError(f"meshes must be a dict of meshes by name, such as {{'rollout': Mesh(dp=2)}}, got {meshes!r}")
+    for name, mesh in (meshes or {}).items():
+        if mesh is None:
+            raise MeshError(f"mesh {name!r} must be a Mesh, such as Mesh(dp={n_slots}), got None")
+    return {name: checked_mesh(mesh, n_slots, pool) for name, mesh in (meshes or {}).items()}
 
 
 def checked_mesh(mesh: Mesh | None, n_slots: int, pool: object) -> Mesh:
