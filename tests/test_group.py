@@ -523,7 +523,10 @@ def test_a_group_has_several_meshes_of_which_a_method_names_one(make_group):
 @pytest.mark.parametrize(
     ("meshes", "words"),
     [
-        (None, r"TwoLayouts\.generate is registered for mesh 'rollout', but the group has no further mesh; make it with"),
+        (
+            None,
+            r"TwoLayouts\.generate is registered for mesh 'rollout', but the group has no further mesh; make it with",
+        ),
         ({"train": Mesh(dp=2)}, r"for mesh 'rollout', but the group has only 'train'; make it with meshes={'rollout'"),
         ({"rollout": Mesh(dp=2), "train": Mesh(dp=3)}, r"Mesh\(dp=3\) has 3 ranks, but .* has 2 slots"),
         ({"rollout": None, "train": Mesh(dp=2)}, "mesh 'rollout' must be a Mesh"),

@@ -64,6 +64,8 @@ class MethodSpec:
         goes_everywhere: Whether all arguments go, as they are, to every rank that it runs on.
         registration: What `register` was told.
         mesh: The one of the group's meshes that it was registered for.
+        ranks: The ranks that it runs on.
+        custom: Its two functions, if it has no transfer protocol.
     """
 
     function: Callable[..., Any]
@@ -76,6 +78,8 @@ class MethodSpec:
     goes_everywhere: bool
     registration: Registration
     mesh: Mesh
+    ranks: tuple[int, ...]
+    custom: Custom | None
 
     @classmethod
     def of(
@@ -113,7 +117,18 @@ class MethodSpec:
         outgoing = registration.protocol.outgoing if isinstance(registration.protocol, TransferProtocol) else None
         goes_everywhere = is_for_zero or (isinstance(outgoing, Broadcast) and not registration.arguments)
         spec = cls(
-            function, name, label, signature, positional, n_required, is_for_zero, goes_everywhere, registration, mesh
+            function,
+            name,
+            label,
+            signature,
+            positional,
+            n_required,
+            is_for_zero,
+            goes_everywhere,
+            registration,
+            mesh,
+            first_ranks(1 if is_for_zero else mesh.size),
+            registration.protocol if isinstance(registration.protocol, Custom) else None,
         )
         spec._check_mesh()
         return spec
@@ -166,7 +181,7 @@ class MethodSpec:
         collects = getattr(self.registration.protocol, "collects", ())
         return next((collect for collect in collects if isinstance(collect, Reduce) and collect.weights), None)
 
-    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any], outgoing: Outgoing) -> CallPlan:
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
         """Decide which argument of a call goes where: as `bind` and `plan_call`, but plain calls take a short cut.
 
         Raises:
@@ -174,16 +189,18 @@ class MethodSpec:
             BatchError: They cannot be split as asked.
         """
         names = self.positional
-        n_ranks = 1 if self.is_for_zero else self.mesh.size
         if names is None or kwargs or not self.n_required <= len(args) <= len(names):
             arguments = bind(self.label, self.signature, args, kwargs)
         elif self.goes_everywhere:
-            return CallPlan((ArgumentGroup(tuple(enumerate(args)), names, first_ranks(n_ranks)),))
+            return CallPlan((ArgumentGroup(tuple(enumerate(args)), names, self.ranks),))
         else:
             arguments = [BoundArgument(index, names[index], value) for index, value in enumerate(args)]
         if self.goes_everywhere:
-            return CallPlan((everywhere(arguments, n_ranks),))
-        plan = plan_call(arguments, outgoing, self.registration.arguments, self.mesh, self.label)
+            return CallPlan((everywhere(arguments, len(self.ranks)),))
+        assert not isinstance(self.registration.protocol, Custom), "its functions plan its calls"
+        plan = plan_call(
+            arguments, self.registration.protocol.outgoing, self.registration.arguments, self.mesh, self.label
+        )
         if plan.real_rows is None and self._weighted is not None:
             raise BatchError(
                 f"{self.label} collects with {self._weighted!r}, but this call splits no argument, so there are no "
@@ -235,16 +252,15 @@ class GroupMethod(Generic[P, C, G]):
 
     def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
         """Send the call; its future, or its result if the caller ``waits``."""
-        spec, submitter, protocol = self._spec, self._submitter, self._spec.registration.protocol
+        spec = self._spec
         collection = spec.collection
-        if isinstance(protocol, Custom):
-            arguments = bind_per_rank(spec.label, spec.signature, self._group, protocol, args, kwargs)
-            plan = CallPlan(tuple(scatter(arguments, spec.mesh.size, spec.label)))
-            collection = collection._replace(finish=partial(protocol.collect, self._group))
+        if spec.custom is not None:
+            arguments = bind_per_rank(spec.label, spec.signature, self._group, spec.custom, args, kwargs)
+            plan = CallPlan(tuple(scatter(arguments, len(spec.ranks), spec.label)))
+            collection = collection._replace(finish=partial(spec.custom.collect, self._group))
         else:
-            plan = spec.plan(args, kwargs, protocol.outgoing)
-        ranks = (0,) if spec.is_for_zero else submitter.ranks
-        return submitter.submit(self._group, spec.name, plan, ranks, collection, self._options, waits)
+            plan = spec.plan(args, kwargs)
+        return self._submitter.submit(self._group, spec.name, plan, spec.ranks, collection, self._options, waits)
 
     def __repr__(self) -> str:
         return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

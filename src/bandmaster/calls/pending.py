@@ -286,7 +286,7 @@ class PendingCall:
 
     def _do_what_is_due(self) -> float | None:
         """About this call and those before it; the moment at which there is more to do, if there is one."""
-        others = self._others.drive(self) if self._others is not None and len(self._others) > 1 else None
+        others = self._others.drive(self) if self._others is not None else None
         ours = self._escalate()
         return others if ours is None else ours if others is None else min(ours, others)
 
@@ -319,10 +319,8 @@ class PendingCall:
         self._take(0.0)
         if self.tickets:
             grace = self.site.limits().grace
-            why = (
-                f"ended by the controller, as it had not stopped in time after {self._reason()} (grace {grace:g} s; "
-                "options(grace=...) gives it more)"
-            )
+            more = f" (grace {grace:g} s; options(grace=...) gives it more)" if grace else ""
+            why = f"ended by the controller, as it had not stopped in time after {self._reason()}{more}"
             self.workers.interrupt(self.tickets, why)
             self._escalation.put_off_the_end(time.monotonic())
 
@@ -340,22 +338,24 @@ class PendingCall:
             if finished is not None and id(ticket) not in finished:
                 still[rank] = ticket
                 continue
-            reply = self.workers.fetch(ticket)
-            value = self._decoded(rank, reply) if type(reply) is Payload else reply
+            value = self.workers.fetch(ticket)
+            if type(value) is Payload:
+                try:
+                    value = decode(value)
+                except BaseException as error:  # the user's objects may raise anything as they are unpickled
+                    value = self._unreadable(rank, error)
             if type(value) is Failure:
                 self.failures[rank], self._has_failed = value, True
             else:
                 self._values[rank] = value
         self.tickets = still
 
-    def _decoded(self, rank: int, reply: Payload) -> Any | Failure:
-        try:
-            return decode(reply)
-        except BaseException as error:  # the user's objects may raise anything as they are unpickled
-            was_interrupted = rank in self._interrupted
-            if isinstance(error, KeyboardInterrupt):
-                self._interrupted.add(rank)
-            return Failure.unreadable(error, was_interrupted)
+    def _unreadable(self, rank: int, error: BaseException) -> Failure:
+        """The failure of a rank whose value raised as it was decoded; raises the error again if it is Ctrl-C's."""
+        was_interrupted = rank in self._interrupted
+        if isinstance(error, KeyboardInterrupt):
+            self._interrupted.add(rank)
+        return Failure.unreadable(error, was_interrupted)
 
 
 class OpenCalls:
@@ -367,9 +367,6 @@ class OpenCalls:
 
     def __init__(self) -> None:
         self._calls: deque[PendingCall] = deque()
-
-    def __len__(self) -> int:
-        return len(self._calls)
 
     def add(self, call: PendingCall) -> None:
         """A call is about to be sent."""
@@ -384,6 +381,8 @@ class OpenCalls:
         Returns:
             The moment at which there is more to do, if there is one.
         """
+        if len(self._calls) < 2:
+            return None
         calls = list(self._calls)
         self._forget_over()
         moments, is_behind = [], False

@@ -189,14 +189,14 @@ class Submitter:
         Returns:
             The calls, and what has to be kept until they were replied to.
         """
-        label, exporter = self.label(method), None
+        exporter = None
         if self.traffic.has_exports and reply is Reply.RETURN:
             exporter = self.traffic.exporter_to(workers)
         payloads: list[Payload] = []
         receivers: list[tuple[int, ...]] = []
         for group in plan.groups:
             if group.items:
-                payloads.append(encode_group(group, label, exporter))
+                payloads.append(encode_group(group, self.label(method), exporter))
                 receivers.append(group.ranks)
         parts = workers.put(payloads) if payloads else ()
         calls, name = [], self._prefix + method
