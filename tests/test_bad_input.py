@@ -1026,6 +1026,12 @@ REGISTRATIONS = {
     "no function": (above_a_property, ["@register must decorate a function", "property"]),
     "no protocol": (lambda: mark(3), ["a transfer protocol must be a Dispatch member", "got 3"]),
     "no execute mode": (lambda: mark(execute_mode="all"), ["Execute.ALL or Execute.RANK_ZERO", "'all'"]),
+    "a mesh for a custom protocol": (lambda: mark(CUSTOM, mesh="train"), ["use no axes of a mesh; remove mesh="]),
+    "a mesh for rank zero": (
+        lambda: mark(execute_mode=Execute.RANK_ZERO, mesh="train"),
+        ["use no axes of a mesh; remove mesh="],
+    ),
+    "a mesh instead of its name": (lambda: mark(mesh=Mesh(dp=2)), ["must be the name of one of the group's meshes"]),
     "half a custom protocol": (lambda: mark({"dispatch_fn": len}), ["'dispatch_fn' and 'collect_fn'"]),
     "a custom protocol of no functions": (
         lambda: mark({**CUSTOM, "collect_fn": 7}),

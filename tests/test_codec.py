@@ -44,6 +44,7 @@ ARRAYS = {
     "object": np.array([1, "a", None, [2], {"b": 3}], dtype=object),
     "structured object": np.array([(1, "a")], dtype=[("n", int), ("x", object)]),
     "StringDType": np.array(["a", "a much longer string than the others"], dtype=np.dtypes.StringDType()),
+    "StringDType with a list": np.array(["a"], dtype=np.dtypes.StringDType(na_object=[])),
     "StringDType with None": np.array(["a", None], dtype=np.dtypes.StringDType(na_object=None)),
     "0-d": np.array(7.5),
     "no rows": np.zeros((0, 3)),

@@ -1,6 +1,10 @@
 """Colocated roles: a worker of each in one process per slot, and a group of each."""
 
+import copy
+import gc
 import os
+import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -44,6 +48,9 @@ class Actor(bm.Worker):
 
     def unregistered(self, x):
         return "actor", x, self.rank
+
+    def copy_self(self):
+        return copy.deepcopy(self).version
 
 
 class Critic(bm.Worker):
@@ -132,6 +139,9 @@ def test_a_role_is_called_in_all_ways_that_a_group_is(group):
     assert actor.execute_rank_zero_sync("unregistered", 1) == ("actor", 1, 0)
     assert actor.update.options(timeout=30)(by=1) == [actor.execute_rank_zero_sync("update", 1) - 1] * 2
     assert group.critic.execute_all_sync("told_so_far") == [[], []]
+    references = actor.execute_all_async("unregistered", [1, 2])
+    if isinstance(references[0], bm.Future):
+        assert [reference.result()[1] for reference in references] == [1, 2]
     assert {"act", "update", "where"} <= set(dir(actor))
     assert {"actor", "critic"} <= set(dir(group))
     with pytest.raises(AttributeError, match=r"Critic\.on_restart is not registered"):
@@ -156,11 +166,89 @@ def test_a_role_lives_as_long_as_somebody_uses_it(pool):
     assert actor.update() == [2, 2]
 
 
-@pytest.mark.parametrize("method", ["restart", "close"])
+@pytest.mark.parametrize("method", ["restart", "close", "__enter__"])
 def test_what_is_about_the_processes_is_asked_of_the_colocated_group(group, method):
-    with pytest.raises(bm.UsageError, match=rf"shares its processes with the other roles; call {method}\(\) of the co"):
+    name = "close" if method == "__enter__" else method
+    with pytest.raises(bm.UsageError, match=rf"shares its processes with the other roles; call {name}\(\) of the co"):
         getattr(group.actor, method)()
     assert group.actor.fail_on([]) == [0, 1]
+
+
+def test_what_is_set_for_the_colocated_group_is_set_for_all_roles(pool):
+    with bm.colocate(pool, self=Critic, cls=Critic) as group:
+        group.set_default_options(timeout=30)
+        with pytest.raises(bm.UsageError, match="timeout"):
+            group.set_default_options(timeout="long")
+        assert group.self.told_so_far() == [[], []]
+        assert group.cls.told_so_far.options(grace=1)._options.timeout == 30
+
+
+class Shares(bm.Worker):
+    def __init__(self, given):
+        self.given = given
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, item):
+        self.given.append(item)
+        return self.given
+
+
+def test_roles_do_not_share_what_their_constructors_were_given(pool):
+    given = []
+    with bm.colocate(pool, a=(Shares, given), b=(Shares, given)) as group:
+        assert group.a.add(1) == [[1], [1]]
+        assert group.b.add(2) == [[2], [2]]
+
+
+@pytest.mark.backends("inprocess")
+def test_the_workers_of_a_closed_group_are_gone_at_once(pool):
+    group = bm.colocate(pool, actor=(Actor, 1), critic=Critic)
+    gone = [weakref.ref(worker) for worker in group.actor.workers]
+    gc.disable()
+    try:
+        group.close()
+        assert [worker() for worker in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+class HookWithoutState(bm.Worker):
+    def on_restart(self): ...
+
+
+class NoHooks(bm.Worker):
+    on_restart = on_replace = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_hooks_that_do_not_fit_are_found_before_anything_is_done(pool):
+    with bm.colocate(pool, bad=HookWithoutState, good=NoHooks) as group:
+        with pytest.raises(bm.ArgumentError, match=r"HookWithoutState\.on_restart\(\) got too many"):
+            group.restart()
+        assert group.healthy
+    with bm.colocate(pool, good=NoHooks) as group:
+        before = group.good.pid()
+        with pytest.raises(bm.UsageError, match=r"define a method on_replace.* in the worker class of good"):
+            group.replace(0)
+        group.restart()
+        assert (group.good.pid() == before) == (before[0] == os.getpid())
+    with pytest.raises(bm.ClosedError):
+        group.replace(0)
+
+
+@pytest.mark.backends("local")
+def test_a_callback_tells_of_a_death(pool):
+    with bm.colocate(pool, actor=(Actor, 1), critic=Critic) as group:
+        told = threading.Event()
+        group.critic.on_death(lambda _: told.set())
+        with pytest.raises(bm.WorkerDied):
+            group.actor.die_on([0])
+        assert told.wait(timeout=10)
+        assert len(group.actor.workers) == 2
 
 
 def test_a_constructor_that_fails_ends_all_roles(pool):
@@ -220,6 +308,26 @@ MISTAKES = {
     "no role": (lambda pool: bm.colocate(pool), bm.UsageError, "at least one role"),
     "a pool of another kind": (lambda pool: bm.colocate([2], a=Actor), bm.ArgumentError, "must be a ResourcePool"),
     "no worker class": (lambda pool: bm.colocate(pool, a=dict), bm.UsageError, "not a subclass of bandmaster.Worker"),
+    "a name that is no identifier": (
+        lambda pool: bm.colocate(pool, **{"a/b": Critic}),
+        bm.UsageError,
+        "must be an identifier without a leading underscore, got 'a/b'",
+    ),
+    "the mesh of a group": (
+        lambda pool: bm.colocate(pool, mesh=Mesh(dp=2), a=Critic),
+        bm.UsageError,
+        r"a role cannot be called 'mesh'.*give meshes={role: Mesh",
+    ),
+    "meshes without roles": (
+        lambda pool: bm.colocate(pool, meshes=Mesh(dp=2), a=Critic),
+        bm.MeshError,
+        "meshes of colocate must be a dict by role",
+    ),
+    "a misspelt option": (
+        lambda pool: bm.colocate(pool, start_timout=5, a=Critic),
+        bm.UsageError,
+        "role 'start_timout': 5 is not a subclass of bandmaster.Worker",
+    ),
     "a name that the group needs": (
         lambda pool: bm.colocate(pool, restart=Critic),
         bm.UsageError,
@@ -241,7 +349,7 @@ MISTAKES = {
         r"Mesh\(dp=3\) has 3 ranks, but .* has 2 slots",
     ),
     "a mesh without an axis of a protocol": (
-        lambda pool: bm.colocate(pool, actor=(Actor, 1), critic=type("Odd", (Odd,), {})),
+        lambda pool: bm.colocate(pool, actor=(Actor, 1), critic=Odd),
         bm.MeshError,
         r"Odd\.move uses Split\('ep'\), but Mesh\(dp=2\) has no axis 'ep'",
     ),

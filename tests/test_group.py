@@ -1,7 +1,9 @@
 """What a user relies on in groups, their methods and futures, on every backend."""
 
 import asyncio
+import copy
 import inspect
+import pickle
 import pydoc
 import subprocess
 import sys
@@ -497,6 +499,19 @@ def test_importing_bandmaster_loads_nothing_slow():
     assert output.strip() == "[]"
 
 
+class OwnAttributes(bm.Worker):
+    roles = ("policy", "reference")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def look(self):
+        return self.roles, copy.deepcopy(self).rank, pickle.loads(pickle.dumps(vars(self)))["rank"], self.meshes
+
+
+def test_a_worker_can_be_copied_and_has_its_own_attributes(make_group):
+    group = make_group(2, OwnAttributes, meshes={"flat": Mesh(dp=2)})
+    assert group.look() == [(("policy", "reference"), rank, rank, {"flat": Mesh(dp=2)}) for rank in (0, 1)]
+
+
 class TwoLayouts(bm.Worker):
     @register("3D_PROTO", mesh="train")
     def step(self, rows):
@@ -505,6 +520,10 @@ class TwoLayouts(bm.Worker):
     @register(Dispatch.DP_PROTO, mesh="rollout")
     def generate(self, rows):
         return [(row, self.rank) for row in rows]
+
+    @register("ONE_TO_ALL", mesh="train")
+    def fail(self):
+        raise ValueError("now")
 
     @register(Dispatch.ONE_TO_ALL)
     def where(self):
@@ -518,6 +537,8 @@ def test_a_group_has_several_meshes_of_which_a_method_names_one(make_group):
     assert group.generate([1, 2, 3]) == [(1, 0), (2, 0), (3, 2)]
     assert group.where()[3] == ({"train": {"pp": 1, "dp": 0, "tp": 1}, "rollout": {"dp": 1, "tp": 1}}, {"dp": 3})
     assert (group.meshes, group.mesh) == (meshes, Mesh(dp=4))
+    with pytest.raises(bm.RemoteError, match=r"TwoLayouts\.fail failed on rank 0 \(pp=0, dp=0, tp=0, "):
+        group.fail()
 
 
 @pytest.mark.parametrize(
@@ -525,11 +546,14 @@ def test_a_group_has_several_meshes_of_which_a_method_names_one(make_group):
     [
         (
             None,
-            r"TwoLayouts\.generate is registered for mesh 'rollout', but the group has no further mesh; make it with",
+            r"TwoLayouts\.\w+ is registered for mesh '\w+', but the group has no named meshes; pass meshes=",
         ),
-        ({"train": Mesh(dp=2)}, r"for mesh 'rollout', but the group has only 'train'; make it with meshes={'rollout'"),
-        ({"rollout": Mesh(dp=2), "train": Mesh(dp=3)}, r"Mesh\(dp=3\) has 3 ranks, but .* has 2 slots"),
-        ({"rollout": None, "train": Mesh(dp=2)}, "mesh 'rollout' must be a Mesh"),
+        (
+            {"train": Mesh(dp=2)},
+            r"for mesh 'rollout', but the group has only the meshes 'train'; pass meshes={'rollout'",
+        ),
+        ({"rollout": Mesh(dp=2), "train": Mesh(dp=3)}, r"mesh 'train': Mesh\(dp=3\) has 3 ranks, but .* has 2 slots"),
+        ({"rollout": None, "train": Mesh(dp=2)}, "mesh 'rollout': got None, expected a Mesh"),
         ([Mesh(dp=2)], "meshes must be a dict of meshes by name"),
     ],
 )

@@ -100,7 +100,7 @@ def test_an_executable_that_cannot_be_run_is_named(fresh_pool, monkeypatch, path
 
 
 def test_a_process_that_cannot_be_started_is_named_with_both_numbers(fresh_pool, monkeypatch):
-    def refuse():
+    def refuse(preload):
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(local, "Zygote", refuse)

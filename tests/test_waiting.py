@@ -41,6 +41,12 @@ def n_threads():
     return sum(thread.name == "bandmaster-progress" for thread in threading.enumerate())
 
 
+def test_a_timeout_may_be_as_long_as_one_likes(groups):
+    futures = [group.add.submit(1) for group in groups]
+    assert bm.wait(futures, timeout=1e12).done == set(futures)
+    assert set(bm.as_completed(futures, timeout=1e12)) == set(futures)
+
+
 def test_one_thread_calls_all_callbacks_and_ends_with_them(groups):
     barrier, seen = threading.Event(), []
     futures = [group.sleep.submit(1) for group in groups] + [groups[0].add.submit(n) for n in range(100)]

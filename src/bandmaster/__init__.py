@@ -6,7 +6,7 @@ The public names, by the module that each comes from; `README.md` has the tour.
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import CallOptions, set_default_options
 from bandmaster.calls.waiting import as_completed, wait
-from bandmaster.colocation import colocate
+from bandmaster.colocation import ColocatedGroup, RoleGroup, colocate
 from bandmaster.errors import (
     ArgumentError,
     BandmasterError,
@@ -58,6 +58,7 @@ __all__ = [
     "ClassWithInitArgs",
     "ClosedError",
     "CollectError",
+    "ColocatedGroup",
     "Concat",
     "ConstructorError",
     "Dispatch",
@@ -75,6 +76,7 @@ __all__ = [
     "RemoteError",
     "ResourceError",
     "ResourcePool",
+    "RoleGroup",
     "Split",
     "TransferPlan",
     "TransferProtocol",

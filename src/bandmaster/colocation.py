@@ -14,19 +14,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from bandmaster.calls.encoding import encode_constructor
 from bandmaster.calls.method import MethodSpec
 from bandmaster.calls.submission import Submitter
-from bandmaster.errors import ArgumentError, UsageError, WorkerDied
+from bandmaster.errors import ArgumentError, MeshError, UsageError, WorkerDied
 from bandmaster.group import GroupOf, WorkerGroup
 from bandmaster.lifecycle.checks import check_names, checked_mesh, checked_meshes, unwrap
+from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
 from bandmaster.roles import SEPARATOR, Role, Roles
-from bandmaster.worker import ClassWithInitArgs, registrations
+from bandmaster.worker import ClassWithInitArgs, Worker, registrations
 
 __all__ = ["ColocatedGroup", "RoleGroup", "colocate"]
 
@@ -35,7 +36,7 @@ def colocate(
     pool: ResourcePool,
     /,
     *,
-    meshes: Mapping[str, Mesh | Mapping[str, Mesh]] = MappingProxyType({}),
+    meshes: Mapping[str, Mesh | Mapping[str, Mesh]] | None = None,
     name_prefix: str | None = None,
     start_timeout: float | None = None,
     **roles: Any,
@@ -58,8 +59,8 @@ def colocate(
         A group whose attributes are the groups of the roles.
 
     Raises:
-        UsageError: There is no role; a role has the name of an attribute of the group; ``meshes`` names no role; or
-            the classes were wrapped by ``@ray.remote`` with different options.
+        UsageError: There is no role; a role is no identifier, or has the name of an attribute of the group; ``meshes``
+            names no role; or the classes were wrapped by ``@ray.remote`` with different options.
         Exception: All errors of `WorkerGroup`.
 
     Example:
@@ -78,15 +79,23 @@ def colocate(
 
     Source: HybridFlow (arXiv 2409.19256), section 4.1; verl's ``create_colocated_worker_cls``.
     """
-    return ColocatedGroup(pool, roles, meshes, name_prefix, start_timeout)
+    return ColocatedGroup(pool, roles, {} if meshes is None else meshes, name_prefix, start_timeout)
+
+
+class _Checked(NamedTuple):
+    """What the user said about a role, and what follows from it before anything is started."""
+
+    cls: type[Worker]
+    role: Role
+    methods: dict[str, MethodSpec]
+    options: Mapping[str, Any]
 
 
 class _RoleParts(NamedTuple):
     """What the group of a role consists of, besides what it shares with the colocated group."""
 
-    role: Role
+    checked: _Checked
     name: str
-    methods: dict[str, MethodSpec]
     submitter: Submitter
 
 
@@ -107,19 +116,18 @@ class ColocatedGroup(GroupOf[Any]):
     ) -> None:
         if not isinstance(pool, ResourcePool):
             raise ArgumentError(f"the first argument of colocate must be a ResourcePool, got {type(pool).__name__}")
-        found, options = _checked_roles(pool, roles, meshes)
-        methods = {name: _methods_of(role) for name, role in found.items()}
+        found = _checked_roles(pool, roles, meshes)
         cls = type("_".join(found), (Roles,), {})
-        wrapped = SimpleNamespace(__ray_actor_class__=cls, _default_options=options)
+        wrapped = SimpleNamespace(__ray_actor_class__=cls, _default_options=_common_options(found))
         self._parts: dict[str, _RoleParts] = {}
         self._groups: weakref.WeakValueDictionary[str, RoleGroup] = weakref.WeakValueDictionary()
-        super().__init__(
-            pool, ClassWithInitArgs(wrapped, **found), name_prefix=name_prefix, start_timeout=start_timeout
-        )
-        for name, role in found.items():
-            group, traffic = f"{self._name}.{name}", self._submitter.traffic
-            submitter = Submitter(self._ownership.workers, role.cls, role.mesh, group, name + SEPARATOR, traffic)
-            self._parts[name] = _RoleParts(role, group, methods[name], submitter)
+        given = {name: checked.role for name, checked in found.items()}
+        super().__init__(pool, ClassWithInitArgs(wrapped, given), name_prefix=name_prefix, start_timeout=start_timeout)
+        for name, checked in found.items():
+            group, mesh, traffic = f"{self._name}.{name}", checked.role.mesh, self._submitter.traffic
+            submitter = Submitter(self._ownership.workers, checked.cls, mesh, group, name + SEPARATOR, traffic)
+            submitter.meshes = {method: spec.mesh for method, spec in checked.methods.items()}
+            self._parts[name] = _RoleParts(checked, group, submitter)
 
     @property
     def role_names(self) -> tuple[str, ...]:
@@ -149,7 +157,7 @@ class ColocatedGroup(GroupOf[Any]):
             UsageError: ``state`` names no role, or one without ``on_restart``; nothing was done.
             Exception: All errors of `WorkerGroup.restart`.
         """
-        self._check_state("restart", "on_restart", state)
+        self._check_hooks("restart", "on_restart", state)
         super().restart(state)
 
     def replace(self, rank: int, state: Mapping[str, Any] | None = None) -> None:
@@ -163,22 +171,42 @@ class ColocatedGroup(GroupOf[Any]):
             UsageError: A role has no ``on_replace``, or ``state`` names no role; nothing was done.
             Exception: All errors of `WorkerGroup.replace`.
         """
-        without = [name for name, parts in self._parts.items() if not hasattr(parts.role.cls, "on_replace")]
+        self._ownership.check()
+        without = [name for name, parts in self._parts.items() if not _has(parts, "on_replace")]
         if without:
             raise UsageError(
                 f"{self._name} does not support the replacement of one rank: define a method on_replace(self, rank, "
                 f"state) in the worker class of {', '.join(without)}, or restart() the whole group"
             )
-        self._check_state("replace", "on_replace", state)
+        self._check_hooks("replace", "on_replace", state, rank)
         super().replace(rank, state)
 
-    def _check_state(self, method: str, hook: str, state: Mapping[str, Any] | None) -> None:
+    def set_default_options(self, /, **options: float | None) -> None:
+        """Set the options of the calls of all roles that do not set them themselves.
+
+        Args:
+            **options: ``timeout`` and ``grace`` in seconds, see `GroupMethod.options`.
+
+        Raises:
+            UsageError: An option is unknown, or its value is not a non-negative number or None.
+        """
+        super().set_default_options(**options)
+        for name in self._parts:
+            self.role(name).set_default_options(**options)
+
+    def _check_hooks(self, method: str, hook: str, state: Mapping[str, Any] | None, *args: Any) -> None:
+        """Refuse a state that no hook takes, and hooks that do not take it, before anything is done."""
+        self._ownership.check()
+        for parts in self._parts.values():
+            if _has(parts, hook):
+                cls = parts.checked.cls
+                bind(f"{cls.__name__}.{hook}", signature_without_self(cls, hook), (*args, None), {})
         if state is None:
             return
         if not isinstance(state, Mapping):
             raise UsageError(f"the state of {method} must be a dict with one value per role, got {state!r}")
         for name in state:
-            if name not in self._parts or not hasattr(self._parts[name].role.cls, hook):
+            if name not in self._parts or not _has(self._parts[name], hook):
                 raise UsageError(
                     f"{method}() got a state for {name!r}, but only roles with a method {hook} take one; the roles are "
                     f"{', '.join(self._parts)}"
@@ -198,16 +226,19 @@ class ColocatedGroup(GroupOf[Any]):
 
 
 class RoleGroup(WorkerGroup):
-    """The group of one role: its methods and its mesh, on processes that it shares with the groups of other roles."""
+    """The group of one role: its methods and its mesh, on processes that it shares with the groups of other roles.
+
+    What is about the processes (`restart`, `replace`, `close`, ``with``) is asked of the colocated group.
+    """
 
     def __init__(self, colocated: ColocatedGroup, role: str, parts: _RoleParts) -> None:
         self._colocated = colocated  # lives as long as this
         self._role = role
-        self._cls = parts.role.cls
-        self._mesh = parts.role.mesh
-        self._meshes = parts.role.meshes
+        self._cls = parts.checked.cls
+        self._mesh = parts.checked.role.mesh
+        self._meshes = parts.checked.role.meshes
         self._name = parts.name
-        self._methods = parts.methods
+        self._methods = parts.checked.methods
         self._submitter = parts.submitter
         self._pool = colocated._pool
         self._ownership = colocated._ownership
@@ -217,82 +248,107 @@ class RoleGroup(WorkerGroup):
 
     @property
     def workers(self) -> list[Any]:
-        """As for other groups: on Ray the actors that the roles share, on ``"inprocess"`` the role's own workers."""
+        """One object per rank: on Ray the actor that the roles share, without their methods; on ``"local"`` a name with
+        rank and pid; on ``"inprocess"`` the role's own worker.
+
+        On Ray, reading this makes all roles call their workers through actor tasks from then on, which is slower.
+        """
         handles = super().workers
         return [handle.roles[self._role] if isinstance(handle, Roles) else handle for handle in handles]
 
     def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
-        """As for other groups; the call that the error names is one of the colocated group."""
+        """Call ``callback(error)`` in a background thread soon after a process of the colocated group has died.
+
+        Args:
+            callback: Function of one argument, a `WorkerDied`. Its exceptions are logged.
+        """
         self._colocated.on_death(callback)
 
     def restart(self, state: Any = None) -> NoReturn:
-        """Not for one role alone.
+        """Refuse: the roles share their processes, and the colocated group restarts all of them.
 
         Raises:
-            UsageError: Always; the colocated group has this method.
+            UsageError: Always.
         """
         raise self._shared("restart")
 
     def replace(self, rank: int, state: Any = None) -> NoReturn:
-        """Not for one role alone.
+        """Refuse: the roles share their processes, and the colocated group replaces one of them for all roles.
 
         Raises:
-            UsageError: Always; the colocated group has this method.
+            UsageError: Always.
         """
         raise self._shared("replace")
 
     def close(self) -> None:
-        """Not for one role alone.
+        """Refuse: the roles share their processes, and the colocated group ends them.
 
         Raises:
-            UsageError: Always; the colocated group has this method.
+            UsageError: Always.
         """
+        raise self._shared("close")
+
+    def __enter__(self) -> NoReturn:
         raise self._shared("close")
 
     def _shared(self, method: str) -> UsageError:
         return UsageError(
-            f"{self._name} shares its processes with the other roles; call {method}() of the colocated group, which is "
-            f"about all of them"
+            f"{self._name} shares its processes with the other roles; call {method}() of the colocated group, which "
+            "acts on all roles"
         )
+
+
+def _has(parts: _RoleParts, hook: str) -> bool:
+    return callable(getattr(parts.checked.cls, hook, None))
 
 
 def _checked_roles(
     pool: ResourcePool, roles: Mapping[str, Any], meshes: Mapping[str, Mesh | Mapping[str, Mesh]]
-) -> tuple[dict[str, Role], Mapping[str, Any]]:
-    """The roles, and the options of ``@ray.remote`` that their classes agree about."""
+) -> dict[str, _Checked]:
     if not roles:
         raise UsageError("colocate needs at least one role, such as actor=Actor")
+    if not isinstance(meshes, Mapping):
+        raise MeshError(f"meshes of colocate must be a dict by role, such as {{'actor': Mesh(dp=2)}}, got {meshes!r}")
     unknown = [name for name in meshes if name not in roles]
     if unknown:
         raise UsageError(f"meshes names {', '.join(map(repr, unknown))}, but the roles are {', '.join(roles)}")
-    found: dict[str, Role] = {}
-    options: dict[str, Any] = {}
+    found = {}
     for name, given in roles.items():
-        if name.startswith("_") or hasattr(ColocatedGroup, name):
-            raise UsageError(
-                f"a role cannot be called {name!r}: groups have an attribute of that name; rename the role"
-            )
-        cls, args, kwargs, own = unwrap(*_class_and_arguments(given))
-        if issubclass(cls, GroupOf):
-            raise UsageError(f"role {name!r} must be a worker class, got the group class {cls.__name__}")
-        check_names(cls, registrations(cls), dir(RoleGroup))
-        encode_constructor(cls, args, kwargs)  # refuses what does not fit, or cannot be sent, by its own name
-        mesh: Any = meshes.get(name)
-        mesh, named = (None, mesh) if isinstance(mesh, Mapping) else (mesh, None)
-        size = pool.world_size
-        found[name] = Role(cls, args, kwargs, checked_mesh(mesh, size, pool), checked_meshes(named, size, pool))
-        for option, value in own.items():
-            if options.setdefault(option, value) != value:
+        if not name.isidentifier() or name.startswith("_"):
+            raise UsageError(f"the name of a role must be an identifier without a leading underscore, got {name!r}")
+        if hasattr(ColocatedGroup, name):
+            advice = "give meshes={role: Mesh(...)}" if name == "mesh" else "rename the role"
+            raise UsageError(f"a role cannot be called {name!r}: groups have an attribute of that name; {advice}")
+        try:
+            found[name] = _checked(pool, given, meshes.get(name))
+        except UsageError as error:
+            raise type(error)(f"role {name!r}: {error}") from error.__cause__
+    return found
+
+
+def _checked(pool: ResourcePool, given: Any, meshes: Mesh | Mapping[str, Mesh] | None) -> _Checked:
+    cls, args, kwargs, options = unwrap(*_class_and_arguments(given))
+    if issubclass(cls, GroupOf):
+        raise UsageError(f"{cls.__name__} is a class of groups; give a worker class")
+    registered, size = registrations(cls), pool.world_size
+    check_names(cls, registered, dir(RoleGroup))
+    mesh = checked_mesh(None if isinstance(meshes, Mapping) else meshes, size, pool)
+    named = checked_meshes(meshes if isinstance(meshes, Mapping) else None, size, pool)
+    methods = {name: MethodSpec.of(cls, name, registered[name], mesh, named) for name in registered}
+    return _Checked(cls, Role(encode_constructor(cls, args, kwargs), mesh, named), methods, options)
+
+
+def _common_options(found: Mapping[str, _Checked]) -> Mapping[str, Any]:
+    """The options of ``@ray.remote`` that the classes of all roles agree about."""
+    common: dict[str, Any] = {}
+    for name, checked in found.items():
+        for option, value in checked.options.items():
+            if common.setdefault(option, value) != value:
                 raise UsageError(
-                    f"the worker classes ask @ray.remote for {option}={options[option]!r} and, in role {name!r}, "
+                    f"the worker classes ask @ray.remote for {option}={common[option]!r} and, in role {name!r}, "
                     f"{option}={value!r}; roles share their processes, so give all classes the same options"
                 )
-    return found, options
-
-
-def _methods_of(role: Role) -> dict[str, MethodSpec]:
-    found = registrations(role.cls)
-    return {name: MethodSpec.of(role.cls, name, found[name], role.mesh, role.meshes) for name in found}
+    return common
 
 
 def _class_and_arguments(given: Any) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:

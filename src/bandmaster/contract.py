@@ -111,7 +111,7 @@ class Launch:
             node_rank=slot.node_rank,
             device=device,
             mesh=self.mesh,
-            meshes=self.meshes,
+            meshes=dict(self.meshes),
         )
 
     @property

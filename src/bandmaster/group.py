@@ -121,6 +121,7 @@ class GroupOf(Generic[W]):
         self._name = f"{prefix}{cls.__name__}"
         self._ownership = Ownership(self, self._name)
         self._submitter = Submitter(self._ownership.workers, cls, self._mesh, self._name)
+        self._submitter.meshes = {name: spec.mesh for name, spec in self._methods.items()}
         try:
             slots = pool._occupy(self, self._name, self._ownership.set_slots)
             names = tuple(f"{self._name}_{slot.node_rank}:{slot.local_rank}" for slot in slots)
@@ -467,7 +468,8 @@ class WorkerGroup(GroupOf[Any]):
     Raises:
         ArgumentError: The first argument is not a pool, the arguments do not fit the constructor, or one of them
             cannot be pickled.
-        MeshError: A mesh and the pool differ in size, or a registered method names a mesh or an axis that there is not.
+        MeshError: A mesh and the pool differ in size, or a registered method names a mesh or an axis that the group
+            does not have.
         UsageError: ``worker_class`` is not a worker class or has an async constructor, an option has the wrong type,
             or a registered method hides an attribute of the group.
         ConstructorError: A worker's constructor raised. The other workers were ended and all slots released.

@@ -237,5 +237,7 @@ def register(
         raise ProtocolError(f"arguments must be a dict of dispatch rules by parameter name, got {arguments!r}")
     if not isinstance(mesh, str | None):
         raise ProtocolError(f"mesh of register must be the name of one of the group's meshes, got {mesh!r}")
+    if mesh is not None and (isinstance(protocol, Custom) or execute_mode is Execute.RANK_ZERO):
+        raise ProtocolError("a custom dispatch_fn, and a method of rank 0 alone, use no axes of a mesh; remove mesh=")
     registration = Registration(protocol, execute_mode, blocking, dict(arguments or {}), mesh)
     return partial(mark, registration=registration)

@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple
 
+from bandmaster.codec import Payload, decode
 from bandmaster.plan.mesh import Mesh
-from bandmaster.worker import Worker, WorkerContext, make_worker
+from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
 
 __all__ = ["SEPARATOR", "Role", "Roles"]
 
@@ -18,16 +19,12 @@ class Role(NamedTuple):
     """A worker class in a colocated group.
 
     Attributes:
-        cls: The worker class.
-        args: Positional arguments of its constructor.
-        kwargs: Keyword arguments of its constructor.
+        constructor: The encoded ``(cls, args, kwargs)``; so each role has its own copy of what several were given.
         mesh: The mesh of the role's group.
         meshes: Its further meshes, by name.
     """
 
-    cls: type[Worker]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    constructor: Payload
     mesh: Mesh
     meshes: dict[str, Mesh]
 
@@ -36,13 +33,15 @@ class Roles(Worker):
     """Constructs and holds the workers of all roles, in the given order.
 
     Args:
-        **roles: The roles by name.
+        given: The roles by name.
     """
 
-    def __init__(self, /, **roles: Role) -> None:
+    def __init__(self, given: dict[str, Role]) -> None:
         workers: dict[str, Worker] = {}
         self.roles = workers
-        for name, (cls, args, kwargs, mesh, meshes) in roles.items():
+        for name, (constructor, mesh, meshes) in given.items():
+            with ClassLoading():
+                cls, args, kwargs = decode(constructor, self.device)
             context = WorkerContext(
                 self.rank,
                 self.world_size,
@@ -54,6 +53,11 @@ class Roles(Worker):
                 meshes,
             )
             workers[name] = make_worker(cls, context, args, kwargs, workers)
+
+    def let_go(self) -> None:
+        """Let go of the workers, which refer to each other: this frees them at once."""
+        if isinstance(self.roles, dict):
+            self.roles.clear()
 
     def __getattr__(self, name: str) -> Any:
         role, separator, method = name.partition(SEPARATOR)
@@ -71,12 +75,27 @@ class Roles(Worker):
 
     def _call_hooks(self, hook: str, state: dict[str, Any] | None, args: Sequence[Any]) -> Any:
         state = state or {}
-        hooks = {name: getattr(worker, hook) for name, worker in self.roles.items() if hasattr(type(worker), hook)}
-        outcomes = [function(*args, state.get(name)) for name, function in hooks.items()]
-        pending = [outcome for outcome in outcomes if inspect.iscoroutine(outcome)]
+        pending: list[Coroutine[Any, Any, Any]] = []
+        try:
+            for name, worker in self.roles.items():
+                if callable(getattr(worker, hook, None)):
+                    outcome = getattr(worker, hook)(*args, state.get(name))
+                    if inspect.iscoroutine(outcome):
+                        pending.append(outcome)
+        except BaseException:
+            _close(pending)
+            raise
         return _await_all(pending) if pending else None
 
 
-async def _await_all(pending: Sequence[Coroutine[Any, Any, Any]]) -> None:
+async def _await_all(pending: list[Coroutine[Any, Any, Any]]) -> None:
+    try:
+        while pending:
+            await pending.pop(0)
+    finally:
+        _close(pending)
+
+
+def _close(pending: Sequence[Coroutine[Any, Any, Any]]) -> None:
     for coroutine in pending:
-        await coroutine
+        coroutine.close()

@@ -63,7 +63,7 @@ class Worker:
     node_rank: int
     device: str
     coordinates: dict[str, int]
-    roles: Mapping[str, Worker]
+    roles: Mapping[str, Any] = MappingProxyType({})
 
     if TYPE_CHECKING:  # read-only, as they are on a group: a typed group has both as bases
 
@@ -140,7 +140,7 @@ def make_worker(
     context: WorkerContext,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    roles: Mapping[str, Worker] = MappingProxyType({}),
+    roles: Mapping[str, Worker] | None = None,
 ) -> Worker:
     """Construct a worker, and set its attributes before its ``__init__`` runs.
 
@@ -149,7 +149,7 @@ def make_worker(
         context: Values of the attributes.
         args: Positional arguments of ``__init__``.
         kwargs: Keyword arguments of ``__init__``.
-        roles: The workers of all roles in this process.
+        roles: In a colocated group, the workers of all roles in this process.
 
     Raises:
         TypeError: ``__init__`` returned a value.
@@ -157,7 +157,9 @@ def make_worker(
     """
     takes_arguments = cls.__new__ is not object.__new__
     worker = cls.__new__(cls, *args, **kwargs) if takes_arguments else cls.__new__(cls)
-    vars(worker).update(vars(context), coordinates=context.mesh.coordinates(context.rank), roles=roles)
+    vars(worker).update(vars(context), coordinates=context.mesh.coordinates(context.rank))
+    if roles is not None:
+        vars(worker)["roles"] = roles
     outcome: object = worker.__init__(*args, **kwargs)  # type: ignore[misc]  # the subclass has its own signature
     if outcome is not None:  # Python's own check; a coroutine, for example, has not run
         raise TypeError(f"{cls.__name__}.__init__() should return None, not {type(outcome).__name__!r}")

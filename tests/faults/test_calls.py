@@ -273,7 +273,7 @@ def test_a_timeout_of_a_call_that_is_queued_says_so(group):
     )
     with pytest.raises(CallTimeout) as of_running:
         running.result(timeout=0)
-    assert not any("not yet" in stack for stack in of_running.value.stacks.values())
+    assert not any("has not begun" in stack for stack in of_running.value.stacks.values())
     running.cancel()
     assert caught.value.future.result(timeout=20) == [1, 1, 1]
 

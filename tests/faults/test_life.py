@@ -221,7 +221,6 @@ def test_health_and_a_callback_tell_of_a_death_while_nothing_is_called(group):
     assert not group.healthy
 
 
-@pytest.mark.backends("local")
 def test_closing_a_group_is_no_death(group):
     errors = []
     group.on_death(errors.append)
@@ -254,7 +253,6 @@ def test_a_restart_ends_what_hangs_and_fails_what_is_pending(group):
     assert group.add(1) == [11, 11, 11]
 
 
-@pytest.mark.backends("local")
 def test_a_collective_works_again_after_a_restart(group):
     with pytest.raises(WorkerDied):
         group.all_reduce([1])
@@ -285,7 +283,6 @@ def test_after_replacements_all_ranks_know_of_the_same_rendezvous(make_group):
     assert group.all_reduce([]) == [9.0, 9.0, 9.0]
 
 
-@pytest.mark.backends("local")
 def test_one_of_two_dead_ranks_cannot_be_replaced(group):
     with pytest.raises(WorkerDied):
         group.die_on([1, 2], kill_oneself)
@@ -312,7 +309,6 @@ def test_a_rank_is_not_replaced_while_another_is_stuck_for_good(group):
     assert group.add(1) == [11, 11, 11]
 
 
-@pytest.mark.backends("local")
 def test_what_is_pending_is_given_up_for_a_replacement(group):
     pending = group.hang_on.submit([0])
     start = time.monotonic()

@@ -126,6 +126,25 @@ def run(script, case, folder, **environment):
     return time.monotonic() - start, done.stdout.splitlines()[-1].split()
 
 
+MORE_MODULES = """
+pool = bm.ResourcePool([1])
+first = bm.WorkerGroup(pool, Echo)
+os.environ["BANDMASTER_PRELOAD"] = "numpy,colorsys"
+second, third = bm.WorkerGroup(pool, Echo), bm.WorkerGroup(pool, Echo)
+zygotes = [psutil.Process(group.workers[0].pid).ppid() for group in (first, second, third)]
+assert zygotes[0] != zygotes[1] == zygotes[2], zygotes
+assert [group.echo(1) for group in (first, second, third)] == [[1]] * 3
+first.close()
+wait_until_gone(zygotes[:1])
+assert second.echo(2) == [2]
+print("done", flush=True)
+"""
+
+
+def test_more_modules_are_imported_by_another_one_beside_its_workers(tmp_path):
+    assert run(MORE_MODULES, "", tmp_path, BANDMASTER_PRELOAD="numpy")[1] == ["done"]
+
+
 def test_slow_imports_hold_nobody_up(tmp_path):
     def check(case):
         (folder := tmp_path / case).mkdir()

@@ -81,8 +81,11 @@ class LocalBackend(MachineBackend):
             if self._zygote is not None and not self._zygote.is_alive:
                 self._zygote.close()
                 self._zygote = None
+            preload = _preload()
+            if self._zygote is not None and not set(preload) <= set(self._zygote.preload):
+                self._zygote.abandon()  # it has workers, which it must not neglect to import more
             if self._zygote is None or self._zygote.is_abandoned:  # existing groups may still use an abandoned one
-                self._zygote = _started_zygote()
+                self._zygote = _started_zygote(preload)
             return self._zygote
 
 
@@ -225,8 +228,8 @@ class LocalWorkers:
         return Failure.of_death(ended, last, socket.gethostname(), pid, _device_of(self._launch))
 
 
-def _started_zygote() -> Zygote:
-    """Start a zygote.
+def _started_zygote(preload: Sequence[str]) -> Zygote:
+    """Start a zygote that imports some modules.
 
     Raises:
         UsageError: ``sys.executable`` is not the path of an executable file.
@@ -238,7 +241,7 @@ def _started_zygote() -> Zygote:
             "it to the path of a Python interpreter, or use backend 'inprocess'"
         )
     try:
-        return Zygote()
+        return Zygote(preload)
     except ResourceError:
         raise
     except (OSError, RuntimeError) as error:
@@ -258,7 +261,7 @@ def _spawn_of(launch: Launch, rank: int, port: int) -> Spawn:
         share = str(max(1, count_cores() // len(launch.slots)))
         environment.update({name: share for name in THREAD_VARIABLES if name not in os.environ})
     identity = WorkerIdentity(0, os.getpid(), rank, len(launch.slots), launch.group)
-    return Spawn(identity, context, environment, working_directory(), tuple(sys.path), tuple(sys.argv), _preload())
+    return Spawn(identity, context, environment, working_directory(), tuple(sys.path), tuple(sys.argv))
 
 
 def _preload() -> tuple[str, ...]:

@@ -3,9 +3,8 @@
 ::
 
     controller                       zygote                                worker
-    Zygote() ─── starts ───────────►
-    spawn(...) ── descriptors ─────► imports numpy, torch... the first time
-                                     fork ───────────────────────────────► serve(lane)
+    Zygote(...) ── starts ─────────► imports numpy, torch...
+    spawn(...) ── descriptors ─────► fork ───────────────────────────────► serve(lane)
                ◄─ pid ──────────────┘
     how_it_ended(pid) ─────────────► wait4 ◄────────── exit ───────────────┘
     end(pids) ─────────────────────► kills workers that do not exit in time
@@ -57,21 +56,21 @@ class Zygote:
     """Starts a zygote and sends it requests. Any thread may use it, also from signal handlers and finalizers.
 
     A zygote that does not answer in time is abandoned: new groups use another zygote, and the controller kills the
-    workers itself. The abandoned zygote is killed once no group uses it, because its end kills its workers.
+    workers itself. An abandoned zygote is killed once no group uses it, because its end kills its workers.
 
     Attributes:
         is_abandoned: Whether the zygote was abandoned.
+        preload: Names of the modules that the zygote imports; modules that cannot be imported are skipped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, preload: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._reading = threading.RLock()  # re-entrant, as a finalizer may close a group at any point
         self._numbers = itertools.count()
         self._answers: dict[int, Any] = {}  # by number of the request; None until the answer arrives
         self._silent_since: float | None = None  # time of the first request since the last answer
         self._has_answered = False
-        self._imported: set[str] = set()
-        self._importing: set[str] = set()  # before it answers
+        self.preload = tuple(preload)
         self._n_forks = n_forks()
         source = str(Path(__file__).parents[2])
         program = (
@@ -82,7 +81,7 @@ class Zygote:
         with contextlib.ExitStack() as if_it_fails, theirs:
             if_it_fails.enter_context(self._control)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program, str(theirs.fileno())],
+                [sys.executable, "-c", program, str(theirs.fileno()), *preload],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **single},
@@ -118,6 +117,12 @@ class Zygote:
         if self.is_abandoned and not self._users:
             self.close()
 
+    def abandon(self) -> None:
+        """Have new groups use another zygote; this one is ended once no group uses it."""
+        self.is_abandoned = True
+        if not self._users:
+            self.close()
+
     def spawn(self, spawn: Spawn, descriptors: Sequence[int], timeout_s: float | None) -> int:
         """Fork a worker.
 
@@ -134,7 +139,6 @@ class Zygote:
             NoAnswer: The worker was not forked in time. If it is forked later, it finds its lane closed and exits.
             PlacementError: The machine cannot start another process, or the zygote has ended.
         """
-        self._importing = {*spawn.preload} - self._imported
         with memory_file(pickle.dumps(spawn)) as file:  # an environment can be larger than a message
             answer = self._ask(("spawn",), timeout_s, [*descriptors, file.fileno()])
         if isinstance(answer, str):
@@ -241,8 +245,6 @@ class Zygote:
             if not data:
                 raise ConnectionResetError("it closed its socket")
             self._silent_since, self._has_answered = None, True
-            self._imported |= self._importing
-            self._importing = set()
             number, answer = pickle.loads(data)
             if number in self._answers:  # else the thread that asked was interrupted, or its time is over
                 self._answers[number] = (answer,)
@@ -254,8 +256,8 @@ class Zygote:
         found = stat(self._process.pid)
         if found is not None and found.state in "Tt":
             state = "is stopped"
-        elif self._importing:
-            state = f"is still importing {', '.join(sorted(self._importing))}"
+        elif not self._has_answered:
+            state = f"is still importing {', '.join(self.preload)}"
         else:
             state = "does not answer"
         return NoAnswer(f"{self._who()} {state}")

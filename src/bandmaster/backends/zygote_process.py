@@ -52,8 +52,6 @@ class Spawn:
         directory: Working directory.
         path: The worker's ``sys.path``.
         argv: The worker's ``sys.argv``.
-        preload: Modules that the zygote imports before it forks the worker, unless it has; it skips those that cannot
-            be imported.
     """
 
     identity: WorkerIdentity
@@ -62,17 +60,21 @@ class Spawn:
     directory: str
     path: Sequence[str]
     argv: Sequence[str]
-    preload: Sequence[str]
 
 
 def main() -> None:
-    """Run the zygote. ``sys.argv`` holds the descriptor of its socket."""
+    """Run the zygote. ``sys.argv`` holds the descriptor of its socket, then the names of the modules to import."""
     control = socket.socket(fileno=int(sys.argv[1]))
     prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of a dead worker become children of the zygote, which kills them
     # A process group of its own, so that Ctrl-C in a terminal reaches the controller alone. The same session, because
     # Linux schedules sessions against each other (autogroup), which would make calls slower.
     os.setpgid(0, 0)
     controller = os.pidfd_open(os.getppid())  # unlike the socket, forks of the controller do not keep it open
+    for name in sys.argv[2:]:
+        with contextlib.suppress(Exception, SystemExit):  # a worker that needs the module gets the error itself
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # keeps the memory of imported modules shared with the workers
     _Zygote(control, controller).run()
 
 
@@ -107,7 +109,6 @@ class _Zygote:
         self._has_orphans = False
         self._questions: list[_Question] = []
         self._memory = MemoryPressure()
-        self._has_tried: set[str] = set()  # modules to import
         self._wake, self._waker = socket.socketpair()  # becomes readable when a child ends
         self._wake.setblocking(False)
         self._waker.setblocking(False)
@@ -185,7 +186,6 @@ class _Zygote:
     def _fork(self, spawn: int, fds: list[int]) -> int | str:
         with open(spawn, "rb") as file:
             what = pickle.load(file)
-        self._import(what.preload)
         try:
             pid = os.fork()
         except OSError as error:
@@ -199,16 +199,6 @@ class _Zygote:
         _close_all(fds)
         self._living.add(pid)
         return pid
-
-    def _import(self, modules: Sequence[str]) -> None:
-        missing = [name for name in modules if name not in self._has_tried]
-        self._has_tried.update(missing)
-        for name in missing:
-            with contextlib.suppress(Exception, SystemExit):  # a worker that needs the module gets the error itself
-                importlib.import_module(name)
-        if missing:
-            gc.collect()
-            gc.freeze()  # keeps the memory of imported modules shared with the workers
 
     def _reap(self) -> None:
         """Collect children that have ended, and kill their orphans, which become children of the zygote only then."""

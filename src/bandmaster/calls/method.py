@@ -102,9 +102,9 @@ class MethodSpec:
         label = f"{worker_class.__name__}.{name}"
         if registration.mesh is not None:
             if registration.mesh not in meshes:
-                known = f"only {', '.join(map(repr, meshes))}" if meshes else "no further mesh"
+                known = f"only the meshes {', '.join(map(repr, meshes))}" if meshes else "no named meshes"
                 raise MeshError(
-                    f"{label} is registered for mesh {registration.mesh!r}, but the group has {known}; make it with "
+                    f"{label} is registered for mesh {registration.mesh!r}, but the group has {known}; pass "
                     f"meshes={{{registration.mesh!r}: Mesh(...)}}"
                 )
             mesh = meshes[registration.mesh]
@@ -150,8 +150,10 @@ class MethodSpec:
                 elif isinstance(transfer, Incoming):
                     sources(self.mesh, transfer)
             except MeshError as error:
+                named = self.registration.mesh
+                other = "another mesh=" if named is None else f"another mesh, meshes={{{named!r}: Mesh(...)}}"
                 raise MeshError(
-                    f"{what} uses {transfer!r}, but {error}; change the rule, or give the group another mesh="
+                    f"{what} uses {transfer!r}, but {error}; change the rule, or give the group {other}"
                 ) from None
 
     @cached_property

@@ -57,6 +57,7 @@ class Submitter:
 
     Attributes:
         mesh: The group's mesh.
+        meshes: The meshes of methods that were registered for another one, by method.
         ranks: All ranks.
         traffic: What submitters share that have the same workers.
         options: What the group says about its calls: ``timeout`` and ``grace``.
@@ -85,6 +86,7 @@ class Submitter:
         self._workers = workers
         self._cls = cls
         self._group = group
+        self.meshes: dict[str, Mesh] = {}
         self._prefix = prefix
         self._sites: dict[str, CallSite] = {}  # by method
         self.traffic = traffic = traffic or Traffic()
@@ -172,7 +174,8 @@ class Submitter:
     def _site(self, method: str, options: CallOptions | None) -> CallSite:
         site = self._sites.get(method)
         if site is None:
-            site = self._sites[method] = CallSite(self.label(method), self.mesh, self._group, None, self.options)
+            mesh = self.meshes.get(method, self.mesh)
+            site = self._sites[method] = CallSite(self.label(method), mesh, self._group, None, self.options)
         return site if options is None else site._replace(options=options)
 
     def _encode(

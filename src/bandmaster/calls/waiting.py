@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
@@ -82,7 +83,7 @@ def as_completed(futures: Iterable[Future[Any]], timeout: float | None = None) -
 
 
 def _deadline(timeout: float | None) -> float:
-    return math.inf if timeout is None else time.monotonic() + timeout
+    return math.inf if timeout is None or timeout > threading.TIMEOUT_MAX else time.monotonic() + timeout
 
 
 def _all_of(waiting: set[Future[Any]], timeout: float | None, deadline: float) -> Iterator[Future[Any]]:

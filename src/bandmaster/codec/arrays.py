@@ -14,7 +14,6 @@ __all__ = ["is_bare", "reduce_array"]
 _PLAIN_KINDS = "biufcSUmMV"  # dtype kinds whose items are raw bytes: no objects, no variable-width strings
 
 
-@lru_cache(maxsize=256)
 def _has_plain_items(dtype: Any) -> bool:
     """Whether the memory of an array of this dtype holds its items themselves, not references to objects."""
     return bool(dtype.kind in _PLAIN_KINDS and not dtype.hasobject and dtype.itemsize > 0)

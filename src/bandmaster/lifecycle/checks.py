@@ -105,9 +105,12 @@ def checked_meshes(meshes: Mapping[str, Mesh] | None, n_slots: int, pool: object
     if not isinstance(meshes, Mapping | None) or any(not isinstance(name, str) for name in meshes or {}):
         raise MeshError(f"meshes must be a dict of meshes by name, such as {{'rollout': Mesh(dp=2)}}, got {meshes!r}")
     for name, mesh in (meshes or {}).items():
-        if mesh is None:
-            raise MeshError(f"mesh {name!r} must be a Mesh, such as Mesh(dp={n_slots}), got None")
-    return {name: checked_mesh(mesh, n_slots, pool) for name, mesh in (meshes or {}).items()}
+        try:
+            if checked_mesh(mesh, n_slots, pool) is not mesh:  # the default
+                raise MeshError(f"got None, expected a Mesh, such as Mesh(dp={n_slots})")
+        except MeshError as error:
+            raise MeshError(f"mesh {name!r}: {error}") from None
+    return dict(meshes or {})
 
 
 def checked_mesh(mesh: Mesh | None, n_slots: int, pool: object) -> Mesh:

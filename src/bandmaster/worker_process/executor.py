@@ -17,6 +17,7 @@ from bandmaster.contract import CONSTRUCT, Reply
 from bandmaster.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.roles import Roles
 from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
 from bandmaster.worker_process.control_page import Interrupted
 from bandmaster.worker_process.rendezvous import Rendezvous
@@ -164,6 +165,8 @@ class Executor:
             self._loop.close()
         if self.rendezvous is not None:
             self.rendezvous.close()
+        if isinstance(self.worker, Roles):
+            self.worker.let_go()
         self.worker = self._loop = self.rendezvous = None
 
     def _hand_over(self) -> None:
