@@ -11,14 +11,13 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from bandmaster.calls.encoding import encode_constructor
-from bandmaster.calls.method import MethodSpec
+from bandmaster.calls.method import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import ArgumentError, MeshError, UsageError, WorkerDied
 from bandmaster.group import GroupOf, WorkerGroup
@@ -157,6 +156,7 @@ class ColocatedGroup(GroupOf[Any]):
             UsageError: ``state`` names no role, or one without ``on_restart``; nothing was done.
             Exception: All errors of `WorkerGroup.restart`.
         """
+        self._ownership.check()
         self._check_hooks("restart", "on_restart", state)
         super().restart(state)
 
@@ -191,12 +191,11 @@ class ColocatedGroup(GroupOf[Any]):
             UsageError: An option is unknown, or its value is not a non-negative number or None.
         """
         super().set_default_options(**options)
-        for name in self._parts:
-            self.role(name).set_default_options(**options)
+        for parts in self._parts.values():
+            parts.submitter.options.update(options)
 
     def _check_hooks(self, method: str, hook: str, state: Mapping[str, Any] | None, *args: Any) -> None:
         """Refuse a state that no hook takes, and hooks that do not take it, before anything is done."""
-        self._ownership.check()
         for parts in self._parts.values():
             if _has(parts, hook):
                 cls = parts.checked.cls
@@ -243,8 +242,6 @@ class RoleGroup(WorkerGroup):
         self._pool = colocated._pool
         self._ownership = colocated._ownership
         self._launch = colocated._launch
-        self._changing = threading.RLock()
-        self._watches = []
 
     @property
     def workers(self) -> list[Any]:
@@ -334,7 +331,7 @@ def _checked(pool: ResourcePool, given: Any, meshes: Mesh | Mapping[str, Mesh] |
     check_names(cls, registered, dir(RoleGroup))
     mesh = checked_mesh(None if isinstance(meshes, Mapping) else meshes, size, pool)
     named = checked_meshes(meshes if isinstance(meshes, Mapping) else None, size, pool)
-    methods = {name: MethodSpec.of(cls, name, registered[name], mesh, named) for name in registered}
+    methods = specs_of(cls, registered, mesh, named)
     return _Checked(cls, Role(encode_constructor(cls, args, kwargs), mesh, named), methods, options)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 from bandmaster.backends import get_backend
 from bandmaster.calls.encoding import encode_constructor
-from bandmaster.calls.method import GroupMethod, MethodSpec
+from bandmaster.calls.method import GroupMethod, specs_of
 from bandmaster.calls.options import default_options
 from bandmaster.calls.pending import CallSite, Collection
 from bandmaster.calls.submission import Submitter
@@ -111,9 +111,7 @@ class GroupOf(Generic[W]):
         self._pool = pool
         self._mesh = checked_mesh(mesh, pool.world_size, pool)
         self._meshes = checked_meshes(meshes, pool.world_size, pool)
-        self._methods = {
-            name: MethodSpec.of(cls, name, registered[name], self._mesh, self._meshes) for name in registered
-        }
+        self._methods = specs_of(cls, registered, self._mesh, self._meshes)
         self._changing = threading.RLock()  # one restart or replacement at a time
         self._watches: list[DeathWatch] = []
         self._constructor = encode_constructor(cls, args, kwargs)

@@ -42,7 +42,7 @@ from bandmaster.worker import Registration
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["GroupMethod", "MethodSpec"]
+__all__ = ["GroupMethod", "MethodSpec", "specs_of"]
 
 P = ParamSpec("P")  # the method's parameters
 C = TypeVar("C", covariant=True)  # what a call returns: its result, or its future
@@ -65,7 +65,6 @@ class MethodSpec:
         registration: What `register` was told.
         mesh: The one of the group's meshes that it was registered for.
         ranks: The ranks that it runs on.
-        custom: Its two functions, if it has no transfer protocol.
     """
 
     function: Callable[..., Any]
@@ -79,7 +78,6 @@ class MethodSpec:
     registration: Registration
     mesh: Mesh
     ranks: tuple[int, ...]
-    custom: Custom | None
 
     @classmethod
     def of(
@@ -128,7 +126,6 @@ class MethodSpec:
             registration,
             mesh,
             first_ranks(1 if is_for_zero else mesh.size),
-            registration.protocol if isinstance(registration.protocol, Custom) else None,
         )
         spec._check_mesh()
         return spec
@@ -183,7 +180,7 @@ class MethodSpec:
         collects = getattr(self.registration.protocol, "collects", ())
         return next((collect for collect in collects if isinstance(collect, Reduce) and collect.weights), None)
 
-    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any], outgoing: Outgoing) -> CallPlan:
         """Decide which argument of a call goes where: as `bind` and `plan_call`, but plain calls take a short cut.
 
         Raises:
@@ -199,16 +196,20 @@ class MethodSpec:
             arguments = [BoundArgument(index, names[index], value) for index, value in enumerate(args)]
         if self.goes_everywhere:
             return CallPlan((everywhere(arguments, len(self.ranks)),))
-        assert not isinstance(self.registration.protocol, Custom), "its functions plan its calls"
-        plan = plan_call(
-            arguments, self.registration.protocol.outgoing, self.registration.arguments, self.mesh, self.label
-        )
+        plan = plan_call(arguments, outgoing, self.registration.arguments, self.mesh, self.label)
         if plan.real_rows is None and self._weighted is not None:
             raise BatchError(
                 f"{self.label} collects with {self._weighted!r}, but this call splits no argument, so there are no "
                 "rows to weight by; pass a batch, or remove weights='rows'"
             )
         return plan
+
+
+def specs_of(
+    worker_class: type, registered: Mapping[str, Registration], mesh: Mesh, meshes: Mapping[str, Mesh]
+) -> dict[str, MethodSpec]:
+    """The specs of the registered methods of a class, by name. Raises MeshError as `MethodSpec.of`."""
+    return {name: MethodSpec.of(worker_class, name, registered[name], mesh, meshes) for name in registered}
 
 
 class GroupMethod(Generic[P, C, G]):
@@ -254,14 +255,14 @@ class GroupMethod(Generic[P, C, G]):
 
     def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
         """Send the call; its future, or its result if the caller ``waits``."""
-        spec = self._spec
+        spec, protocol = self._spec, self._spec.registration.protocol
         collection = spec.collection
-        if spec.custom is not None:
-            arguments = bind_per_rank(spec.label, spec.signature, self._group, spec.custom, args, kwargs)
+        if isinstance(protocol, Custom):
+            arguments = bind_per_rank(spec.label, spec.signature, self._group, protocol, args, kwargs)
             plan = CallPlan(tuple(scatter(arguments, len(spec.ranks), spec.label)))
-            collection = collection._replace(finish=partial(spec.custom.collect, self._group))
+            collection = collection._replace(finish=partial(protocol.collect, self._group))
         else:
-            plan = spec.plan(args, kwargs)
+            plan = spec.plan(args, kwargs, protocol.outgoing)
         return self._submitter.submit(self._group, spec.name, plan, spec.ranks, collection, self._options, waits)
 
     def __repr__(self) -> str:
