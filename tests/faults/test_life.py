@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -18,6 +19,11 @@ import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.backends("local", "ray")]
+
+
+def kill_oneself_after_a_look_into(path):
+    Path(path).read_text()
+    kill_oneself()
 
 
 def exit_with_an_error(*_):
@@ -190,6 +196,18 @@ def test_a_thousand_calls_in_flight_all_learn_of_a_death(group):
     assert took(start) < 20
     assert errors[:300] == [None] * 300
     assert {type(error) for error in errors[300:]} == {WorkerDied}
+
+
+@pytest.mark.backends("local")
+def test_replies_from_before_a_death_count_though_the_worker_left_messages_unread(group, tmp_path):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    before = [group.add.submit(1) for _ in range(5)]
+    dying = group.die_on.submit([2], functools.partial(kill_oneself_after_a_look_into, str(fifo)))
+    unread = group.add.submit(1)
+    fifo.write_text("now")  # waits until the worker reads, and so has replied to the calls before
+    wait_until_gone(pids(group)[2:])
+    assert [future.result(timeout=30) for future in before] == [[11 + i] * 3 for i in range(5)]
+    assert {type(dying.exception(timeout=30)), type(unread.exception(timeout=30))} == {WorkerDied}
 
 
 def pids(group):

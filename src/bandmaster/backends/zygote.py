@@ -29,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,7 @@ class Zygote:
             words = self._seen_from_here(pid, error)
         except PlacementError:
             words = "killed, because the process that workers are forked from has ended"
+            _kill_groups([pid])
         if words is None:
             self.end([pid], 0.0)
             return "it closed its connection to the controller but did not exit, so the controller killed it"
@@ -173,10 +174,12 @@ class Zygote:
         if not self.is_ours:
             return
         try:
-            if self.is_alive and pids:
+            if pids:
                 self._ask(("end", list(pids), grace_s), grace_s + GONE_S + ANSWER_S)
-        except PlacementError:
+        except NoAnswer:
             self._end_from_here(pids)
+        except PlacementError:  # the zygote has ended, and the kernel has killed the workers, but not their children
+            _kill_groups(self._workers.intersection(pids))
         self._workers.difference_update(pids)
 
     def close(self) -> None:
@@ -290,6 +293,14 @@ def _end_after(zygote: int, workers: set[int]) -> None:
     poll.register(zygote, select.POLLIN)
     poll.poll()
     os.close(zygote)
-    for pid in list(workers):
+    _kill_groups(list(workers))
+
+
+def _kill_groups(workers: Iterable[int]) -> None:
+    """Kill workers and the processes that they started; whoever finds the zygote dead first does this.
+
+    A worker must be killed in this way before it is removed from the zygote's workers.
+    """
+    for pid in workers:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

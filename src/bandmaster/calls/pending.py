@@ -12,6 +12,7 @@ calls: a rank can only begin with a call when it has ended those before.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -100,6 +101,7 @@ class PendingCall:
     """
 
     __slots__ = (
+        "_arrived",
         "_cancelled_at",
         "_collection",
         "_escalation",
@@ -148,6 +150,7 @@ class PendingCall:
         self._collection = collection
         self._others = others
         self._escalation: Escalation | None = None
+        self._arrived: set[int] = set()  # ranks that had come to this call when the present grace began
         self._cancelled_at: float | None = None
         self._interrupted: set[int] = set()  # ranks whose values have raised KeyboardInterrupt when they were decoded
 
@@ -307,6 +310,7 @@ class PendingCall:
         while (step := self._escalation.due(now)) is not None:
             if step is Step.INTERRUPT:
                 self.workers.interrupt(dict(self.tickets))
+                self._arrived = self._ranks_at_this_call()
             elif step is Step.END:
                 self._kill_the_stuck()
             else:
@@ -314,15 +318,22 @@ class PendingCall:
         return self._escalation.next
 
     def _kill_the_stuck(self) -> None:
-        """End ranks that are at this call still; those that have stopped have replied, others have not come to it."""
+        """End the ranks that have been at this call for the whole grace; those that came to it later get their own."""
         assert self._escalation is not None, "it says that this is due"
         self._take(0.0)
-        if self.tickets:
+        stuck = {rank: ticket for rank, ticket in self.tickets.items() if rank in self._arrived}
+        if stuck:
             grace = self.site.limits().grace
             more = f" (grace {grace:g} s; options(grace=...) gives it more)" if grace else ""
             why = f"ended by the controller, as it had not stopped in time after {self._reason()}{more}"
-            self.workers.interrupt(self.tickets, why)
+            self.workers.interrupt(stuck, why)
+        if self.tickets:
+            self._arrived = self._ranks_at_this_call()
             self._escalation.put_off_the_end(time.monotonic())
+
+    def _ranks_at_this_call(self) -> set[int]:
+        """The ranks that have not replied to this call, but to all that were sent before it."""
+        return set(self.tickets).difference(self._others.awaited_before(self) if self._others is not None else ())
 
     def _reason(self) -> str:
         if self.is_cancelled:
@@ -394,6 +405,11 @@ class OpenCalls:
             else:
                 moments.append(call.drive())
         return min((moment for moment in moments if moment is not None), default=None)
+
+    def awaited_before(self, call: PendingCall) -> set[int]:
+        """The ranks that have not replied to the calls that were sent before one."""
+        earlier = itertools.takewhile(lambda other: other is not call, list(self._calls))
+        return {rank for other in earlier for rank in other.missing}
 
     def cancel_all(self) -> None:
         """Cancel the calls that are not over, and wait until they are: at most for the grace of each."""

@@ -213,13 +213,13 @@ class Lane:
         flags = _RECEIVE_FLAGS if block else _RECEIVE_NOW_FLAGS
         if buffer is None:
             buffer = self._buffer = self._buffer or Buffer()
-        if not self._received:
+        while not self._received:
             try:  # one call of C code reads and stores, so that an exception of a signal handler loses no message
                 self._received.extend(map(self.socket.recvmsg_into, (buffer.memory,), _ANCILLARY_NBYTES, (flags,)))
             except BlockingIOError:
                 return None
-            except ConnectionError:
-                raise Closed from None
+            except ConnectionResetError:  # once, if the other end left messages unread; what it sent is behind that
+                continue
         n, ancillary, message_flags, _ = self._received[0]
         if not n:
             raise Closed
