@@ -1,8 +1,32 @@
-"""The contract that third parties test their backends with holds for the library's own."""
+"""The contract that third parties test their backends with holds for the library's own, and for colocated roles."""
+
+import contextlib
 
 import pytest
 
+import bandmaster as bm
 from bandmaster.testing import BackendContract
+
+
+class Sibling(bm.Worker):
+    pass
+
+
+class OfARole(BackendContract):
+    """The group under test is that of a role, beside a sibling in the same processes."""
+
+    test_a_group_can_be_restarted = test_a_rank_can_be_replaced = None  # the colocated group does so for all roles
+
+    @contextlib.contextmanager
+    def group(self, where, cls, *args, **kwargs):
+        mesh = bm.Mesh(dp=where) if isinstance(where, int) else where
+        tested = bm.ClassWithInitArgs(cls, *args, **kwargs)
+        with bm.ResourcePool([mesh.size], backend=self.backend, **self.pool_options) as pool:
+            both = bm.colocate(
+                pool, sibling=Sibling, tested=tested, meshes={"tested": mesh}, start_timeout=self.timeout
+            )
+            both.set_default_options(timeout=self.timeout)
+            yield both.tested
 
 
 class TestInProcess(BackendContract):
@@ -18,3 +42,15 @@ class TestLocal(BackendContract):
 @pytest.mark.usefixtures("ray_cluster")
 class TestRay(BackendContract):
     backend = "ray"
+
+
+class TestInProcessRoles(OfARole, TestInProcess):
+    pass
+
+
+class TestLocalRoles(OfARole, TestLocal):
+    pass
+
+
+class TestRayRoles(OfARole, TestRay):
+    pass

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any, NamedTuple, Protocol
 
 from bandmaster.codec import Payload
@@ -25,11 +25,13 @@ from bandmaster.worker import WorkerContext
 __all__ = [
     "CLOSED",
     "CONSTRUCT",
+    "NOT_STARTED",
     "QUEUED",
     "START_ADVICE",
     "Backend",
     "Call",
     "Launch",
+    "Lifetime",
     "Reply",
     "Slot",
     "Ticket",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 CLOSED = "the group was closed"
+NOT_STARTED = "the group could not be started"
 QUEUED = "(this rank has not begun the call: it still runs an earlier one)\n"
 START_ADVICE = (
     "the workers that were starting have been ended; give them longer with start_timeout, or find out what takes "
@@ -69,6 +72,14 @@ class Slot:
     share: float
 
 
+class Lifetime(Enum):
+    """When the workers of a group end. Only backend ``"ray"``, on which others can call them, knows all of these."""
+
+    GROUP = "with the group"
+    HANDLES = "with the group, but for workers whose handles it gave away: those end with the last handle"
+    DETACHED = "when somebody kills them"
+
+
 @dataclass(frozen=True)
 class Launch:
     """Everything a backend needs to start a group's workers, and to replace one of them later.
@@ -86,6 +97,8 @@ class Launch:
         start_timeout_s: How long the processes may take to start, and then the constructors; None for as long as they
             take.
         is_again: Whether these slots had workers of the same names just before.
+        variables: Further environment variables of the workers.
+        lifetime: When the workers end.
     """
 
     group: str
@@ -99,6 +112,8 @@ class Launch:
     options: Mapping[str, Any] = field(default_factory=dict)
     start_timeout_s: float | None = None
     is_again: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
+    lifetime: Lifetime = Lifetime.GROUP
 
     def context(self, rank: int, device: str) -> WorkerContext:
         """The attributes that the worker of ``rank`` has before its constructor runs."""
@@ -266,7 +281,10 @@ class Workers(Protocol):
         """
 
     def stop(self, why: str = CLOSED) -> None:
-        """End the workers. Pending calls fail because of ``why``. Calling it again does nothing."""
+        """End the workers. Pending calls fail because of ``why``. Calling it again does nothing.
+
+        Only for `CLOSED`, the launch's lifetime may let workers live on.
+        """
 
 
 class Backend(Protocol):

@@ -141,6 +141,7 @@ class GroupOf(Generic[W]):
             raise
 
     def _start(self, launch: Launch) -> None:
+        """Start the workers. Subclasses may ask for more than a user can."""
         self._ownership.set_workers(start_workers(get_backend(self._pool.backend), launch, self._constructor))
 
     @property

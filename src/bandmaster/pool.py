@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from bandmaster.backends import get_backend
 from bandmaster.contract import Slot
@@ -26,6 +26,9 @@ from bandmaster.plan.placement import RESERVING, Request
 from bandmaster.plan.render import html_table
 from bandmaster.platform.locks import check_not_held
 from bandmaster.worker import ClassLoading
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["ResourcePool", "merge_resource_pool", "split_resource_pool"]
 
@@ -56,6 +59,7 @@ class ResourcePool:
             slot's GPU and CPUs in Ray's accounting; neither memory nor computation is limited.
         cpus_per_worker: CPUs reserved for each slot, shared by all groups on it. Only a Ray cluster counts CPUs.
         placement_timeout: Seconds to wait for resources that other pools hold. Only backend ``"ray"`` waits.
+        is_detached: Whether the slots stay reserved when the pool is closed or its process ends; only on Ray.
 
     Raises:
         UsageError: A value has the wrong type or range, or the backend does not exist or is not installed.
@@ -76,6 +80,7 @@ class ResourcePool:
         max_colocate_count: int = 10,
         cpus_per_worker: float = 1,
         placement_timeout: float = 60.0,
+        is_detached: bool = False,
     ) -> None:
         nodes = _checked_sizes(process_on_nodes, "process_on_nodes", "node")
         is_count = isinstance(max_colocate_count, int) and not isinstance(max_colocate_count, bool)
@@ -92,7 +97,7 @@ class ResourcePool:
         if not isinstance(name_prefix, str | None):
             raise UsageError(f"name_prefix must be a string, or None for a pool without a name, got {name_prefix!r}")
         get_backend(backend)
-        request = Request(name_prefix or "pool", nodes, cpus_per_worker, int(use_gpu))
+        request = Request(name_prefix or "pool", nodes, cpus_per_worker, int(use_gpu), is_detached)
         lease = _Lease(request, backend, max_colocate_count, placement_timeout)
         parts = [_Part(lease, node, tuple(range(size))) for node, size in enumerate(nodes)]
         self._set_up(parts, name_prefix or "", (lease,))
@@ -105,10 +110,15 @@ class ResourcePool:
         self.name_prefix = name_prefix
 
     @classmethod
-    def _of(cls, parts: Sequence[_Part], name_prefix: str) -> ResourcePool:
-        pool = ResourcePool.__new__(ResourcePool)
+    def _of(cls, parts: Sequence[_Part], name_prefix: str) -> Self:
+        pool = cls.__new__(cls)
         pool._set_up(parts, name_prefix, ())
         return pool
+
+    def _take_over(self, reservation: Any) -> None:
+        """Use slots that were reserved elsewhere, of the same number and kind; whoever reserved them releases them."""
+        assert len(self._owned) == 1, "no slot of another pool is in use"
+        self._owned[0].take_over(reservation)
 
     @property
     def process_on_nodes(self) -> tuple[int, ...]:
@@ -375,6 +385,12 @@ class _Lease:
             if self.is_closed:  # another thread closed it meanwhile
                 self._end()
 
+    def take_over(self, reservation: Any) -> None:
+        with self._lock:
+            self._end()
+            self.reservation = reservation
+            self._release = weakref.finalize(self, _nothing)
+
     def close(self) -> None:
         self.is_closed = True
         try:
@@ -393,6 +409,10 @@ class _Lease:
     def _end(self) -> None:
         if self._release is not None:
             self._release()
+
+
+def _nothing() -> None:
+    """What is to be done about slots that somebody else releases."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload, decode
@@ -42,16 +43,7 @@ class Roles(Worker):
         for name, (constructor, mesh, meshes) in given.items():
             with ClassLoading():
                 cls, args, kwargs = decode(constructor, self.device)
-            context = WorkerContext(
-                self.rank,
-                self.world_size,
-                self.local_rank,
-                self.local_world_size,
-                self.node_rank,
-                self.device,
-                mesh,
-                meshes,
-            )
+            context = replace(WorkerContext.of(self), mesh=mesh, meshes=meshes)
             workers[name] = make_worker(cls, context, args, kwargs, workers)
 
     def let_go(self) -> None:

@@ -129,6 +129,11 @@ class WorkerContext:
     mesh: Mesh
     meshes: Mapping[str, Mesh]
 
+    @classmethod
+    def of(cls, worker: Worker) -> WorkerContext:
+        """The context with which a worker was made."""
+        return cls(**{name: getattr(worker, name) for name in cls.__dataclass_fields__})
+
     def environment(self) -> dict[str, str]:
         """``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, as environment variables."""
         names = ("rank", "world_size", "local_rank", "local_world_size")

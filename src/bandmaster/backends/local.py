@@ -254,7 +254,8 @@ def _device_of(launch: Launch) -> str:
 
 def _spawn_of(launch: Launch, rank: int, port: int) -> Spawn:
     slot, context = launch.slots[rank], launch.context(rank, _device_of(launch))
-    environment = {**os.environ, **context.environment(), **rendezvous_environment(LOOPBACK, port)}
+    environment = {**os.environ, **launch.variables, **context.environment()}
+    environment.update(rendezvous_environment(LOOPBACK, port))
     if launch.uses_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = visible_devices()[slot.reservation.gpus[slot.node][slot.index]]
     if "OMP_NUM_THREADS" not in os.environ:

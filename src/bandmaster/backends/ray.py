@@ -37,9 +37,10 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bandmaster.backends.ray_actor import actor_class
+from bandmaster.backends.ray_attached import AttachedWorkers
 from bandmaster.backends.ray_session import RaySession
 from bandmaster.backends.ray_workers import POLL_S, START_TIMEOUT_S, RayWorkers
-from bandmaster.contract import Launch
+from bandmaster.contract import Launch, Lifetime
 from bandmaster.errors import UsageError
 from bandmaster.plan.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
 from bandmaster.platform.limits import working_directory
@@ -128,7 +129,7 @@ class RayBackend:
     def release(self, reservation: Reservation) -> None:
         """Remove the placement groups of a reservation. A private Ray instance ends with its last reservation."""
         self._reservations.remove(reservation)
-        if reservation.session.is_current:
+        if reservation.session.is_current and not reservation.is_detached:
             for group in reservation.groups:
                 remove_placement_group(group)
         self._disconnect_if_idle()
@@ -150,6 +151,19 @@ class RayBackend:
         _check_session(launch)
         return RayWorkers(launch, self._start_actor)
 
+    def attach(self, launch: Launch, actors: Sequence[Any]) -> RayWorkers:
+        """Call actors that another group has started, in this process or another one.
+
+        Raises:
+            UsageError: An actor is no worker of bandmaster.
+            WorkerDied: An actor has ended.
+        """
+        return AttachedWorkers(launch, actors)
+
+    def adopt(self, name: str, groups: Sequence[PlacementGroup]) -> Reservation:
+        """A reservation that consists of the user's own placement groups, one per node; the user removes them."""
+        return Reservation(name, tuple(groups), tuple(tuple(range(g.bundle_count)) for g in groups), RaySession())
+
     def _start_actor(self, launch: Launch, rank: int) -> Any:
         _check_session(launch)
         slot = launch.slots[rank]
@@ -169,6 +183,8 @@ class RayBackend:
             resources=taken,
             scheduling_strategy=strategy,
         )
+        if launch.lifetime is Lifetime.DETACHED:
+            actor = actor.options(lifetime="detached")
         deadline = time.monotonic() + (RENAME_TIMEOUT_S if launch.is_again else 0.0)
         while True:
             try:
@@ -189,12 +205,14 @@ class RayBackend:
             for n_places, key in zip(request.workers, keys, strict=True):
                 labels = [{"ray.io/node-id": key}] * n_places
                 name = f"pool {request.name!r}{_UNIQUE}{uuid.uuid4().hex}"
-                groups.append(placement_group([bundle] * n_places, "STRICT_PACK", name, bundle_label_selector=labels))
+                life = "detached" if request.is_detached else None
+                bundles = [bundle] * n_places
+                groups.append(placement_group(bundles, "STRICT_PACK", name, life, bundle_label_selector=labels))
             for group in groups:
                 if not group.wait(max(1.0, min(10.0, deadline - time.monotonic()))):
                     raise TimeoutError
-            bundles = [_in_device_order(group, bool(request.gpus_per_worker)) for group in groups]
-            return Reservation(request.name, tuple(groups), tuple(bundles), RaySession())
+            ordered = [_in_device_order(group, bool(request.gpus_per_worker)) for group in groups]
+            return Reservation(request.name, tuple(groups), tuple(ordered), RaySession(), request.is_detached)
         except BaseException as error:
             for group in groups:
                 remove_placement_group(group)
@@ -242,12 +260,14 @@ class Reservation:
         groups: The placement group of each node of the request.
         bundles: For each node, the indices of its bundles in the order of their GPUs.
         session: The Ray session in which the placement groups exist.
+        is_detached: Whether they stay when they are released.
     """
 
     name: str
     groups: tuple[PlacementGroup, ...]
     bundles: tuple[tuple[int, ...], ...]
     session: RaySession
+    is_detached: bool = False
 
 
 def _check_session(launch: Launch) -> None:

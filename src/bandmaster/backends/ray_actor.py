@@ -14,7 +14,7 @@ import os
 import select
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,14 +84,19 @@ class WorkerActor:
         self._patience_s = SHORT_S  # how long the lane is served before other actor tasks get a turn
         self._is_away = False  # whether the lane is to be served again after that
         self._n_left = 0
+        self._info: ActorInfo
+        self._ends_alone = False
 
-    def bandmaster_begin(self, uses_gpu: bool, identity: WorkerIdentity, controllers_host: str) -> ActorInfo:
+    def bandmaster_begin(
+        self, uses_gpu: bool, identity: WorkerIdentity, controllers_host: str, ends_alone: bool
+    ) -> ActorInfo:
         """Open the control page and, on rank 0, the rendezvous.
 
         Args:
             uses_gpu: Whether the worker's slot has a GPU.
             identity: The worker's identity; its pid and, on another host, its controller are replaced here.
             controllers_host: `host_identity` of the controller.
+            ends_alone: Whether it outlives its controller.
 
         Returns:
             Where this actor runs.
@@ -105,7 +110,13 @@ class WorkerActor:
             self._executor.rendezvous = Rendezvous(listening_socket(address))
         port = self._executor.rendezvous.port if self._executor.rendezvous else 0
         node, stderr = ray.get_runtime_context().get_node_id(), os.readlink("/proc/self/fd/2")
-        return ActorInfo(address, os.uname().nodename, host_identity(), os.getpid(), device, port, node, stderr)
+        self._ends_alone = ends_alone
+        self._info = ActorInfo(address, os.uname().nodename, host_identity(), os.getpid(), device, port, node, stderr)
+        return self._info
+
+    def bandmaster_info(self) -> ActorInfo:
+        """Where this actor runs."""
+        return self._info
 
     def bandmaster_prepare(self, context: WorkerContext, environment: Mapping[str, str], paths: Sequence[str]) -> None:
         """Set the worker's context and environment, and add the controller's ``paths`` to ``sys.path``."""
@@ -116,6 +127,15 @@ class WorkerActor:
     def bandmaster_call(self, number: int, method: str, reply: int, *parts: Payload) -> Any:
         """Run a call. A failure is returned to the controller, but raised for users of a native ObjectRef."""
         self._catch_up()
+        return self._called(number, method, reply, parts)
+
+    def bandmaster_call_of_others(self, number: int, method: str, reply: int, *parts: Payload) -> Any:
+        """As `bandmaster_call`, for a group that others have attached to this actor."""
+        self._catch_up_with_what_is_there()
+        self._patience_s = SHORT_S
+        return self._called(number, method, reply, parts)
+
+    def _called(self, number: int, method: str, reply: int, parts: Sequence[Payload]) -> Any:
         outcome = self._run(number, method, reply, [part.private() for part in parts])
         if reply != Reply.NATIVE:
             return outcome
@@ -134,7 +154,8 @@ class WorkerActor:
         if sock is not None:
             os.register_at_fork(after_in_child=sock.close)
             self._lane = Lane(sock, SegmentWriter(), is_only_reader=True)
-            _end_with(peer_pid(sock))
+            if not self._ends_alone:
+                _end_with(peer_pid(sock))
         return sock is not None
 
     def bandmaster_serve(self, n_left: int = 0) -> None:
@@ -216,7 +237,17 @@ def actor_class(cls: type) -> Any:
     """Make an actor class with the name and the public methods of a worker class."""
     names = [name for name in dir(cls) if not name.startswith("_") and inspect.isfunction(getattr(cls, name))]
     forwards = {name: _forward(cls, name) for name in names}
-    return ray.remote(type(cls.__name__, (WorkerActor,), {**forwards, "__doc__": cls.__doc__}))
+    made = ray.remote(type(cls.__name__, (WorkerActor,), {**forwards, "__doc__": cls.__doc__}))
+    made.__ray_metadata__.modified_class.__ray_call__ = _ray_call
+    return made
+
+
+def _ray_call(self: WorkerActor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """In place of Ray's own method, which would pass this actor to ``fn``: pass the user's object."""
+    self._catch_up_with_what_is_there()
+    self._patience_s = SHORT_S
+    with self._page.announce(OTHERS):
+        return fn(self._executor.worker, *args, **kwargs)
 
 
 def _forward(cls: type, name: str) -> Any:

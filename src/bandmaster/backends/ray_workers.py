@@ -22,7 +22,7 @@ from bandmaster import contract
 from bandmaster.backends.ray_actor import FIRST_NUMBER, OTHERS, ActorInfo, host_identity
 from bandmaster.backends.ray_session import RaySession
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, QUEUED, Call, Launch, Reply, WorkerRecord
+from bandmaster.contract import CLOSED, NOT_STARTED, QUEUED, Call, Launch, Lifetime, Reply, WorkerRecord
 from bandmaster.errors import ClosedError, ConstructorError, PlacementError, WorkerDied
 from bandmaster.failure import N_LAST_LINES, Failure, FailureKind
 from bandmaster.transport import control_page
@@ -75,6 +75,8 @@ class RayWorkers:
         start_actor: Starts the actor of a rank and returns its handle.
     """
 
+    _first_number = FIRST_NUMBER
+
     def __init__(self, launch: Launch, start_actor: Callable[[Launch, int], Any]) -> None:
         self._launch = launch
         self._start_actor = start_actor
@@ -96,7 +98,7 @@ class RayWorkers:
                 self.actors.append(start_actor(launch, rank))
             self._begin(range(len(launch.slots)))
         except BaseException:
-            self.stop()
+            self.stop(NOT_STARTED)
             raise
 
     def _begin(self, ranks: Sequence[int]) -> None:
@@ -106,7 +108,8 @@ class RayWorkers:
         rendezvous = rendezvous_environment(first.address, first.rendezvous_port)
         for rank in ranks:
             context = self._launch.context(rank, self._infos[rank].device)
-            self.actors[rank].bandmaster_prepare.remote(context, {**context.environment(), **rendezvous}, sys.path)
+            environment = {**self._launch.variables, **context.environment(), **rendezvous}
+            self.actors[rank].bandmaster_prepare.remote(context, environment, sys.path)
         if 0 in ranks:
             for rank in set(self._infos).difference(ranks):
                 with self._lock:
@@ -123,11 +126,7 @@ class RayWorkers:
             WorkerDied: An actor died as it started.
             ConstructorError: An actor's start raised.
         """
-        launch, here = self._launch, host_identity()
-        asked = {}
-        for rank in ranks:
-            identity = WorkerIdentity(0, os.getpid(), rank, len(self.actors), launch.group)
-            asked[self.actors[rank].bandmaster_begin.remote(launch.uses_gpu, identity, here)] = rank
+        launch, asked = self._launch, {self._ask_to_begin(rank): rank for rank in ranks}
         limit_s = START_TIMEOUT_S if launch.start_timeout_s is None else min(launch.start_timeout_s, START_TIMEOUT_S)
         missing = self._unanswered(list(asked), limit_s)
         if missing and limit_s < START_TIMEOUT_S:
@@ -144,6 +143,13 @@ class RayWorkers:
             has_died = any(failure.kind is FailureKind.DIED for failure in failures.values())
             raise (WorkerDied if has_died else ConstructorError)(launch.constructor, failures, where, launch.group)
         return replies
+
+    def _ask_to_begin(self, rank: int) -> Any:
+        """The ObjectRef of what an actor reports once its process runs."""
+        launch = self._launch
+        identity = WorkerIdentity(0, os.getpid(), rank, len(self.actors), launch.group)
+        ends_alone = launch.lifetime is Lifetime.DETACHED
+        return self.actors[rank].bandmaster_begin.remote(launch.uses_gpu, identity, host_identity(), ends_alone)
 
     @staticmethod
     def _unanswered(references: Sequence[Any], timeout_s: float) -> list[Any]:
@@ -259,10 +265,14 @@ class RayWorkers:
             if rank not in tickets:
                 self._pause(rank)
                 references = [part.on_ray() for part in call.parts]
-                number = FIRST_NUMBER + self._n_called[rank]
+                number = self._first_number + self._n_called[rank]
                 self._n_called[rank] += 1
-                done = self.actors[rank].bandmaster_call.remote(number, call.method, int(call.reply), *references)
+                done = self._submit(self.actors[rank], number, call.method, int(call.reply), *references)
                 tickets[rank] = done if call.reply is Reply.NATIVE else RayTicket(done, rank, number)
+
+    def _submit(self, actor: Any, *arguments: Any) -> Any:
+        """Submit a call as an actor task."""
+        return actor.bandmaster_call.remote(*arguments)
 
     def _by_lane(self, call: Call) -> Sequence[int]:
         """The ranks to which a call is sent over their lanes."""
@@ -350,13 +360,15 @@ class RayWorkers:
         return is_running
 
     def stop(self, why: str = CLOSED) -> None:
-        """Close the lanes and kill the actors."""
+        """Close the lanes and kill the actors, but for those that outlive the group."""
         self._client.close_channels(why)
         for rank in range(len(self.actors)):
             self._client.deaths.setdefault(rank, Failure(FailureKind.DIED, why))
         self._has_lane.clear()
         actors, self.actors = self.actors, []
-        if self._session.is_current:
+        lifetime = self._launch.lifetime if why == CLOSED else Lifetime.GROUP
+        is_over = lifetime is Lifetime.GROUP or (lifetime is Lifetime.HANDLES and not self._is_left)
+        if is_over and self._session.is_current:
             for actor in actors:
                 ray.kill(actor)
 

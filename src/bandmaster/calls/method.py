@@ -241,7 +241,7 @@ class GroupMethod(Generic[P, C, G]):
             UsageError: An option is unknown, or its value is not a non-negative number or None.
         """
         base = self._options or default_options().but(self._submitter.options)
-        return GroupMethod(self._group, self._submitter, self._spec, base.but(options))
+        return type(self)(self._group, self._submitter, self._spec, base.but(options))
 
     def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
         """Send the call and return its `Future` without waiting.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import CallSite, Collection, PendingCall
 from bandmaster.codec import Payload
-from bandmaster.contract import CONSTRUCT, START_ADVICE, Backend, Call, Launch, Reply, Workers
+from bandmaster.contract import CONSTRUCT, NOT_STARTED, START_ADVICE, Backend, Call, Launch, Reply, Workers
 from bandmaster.errors import CallTimeout, ConstructorError, RemoteError
 from bandmaster.plan.transfer import Gather
 
@@ -35,7 +35,7 @@ def start_workers(backend: Backend, launch: Launch, constructor: Payload) -> Wor
     try:
         _construct(workers, launch, constructor, tuple(range(len(launch.slots))))
     except BaseException:
-        workers.stop()
+        workers.stop(NOT_STARTED)
         raise
     return workers
 

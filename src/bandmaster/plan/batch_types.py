@@ -120,8 +120,29 @@ def _tensordict_rows(value: Any) -> int | None:
     return int(value.batch_size[0]) if value.batch_dims else None
 
 
+def _tensordict_split(value: Any, start: int, stop: int) -> Any:
+    nested = _nested_keys(value)
+    if not nested:
+        return value[start:stop]
+    part = value.exclude(*nested)[start:stop]
+    for key in nested:
+        part.set(key, _nested_split(value.get(key), start, stop))
+    return part
+
+
 def _tensordict_concat(values: Sequence[Any]) -> Any:
-    return sys.modules["torch"].cat(list(values), 0)
+    torch, nested = sys.modules["torch"], _nested_keys(values[0])
+    if not nested:
+        return torch.cat(list(values), 0)
+    joined = torch.cat([value.exclude(*nested) for value in values], 0)
+    for key in nested:
+        joined.set(key, _tensor_concat([value.get(key) for value in values]))
+    return joined
+
+
+def _nested_keys(value: Any) -> list[Any]:
+    """Keys of the columns that are nested tensors, in which TensorDict itself can neither cut nor join rows."""
+    return [key for key, column in value.items(True, True) if getattr(column, "is_nested", False)]
 
 
 def _array_concat(values: Sequence[Any]) -> Any:
@@ -165,6 +186,16 @@ def _compact(table: Any) -> Any:
 
 def _dataset_concat(values: Sequence[Any]) -> Any:
     return sys.modules["datasets"].concatenate_datasets(list(values))
+
+
+def _proto_split(value: Any, start: int, stop: int) -> Any:
+    part = value.slice(start, stop)
+    part.meta_info = dict(part.meta_info)
+    return part
+
+
+def _proto_concat(values: Sequence[Any]) -> Any:
+    return type(values[0]).concat(list(values))
 
 
 # --- mappings, NamedTuples and dataclasses of columns -------------------------------------------------------------
@@ -234,7 +265,7 @@ def _encoding_join(values: Sequence[Any], columns: dict[Any, Any]) -> Any:
 MAPPING = ColumnsType(False, _cut_like, _join_like)
 RECORD = ColumnsType(True, _cut_like, _join_like)
 TENSOR = BatchType(_tensor_rows, _tensor_split, _tensor_concat)
-TENSORDICT = BatchType(_tensordict_rows, _slice, _tensordict_concat)
+TENSORDICT = BatchType(_tensordict_rows, _tensordict_split, _tensordict_concat)
 _FRAME = BatchType(len, _frame_split, _frame_concat)
 KNOWN_BY_NAME: dict[tuple[str, str], BatchType | ColumnsType] = {  # names, because a lookup must not import
     ("numpy", "ndarray"): BatchType(_array_rows, _slice, _array_concat),
@@ -242,6 +273,7 @@ KNOWN_BY_NAME: dict[tuple[str, str], BatchType | ColumnsType] = {  # names, beca
     ("builtins", "dict"): MAPPING,
     ("torch", "Tensor"): TENSOR,
     ("tensordict.base", "TensorDictBase"): TENSORDICT,
+    ("verl.protocol", "DataProto"): BatchType(len, _proto_split, _proto_concat),
     ("pandas", "DataFrame"): _FRAME,
     ("pandas", "Series"): _FRAME,
     ("pandas.core.frame", "DataFrame"): _FRAME,  # their names before pandas 3

@@ -66,12 +66,14 @@ class Request:
         workers: Number of slots on each node.
         cpus_per_worker: CPUs reserved for each slot.
         gpus_per_worker: GPUs reserved for each slot, 0 or 1.
+        is_detached: Whether the slots stay reserved when the pool is closed or its process ends; only on Ray.
     """
 
     name: str
     workers: tuple[int, ...]
     cpus_per_worker: float
     gpus_per_worker: int
+    is_detached: bool = False
 
     @property
     def words(self) -> str:

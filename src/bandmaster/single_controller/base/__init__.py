@@ -1,7 +1,6 @@
 """``Worker``, ``WorkerGroup``, ``ResourcePool`` and ``ClassWithInitArgs`` under their import path in verl."""
 
-from bandmaster.group import WorkerGroup
-from bandmaster.pool import ResourcePool
-from bandmaster.worker import ClassWithInitArgs, Worker
+from bandmaster.single_controller.base.worker import Worker
+from bandmaster.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup
 
 __all__ = ["ClassWithInitArgs", "ResourcePool", "Worker", "WorkerGroup"]

@@ -1,9 +1,13 @@
-"""The classes with Ray in their names, and the functions of pools, under their import path in verl."""
+"""Groups of Ray actors under their import path in verl."""
 
 from bandmaster.single_controller.ray.base import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    ResourcePoolManager,
+    SubRayResourcePool,
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
     merge_resource_pool,
     split_resource_pool,
 )
@@ -12,6 +16,10 @@ __all__ = [
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",
+    "ResourcePoolManager",
+    "SubRayResourcePool",
+    "create_colocated_worker_cls",
+    "create_colocated_worker_cls_fused",
     "merge_resource_pool",
     "split_resource_pool",
 ]

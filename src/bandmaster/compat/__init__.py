@@ -1,0 +1,1 @@
+"""Other libraries on bandmaster, without changing their code."""

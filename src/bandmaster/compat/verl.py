@@ -1,0 +1,131 @@
+"""Puts `bandmaster.single_controller` in place of ``verl.single_controller``.
+
+One line before the first import of verl's single controller::
+
+    import bandmaster.compat.verl
+
+or in front of a command that is not yours to change::
+
+    python -m bandmaster.compat.verl -m verl.trainer.main_ppo trainer.n_gpus_per_node=8 ...
+
+Both hold for this process and for every Ray worker of the jobs that it starts with ``ray.init``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from bandmaster.errors import UsageError
+
+__all__ = ["install"]
+
+THEIRS, OURS = "verl.single_controller", "bandmaster.single_controller"
+TRIED = ("0.9.1",)  # the versions of verl whose own tests and trainers have run on bandmaster
+HOOK = "bandmaster.compat.verl.install"
+IN_A_WORKER = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"  # Ray sets it where the hook is to run
+
+
+class _Finder:
+    """Finds our module for the name of theirs; it is the same module under two names."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        is_theirs = name == THEIRS or name.startswith(THEIRS + ".")
+        return ModuleSpec(name, self, is_package=True) if is_theirs else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        ours = OURS + spec.name.removeprefix(THEIRS)
+        try:
+            module = importlib.import_module(ours)
+        except ModuleNotFoundError as error:
+            if error.name != ours:
+                raise
+            raise ModuleNotFoundError(
+                f"{spec.name} has no counterpart: bandmaster provides verl.single_controller as verl {TRIED[-1]} has it",
+                name=spec.name,
+            ) from None
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None, "the import system has set it"
+        module.__spec__ = module.__spec__.loader_state  # the name that it has in messages and pickles is ours
+
+
+def install(says_so: bool = False) -> None:
+    """Put bandmaster in place of verl's single controller, from now on, here and in the Ray workers of this job.
+
+    Calling it again does nothing.
+
+    Args:
+        says_so: Whether to write to standard error what was done.
+
+    Raises:
+        UsageError: verl's own single controller was imported before, or Ray was started before.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if THEIRS in sys.modules:
+        raise UsageError(f"{THEIRS} was imported before bandmaster.compat.verl; import bandmaster.compat.verl first")
+    import ray  # verl needs it as well
+
+    if ray.is_initialized() and IN_A_WORKER not in os.environ:
+        raise UsageError("Ray was started before bandmaster.compat.verl was imported; import it before ray.init()")
+    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+    ray.init = _with_hook(ray.init)
+    if says_so:
+        print(f"bandmaster: {THEIRS} is {OURS}, here and in the Ray workers of this process{_caveat()}", file=sys.stderr)
+
+
+def _caveat() -> str:
+    try:
+        version = importlib.metadata.version("verl")
+    except importlib.metadata.PackageNotFoundError:
+        return "; verl is not installed as a package, so its version is not known"
+    if version in TRIED:
+        return f" (verl {version})"
+    return f"; this is verl {version}, but only {', '.join(TRIED)} was tried"
+
+
+def _with_hook(init: Any) -> Any:
+    @functools.wraps(init)
+    def init_with_hook(*args: Any, **kwargs: Any) -> Any:
+        runtime_env = dict(kwargs.get("runtime_env") or {})
+        hook = runtime_env.setdefault("worker_process_setup_hook", HOOK)
+        if hook != HOOK:
+            raise UsageError(
+                f"runtime_env has a worker_process_setup_hook ({hook!r}), the place where bandmaster.compat.verl puts its "
+                "own; call bandmaster.compat.verl.install() in that hook and pass no other"
+            )
+        return init(*args, **{**kwargs, "runtime_env": runtime_env})
+
+    return init_with_hook
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """Run a module (``-m name``) or a script, as Python does, with the rest of the arguments."""
+    if not arguments or (arguments[0] == "-m" and len(arguments) < 2):
+        sys.exit("usage: python -m bandmaster.compat.verl (-m module | script.py) [arguments]")
+    importlib.import_module("bandmaster.compat.verl").install(says_so=True)
+    is_module = arguments[0] == "-m"
+    target, rest = (arguments[1], arguments[2:]) if is_module else (arguments[0], arguments[1:])
+    sys.argv = [target, *rest]
+    if is_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(target))
+        runpy.run_path(target, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _run(sys.argv[1:])
+else:
+    install(says_so=IN_A_WORKER not in os.environ)

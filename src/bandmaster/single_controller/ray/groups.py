@@ -1,0 +1,518 @@
+"""verl's ``RayWorkerGroup``, over bandmaster's worker groups.
+
+::
+
+    RayWorkerGroup(pool, RayClassWithInitArgs(cls, ...))
+        │  _inner: a bandmaster group, or workers of others that it was attached to
+        ├─ method(x)   dispatch_fn ── one value per rank ──► bandmaster's call ── collect_fn ──► result
+        └─ spawn()     a group for each role of a colocated class, on the same workers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from bandmaster.backends import get_backend
+from bandmaster.calls.method import GroupMethod, MethodSpec
+from bandmaster.calls.pending import Collection
+from bandmaster.calls.submission import Submitter
+from bandmaster.contract import Launch, Lifetime, Slot, Workers
+from bandmaster.errors import ArgumentError, UsageError
+from bandmaster.group import WorkerGroup as CoreGroup
+from bandmaster.plan.arguments import CallPlan, scatter
+from bandmaster.plan.binding import bind
+from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.transfer import Custom, Gather
+from bandmaster.plan.transfer import Execute as CoreExecute
+from bandmaster.pool import ResourcePool
+from bandmaster.roles import SEPARATOR
+from bandmaster.single_controller.base import decorator
+from bandmaster.single_controller.base.batches import resolved, without_padding
+from bandmaster.single_controller.base.decorator import (
+    PADDING_KEY,
+    PROTOCOLS,
+    Dispatch,
+    Execute,
+    get_predefined_dispatch_fn,
+)
+from bandmaster.single_controller.base.worker_group import WorkerGroup
+from bandmaster.single_controller.ray.classes import RayClassWithInitArgs, registered_by_verl, unwrapped
+from bandmaster.single_controller.ray.later import RowsLater
+from bandmaster.worker import ClassWithInitArgs, Registration
+
+__all__ = ["RayWorkerGroup"]
+
+PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class RayWorkerGroup(WorkerGroup):
+    """A worker group with verl's parameters and methods. Everything that a bandmaster group has, it has as well.
+
+    Args:
+        resource_pool: The slots for the workers, one worker per slot; None attaches the group to existing workers.
+        ray_cls_with_init: The worker class and its constructor's arguments.
+        bin_pack: Must be a bool; slots of an entry of the pool are on one node in any case.
+        name_prefix: Prefix of the workers' names; by default the pool's prefix followed by six random letters.
+        detached: Whether the workers outlive this process; the pool has to be detached as well.
+        worker_names: Names of existing workers, which may be another process's.
+        worker_handles: Their actor handles, in place of names.
+        ray_wait_register_center_timeout: Ignored: there is no register center.
+        mesh: Named axes over the ranks, for the protocols of HybridFlow.
+        device_name: Ignored: the pool says whether slots have a GPU.
+        use_gpu: Must not be True for a pool without GPUs.
+        worker_env: Further environment variables of the workers.
+        profile_steps: As `worker_nsight_options`.
+        worker_nsight_options: Options of Ray's profiler ``nsight`` for the workers; used if there are steps.
+        start_timeout: Seconds that the processes may take to start, and then the same again for the constructors.
+
+    Raises:
+        UsageError: A value has the wrong type, or they contradict each other.
+        ValueError: ``worker_env`` names a variable that the group itself sets.
+        Exception: All errors of `bandmaster.WorkerGroup`.
+    """
+
+    def __init__(
+        self,
+        resource_pool: ResourcePool | None = None,
+        ray_cls_with_init: Any = None,
+        bin_pack: bool = True,
+        name_prefix: str | None = None,
+        detached: bool = False,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[Any] | None = None,
+        ray_wait_register_center_timeout: int = 300,
+        *,
+        mesh: Mesh | None = None,
+        device_name: str = "cuda",
+        use_gpu: bool | None = None,
+        worker_env: Mapping[str, str] | None = None,
+        profile_steps: Sequence[int] | None = None,
+        worker_nsight_options: Mapping[str, Any] | None = None,
+        start_timeout: float | None = None,
+    ) -> None:
+        for name, flag in (("bin_pack", bin_pack), ("detached", detached)):
+            if not isinstance(flag, bool):
+                raise UsageError(
+                    f"{name} of RayWorkerGroup must be True or False, got {flag!r}; name_prefix and mesh are keywords"
+                )
+        self.ray_cls_with_init = ray_cls_with_init
+        self.resource_pool = resource_pool
+        self.device_name, self.profile_steps, self.worker_nsight_options = device_name, profile_steps, worker_nsight_options
+        self.wg_dict: dict[str, RayWorkerGroup] | None = None
+        self.sub_cls_name = ""
+        given = ray_cls_with_init if isinstance(ray_cls_with_init, ClassWithInitArgs) else None
+        cls = unwrapped(ray_cls_with_init if given is None else given.cls)
+        if resource_pool is None:
+            self._inner: CoreGroup | _Attached = _Attached(worker_handles, worker_names, cls)
+        elif worker_names is not None or worker_handles is not None:
+            raise UsageError("a group has either a resource_pool, or the names or handles of existing workers; not both")
+        else:
+            if use_gpu and not resource_pool.use_gpu:
+                raise UsageError(f"use_gpu is True, but {resource_pool!r} has none; make the pool with use_gpu=True")
+            options = dict(getattr(given, "options", {}))
+            if profile_steps and worker_nsight_options is not None:
+                options["runtime_env"] = {"nsight": _ending(worker_nsight_options, len(profile_steps))}
+            variables = _variables(resource_pool, name_prefix, worker_env)
+            self._inner = _Group(
+                resource_pool,
+                ray_cls_with_init,
+                mesh,
+                name_prefix,
+                start_timeout,
+                partial(
+                    replace,
+                    variables=variables,
+                    lifetime=Lifetime.DETACHED if detached else Lifetime.HANDLES,
+                ),
+                options,
+            )
+        self._bind(cls, self._inner._submitter)
+
+    def _bind(self, cls: Any, submitter: Submitter) -> None:
+        """Make the methods of a worker class methods of this group."""
+        self._cls, self._submitter = cls, submitter
+        self._dispatch_info: dict[str, Sequence[int]] = {}
+        self._collect_info: dict[str, Sequence[bool]] = {}
+        self._methods = {} if cls is None else registered_by_verl(cls)
+        hidden = [name for name in self._methods if hasattr(RayWorkerGroup, name)]
+        if hidden:
+            raise UsageError(
+                f"{cls.__name__} registers {', '.join(map(repr, hidden))}, but these are names of RayWorkerGroup's own "
+                "attributes; rename the method"
+            )
+        self._bound: dict[str, GroupMethod[..., Any, Any]] = {}
+
+    @property
+    def method_names(self) -> list[str]:
+        """The methods of the workers that can be called on the group."""
+        return list(self._methods)
+
+    @property
+    def world_size(self) -> int:  # type: ignore[override]
+        """Number of ranks."""
+        return self._submitter.mesh.size
+
+    @property
+    def name_prefix(self) -> str:
+        """What the workers' names begin with."""
+        return self._inner.name.removesuffix(self._inner._cls.__name__)
+
+    @property
+    def fused_worker_used(self) -> bool:
+        """Whether the workers hold one worker of each of several roles."""
+        return bool(getattr(self._inner._cls, "colocated", None))
+
+    @property
+    def _workers(self) -> list[Any]:
+        return self.workers
+
+    @property
+    def workers(self) -> list[Any]:
+        """The actor handle of each rank. Workers whose handles are kept live on when the group is gone."""
+        return self._inner.workers
+
+    @property
+    def worker_names(self) -> list[str]:
+        """The name of each rank's actor."""
+        return self._inner.worker_names
+
+    @property
+    def _worker_names(self) -> list[str]:
+        return self.worker_names
+
+    @property
+    def master_address(self) -> str:
+        """Address of the group's rendezvous."""
+        return self.execute_rank_zero_sync("get_master_addr_port")[0]  # type: ignore[no-any-return]
+
+    @property
+    def master_port(self) -> str:
+        """Port of the group's rendezvous."""
+        return self.execute_rank_zero_sync("get_master_addr_port")[1]  # type: ignore[no-any-return]
+
+    def dispatch_info(self, mesh_name: str) -> Sequence[int]:
+        """The data-parallel rank of every rank on a mesh that the workers have registered; asked for once."""
+        if mesh_name not in self._dispatch_info:
+            self._dispatch_info[mesh_name] = self._query_dispatch_info(mesh_name)
+        return self._dispatch_info[mesh_name]
+
+    def collect_info(self, mesh_name: str) -> Sequence[bool]:
+        """For every rank, whether its values are collected on a mesh that the workers have registered."""
+        if mesh_name not in self._collect_info:
+            self._collect_info[mesh_name] = self._query_collect_info(mesh_name)
+        return self._collect_info[mesh_name]
+
+    # --- roles ---
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
+        """A group for each of these roles of a colocated class, on the same workers.
+
+        Raises:
+            UsageError: The class has no such role.
+        """
+        return {role: self._spawned(role) for role in prefix_set}
+
+    def _spawned(self, role: str) -> RayWorkerGroup:
+        colocated = getattr(self._inner._cls, "colocated", {})
+        if role not in colocated:
+            known = ", ".join(colocated) or "none: make the class with create_colocated_worker_cls"
+            raise UsageError(f"{self!r} has no role {role!r}; its roles are {known}")
+        group = object.__new__(type(self))
+        vars(group).update(vars(self), sub_cls_name=role, wg_dict=None)
+        cls, inner, shared = colocated[role][0], self._inner, self._submitter
+        name = f"{inner.name}.{role}"
+        mine = Submitter(shared._workers, cls, shared.mesh, name, role + SEPARATOR, shared.traffic)
+        mine.options = shared.options
+        group._bind(cls, mine)
+        return group
+
+    def fuse(self, prefix_set: Iterable[str]) -> None:
+        """Make the group of each of these roles an attribute of this group."""
+        self.wg_dict = self.wg_dict or self.spawn(prefix_set)
+        vars(self).update(self.wg_dict)
+
+    @classmethod
+    def from_detached(
+        cls,
+        name_prefix: str | None = None,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[Any] | None = None,
+        ray_cls_with_init: Any = None,
+        **kwargs: Any,
+    ) -> RayWorkerGroup:
+        """A group of existing workers, which another group, perhaps of another process, has started."""
+        return cls(
+            None,
+            ray_cls_with_init,
+            name_prefix=name_prefix,
+            worker_names=worker_names,
+            worker_handles=worker_handles,
+            **kwargs,
+        )
+
+    # --- calls by name ---
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """As `bandmaster.WorkerGroup.execute_all_sync`."""
+        plan = self._plan(method_name, args, kwargs)
+        ranks = self._submitter.ranks
+        values: list[Any] = self._submitter.submit(
+            self, method_name, plan, ranks, Collection(Gather(), ranks), waits=True
+        )
+        return values
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """One ObjectRef per rank, of a method that may be registered or not."""
+        plan = self._plan(method_name, args, kwargs)
+        return self._submitter.submit_for_each(self, method_name, plan, self._submitter.ranks)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """The value of a method on rank 0, which may be registered or not."""
+        plan = self._plan(method_name, args, kwargs, 1)
+        return self._submitter.submit(self, method_name, plan, (0,), Collection(Gather(), (0,)), waits=True)[0]
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """The ObjectRef of a method on rank 0, which may be registered or not."""
+        return self._submitter.submit_for_each(self, method_name, self._plan(method_name, args, kwargs, 1), (0,))[0]
+
+    execute_all = execute_all_async
+    execute_rank_zero = execute_rank_zero_async
+
+    def _plan(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], n: int | None = None) -> CallPlan:
+        """One value per rank where all arguments are lists of so many values; else each rank gets all of them."""
+        if not callable(getattr(self._cls, name, None)):
+            raise ArgumentError(f"{getattr(self._cls, '__name__', self._cls)} has no method {name!r}")
+        args, kwargs = [resolved(value) for value in args], {key: resolved(value) for key, value in kwargs.items()}
+        values = [*args, *kwargs.values()]
+        size = self.world_size if n is None else n
+        is_split = n is None and bool(values) and all(isinstance(v, list) and len(v) == size for v in values)
+        if not is_split:
+            args, kwargs = [[value] * size for value in args], {key: [value] * size for key, value in kwargs.items()}
+        return self._scattered(name, args, kwargs, size)
+
+    def _scattered(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], n: int) -> CallPlan:
+        spec = self._spec(name)
+        return CallPlan(tuple(scatter(bind(spec.label, spec.signature, args, kwargs), n, spec.label)))
+
+    def _spec(self, name: str, registration: Registration | None = None) -> MethodSpec:
+        registration = registration or Registration(Custom(_unused, _unused))
+        return MethodSpec.of(self._cls, name, registration, self._submitter.mesh, {})
+
+    # --- methods ---
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            known = self.__dict__
+            if name in known.get("_bound", ()):
+                return known["_bound"][name]
+            if name in known.get("_methods", ()):
+                return known["_bound"].setdefault(name, self._made(name, **known["_methods"][name]))
+            if "_inner" not in known or name.startswith("__"):
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            return getattr(known["_inner"], name)
+
+    else:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def _made(
+        self, name: str, dispatch_mode: Any, execute_mode: Execute, blocking: bool
+    ) -> GroupMethod[..., Any, Any]:
+        ours = PROTOCOLS.get(dispatch_mode) if isinstance(dispatch_mode, Dispatch) else None
+        if execute_mode is Execute.RANK_ZERO:  # which gets the arguments as they are
+            registration = Registration(PROTOCOLS[Dispatch.DP_PROTO], CoreExecute.RANK_ZERO, blocking)
+        elif ours is not None:
+            registration = Registration(ours, is_blocking=blocking)
+        else:
+            pair = get_predefined_dispatch_fn(dispatch_mode) if isinstance(dispatch_mode, Dispatch) else dispatch_mode
+            registration = Registration(Custom(pair["dispatch_fn"], pair["collect_fn"]), is_blocking=blocking)
+        return _Method(self, self._submitter, self._spec(name, registration))
+
+    def __enter__(self) -> RayWorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inner.close()
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._methods, *dir(self._inner)})
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}{f' {self.sub_cls_name}' if self.sub_cls_name else ''} on {self._inner!r}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        cls = RayClassWithInitArgs(self._inner._cls)
+        return _attached, (type(self), self.workers, cls, self.sub_cls_name)
+
+    def __deepcopy__(self, memo: Any) -> RayWorkerGroup:
+        group = object.__new__(type(self))
+        vars(group).update(vars(self))
+        group._bind(self._cls, self._submitter)
+        return group
+
+
+def _attached(cls: type[RayWorkerGroup], handles: Sequence[Any], with_init: Any, role: str) -> RayWorkerGroup:
+    """What a pickled group becomes: attached to the same workers."""
+    group = cls.from_detached(worker_handles=handles, ray_cls_with_init=with_init)
+    return group.spawn([role])[role] if role else group
+
+
+class _Method(GroupMethod[..., Any, Any]):
+    """A method of a `RayWorkerGroup`."""
+
+    _group: RayWorkerGroup
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the method. Without ``blocking``: ObjectRefs, or a ``DataProtoFuture`` if the rows are joined."""
+        registration = self._spec.registration
+        if registration.is_blocking:
+            return self._send(args, kwargs, waits=True)
+        protocol = registration.protocol
+        if isinstance(protocol, Custom) and _joins_rows(protocol.collect):
+            return RowsLater.of(self._send(args, kwargs, waits=False))
+        if not isinstance(protocol, Custom):
+            if not self._spec.is_for_zero:
+                return self._send(args, kwargs, waits=False)
+            return self._group.execute_rank_zero_async(self._spec.name, *args, **kwargs)
+        plan, _ = self._dispatched(protocol, args, kwargs)
+        references = self._submitter.submit_for_each(self._group, self._spec.name, plan, self._spec.ranks)
+        return protocol.collect(self._group, references)
+
+    def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
+        spec, protocol = self._spec, self._spec.registration.protocol
+        args, kwargs = tuple(map(resolved, args)), {key: resolved(value) for key, value in kwargs.items()}
+        if not isinstance(protocol, Custom):
+            return super()._send(args, kwargs, waits)
+        plan, n_padding = self._dispatched(protocol, args, kwargs)
+        ranks = self._collected(protocol)
+        finish = partial(self._collect, protocol.collect, ranks, n_padding)
+        collection = Collection(Gather(), ranks, finish)
+        return self._submitter.submit(self._group, spec.name, plan, spec.ranks, collection, self._options, waits)
+
+    def _dispatched(
+        self, protocol: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[CallPlan, int]:
+        """What each rank gets, and how many rows of it are padding."""
+        copies = [list(value) if type(value) is list else value for value in args]  # which functions may extend
+        outcome = protocol.dispatch(
+            self._group, *copies, **{k: list(v) if type(v) is list else v for k, v in kwargs.items()}
+        )
+        if not (isinstance(outcome, tuple) and len(outcome) == 2 and isinstance(outcome[1], Mapping)):
+            raise ArgumentError(
+                f"the dispatch_fn of {self._spec.label} returned {type(outcome).__name__}; return (args, kwargs)"
+            )
+        by_name = dict(outcome[1])
+        n_padding = by_name.pop(PADDING_KEY, 0)
+        return self._group._plan(self._spec.name, [_listed(v) for v in outcome[0]], _listed_each(by_name)), n_padding
+
+    def _collected(self, protocol: Custom) -> tuple[int, ...]:
+        """The ranks whose values the collect function uses."""
+        collect = protocol.collect
+        if getattr(collect, "func", None) is decorator.collect_lazy_compute_data_proto:
+            mask = self._group.collect_info(collect.args[0])  # type: ignore[attr-defined]
+            return tuple(rank for rank, is_collected in enumerate(mask) if is_collected)
+        return self._spec.ranks
+
+    def _collect(
+        self, collect: Callable[..., Any], ranks: Sequence[int], n_padding: int, values: Sequence[Any]
+    ) -> Any:
+        outputs = list(values)
+        if len(ranks) < self._group.world_size:
+            by_rank = dict(zip(ranks, values, strict=True))
+            outputs = [by_rank.get(rank) for rank in range(self._group.world_size)]
+        joined = collect(self._group, outputs)
+        return without_padding(joined, n_padding) if _joins_rows(collect) else joined
+
+
+def _joins_rows(collect: Callable[..., Any]) -> bool:
+    return getattr(collect, "func", collect) in (
+        decorator.collect_dp_compute_data_proto,
+        decorator.collect_lazy_compute_data_proto,
+        decorator.collect_nd_compute_dataproto,
+    )
+
+
+def _listed(value: Any) -> Any:
+    """The values of all ranks as a list, whose items may be ObjectRefs."""
+    return [resolved(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _listed_each(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _listed(value) for name, value in values.items()}
+
+
+def _unused(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError
+
+
+class _Group(CoreGroup):
+    """A bandmaster group with what verl's callers may ask for beyond it."""
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        given: Any,
+        mesh: Mesh | None,
+        name_prefix: str | None,
+        start_timeout: float | None,
+        amend: Callable[[Launch], Launch],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._amend, self._more_options = amend, options
+        super().__init__(pool, given, mesh=mesh, name_prefix=name_prefix, start_timeout=start_timeout)
+
+    def _start(self, launch: Launch) -> None:
+        super()._start(self._amend(replace(launch, options={**launch.options, **self._more_options})))
+
+
+class _Attached:
+    """The workers of others, as far as a `RayWorkerGroup` asks for them."""
+
+    def __init__(self, handles: Sequence[Any] | None, names: Sequence[str] | None, cls: Any) -> None:
+        if not handles and not names:
+            raise UsageError("a RayWorkerGroup needs a resource_pool, or the names or handles of existing workers")
+        if cls is None:
+            raise UsageError("a group of existing workers needs their class: pass ray_cls_with_init")
+        import ray  # only Ray's actors have names and handles
+
+        actors = list(handles) if handles else [ray.get_actor(name) for name in names or ()]
+        n = len(actors)
+        self._cls, self.workers = cls, actors
+        self.name = cls.__name__
+        self.worker_names = list(names) if names else [f"{cls.__name__}_{rank}" for rank in range(n)]
+        self.mesh = Mesh(dp=n)
+        slots = tuple(Slot(None, 0, rank, 0, rank, n, 1.0) for rank in range(n))
+        launch = Launch(self.name, cls, self.mesh, {}, slots, tuple(self.worker_names), False, 0)
+        self._held: Workers = get_backend("ray").attach(launch, actors)  # type: ignore[attr-defined]
+        self._submitter = Submitter(lambda: self._held, cls, self.mesh, self.name)
+
+    def close(self) -> None:
+        """Let go of the workers; they live on."""
+
+    def __repr__(self) -> str:
+        return f"<attached to {len(self.workers)} workers of {self.name}>"
+
+
+def _variables(pool: ResourcePool, name_prefix: str | None, asked: Mapping[str, str] | None) -> dict[str, str]:
+    """The environment variables of all workers that verl's groups set, and those that the user asks for."""
+    taken = sorted(set(PROTECTED) & set(asked or {}))
+    if taken:
+        raise ValueError(f"worker_env must not set {', '.join(taken)}: the group sets it")
+    return {
+        **(asked or {}),
+        "WG_PREFIX": name_prefix or "",
+        "WG_BACKEND": "ray",
+        "RAY_LOCAL_WORLD_SIZE": str(pool.process_on_nodes[0]),
+    }
+
+
+def _ending(options: Mapping[str, Any], n_steps: int) -> dict[str, Any]:
+    """Options of nsight with an end of the capture, by default after six ranges per step."""
+    given = dict(options)
+    if given.get("capture-range-end") is None:
+        given["capture-range-end"] = f"repeat-shutdown:{6 * n_steps}"
+    return given

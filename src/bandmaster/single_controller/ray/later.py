@@ -1,0 +1,71 @@
+"""What a call that does not wait returns when its mode joins rows: a ``DataProtoFuture`` of verl's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from bandmaster.calls.future import Future
+from bandmaster.plan.batch import slice_rows
+from bandmaster.plan.rows import row_ranges
+
+__all__ = ["RowsLater"]
+
+
+class RowsLater:
+    """Rows that a call will have returned.
+
+    Where verl is loaded, it is an instance of verl's ``DataProtoFuture``, too. It can be given to a method of any
+    group, and is waited for then. ObjectRefs are made only if somebody asks for ``futures``.
+    """
+
+    def __init__(self, future: Future[Any], part: tuple[int, int] | None = None) -> None:
+        self._future = future
+        self._part = part
+
+    @staticmethod
+    def of(future: Future[Any]) -> RowsLater:
+        """The rows of a call; an instance of verl's class if verl is loaded."""
+        protocol = sys.modules.get("verl.protocol")
+        return (RowsLater if protocol is None else _as_verls(protocol.DataProtoFuture))(future)
+
+    def get(self) -> Any:
+        """Wait for the rows. Raises as `Future.result`."""
+        rows = self._future.result()
+        if self._part is None:
+            return rows
+        index, n = self._part
+        return slice_rows(rows, *row_ranges(len(rows), n)[index])
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As `get`, within a number of seconds."""
+        self._future.exception(timeout)
+        return self.get()
+
+    def chunk(self, chunks: int) -> Sequence[RowsLater]:
+        """Parts of the rows, which are cut once they are there."""
+        return [type(self)(self._future, (index, chunks)) for index in range(chunks)]
+
+    @property
+    def futures(self) -> list[Any]:
+        """One ObjectRef of all rows; this waits for them."""
+        import ray  # whoever asks for an ObjectRef has it
+
+        return [ray.put(self.get())]
+
+    def __await__(self) -> Any:
+        return self._future.__await__()
+
+    def __reduce__(self) -> Any:
+        return _same, (self.get(),)
+
+
+def _same(rows: Any) -> Any:
+    return rows
+
+
+@lru_cache(maxsize=4)
+def _as_verls(base: type) -> type[RowsLater]:
+    return type("DataProtoFuture", (RowsLater, base), {})

@@ -1,0 +1,240 @@
+"""verl's resource pools on Ray, over bandmaster's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bandmaster import pool as pools
+from bandmaster.backends import get_backend
+from bandmaster.errors import PlacementError, UsageError
+from bandmaster.pool import ResourcePool
+
+__all__ = [
+    "RayResourcePool",
+    "ResourcePoolManager",
+    "SubRayResourcePool",
+    "extract_pg_from_exist",
+    "merge_resource_pool",
+    "sort_placement_group_by_node_ip",
+    "split_resource_pool",
+]
+
+
+class RayResourcePool(ResourcePool):
+    """A `ResourcePool` on backend ``"ray"``, by default with GPUs, with verl's parameters.
+
+    Ranks follow the order of nodes' addresses and of GPUs, as in every bandmaster pool.
+
+    Args:
+        process_on_nodes: Slots on each node.
+        use_gpu: Whether every slot has a GPU of its own.
+        name_prefix: Name of the pool in messages, and prefix of its workers' names.
+        max_colocate_count: How many groups may share a slot.
+        detached: Whether the placement groups stay when the pool is closed or this process ends.
+        accelerator_type: Must be None: bandmaster places slots by the number of GPUs.
+        cpus_per_worker: CPUs reserved for each slot.
+        placement_timeout: Seconds to wait for resources that other pools hold.
+
+    Raises:
+        UsageError: A value has the wrong type or range; a number in the place of ``detached``, for example.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int] | None = None,
+        use_gpu: bool = True,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+        detached: bool = False,
+        accelerator_type: str | None = None,
+        *,
+        cpus_per_worker: float = 1,
+        placement_timeout: float = 60.0,
+    ) -> None:
+        if not isinstance(detached, bool):
+            raise UsageError(f"detached must be True or False, got {detached!r}; cpus_per_worker is a keyword")
+        if accelerator_type is not None:
+            raise UsageError(
+                f"accelerator_type={accelerator_type!r} is not supported: start the worker group in a cluster, or with "
+                "labels, that has only such GPUs, or leave it out"
+            )
+        super().__init__(
+            [] if process_on_nodes is None else process_on_nodes,
+            backend="ray",
+            use_gpu=use_gpu,
+            name_prefix=name_prefix,
+            max_colocate_count=max_colocate_count,
+            cpus_per_worker=cpus_per_worker,
+            placement_timeout=placement_timeout,
+            is_detached=detached,
+        )
+
+    @property
+    def detached(self) -> bool:
+        """Whether the placement groups outlive the pool."""
+        return self._lease.request.is_detached
+
+    @property
+    def store(self) -> list[int]:
+        """Slots on each node."""
+        return list(self.process_on_nodes)
+
+    def __call__(self) -> list[int]:
+        """Slots on each node."""
+        return self.store
+
+    @property
+    def pgs(self) -> list[Any] | None:
+        """The placement group of each node; None before the slots are reserved. Setting it uses groups made elsewhere.
+
+        Raises:
+            UsageError: The placement groups that are set have too few bundles.
+        """
+        reservations = [part.lease.reservation for part in self._parts]
+        return None if None in reservations else [r.groups[p.node] for r, p in zip(reservations, self._parts)]
+
+    @pgs.setter
+    def pgs(self, groups: Sequence[Any]) -> None:
+        asked, given = self.store, [group.bundle_count for group in groups]
+        if len(given) < len(asked) or any(n < m for n, m in zip(given, asked)):
+            raise UsageError(f"{self!r} needs placement groups of {asked} bundles, got {given}")
+        self._take_over(get_backend("ray").adopt(self.name_prefix, groups))  # type: ignore[attr-defined]
+
+    def get_placement_groups(
+        self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
+    ) -> list[Any]:
+        """Reserve the slots, if they are not, and return the placement group of each node, whose bundles are the slots.
+
+        Args:
+            strategy: Ignored: the slots of an entry are always on one node.
+            name: Ignored: placement groups are called after the pool.
+            device_name: Ignored: slots have GPUs if the pool was made with ``use_gpu``.
+
+        Raises:
+            PlacementError: The slots do not fit, or did not become free in time.
+        """
+        self.reserve()
+        groups = self.pgs
+        assert groups is not None, "they are reserved"
+        return groups
+
+
+class SubRayResourcePool(RayResourcePool):
+    """Consecutive slots of a `RayResourcePool`, as `split_resource_pool` returns them.
+
+    Args:
+        placement_groups: The placement groups of all slots.
+        start_bundle_index: Number of the first slot.
+        subgroup_world_size: Number of slots.
+        **kwargs: As for `RayResourcePool`, for all slots.
+    """
+
+    def __init__(
+        self, placement_groups: Sequence[Any], start_bundle_index: int, subgroup_world_size: int, **kwargs: Any
+    ) -> None:
+        whole = RayResourcePool(**kwargs)
+        whole.pgs = list(placement_groups)
+        stop = start_bundle_index + subgroup_world_size
+        if not 0 <= start_bundle_index < stop <= whole.world_size:
+            raise UsageError(f"slots {start_bundle_index} to {stop - 1} are not among the {whole.world_size} of {whole!r}")
+        sizes = [size for size in (start_bundle_index, subgroup_world_size, whole.world_size - stop) if size]
+        part = split_resource_pool(whole, sizes)[1 if start_bundle_index else 0]
+        self._set_up(part._parts, whole.name_prefix, ())
+        self._place(start_bundle_index)
+
+    def _place(self, start: int) -> None:
+        self.start_bundle_index = start
+        self.subgroup_world_size = self.world_size
+
+
+@dataclass
+class ResourcePoolManager:
+    """Several pools, and which role uses which.
+
+    Attributes:
+        resource_pool_spec: Slots on each node, by name of the pool.
+        mapping: Name of the pool by role.
+        max_colocate_count: How many groups may share a slot.
+        resource_pool_dict: The pools by name, once `create_resource_pool` was called.
+    """
+
+    resource_pool_spec: Mapping[str, Sequence[int]]
+    mapping: Mapping[Any, str]
+    max_colocate_count: int = 3
+    resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
+
+    def create_resource_pool(self) -> None:
+        """Make the pools.
+
+        Raises:
+            PlacementError: The GPUs of all pools together are more than the cluster has free.
+        """
+        for name, process_on_nodes in self.resource_pool_spec.items():
+            self.resource_pool_dict[name] = RayResourcePool(
+                process_on_nodes, use_gpu=True, max_colocate_count=self.max_colocate_count, name_prefix=name
+            )
+        self._check_resource_available()
+
+    def get_resource_pool(self, role: Any) -> RayResourcePool:
+        """The pool of a role."""
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Number of GPUs of all pools."""
+        return sum(sum(process_on_nodes) for process_on_nodes in self.resource_pool_spec.values())
+
+    def _check_resource_available(self) -> None:
+        nodes = get_backend("ray").inventory()
+        free = sum(node.gpus_free for node in nodes)
+        if free < self.get_n_gpus():
+            there = ", ".join(f"{node.name} {node.gpus_free:g} of {node.gpus_total:g}" for node in nodes)
+            raise PlacementError(
+                f"the pools {dict(self.resource_pool_spec)} need {self.get_n_gpus()} GPUs, but {free:g} are free: {there}"
+            )
+
+
+def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[SubRayResourcePool]:
+    """As `bandmaster.split_resource_pool`, for pools of this module; the slots are reserved now."""
+    resource_pool.reserve()
+    start, found = getattr(resource_pool, "start_bundle_index", 0), []
+    for index, part in enumerate(pools.split_resource_pool(resource_pool, split_size)):
+        sub = SubRayResourcePool._of(part._parts, f"{resource_pool.name_prefix}_split_{index}")
+        sub._place(start)
+        start += sub.world_size
+        found.append(sub)
+    return found
+
+
+def merge_resource_pool(*resource_pools: RayResourcePool) -> RayResourcePool:
+    """As `bandmaster.merge_resource_pool`, for pools of this module."""
+    merged = pools.merge_resource_pool(*resource_pools)
+    return RayResourcePool._of(merged._parts, "_".join(pool.name_prefix for pool in resource_pools))
+
+
+def sort_placement_group_by_node_ip(pgs: Sequence[Any]) -> list[Any]:
+    """Placement groups by the addresses of their nodes, as strings."""
+    import ray  # not for those who only make pools
+
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    table = ray.util.placement_group_table
+    return sorted(pgs, key=lambda group: str(address[table(group)["bundles_to_node_id"][0]]))
+
+
+def extract_pg_from_exist(
+    resource_pools: Mapping[str, RayResourcePool], src_role_names: Sequence[str], resource_pool: RayResourcePool
+) -> list[Any]:
+    """The placement groups of some pools that have room for the nodes of another pool, in the order of its nodes.
+
+    Raises:
+        PlacementError: There are too few of them, or they are too small.
+    """
+    found = [pg for role in src_role_names for pg in resource_pools[role].get_placement_groups()]
+    largest = sorted(found, key=lambda group: -group.bundle_count)
+    order = sorted(range(len(resource_pool.store)), key=lambda node: -resource_pool.store[node])
+    sizes = [group.bundle_count for group in largest]
+    if len(sizes) < len(order) or any(sizes[i] < resource_pool.store[node] for i, node in enumerate(order)):
+        raise PlacementError(f"{resource_pool!r} does not fit into placement groups of {sizes} bundles")
+    chosen = dict(zip(order, largest))
+    return [chosen[node] for node in sorted(chosen)]
