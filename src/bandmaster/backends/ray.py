@@ -175,6 +175,8 @@ class RayBackend:
             placement_group=slot.reservation.groups[slot.node],
             placement_group_bundle_index=slot.reservation.bundles[slot.node][slot.index],
         )
+        if launch.lifetime is Lifetime.DETACHED:
+            options["lifetime"] = "detached"
         actor = actor_class(launch.cls).options(
             **options,
             name=launch.worker_names[rank],
@@ -183,8 +185,6 @@ class RayBackend:
             resources=taken,
             scheduling_strategy=strategy,
         )
-        if launch.lifetime is Lifetime.DETACHED:
-            actor = actor.options(lifetime="detached")
         deadline = time.monotonic() + (RENAME_TIMEOUT_S if launch.is_again else 0.0)
         while True:
             try:

@@ -29,7 +29,9 @@ class AttachedWorkers(RayWorkers):
     def __init__(self, launch: Launch, actors: Sequence[Any]) -> None:
         for actor in actors:
             if not hasattr(actor, "bandmaster_info"):
-                raise UsageError(f"{actor!r} is no worker of a bandmaster group, so that no group can be attached to it")
+                raise UsageError(
+                    f"{actor!r} is no worker of a bandmaster group, so that no group can be attached to it"
+                )
         self._first_number = FIRST_NUMBER + secrets.randbits(40) * (1 << 20)  # of those who have attached to them
         super().__init__(launch, lambda _, rank: actors[rank])
 

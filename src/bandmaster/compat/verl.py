@@ -49,7 +49,7 @@ class _Finder:
             if error.name != ours:
                 raise
             raise ModuleNotFoundError(
-                f"{spec.name} has no counterpart: bandmaster provides verl.single_controller as verl {TRIED[-1]} has it",
+                f"{spec.name} has no counterpart: bandmaster has verl.single_controller as it is in verl {TRIED[-1]}",
                 name=spec.name,
             ) from None
         spec.loader_state = module.__spec__
@@ -79,10 +79,12 @@ def install(says_so: bool = False) -> None:
 
     if ray.is_initialized() and IN_A_WORKER not in os.environ:
         raise UsageError("Ray was started before bandmaster.compat.verl was imported; import it before ray.init()")
-    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Finder())
     ray.init = _with_hook(ray.init)
     if says_so:
-        print(f"bandmaster: {THEIRS} is {OURS}, here and in the Ray workers of this process{_caveat()}", file=sys.stderr)
+        print(
+            f"bandmaster: {THEIRS} is {OURS}, here and in the Ray workers of this process{_caveat()}", file=sys.stderr
+        )
 
 
 def _caveat() -> str:
@@ -102,8 +104,8 @@ def _with_hook(init: Any) -> Any:
         hook = runtime_env.setdefault("worker_process_setup_hook", HOOK)
         if hook != HOOK:
             raise UsageError(
-                f"runtime_env has a worker_process_setup_hook ({hook!r}), the place where bandmaster.compat.verl puts its "
-                "own; call bandmaster.compat.verl.install() in that hook and pass no other"
+                f"runtime_env has a worker_process_setup_hook ({hook!r}), where bandmaster.compat.verl puts its own; "
+                "call bandmaster.compat.verl.install() in that hook and pass no other"
             )
         return init(*args, **{**kwargs, "runtime_env": runtime_env})
 

@@ -14,6 +14,7 @@ from bandmaster.plan.batch import KNOWN, as_batch, concat_rows, describe, slice_
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import cut_rows
 from bandmaster.plan.transfer import Split
+from bandmaster.single_controller.base.later import RowsLater
 
 __all__ = ["Parts", "chunk", "join", "resolved", "without_padding"]
 
@@ -84,7 +85,9 @@ def join(outputs: Sequence[Any]) -> Any:
     if getattr(first, "batch_dims", None) == 0 and all(type(output) is type(first) for output in outputs):
         return first
     if as_batch(first) is None:
-        raise BatchError(f"the ranks returned {describe(first)}, which has no rows to be joined; return a batch: {KNOWN}")
+        raise BatchError(
+            f"the ranks returned {describe(first)}, which has no rows to be joined; return a batch: {KNOWN}"
+        )
     return concat_rows(outputs)
 
 
@@ -104,7 +107,8 @@ def resolved(value: Any) -> Any:
 
 def _whole(value: Any) -> Any:
     protocol = sys.modules.get("verl.protocol")
-    return value.get() if protocol is not None and isinstance(value, protocol.DataProtoFuture) else value
+    futures = RowsLater if protocol is None else (RowsLater, protocol.DataProtoFuture)
+    return value.get() if isinstance(value, futures) else value
 
 
 def _chunks_itself(value: Any) -> bool:

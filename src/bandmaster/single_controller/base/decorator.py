@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from bandmaster.errors import ArgumentError, ProtocolError
 from bandmaster.plan import transfer
@@ -79,7 +79,7 @@ class _Extensible(metaclass=_Members):
         value: Its number.
     """
 
-    members: dict[str, Any] = {}
+    members: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, name: str, value: int) -> None:
         self.name, self.value = name, value
@@ -304,7 +304,9 @@ def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> Functions:
         ProtocolError: The mode has no functions.
     """
     if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
-        raise ProtocolError(f"{dispatch_mode!r} has no dispatch and collect functions; register_dispatch_mode adds some")
+        raise ProtocolError(
+            f"{dispatch_mode!r} has no dispatch and collect functions; register_dispatch_mode adds some"
+        )
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
 
 

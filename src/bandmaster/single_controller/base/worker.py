@@ -189,8 +189,8 @@ class Worker(bandmaster.worker.Worker, WorkerHelper):
         places = {(dispatch_dp_rank[key], collect_dp_rank[key]) for key in dispatch_dp_rank}
         if name != mesh_name and len(places) > 1:
             raise ValueError(
-                f"the other worker has registered {', '.join(dispatch_dp_rank)}, with different places; one of them has "
-                f"to be called {mesh_name!r}"
+                f"the other worker has registered {', '.join(dispatch_dp_rank)}, with different places; call "
+                f"one of them {mesh_name!r}"
             )
         self._register_dispatch_collect_info(mesh_name, dispatch_dp_rank[name], collect_dp_rank[name])
 

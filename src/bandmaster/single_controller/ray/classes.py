@@ -99,7 +99,7 @@ def create_colocated_worker_raw_cls(class_dict: Mapping[str, ClassWithInitArgs])
 
 
 def create_colocated_worker_cls_fused(class_dict: Mapping[str, ClassWithInitArgs]) -> RayClassWithInitArgs:
-    """The class of `create_colocated_worker_raw_cls` for a `RayWorkerGroup`, of which `spawn` makes one for each role."""
+    """The class of `create_colocated_worker_raw_cls`, for a `RayWorkerGroup`: `spawn` makes a group for each role."""
     return RayClassWithInitArgs(create_colocated_worker_raw_cls(class_dict))
 
 

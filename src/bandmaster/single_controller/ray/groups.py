@@ -19,9 +19,11 @@ from bandmaster.backends import get_backend
 from bandmaster.calls.method import GroupMethod, MethodSpec
 from bandmaster.calls.pending import Collection
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import Launch, Lifetime, Slot, Workers
+from bandmaster.codec import Payload, decode, encode
+from bandmaster.contract import Launch, Lifetime, Slot
 from bandmaster.errors import ArgumentError, UsageError
 from bandmaster.group import WorkerGroup as CoreGroup
+from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.arguments import CallPlan, scatter
 from bandmaster.plan.binding import bind
 from bandmaster.plan.mesh import Mesh
@@ -38,9 +40,9 @@ from bandmaster.single_controller.base.decorator import (
     Execute,
     get_predefined_dispatch_fn,
 )
+from bandmaster.single_controller.base.later import RowsLater
 from bandmaster.single_controller.base.worker_group import WorkerGroup
-from bandmaster.single_controller.ray.classes import RayClassWithInitArgs, registered_by_verl, unwrapped
-from bandmaster.single_controller.ray.later import RowsLater
+from bandmaster.single_controller.ray.classes import registered_by_verl, unwrapped
 from bandmaster.worker import ClassWithInitArgs, Registration
 
 __all__ = ["RayWorkerGroup"]
@@ -100,7 +102,11 @@ class RayWorkerGroup(WorkerGroup):
                 )
         self.ray_cls_with_init = ray_cls_with_init
         self.resource_pool = resource_pool
-        self.device_name, self.profile_steps, self.worker_nsight_options = device_name, profile_steps, worker_nsight_options
+        self.device_name, self.profile_steps, self.worker_nsight_options = (
+            device_name,
+            profile_steps,
+            worker_nsight_options,
+        )
         self.wg_dict: dict[str, RayWorkerGroup] | None = None
         self.sub_cls_name = ""
         given = ray_cls_with_init if isinstance(ray_cls_with_init, ClassWithInitArgs) else None
@@ -108,7 +114,9 @@ class RayWorkerGroup(WorkerGroup):
         if resource_pool is None:
             self._inner: CoreGroup | _Attached = _Attached(worker_handles, worker_names, cls)
         elif worker_names is not None or worker_handles is not None:
-            raise UsageError("a group has either a resource_pool, or the names or handles of existing workers; not both")
+            raise UsageError(
+                "a group has either a resource_pool, or the names or handles of existing workers; not both"
+            )
         else:
             if use_gpu and not resource_pool.use_gpu:
                 raise UsageError(f"use_gpu is True, but {resource_pool!r} has none; make the pool with use_gpu=True")
@@ -319,9 +327,7 @@ class RayWorkerGroup(WorkerGroup):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def _made(
-        self, name: str, dispatch_mode: Any, execute_mode: Execute, blocking: bool
-    ) -> GroupMethod[..., Any, Any]:
+    def _made(self, name: str, dispatch_mode: Any, execute_mode: Execute, blocking: bool) -> GroupMethod[..., Any, Any]:
         ours = PROTOCOLS.get(dispatch_mode) if isinstance(dispatch_mode, Dispatch) else None
         if execute_mode is Execute.RANK_ZERO:  # which gets the arguments as they are
             registration = Registration(PROTOCOLS[Dispatch.DP_PROTO], CoreExecute.RANK_ZERO, blocking)
@@ -345,8 +351,7 @@ class RayWorkerGroup(WorkerGroup):
         return f"<{type(self).__name__}{f' {self.sub_cls_name}' if self.sub_cls_name else ''} on {self._inner!r}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        cls = RayClassWithInitArgs(self._inner._cls)
-        return _attached, (type(self), self.workers, cls, self.sub_cls_name)
+        return _attached, (self.workers, encode((type(self), self._inner._cls)), self.sub_cls_name)
 
     def __deepcopy__(self, memo: Any) -> RayWorkerGroup:
         group = object.__new__(type(self))
@@ -355,9 +360,10 @@ class RayWorkerGroup(WorkerGroup):
         return group
 
 
-def _attached(cls: type[RayWorkerGroup], handles: Sequence[Any], with_init: Any, role: str) -> RayWorkerGroup:
+def _attached(handles: Sequence[Any], classes: Payload, role: str) -> RayWorkerGroup:
     """What a pickled group becomes: attached to the same workers."""
-    group = cls.from_detached(worker_handles=handles, ray_cls_with_init=with_init)
+    group_cls, worker_cls = decode(classes)
+    group: RayWorkerGroup = group_cls.from_detached(worker_handles=handles, ray_cls_with_init=worker_cls)
     return group.spawn([role])[role] if role else group
 
 
@@ -393,9 +399,7 @@ class _Method(GroupMethod[..., Any, Any]):
         collection = Collection(Gather(), ranks, finish)
         return self._submitter.submit(self._group, spec.name, plan, spec.ranks, collection, self._options, waits)
 
-    def _dispatched(
-        self, protocol: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[CallPlan, int]:
+    def _dispatched(self, protocol: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[CallPlan, int]:
         """What each rank gets, and how many rows of it are padding."""
         copies = [list(value) if type(value) is list else value for value in args]  # which functions may extend
         outcome = protocol.dispatch(
@@ -417,9 +421,7 @@ class _Method(GroupMethod[..., Any, Any]):
             return tuple(rank for rank, is_collected in enumerate(mask) if is_collected)
         return self._spec.ranks
 
-    def _collect(
-        self, collect: Callable[..., Any], ranks: Sequence[int], n_padding: int, values: Sequence[Any]
-    ) -> Any:
+    def _collect(self, collect: Callable[..., Any], ranks: Sequence[int], n_padding: int, values: Sequence[Any]) -> Any:
         outputs = list(values)
         if len(ranks) < self._group.world_size:
             by_rank = dict(zip(ranks, values, strict=True))
@@ -487,11 +489,13 @@ class _Attached:
         self.mesh = Mesh(dp=n)
         slots = tuple(Slot(None, 0, rank, 0, rank, n, 1.0) for rank in range(n))
         launch = Launch(self.name, cls, self.mesh, {}, slots, tuple(self.worker_names), False, 0)
-        self._held: Workers = get_backend("ray").attach(launch, actors)  # type: ignore[attr-defined]
-        self._submitter = Submitter(lambda: self._held, cls, self.mesh, self.name)
+        self._ownership = Ownership(self, self.name)
+        self._ownership.set_workers(get_backend("ray").attach(launch, actors))  # type: ignore[attr-defined]
+        self._submitter = Submitter(self._ownership.workers, cls, self.mesh, self.name)
 
     def close(self) -> None:
         """Let go of the workers; they live on."""
+        self._ownership.close()
 
     def __repr__(self) -> str:
         return f"<attached to {len(self.workers)} workers of {self.name}>"

@@ -93,12 +93,14 @@ class RayResourcePool(ResourcePool):
             UsageError: The placement groups that are set have too few bundles.
         """
         reservations = [part.lease.reservation for part in self._parts]
-        return None if None in reservations else [r.groups[p.node] for r, p in zip(reservations, self._parts)]
+        if None in reservations:
+            return None
+        return [found.groups[part.node] for found, part in zip(reservations, self._parts, strict=True)]
 
     @pgs.setter
     def pgs(self, groups: Sequence[Any]) -> None:
         asked, given = self.store, [group.bundle_count for group in groups]
-        if len(given) < len(asked) or any(n < m for n, m in zip(given, asked)):
+        if len(given) < len(asked) or any(n < m for n, m in zip(given, asked, strict=False)):
             raise UsageError(f"{self!r} needs placement groups of {asked} bundles, got {given}")
         self._take_over(get_backend("ray").adopt(self.name_prefix, groups))  # type: ignore[attr-defined]
 
@@ -138,7 +140,9 @@ class SubRayResourcePool(RayResourcePool):
         whole.pgs = list(placement_groups)
         stop = start_bundle_index + subgroup_world_size
         if not 0 <= start_bundle_index < stop <= whole.world_size:
-            raise UsageError(f"slots {start_bundle_index} to {stop - 1} are not among the {whole.world_size} of {whole!r}")
+            raise UsageError(
+                f"slots {start_bundle_index} to {stop - 1} are not among the {whole.world_size} of {whole!r}"
+            )
         sizes = [size for size in (start_bundle_index, subgroup_world_size, whole.world_size - stop) if size]
         part = split_resource_pool(whole, sizes)[1 if start_bundle_index else 0]
         self._set_up(part._parts, whole.name_prefix, ())
@@ -191,7 +195,8 @@ class ResourcePoolManager:
         if free < self.get_n_gpus():
             there = ", ".join(f"{node.name} {node.gpus_free:g} of {node.gpus_total:g}" for node in nodes)
             raise PlacementError(
-                f"the pools {dict(self.resource_pool_spec)} need {self.get_n_gpus()} GPUs, but {free:g} are free: {there}"
+                f"the pools {dict(self.resource_pool_spec)} need {self.get_n_gpus()} GPUs, "
+                f"but {free:g} are free: {there}"
             )
 
 
@@ -236,5 +241,5 @@ def extract_pg_from_exist(
     sizes = [group.bundle_count for group in largest]
     if len(sizes) < len(order) or any(sizes[i] < resource_pool.store[node] for i, node in enumerate(order)):
         raise PlacementError(f"{resource_pool!r} does not fit into placement groups of {sizes} bundles")
-    chosen = dict(zip(order, largest))
+    chosen = dict(zip(order, largest, strict=False))
     return [chosen[node] for node in sorted(chosen)]
