@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint soak bench clean
+.PHONY: demo test test-verl lint soak bench clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -44,8 +44,25 @@ $(BENCH)/.verl: constraints.txt benchmarks/requirements-torch.txt $(wildcard ben
 bench_install = $(PYTHON) -m venv $(BENCH)/$(1) && $(BENCH)/$(1)/bin/python -m pip install --quiet \
 	--disable-pip-version-check --constraint constraints.txt $(2)
 
+# verl's own tests, unchanged, on bandmaster. VERL_TESTS="test_x test_y" chooses, ON=verl runs them on verl itself.
+VERL := .verl
+ON ?= bandmaster
+
+test-verl: $(VERL)/.ready
+	$(VERL)/bin/python tests/verl/run.py $(VERL) $(ON) $(VERL_TESTS)
+
+$(VERL)/.ready: constraints.txt tests/verl/requirements.txt benchmarks/requirements-torch.txt benchmarks/requirements-verl-itself.txt
+	$(PYTHON) -m venv $(VERL)
+	$(VERL_PIP) install --constraint constraints.txt --requirement benchmarks/requirements-torch.txt
+	$(VERL_PIP) install --constraint constraints.txt --requirement tests/verl/requirements.txt
+	$(VERL_PIP) install --no-deps --requirement benchmarks/requirements-verl-itself.txt
+	$(VERL_PIP) download --no-deps --dest $(VERL) --requirement benchmarks/requirements-verl-itself.txt
+	touch $@
+
+VERL_PIP = $(VERL)/bin/python -m pip --quiet --disable-pip-version-check
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -29,7 +29,8 @@ ROOMS = {
     "registration": "errors plan worker calls group",
     "colocation": "errors plan worker calls lifecycle roles pool group",
     "__init__": "errors plan worker calls pool group registration colocation",
-    "single_controller": "plan worker pool group registration",
+    "single_controller": "codec errors roles plan worker contract backends calls lifecycle pool group",
+    "compat": "errors",
     "testing": "errors platform plan worker backends pool group registration",
     "cli": "errors platform plan worker transport backends lifecycle pool group registration __init__",
     "__main__": "cli",
@@ -95,5 +96,5 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def test_only_modules_called_ray_import_ray():
     named = {path for path in ROOT.rglob("*.py") for name in imports_of(path) if name.split(".")[0] == "ray"}
-    outside = {path for path in named if "ray" not in path.relative_to(ROOT).as_posix()}
-    assert not outside
+    outside = {path.relative_to(ROOT).as_posix() for path in named if "ray" not in path.relative_to(ROOT).as_posix()}
+    assert outside == {"compat/verl.py"}, "verl itself runs on Ray, and its workers on every node have to be switched"

@@ -25,7 +25,7 @@ import numpy as np
 from bandmaster.codec import tensors
 from bandmaster.codec.arrays import is_bare, reduce_array
 
-__all__ = ["Payload", "decode", "encode"]
+__all__ = ["Payload", "add_reducer", "decode", "encode"]
 
 OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
 MAX_ITEMS = 100  # that `_contents` inspects
@@ -119,6 +119,15 @@ def encode(value: Any, export: tensors.Export | None = None) -> Payload:
             stream.write(prologue)
         encoder.dump(value)
     return Payload(stream.getvalue(), tuple(buffers), tuple(exports))
+
+
+def add_reducer(kind: type, reducer: Callable[[Any], Any]) -> None:
+    """Have values of exactly this type pickled by ``reducer(value)``, which returns what ``__reduce__`` would."""
+
+    def reduce(value: Any, export: tensors.Export | None = None) -> Any:
+        return reducer(value)
+
+    _reducers.setdefault(kind, reduce)
 
 
 def decode(payload: Payload, device: str = "cpu") -> Any:

@@ -141,7 +141,9 @@ def _tensordict_concat(values: Sequence[Any]) -> Any:
 
 
 def _nested_keys(value: Any) -> list[Any]:
-    """Keys of the columns that are nested tensors, in which TensorDict itself can neither cut nor join rows."""
+    """Keys of the columns that are nested tensors, in which a TensorDict itself can neither cut nor join rows."""
+    if type(value).__name__ != "TensorDict":
+        return []  # the columns of a lazy stack, for example, cannot be looked at without stacking them
     return [key for key, column in value.items(True, True) if getattr(column, "is_nested", False)]
 
 

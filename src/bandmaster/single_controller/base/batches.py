@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from bandmaster.codec import add_reducer
 from bandmaster.errors import BatchError
 from bandmaster.plan.batch import KNOWN, as_batch, concat_rows, describe, slice_rows
 from bandmaster.plan.mesh import Mesh
@@ -16,7 +17,7 @@ from bandmaster.plan.rows import cut_rows
 from bandmaster.plan.transfer import Split
 from bandmaster.single_controller.base.later import RowsLater
 
-__all__ = ["Parts", "chunk", "join", "resolved", "without_padding"]
+__all__ = ["Parts", "chunk", "join", "resolved", "teach_codec", "without_padding"]
 
 
 class Parts(NamedTuple):
@@ -95,6 +96,23 @@ def without_padding(joined: Any, n_padding: int) -> Any:
     """A joined result without the rows that were computed from padding, which are the last ones."""
     batch = as_batch(joined) if n_padding else None
     return joined if batch is None else slice_rows(joined, 0, batch.n_rows - n_padding)
+
+
+def teach_codec() -> None:
+    """Have DataProtos travel column by column, without the copies that their own pickling makes; if verl is loaded."""
+    protocol = sys.modules.get("verl.protocol")
+    if protocol is not None and hasattr(protocol, "DataProto"):
+        add_reducer(protocol.DataProto, _reduce_proto)
+
+
+def _reduce_proto(value: Any) -> Any:
+    return _rebuilt_proto, (type(value), vars(value))
+
+
+def _rebuilt_proto(cls: type[Any], attributes: dict[str, Any]) -> Any:
+    made = object.__new__(cls)
+    vars(made).update(attributes)
+    return made
 
 
 def resolved(value: Any) -> Any:

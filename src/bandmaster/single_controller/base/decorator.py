@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from bandmaster.errors import ArgumentError, ProtocolError
 from bandmaster.plan import transfer
 from bandmaster.plan.transfer import collect_all_to_all
-from bandmaster.single_controller.base.batches import chunk, join, resolved
+from bandmaster.single_controller.base.batches import chunk, join, resolved, teach_codec
 
 __all__ = [
     "DISPATCH_MODE_FN_REGISTRY",
@@ -375,6 +375,7 @@ def register(
     def decorator(func: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(func)
         def inner(*args: Any, **kwargs: Any) -> Any:
+            teach_codec()
             if materialize_futures and "verl.protocol" in sys.modules:
                 args, kwargs = tuple(map(resolved, args)), {key: resolved(value) for key, value in kwargs.items()}
             return _bridged(func, dispatch_mode, args, kwargs)(*args, **kwargs)

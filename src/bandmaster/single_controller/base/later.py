@@ -51,9 +51,7 @@ class RowsLater:
     @property
     def futures(self) -> list[Any]:
         """One ObjectRef of all rows; this waits for them."""
-        import ray  # whoever asks for an ObjectRef has it
-
-        return [ray.put(self.get())]
+        return [sys.modules["ray"].put(self.get())]  # whoever asks for an ObjectRef has it
 
     def __await__(self) -> Any:
         return self._future.__await__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,9 +41,8 @@ class WorkerHelper:
 
     @staticmethod
     def _get_node_ip() -> str:
-        import ray  # this is for workers that run on Ray
-
-        return str(ray.util.get_node_ip_address())
+        ray = sys.modules.get("ray")
+        return "127.0.0.1" if ray is None else str(ray.util.get_node_ip_address())
 
     @staticmethod
     def _get_free_port() -> int:

@@ -32,7 +32,7 @@ from bandmaster.plan.transfer import Execute as CoreExecute
 from bandmaster.pool import ResourcePool
 from bandmaster.roles import SEPARATOR
 from bandmaster.single_controller.base import decorator
-from bandmaster.single_controller.base.batches import resolved, without_padding
+from bandmaster.single_controller.base.batches import resolved, teach_codec, without_padding
 from bandmaster.single_controller.base.decorator import (
     PADDING_KEY,
     PROTOCOLS,
@@ -401,6 +401,7 @@ class _Method(GroupMethod[..., Any, Any]):
 
     def _dispatched(self, protocol: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[CallPlan, int]:
         """What each rank gets, and how many rows of it are padding."""
+        teach_codec()
         copies = [list(value) if type(value) is list else value for value in args]  # which functions may extend
         outcome = protocol.dispatch(
             self._group, *copies, **{k: list(v) if type(v) is list else v for k, v in kwargs.items()}
