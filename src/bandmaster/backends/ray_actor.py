@@ -38,11 +38,12 @@ from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import serve
 from bandmaster.worker_process.rendezvous import Rendezvous, listening_socket
 
-__all__ = ["FIRST_NUMBER", "OTHERS", "ActorInfo", "actor_class", "host_identity"]
+__all__ = ["FIRST_NUMBER", "LONG_S", "OTHERS", "SHARED_S", "ActorInfo", "actor_class", "host_identity"]
 
 FIRST_NUMBER = 1 << 62  # of the group's calls by actor task; calls over the lane are numbered from 1
 OTHERS = FIRST_NUMBER - 1  # announced for all calls that do not come from the group
 SHORT_S, LONG_S = 0.05, 5.0  # how long a lane is served before other actor tasks get a turn
+SHARED_S = 0.25  # the longest of these where handles of the actor were handed out
 A_TICK_S = 1e-5  # the kernel rounds it up to one clock tick
 
 
@@ -158,24 +159,26 @@ class WorkerActor:
                 _end_with(peer_pid(sock))
         return sock is not None
 
-    def bandmaster_serve(self, n_left: int = 0) -> None:
+    def bandmaster_serve(self, n_left: int, longest_s: float) -> None:
         """Serve calls from the lane until it is paused or closed.
 
-        Yields to Ray by resubmitting itself, so that calls made through `ray.get_actor` get a turn. Backs off to 5 s
-        while there are no such calls, because a resubmission takes a millisecond.
+        Yields to Ray by resubmitting itself, so that calls made through `ray.get_actor` get a turn. Backs off to
+        ``longest_s`` while there are no such calls, because a resubmission takes a millisecond.
 
         Args:
             n_left: Number of this resubmission; 0 if the group submits the task.
+            longest_s: Seconds that a lane is served at most before other actor tasks get a turn.
         """
         if not n_left:
             self._catch_up()  # the group submits this at first, and after each pause
         elif not self._is_away or n_left != self._n_left:
             return  # a call of the group ran before this resubmission
-        self._serve(self._patience_s, self._patience_s)
+        patience_s = min(self._patience_s, longest_s)
+        self._serve(patience_s, patience_s)
         if self._is_away:
-            self._patience_s = min(2 * self._patience_s, LONG_S)
+            self._patience_s = min(2 * self._patience_s, longest_s)
             self._n_left += 1
-            ray.get_runtime_context().current_actor.bandmaster_serve.remote(self._n_left)
+            ray.get_runtime_context().current_actor.bandmaster_serve.remote(self._n_left, longest_s)
 
     def _catch_up(self) -> None:
         """Before an actor task of the group: run the calls that were sent over the lane before it was paused."""

@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bandmaster import contract
-from bandmaster.backends.ray_actor import FIRST_NUMBER, OTHERS, ActorInfo, host_identity
+from bandmaster.backends.ray_actor import FIRST_NUMBER, LONG_S, OTHERS, SHARED_S, ActorInfo, host_identity
 from bandmaster.backends.ray_session import RaySession
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, NOT_STARTED, QUEUED, Call, Launch, Lifetime, Reply, WorkerRecord
@@ -88,7 +88,7 @@ class RayWorkers:
         self._client = WorkerClient(self._how_it_died)
         self.deaths: Mapping[int, Failure] = self._client.deaths
         self._has_lane: set[int] = set()  # ranks that are called over their lanes
-        self._is_left = False  # whether the lanes are no longer used, because an actor handle was handed out
+        self._is_left = False  # whether an actor handle was handed out
         self._lock = self._client.lock  # also guards the choice of channel and the order of calls
         self._serving: set[int] = set()  # ranks whose lane is not paused
         self._n_called: Counter[int] = Counter()  # actor tasks submitted, by rank
@@ -228,12 +228,14 @@ class RayWorkers:
         """Return the actor handle of a rank, and call all ranks by actor tasks from now on.
 
         Calls that the user makes through the handle bypass the group. Ray keeps them in order with the group's calls
-        only if these are actor tasks, too.
+        only if these are actor tasks, too. Where handles are kept as a rule (`Lifetime.HANDLES`), lanes stay in use
+        nevertheless: a call through a handle waits until the actor looks for such calls.
         """
         with self._lock:
             for other in list(self._has_lane):
                 self._pause(other)
-            self._has_lane.clear()
+            if self._launch.lifetime is not Lifetime.HANDLES:
+                self._has_lane.clear()
             self._is_left = True
         return self.actors[rank]
 
@@ -394,7 +396,7 @@ class RayWorkers:
         """Have an actor serve its lane again, after the actor tasks that were submitted before."""
         if rank not in self._serving:
             self._serving.add(rank)
-            self.actors[rank].bandmaster_serve.remote()
+            self.actors[rank].bandmaster_serve.remote(0, SHARED_S if self._is_left else LONG_S)
 
     def _pause(self, rank: int) -> None:
         """Have an actor leave its lane, after the calls that were sent there, so that actor tasks can run."""
