@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-verl lint soak bench clean
+.PHONY: demo test test-verl lint soak bench bench-verl clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -50,6 +50,9 @@ ON ?= bandmaster
 
 test-verl: $(VERL)/.ready
 	$(VERL)/bin/python tests/verl/run.py $(VERL) $(ON) $(VERL_TESTS)
+
+bench-verl: $(VERL)/.ready  ## the calls of verl's trainers on verl and on bandmaster, in turn
+	$(VERL)/bin/python benchmarks/on_verl.py
 
 $(VERL)/.ready: constraints.txt tests/verl/requirements.txt benchmarks/requirements-torch.txt benchmarks/requirements-verl-itself.txt
 	$(PYTHON) -m venv $(VERL)

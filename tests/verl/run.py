@@ -2,7 +2,7 @@
 
     run.py WHEEL_FOLDER (verl | bandmaster) [test_x ...]
 
-Prints a line for each test. Two need NCCL or a rendezvous of GPUs, and fail on verl as well; they are left out.
+Prints a line for each file. Two need NCCL or a rendezvous of GPUs, and fail on verl as well; they are left out.
 """
 
 import os

@@ -10,20 +10,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bandmaster.backends import get_backend
 from bandmaster.calls.method import GroupMethod, MethodSpec
 from bandmaster.calls.pending import Collection
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import Payload, decode, encode
-from bandmaster.contract import Launch, Lifetime, Slot
+from bandmaster.contract import Lifetime
 from bandmaster.errors import ArgumentError, UsageError
-from bandmaster.group import WorkerGroup as CoreGroup
-from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.arguments import CallPlan, scatter
 from bandmaster.plan.binding import bind
 from bandmaster.plan.mesh import Mesh
@@ -31,23 +28,20 @@ from bandmaster.plan.transfer import Custom, Gather
 from bandmaster.plan.transfer import Execute as CoreExecute
 from bandmaster.pool import ResourcePool
 from bandmaster.roles import SEPARATOR
-from bandmaster.single_controller.base import decorator
-from bandmaster.single_controller.base.batches import resolved, teach_codec, without_padding
+from bandmaster.single_controller.base.batches import resolved
 from bandmaster.single_controller.base.decorator import (
-    PADDING_KEY,
     PROTOCOLS,
     Dispatch,
     Execute,
     get_predefined_dispatch_fn,
 )
-from bandmaster.single_controller.base.later import RowsLater
 from bandmaster.single_controller.base.worker_group import WorkerGroup
 from bandmaster.single_controller.ray.classes import registered_by_verl, unwrapped
+from bandmaster.single_controller.ray.inner import AttachedGroup, StartedGroup, nsight_options, variables_of
+from bandmaster.single_controller.ray.methods import RayMethod
 from bandmaster.worker import ClassWithInitArgs, Registration
 
 __all__ = ["RayWorkerGroup"]
-
-PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -102,17 +96,16 @@ class RayWorkerGroup(WorkerGroup):
                 )
         self.ray_cls_with_init = ray_cls_with_init
         self.resource_pool = resource_pool
-        self.device_name, self.profile_steps, self.worker_nsight_options = (
-            device_name,
-            profile_steps,
-            worker_nsight_options,
-        )
+        self.device_name = device_name
+        self.profile_steps, self.worker_nsight_options = profile_steps, worker_nsight_options
         self.wg_dict: dict[str, RayWorkerGroup] | None = None
         self.sub_cls_name = ""
         given = ray_cls_with_init if isinstance(ray_cls_with_init, ClassWithInitArgs) else None
         cls = unwrapped(ray_cls_with_init if given is None else given.cls)
+        for role_class in (cls, *getattr(cls, "raw_cls_dict", {}).values()):
+            _check_names(role_class)
         if resource_pool is None:
-            self._inner: CoreGroup | _Attached = _Attached(worker_handles, worker_names, cls)
+            self._inner: StartedGroup | AttachedGroup = AttachedGroup(worker_handles, worker_names, cls)
         elif worker_names is not None or worker_handles is not None:
             raise UsageError(
                 "a group has either a resource_pool, or the names or handles of existing workers; not both"
@@ -122,9 +115,9 @@ class RayWorkerGroup(WorkerGroup):
                 raise UsageError(f"use_gpu is True, but {resource_pool!r} has none; make the pool with use_gpu=True")
             options = dict(getattr(given, "options", {}))
             if profile_steps and worker_nsight_options is not None:
-                options["runtime_env"] = {"nsight": _ending(worker_nsight_options, len(profile_steps))}
-            variables = _variables(resource_pool, name_prefix, worker_env)
-            self._inner = _Group(
+                options["runtime_env"] = {"nsight": nsight_options(worker_nsight_options, len(profile_steps))}
+            variables = variables_of(resource_pool, name_prefix, worker_env)
+            self._inner = StartedGroup(
                 resource_pool,
                 ray_cls_with_init,
                 mesh,
@@ -145,12 +138,6 @@ class RayWorkerGroup(WorkerGroup):
         self._dispatch_info: dict[str, Sequence[int]] = {}
         self._collect_info: dict[str, Sequence[bool]] = {}
         self._methods = {} if cls is None else registered_by_verl(cls)
-        hidden = [name for name in self._methods if hasattr(RayWorkerGroup, name)]
-        if hidden:
-            raise UsageError(
-                f"{cls.__name__} registers {', '.join(map(repr, hidden))}, but these are names of RayWorkerGroup's own "
-                "attributes; rename the method"
-            )
         self._bound: dict[str, GroupMethod[..., Any, Any]] = {}
 
     @property
@@ -336,7 +323,7 @@ class RayWorkerGroup(WorkerGroup):
         else:
             pair = get_predefined_dispatch_fn(dispatch_mode) if isinstance(dispatch_mode, Dispatch) else dispatch_mode
             registration = Registration(Custom(pair["dispatch_fn"], pair["collect_fn"]), is_blocking=blocking)
-        return _Method(self, self._submitter, self._spec(name, registration))
+        return RayMethod(self, self._submitter, self._spec(name, registration))
 
     def __enter__(self) -> RayWorkerGroup:
         return self
@@ -367,157 +354,14 @@ def _attached(handles: Sequence[Any], classes: Payload, role: str) -> RayWorkerG
     return group.spawn([role])[role] if role else group
 
 
-class _Method(GroupMethod[..., Any, Any]):
-    """A method of a `RayWorkerGroup`."""
-
-    _group: RayWorkerGroup
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the method. Without ``blocking``: ObjectRefs, or a ``DataProtoFuture`` if the rows are joined."""
-        registration = self._spec.registration
-        if registration.is_blocking:
-            return self._send(args, kwargs, waits=True)
-        protocol = registration.protocol
-        if isinstance(protocol, Custom) and _joins_rows(protocol.collect):
-            return RowsLater.of(self._send(args, kwargs, waits=False))
-        if not isinstance(protocol, Custom):
-            if not self._spec.is_for_zero:
-                return self._send(args, kwargs, waits=False)
-            return self._group.execute_rank_zero_async(self._spec.name, *args, **kwargs)
-        plan, _ = self._dispatched(protocol, args, kwargs)
-        references = self._submitter.submit_for_each(self._group, self._spec.name, plan, self._spec.ranks)
-        return protocol.collect(self._group, references)
-
-    def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
-        spec, protocol = self._spec, self._spec.registration.protocol
-        args, kwargs = tuple(map(resolved, args)), {key: resolved(value) for key, value in kwargs.items()}
-        if not isinstance(protocol, Custom):
-            return super()._send(args, kwargs, waits)
-        plan, n_padding = self._dispatched(protocol, args, kwargs)
-        ranks = self._collected(protocol)
-        finish = partial(self._collect, protocol.collect, ranks, n_padding)
-        collection = Collection(Gather(), ranks, finish)
-        return self._submitter.submit(self._group, spec.name, plan, spec.ranks, collection, self._options, waits)
-
-    def _dispatched(self, protocol: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[CallPlan, int]:
-        """What each rank gets, and how many rows of it are padding."""
-        teach_codec()
-        copies = [list(value) if type(value) is list else value for value in args]  # which functions may extend
-        outcome = protocol.dispatch(
-            self._group, *copies, **{k: list(v) if type(v) is list else v for k, v in kwargs.items()}
+def _check_names(cls: Any) -> None:
+    hidden = [name for name in registered_by_verl(cls) if hasattr(RayWorkerGroup, name)]
+    if hidden:
+        raise UsageError(
+            f"{cls.__name__} registers {', '.join(map(repr, hidden))}, but these are names of RayWorkerGroup's own "
+            "attributes; rename the method"
         )
-        if not (isinstance(outcome, tuple) and len(outcome) == 2 and isinstance(outcome[1], Mapping)):
-            raise ArgumentError(
-                f"the dispatch_fn of {self._spec.label} returned {type(outcome).__name__}; return (args, kwargs)"
-            )
-        by_name = dict(outcome[1])
-        n_padding = by_name.pop(PADDING_KEY, 0)
-        return self._group._plan(self._spec.name, [_listed(v) for v in outcome[0]], _listed_each(by_name)), n_padding
-
-    def _collected(self, protocol: Custom) -> tuple[int, ...]:
-        """The ranks whose values the collect function uses."""
-        collect = protocol.collect
-        if getattr(collect, "func", None) is decorator.collect_lazy_compute_data_proto:
-            mask = self._group.collect_info(collect.args[0])  # type: ignore[attr-defined]
-            return tuple(rank for rank, is_collected in enumerate(mask) if is_collected)
-        return self._spec.ranks
-
-    def _collect(self, collect: Callable[..., Any], ranks: Sequence[int], n_padding: int, values: Sequence[Any]) -> Any:
-        outputs = list(values)
-        if len(ranks) < self._group.world_size:
-            by_rank = dict(zip(ranks, values, strict=True))
-            outputs = [by_rank.get(rank) for rank in range(self._group.world_size)]
-        joined = collect(self._group, outputs)
-        return without_padding(joined, n_padding) if _joins_rows(collect) else joined
-
-
-def _joins_rows(collect: Callable[..., Any]) -> bool:
-    return getattr(collect, "func", collect) in (
-        decorator.collect_dp_compute_data_proto,
-        decorator.collect_lazy_compute_data_proto,
-        decorator.collect_nd_compute_dataproto,
-    )
-
-
-def _listed(value: Any) -> Any:
-    """The values of all ranks as a list, whose items may be ObjectRefs."""
-    return [resolved(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _listed_each(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _listed(value) for name, value in values.items()}
 
 
 def _unused(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError
-
-
-class _Group(CoreGroup):
-    """A bandmaster group with what verl's callers may ask for beyond it."""
-
-    def __init__(
-        self,
-        pool: ResourcePool,
-        given: Any,
-        mesh: Mesh | None,
-        name_prefix: str | None,
-        start_timeout: float | None,
-        amend: Callable[[Launch], Launch],
-        options: Mapping[str, Any],
-    ) -> None:
-        self._amend, self._more_options = amend, options
-        super().__init__(pool, given, mesh=mesh, name_prefix=name_prefix, start_timeout=start_timeout)
-
-    def _start(self, launch: Launch) -> None:
-        super()._start(self._amend(replace(launch, options={**launch.options, **self._more_options})))
-
-
-class _Attached:
-    """The workers of others, as far as a `RayWorkerGroup` asks for them."""
-
-    def __init__(self, handles: Sequence[Any] | None, names: Sequence[str] | None, cls: Any) -> None:
-        if not handles and not names:
-            raise UsageError("a RayWorkerGroup needs a resource_pool, or the names or handles of existing workers")
-        if cls is None:
-            raise UsageError("a group of existing workers needs their class: pass ray_cls_with_init")
-        import ray  # only Ray's actors have names and handles
-
-        actors = list(handles) if handles else [ray.get_actor(name) for name in names or ()]
-        n = len(actors)
-        self._cls, self.workers = cls, actors
-        self.name = cls.__name__
-        self.worker_names = list(names) if names else [f"{cls.__name__}_{rank}" for rank in range(n)]
-        self.mesh = Mesh(dp=n)
-        slots = tuple(Slot(None, 0, rank, 0, rank, n, 1.0) for rank in range(n))
-        launch = Launch(self.name, cls, self.mesh, {}, slots, tuple(self.worker_names), False, 0)
-        self._ownership = Ownership(self, self.name)
-        self._ownership.set_workers(get_backend("ray").attach(launch, actors))  # type: ignore[attr-defined]
-        self._submitter = Submitter(self._ownership.workers, cls, self.mesh, self.name)
-
-    def close(self) -> None:
-        """Let go of the workers; they live on."""
-        self._ownership.close()
-
-    def __repr__(self) -> str:
-        return f"<attached to {len(self.workers)} workers of {self.name}>"
-
-
-def _variables(pool: ResourcePool, name_prefix: str | None, asked: Mapping[str, str] | None) -> dict[str, str]:
-    """The environment variables of all workers that verl's groups set, and those that the user asks for."""
-    taken = sorted(set(PROTECTED) & set(asked or {}))
-    if taken:
-        raise ValueError(f"worker_env must not set {', '.join(taken)}: the group sets it")
-    return {
-        **(asked or {}),
-        "WG_PREFIX": name_prefix or "",
-        "WG_BACKEND": "ray",
-        "RAY_LOCAL_WORLD_SIZE": str(pool.process_on_nodes[0]),
-    }
-
-
-def _ending(options: Mapping[str, Any], n_steps: int) -> dict[str, Any]:
-    """Options of nsight with an end of the capture, by default after six ranges per step."""
-    given = dict(options)
-    if given.get("capture-range-end") is None:
-        given["capture-range-end"] = f"repeat-shutdown:{6 * n_steps}"
-    return given
+    raise NotImplementedError("it stands for functions that a call by name does not have")

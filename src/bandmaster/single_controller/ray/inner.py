@@ -1,0 +1,91 @@
+"""What a `RayWorkerGroup` is a face of: workers that it has started, or those of others that it was attached to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from bandmaster.backends import get_backend
+from bandmaster.calls.submission import Submitter
+from bandmaster.contract import Launch, Slot
+from bandmaster.errors import UsageError
+from bandmaster.group import WorkerGroup as CoreGroup
+from bandmaster.lifecycle.ownership import Ownership
+from bandmaster.plan.mesh import Mesh
+from bandmaster.pool import ResourcePool
+
+__all__ = ["AttachedGroup", "StartedGroup", "nsight_options", "variables_of"]
+
+PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class StartedGroup(CoreGroup):
+    """A bandmaster group with what verl's callers may ask for beyond it."""
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        given: Any,
+        mesh: Mesh | None,
+        name_prefix: str | None,
+        start_timeout: float | None,
+        amend: Callable[[Launch], Launch],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._amend, self._more_options = amend, options
+        super().__init__(pool, given, mesh=mesh, name_prefix=name_prefix, start_timeout=start_timeout)
+
+    def _start(self, launch: Launch) -> None:
+        super()._start(self._amend(replace(launch, options={**launch.options, **self._more_options})))
+
+
+class AttachedGroup:
+    """The workers of others, as far as a `RayWorkerGroup` asks for them."""
+
+    def __init__(self, handles: Sequence[Any] | None, names: Sequence[str] | None, cls: Any) -> None:
+        if not handles and not names:
+            raise UsageError("a RayWorkerGroup needs a resource_pool, or the names or handles of existing workers")
+        if cls is None:
+            raise UsageError("a group of existing workers needs their class: pass ray_cls_with_init")
+        import ray  # only Ray's actors have names and handles
+
+        actors = list(handles) if handles else [ray.get_actor(name) for name in names or ()]
+        n = len(actors)
+        self._cls, self.workers = cls, actors
+        self.name = cls.__name__
+        self.worker_names = list(names) if names else [f"{cls.__name__}_{rank}" for rank in range(n)]
+        self.mesh = Mesh(dp=n)
+        slots = tuple(Slot(None, 0, rank, 0, rank, n, 1.0) for rank in range(n))
+        launch = Launch(self.name, cls, self.mesh, {}, slots, tuple(self.worker_names), False, 0)
+        self._ownership = Ownership(self, self.name)
+        self._ownership.set_workers(get_backend("ray").attach(launch, actors))  # type: ignore[attr-defined]
+        self._submitter = Submitter(self._ownership.workers, cls, self.mesh, self.name)
+
+    def close(self) -> None:
+        """Let go of the workers; they live on."""
+        self._ownership.close()
+
+    def __repr__(self) -> str:
+        return f"<attached to {len(self.workers)} workers of {self.name}>"
+
+
+def variables_of(pool: ResourcePool, name_prefix: str | None, asked: Mapping[str, str] | None) -> dict[str, str]:
+    """The environment variables of all workers that verl's groups set, and those that the user asks for."""
+    taken = sorted(set(PROTECTED) & set(asked or {}))
+    if taken:
+        raise ValueError(f"worker_env must not set {', '.join(taken)}: the group sets it")
+    return {
+        **(asked or {}),
+        "WG_PREFIX": name_prefix or "",
+        "WG_BACKEND": "ray",
+        "RAY_LOCAL_WORLD_SIZE": str(pool.process_on_nodes[0]),
+    }
+
+
+def nsight_options(options: Mapping[str, Any], n_steps: int) -> dict[str, Any]:
+    """Options of nsight with an end of the capture, by default after six ranges per step."""
+    given = dict(options)
+    if given.get("capture-range-end") is None:
+        given["capture-range-end"] = f"repeat-shutdown:{6 * n_steps}"
+    return given

@@ -1,0 +1,100 @@
+"""A method of a `RayWorkerGroup`: verl's dispatch function, bandmaster's call, verl's collect function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from bandmaster.calls.method import GroupMethod
+from bandmaster.calls.pending import Collection
+from bandmaster.errors import ArgumentError
+from bandmaster.plan.arguments import CallPlan
+from bandmaster.plan.transfer import Custom, Gather
+from bandmaster.single_controller.base import decorator
+from bandmaster.single_controller.base.batches import resolved, teach_codec, without_padding
+from bandmaster.single_controller.base.decorator import PADDING_KEY
+from bandmaster.single_controller.base.later import RowsLater
+
+__all__ = ["RayMethod"]
+
+
+class RayMethod(GroupMethod[..., Any, Any]):
+    """A method of a `RayWorkerGroup`."""
+
+    _group: Any  # a RayWorkerGroup
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the method. Without ``blocking``: ObjectRefs, or a ``DataProtoFuture`` if the rows are joined."""
+        registration = self._spec.registration
+        if registration.is_blocking:
+            return self._send(args, kwargs, waits=True)
+        protocol = registration.protocol
+        if isinstance(protocol, Custom) and _joins_rows(protocol.collect):
+            return RowsLater.of(self._send(args, kwargs, waits=False))
+        if not isinstance(protocol, Custom):
+            if not self._spec.is_for_zero:
+                return self._send(args, kwargs, waits=False)
+            return self._group.execute_rank_zero_async(self._spec.name, *args, **kwargs)
+        plan, _ = self._dispatched(protocol, args, kwargs)
+        references = self._submitter.submit_for_each(self._group, self._spec.name, plan, self._spec.ranks)
+        return protocol.collect(self._group, references)
+
+    def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
+        spec, protocol = self._spec, self._spec.registration.protocol
+        args, kwargs = tuple(map(resolved, args)), {key: resolved(value) for key, value in kwargs.items()}
+        if not isinstance(protocol, Custom):
+            return super()._send(args, kwargs, waits)
+        plan, n_padding = self._dispatched(protocol, args, kwargs)
+        ranks = self._collected(protocol)
+        finish = partial(self._collect, protocol.collect, ranks, n_padding)
+        collection = Collection(Gather(), ranks, finish)
+        return self._submitter.submit(self._group, spec.name, plan, spec.ranks, collection, self._options, waits)
+
+    def _dispatched(self, protocol: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[CallPlan, int]:
+        """What each rank gets, and how many rows of it are padding."""
+        teach_codec()
+        copies = [list(value) if type(value) is list else value for value in args]  # which functions may extend
+        outcome = protocol.dispatch(
+            self._group, *copies, **{k: list(v) if type(v) is list else v for k, v in kwargs.items()}
+        )
+        if not (isinstance(outcome, tuple) and len(outcome) == 2 and isinstance(outcome[1], Mapping)):
+            raise ArgumentError(
+                f"the dispatch_fn of {self._spec.label} returned {type(outcome).__name__}; return (args, kwargs)"
+            )
+        by_name = dict(outcome[1])
+        n_padding = by_name.pop(PADDING_KEY, 0)
+        return self._group._plan(self._spec.name, [_listed(v) for v in outcome[0]], _listed_each(by_name)), n_padding
+
+    def _collected(self, protocol: Custom) -> tuple[int, ...]:
+        """The ranks whose values the collect function uses."""
+        collect = protocol.collect
+        if getattr(collect, "func", None) is decorator.collect_lazy_compute_data_proto:
+            mask = self._group.collect_info(collect.args[0])  # type: ignore[attr-defined]
+            return tuple(rank for rank, is_collected in enumerate(mask) if is_collected)
+        return self._spec.ranks
+
+    def _collect(self, collect: Callable[..., Any], ranks: Sequence[int], n_padding: int, values: Sequence[Any]) -> Any:
+        outputs = list(values)
+        if len(ranks) < self._group.world_size:
+            by_rank = dict(zip(ranks, values, strict=True))
+            outputs = [by_rank.get(rank) for rank in range(self._group.world_size)]
+        joined = collect(self._group, outputs)
+        return without_padding(joined, n_padding) if _joins_rows(collect) else joined
+
+
+def _joins_rows(collect: Callable[..., Any]) -> bool:
+    return getattr(collect, "func", collect) in (
+        decorator.collect_dp_compute_data_proto,
+        decorator.collect_lazy_compute_data_proto,
+        decorator.collect_nd_compute_dataproto,
+    )
+
+
+def _listed(value: Any) -> Any:
+    """The values of all ranks as a list, whose items may be ObjectRefs."""
+    return [resolved(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _listed_each(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _listed(value) for name, value in values.items()}
