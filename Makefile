@@ -52,7 +52,7 @@ test-verl: $(VERL)/.ready
 	$(VERL)/bin/python tests/verl/run.py $(VERL) $(ON) $(VERL_TESTS)
 
 bench-verl: $(VERL)/.ready  ## the calls of verl's trainers on verl and on bandmaster, in turn
-	$(VERL)/bin/python benchmarks/on_verl.py
+	$(VERL)/bin/python tests/verl/figures.py
 
 $(VERL)/.ready: constraints.txt tests/verl/requirements.txt benchmarks/requirements-torch.txt benchmarks/requirements-verl-itself.txt
 	$(PYTHON) -m venv $(VERL)

@@ -47,7 +47,7 @@ def ray_cluster():
 
 
 # Run in processes of their own, and must not be imported for their doctests.
-collect_ignore_glob = ["*_programs/*", "soak.py", "soaking/*"]
+collect_ignore_glob = ["*_programs/*", "soak.py", "soaking/*", "verl/*"]
 
 BACKENDS = ["inprocess", "local", "ray"]
 

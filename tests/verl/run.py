@@ -46,7 +46,7 @@ def main(folder, on, *chosen):
 
 
 def unpacked(folder, on):
-    """A folder with verl's test files as they are, beside our conftest."""
+    """A folder with verl's test files as they are, beside `beneath.py`."""
     (wheel,) = folder.glob("verl-*.whl")
     target = folder.resolve() / f"tests_on_{on}"
     target.mkdir(exist_ok=True)
@@ -57,7 +57,7 @@ def unpacked(folder, on):
                 for old, new in SMALLER.items():
                     text = text.replace(old, new)
                 (target / Path(name).name).write_text(text)
-    (target / "conftest.py").write_text((HERE / "conftest.py").read_text())
+    (target / "conftest.py").write_text((HERE / "beneath.py").read_text())
     return target
 
 

@@ -91,7 +91,7 @@ def main():
     for round_ in range(N_ROUNDS):
         for on in sorted(found, reverse=round_ % 2):
             here = Path(__file__).resolve()
-            paths = [str(here.parents[1] / "src"), str(here.parents[1] / "tests" / "verl")]
+            paths = [str(here.parents[2] / "src"), str(here.parent)]
             environment = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(paths),
