@@ -36,7 +36,20 @@ def main(folder, on, *chosen):
         if test.stem in LEFT_OUT or (chosen and test.stem not in chosen):
             continue
         begin = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=300", str(test)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            str(tests),
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--timeout=300",
+            str(test),
+        ]
         run = subprocess.run(command, env=environment, cwd=tests, capture_output=True, text=True)
         print(f"{test.stem:40} {run.stdout.strip().splitlines()[-1]} ({time.monotonic() - begin:.0f} s)", flush=True)
         if run.returncode:
