@@ -27,6 +27,7 @@ from bandmaster.single_controller.base.decorator import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
+from bandmaster.single_controller.base.later import RowsLater
 from bandmaster.single_controller.base.worker import DistGlobalInfo, DistRankInfo, Worker
 from bandmaster.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from bandmaster.single_controller.ray.base import (
@@ -41,6 +42,14 @@ from bandmaster.single_controller.ray.base import (
     sort_placement_group_by_node_ip,
     split_resource_pool,
 )
+
+
+def split_as_verl_does(group, *args):
+    return decorator.dispatch_dp_compute_data_proto(group, *args)
+
+
+def join_as_verl_does(group, outputs):
+    return decorator.collect_dp_compute_data_proto(group, outputs)
 
 
 class Actor(Worker):
@@ -90,6 +99,10 @@ class Actor(Worker):
     @register(make_nd_compute_dataproto_dispatch_fn("across"), blocking=False)
     def tag_later(self, rows):
         return rows * 10 + self.rank
+
+    @register({"dispatch_fn": split_as_verl_does, "collect_fn": join_as_verl_does})
+    def of_mine(self, rows):
+        return rows
 
     @register(Dispatch.THREE_D_PROTO)
     def over_3d(self, rows):
@@ -148,6 +161,7 @@ on_ray = pytest.mark.backends("ray")
 @inprocess
 def test_each_mode_moves_what_it_says(group):
     assert group.by_default([5, 6, 7, 8]) == [(5, 0), (6, 1), (7, 2), (8, 3)]
+    assert group.by_default((1, 2, 3, 4)) == [((1, 2, 3, 4), rank) for rank in range(4)]
     assert group.by_default("the same") == [("the same", rank) for rank in range(4)]
     assert group.add(1) == [101, 102, 103, 104]
     assert group.own([1, 2, 3, 4], y=(10, 20, 30, 40)) == [11, 22, 33, 44]
@@ -214,6 +228,7 @@ def test_padding_reaches_the_ranks_but_not_the_caller_nor_the_callers_own_rows(g
         assert back["x"].tolist() == [0, 1, 2, 3, 4]
         assert back["n"].tolist() == [2] * 5
     assert len(rows["x"]) == 5
+    assert group.of_mine(rows)["x"].tolist() == [0, 1, 2, 3, 4]
     assert group.count(rows) == [1] * 4, "the number of columns of each part: no rank is cut off"
 
 
@@ -223,6 +238,9 @@ def test_rows_of_a_call_that_does_not_wait_can_be_passed_on(group):
     assert group.double(later).tolist() == [0, 4, 8, 12]
     assert later.get().tolist() == later.result(timeout=10).tolist() == [0, 2, 4, 6]
     assert [part.get().tolist() for part in later.chunk(2)] == [[0, 2], [4, 6]]
+    assert "double_later" in repr(later) and later == later and hash(later)
+    columns = RowsLater(group.tag.submit({"x": np.arange(4)}))
+    assert [part.get()["x"].tolist() for part in columns.chunk(2)] == [[0, 1], [2, 3]]
     assert pickle.loads(pickle.dumps(later)).tolist() == [0, 2, 4, 6]
 
 
@@ -347,6 +365,16 @@ def test_wrong_parameters_are_refused(make_pool):
         RayWorkerGroup(pool, given, use_gpu=True)
     with pytest.raises(ValueError, match="must not set WORLD_SIZE"):
         RayWorkerGroup(pool, given, worker_env={"WORLD_SIZE": "9"})
+    with pytest.raises(bm.UsageError, match="dict of strings by name, got 'MINE': 1"):
+        RayWorkerGroup(pool, given, worker_env={"MINE": 1})
+    with pytest.raises(bm.UsageError, match="processes of their own"):
+        RayWorkerGroup(pool, given, worker_env={"MINE": "1"})
+    with pytest.raises(bm.UsageError, match="detached=True needs a pool on backend 'ray'"):
+        RayWorkerGroup(pool, given, detached=True)
+    with pytest.raises(bm.UsageError, match="num_cpus cannot be set here"):
+        given.update_options({"num_cpus": 3})
+    with pytest.raises(bm.ProtocolError, match=r"gives rank 0 the arguments as they are"):
+        register(Dispatch.DP_COMPUTE, Execute.RANK_ZERO)
     with pytest.raises(bm.UsageError, match="only CPUs and GPUs"):
         given.set_additional_resource({"NPU": 1})
     with pytest.raises(bm.UsageError, match="detached must be True or False, got 2"):
@@ -403,7 +431,7 @@ def test_calls_that_do_not_wait_return_object_refs(actor, ray_cluster):
 def test_workers_know_what_verls_workers_know(actor):
     names = ["RAY_LOCAL_WORLD_SIZE", "WG_PREFIX", "WG_BACKEND", "MINE", "WORLD_SIZE", "LOCAL_RANK"]
     for rank, found in enumerate(actor.environment(*names)):
-        assert found == ["4", "theirs", "ray", "yes", "4", str(rank)]
+        assert found == ["4", "theirs", "ray", "yes", "4", "0"], f"rank {rank} sees one device"
     assert actor.execute_all_sync("get_cuda_visible_devices") == ["0", "1", "2", "3"]
     assert actor.execute_rank_zero_sync("get_master_addr_port") == (actor.master_address, actor.master_port)
     assert actor.worker_names == [f"theirsActor_0:{rank}" for rank in range(4)]
@@ -434,7 +462,11 @@ def test_another_group_can_attach_to_the_workers(actor, ray_cluster):
     assert ray.get(elsewhere.remote(actor)) == ([101, 102, 103, 104], [0, 2])
     with pytest.raises(bm.UsageError, match="no worker of a bandmaster group"):
         RayWorkerGroup(worker_handles=[ray.remote(object).remote()], ray_cls_with_init=Actor)
+    with pytest.raises(bm.MeshError, match=r"has 2 ranks, but .*4 existing workers"):
+        RayWorkerGroup.from_detached(worker_handles=actor.workers, ray_cls_with_init=Actor, mesh=bm.Mesh(dp=2))
+    by_name._inner.close()
     del by_name, chosen
+    gc.collect()
     assert actor.add(1) == [101, 102, 103, 104]
 
 
@@ -445,6 +477,7 @@ def test_pools_are_of_verls_classes_and_have_placement_groups(pool, actor):
     first, second = split_resource_pool(pool, [1, 3])
     assert isinstance(second, SubRayResourcePool)
     assert (second.start_bundle_index, second.subgroup_world_size, second.world_size) == (1, 3, 3)
+    assert (second.store, second.pgs) == ([4], [group])
     inner = split_resource_pool(second, 1)[2]
     assert inner.start_bundle_index == 3
     assert RayWorkerGroup(inner, Actor).execute_all_sync("get_cuda_visible_devices") == ["3"]
@@ -471,12 +504,25 @@ def test_a_manager_has_the_pool_of_each_role(ray_cluster):
         too_many.create_resource_pool()
 
 
+@inprocess
+def test_a_group_is_freed_as_soon_as_nobody_has_it(make_pool):
+    pool = make_pool([2], max_colocate_count=1)
+    for _ in range(2):
+        group = RayWorkerGroup(pool, Actor)
+        group.add(1)
+        del group
+
+
 def test_workers_whose_handles_are_kept_outlive_their_group(pool, ray_cluster):
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Actor, bonus=7))
     handles = group.workers
     del group
     gc.collect()
     assert ray_cluster.get([handle.bare.remote(1) for handle in handles]) == [8] * 4
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Actor)) as closed:
+        handle = closed.workers[0]
+    with pytest.raises(ray_cluster.exceptions.RayActorError):
+        ray_cluster.get(handle.bare.remote(1))
 
 
 def test_detached_workers_outlive_the_process(ray_cluster):

@@ -156,7 +156,6 @@ class RayBackend:
 
         Raises:
             UsageError: An actor is no worker of bandmaster.
-            WorkerDied: An actor has ended.
         """
         return AttachedWorkers(launch, actors)
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bandmaster.backends.ray_actor import FIRST_NUMBER
-from bandmaster.backends.ray_workers import RayWorkers
-from bandmaster.contract import Launch
+import ray
+
+from bandmaster.backends.ray_actor import FIRST_NUMBER, ActorInfo
+from bandmaster.backends.ray_workers import RayTicket, RayWorkers
+from bandmaster.contract import CLOSED, Launch
 from bandmaster.errors import UsageError
 
 __all__ = ["AttachedWorkers"]
 
 
 class AttachedWorkers(RayWorkers):
-    """Actors that are called by actor tasks alone, between the calls of those who started them, and never ended.
+    """Actors that are called by actor tasks alone, between the calls of those who started them.
+
+    They live on when this group ends. Only a rank that does not stop within the grace of a call is ended.
 
     Args:
         launch: What to call the group and its ranks.
@@ -23,7 +27,6 @@ class AttachedWorkers(RayWorkers):
 
     Raises:
         UsageError: An actor is no worker of bandmaster.
-        WorkerDied: An actor has ended.
     """
 
     def __init__(self, launch: Launch, actors: Sequence[Any]) -> None:
@@ -36,11 +39,35 @@ class AttachedWorkers(RayWorkers):
         super().__init__(launch, lambda _, rank: actors[rank])
 
     def _begin(self, ranks: Sequence[int]) -> None:
+        """Ask where the actors are, without waiting: they may be busy, one of them even with this."""
         self._is_left = True
-        self._infos.update(self._begun(ranks))
+        self._asked = {self.actors[rank].bandmaster_info.remote(): rank for rank in ranks}
 
-    def _ask_to_begin(self, rank: int) -> Any:
-        return self.actors[rank].bandmaster_info.remote()
+    def _take_infos(self) -> None:
+        """Take the answers that are there: an actor gives its own before the reply to any call of this group."""
+        ready = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0] if self._asked else []
+        for reference in ready:
+            rank = self._asked.pop(reference)
+            info = self.fetch(RayTicket(reference, rank, 0))
+            if isinstance(info, ActorInfo):
+                self._infos[rank] = info
+
+    def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
+        """As `RayWorkers.wait`."""
+        done = super().wait(tickets, timeout_s)
+        self._take_infos()
+        return done
+
+    def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
+        """As `RayWorkers.interrupt`, for ranks that have said where they are."""
+        self._take_infos()
+        known = {rank: ticket for rank, ticket in tickets.items() if rank in self._infos}
+        super().interrupt(known, kill_because)
+
+    def stop(self, why: str = CLOSED) -> None:
+        """Let go of the actors, which live on."""
+        self.actors = []
+        super().stop(why)
 
     def _submit(self, actor: Any, *arguments: Any) -> Any:
         return actor.bandmaster_call_of_others.remote(*arguments)

@@ -126,7 +126,11 @@ class RayWorkers:
             WorkerDied: An actor died as it started.
             ConstructorError: An actor's start raised.
         """
-        launch, asked = self._launch, {self._ask_to_begin(rank): rank for rank in ranks}
+        launch, here, asked = self._launch, host_identity(), {}
+        for rank in ranks:
+            identity = WorkerIdentity(0, os.getpid(), rank, len(self.actors), launch.group)
+            ends_alone = launch.lifetime is Lifetime.DETACHED
+            asked[self.actors[rank].bandmaster_begin.remote(launch.uses_gpu, identity, here, ends_alone)] = rank
         limit_s = START_TIMEOUT_S if launch.start_timeout_s is None else min(launch.start_timeout_s, START_TIMEOUT_S)
         missing = self._unanswered(list(asked), limit_s)
         if missing and limit_s < START_TIMEOUT_S:
@@ -143,13 +147,6 @@ class RayWorkers:
             has_died = any(failure.kind is FailureKind.DIED for failure in failures.values())
             raise (WorkerDied if has_died else ConstructorError)(launch.constructor, failures, where, launch.group)
         return replies
-
-    def _ask_to_begin(self, rank: int) -> Any:
-        """The ObjectRef of what an actor reports once its process runs."""
-        launch = self._launch
-        identity = WorkerIdentity(0, os.getpid(), rank, len(self.actors), launch.group)
-        ends_alone = launch.lifetime is Lifetime.DETACHED
-        return self.actors[rank].bandmaster_begin.remote(launch.uses_gpu, identity, host_identity(), ends_alone)
 
     @staticmethod
     def _unanswered(references: Sequence[Any], timeout_s: float) -> list[Any]:

@@ -29,7 +29,7 @@ from bandmaster.failure import Failure, FailureKind
 from bandmaster.plan.collection import collect
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import CollectEach, RealRows
-from bandmaster.plan.transfer import Incoming
+from bandmaster.plan.transfer import Gather, Incoming
 from bandmaster.platform.locks import check_not_held
 
 __all__ = ["CallSite", "Collection", "OpenCalls", "PendingCall"]
@@ -75,6 +75,9 @@ class Collection(NamedTuple):
     incoming: Incoming | CollectEach
     ranks: tuple[int, ...]
     finish: Callable[[Any], Any] | None = None
+
+
+NOTHING = Collection(Gather(), ())
 
 
 class PendingCall:
@@ -256,7 +259,7 @@ class PendingCall:
             except Exception as error:  # what collecting says, or the user's code
                 self.error = error
         self.is_done = True
-        self._values = {}
+        self._values, self._collection = {}, NOTHING  # which may refer to the group, that has the list of its calls
         if self.on_done is not None:
             self.on_done()
 

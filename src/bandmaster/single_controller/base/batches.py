@@ -81,7 +81,7 @@ def join(outputs: Sequence[Any]) -> Any:
     first = outputs[0]
     if all(output is None for output in outputs):
         return None
-    if _chunks_itself(first):
+    if _chunks_itself(first) or _is_reference(first):
         return _batch_data(list(outputs)).concat()
     if getattr(first, "batch_dims", None) == 0 and all(type(output) is type(first) for output in outputs):
         return first
@@ -117,10 +117,12 @@ def _rebuilt_proto(cls: type[Any], attributes: dict[str, Any]) -> Any:
 
 def resolved(value: Any) -> Any:
     """A value itself, or what a ``DataProtoFuture`` or an ObjectRef stands for, once it is there."""
+    return sys.modules["ray"].get(value) if _is_reference(value) else _whole(value)
+
+
+def _is_reference(value: Any) -> bool:
     ray = sys.modules.get("ray")
-    if ray is not None and isinstance(value, ray.ObjectRef):
-        return ray.get(value)
-    return _whole(value)
+    return ray is not None and isinstance(value, ray.ObjectRef)
 
 
 def _whole(value: Any) -> Any:

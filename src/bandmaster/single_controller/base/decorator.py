@@ -361,7 +361,7 @@ def register(
         execute_mode: The ranks that run the method; rank 0 alone gets the arguments unsplit.
         blocking: Whether the group's method waits. If not, it returns a list of ObjectRefs, or a ``DataProtoFuture``
             if the mode joins rows.
-        materialize_futures: Whether arguments that are a ``DataProtoFuture`` reach the method as their values.
+        materialize_futures: Ignored: arguments that are a ``DataProtoFuture`` reach the method as their values.
 
     Raises:
         ProtocolError: A mode is unknown.
@@ -370,13 +370,19 @@ def register(
         raise ProtocolError(f"@register needs parentheses: write @register() above {dispatch_mode.__name__}")
     _check_dispatch_mode(dispatch_mode)
     _check_execute_mode(execute_mode)
+    whole = (Dispatch.ALL_TO_ALL, Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO)
+    if execute_mode is Execute.RANK_ZERO and dispatch_mode not in whole:
+        raise ProtocolError(
+            f"Execute.RANK_ZERO gives rank 0 the arguments as they are, but {dispatch_mode!r} distributes them; use "
+            "one of the two"
+        )
     attributes = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}
 
     def decorator(func: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(func)
         def inner(*args: Any, **kwargs: Any) -> Any:
             teach_codec()
-            if materialize_futures and "verl.protocol" in sys.modules:
+            if "verl.protocol" in sys.modules:
                 args, kwargs = tuple(map(resolved, args)), {key: resolved(value) for key, value in kwargs.items()}
             return _bridged(func, dispatch_mode, args, kwargs)(*args, **kwargs)
 

@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from bandmaster.calls.future import Future
-from bandmaster.plan.batch import slice_rows
+from bandmaster.errors import BatchError
+from bandmaster.plan.batch import count_rows, describe, slice_rows
 from bandmaster.plan.rows import row_ranges
 
 __all__ = ["RowsLater"]
@@ -37,7 +38,10 @@ class RowsLater:
         if self._part is None:
             return rows
         index, n = self._part
-        return slice_rows(rows, *row_ranges(len(rows), n)[index])
+        n_rows = count_rows(rows)
+        if n_rows is None:
+            raise BatchError(f"{describe(rows)} has no rows to be cut into {n} parts; call get() on the whole")
+        return slice_rows(rows, *row_ranges(n_rows, n)[index])
 
     def result(self, timeout: float | None = None) -> Any:
         """As `get`, within a number of seconds."""
@@ -55,6 +59,15 @@ class RowsLater:
 
     def __await__(self) -> Any:
         return self._future.__await__()
+
+    def __repr__(self) -> str:
+        return f"<rows of {self._future!r}>"
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __reduce__(self) -> Any:
         return _same, (self.get(),)

@@ -60,8 +60,26 @@ class WorkerHelper:
         return self.get_available_master_addr_port()
 
 
+def _see_one_device() -> None:
+    """Set the environment of a process that sees one device: libraries take ``LOCAL_RANK`` as the device's index.
+
+    Where Ray is told to leave the visible devices alone, each process sees all of them, and its own is made current.
+    """
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    ray, torch = sys.modules.get("ray"), sys.modules.get("torch")
+    if ray is not None and os.environ.get("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "0") not in ("", "0"):
+        devices = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        if devices:
+            os.environ["LOCAL_RANK"] = devices[0]
+            if torch is not None and torch.cuda.is_available():
+                torch.cuda.set_device(int(devices[0]))
+
+
 class Worker(bandmaster.worker.Worker, WorkerHelper):
     """A worker class as verl's users write it: they call ``super().__init__()`` first.
+
+    As in verl, a worker on Ray then has ``LOCAL_RANK=0`` in its environment, the index of the one device that it sees;
+    its place on the node is the attribute ``local_rank``.
 
     A `RayWorkerGroup` sets all attributes before ``__init__`` runs. An object that is made outside of one takes them
     from the environment variables that torchrun sets.
@@ -80,32 +98,14 @@ class Worker(bandmaster.worker.Worker, WorkerHelper):
             if name not in vars(self):
                 default = "1" if name == "local_world_size" else "0"
                 vars(self)[name] = int(os.environ.get(name.upper(), default))
+        if os.environ.get("WG_BACKEND") == "ray":
+            _see_one_device()
+        self._rank, self._world_size = self.rank, self.world_size
+        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._master_addr, self._master_port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if cuda_visible_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
-
-    @property
-    def _rank(self) -> int:
-        return self.rank
-
-    @property
-    def _world_size(self) -> int:
-        return self.world_size
-
-    @property
-    def _local_rank(self) -> int:
-        return self.local_rank
-
-    @property
-    def _local_world_size(self) -> int:
-        return self.local_world_size
-
-    @property
-    def _master_addr(self) -> str:
-        return os.environ["MASTER_ADDR"]
-
-    @property
-    def _master_port(self) -> str:
-        return os.environ["MASTER_PORT"]
 
     @classmethod
     def env_keys(cls) -> list[str]:

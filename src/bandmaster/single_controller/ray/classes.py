@@ -42,7 +42,17 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self.options: dict[str, Any] = {}
 
     def update_options(self, options: Mapping[str, Any]) -> None:
-        """Set options of ``@ray.remote`` for the actors of this class; as there, some are refused by the group."""
+        """Set options of ``@ray.remote`` for the actors of this class, such as ``runtime_env``.
+
+        Raises:
+            UsageError: The group or its pool decides about one of them.
+        """
+        taken = sorted(set(options) & {"name", "num_cpus", "num_gpus", "scheduling_strategy", "lifetime"})
+        if taken:
+            raise UsageError(
+                f"{', '.join(taken)} cannot be set here: the group names its actors (name_prefix=), and the pool "
+                "places them (cpus_per_worker=, use_gpu=, detached=)"
+            )
         self.options.update(options)
 
     def set_additional_resource(self, additional_resource: Mapping[str, float]) -> None:

@@ -10,12 +10,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bandmaster.calls.method import GroupMethod, MethodSpec
+from bandmaster.calls.method import MethodSpec
 from bandmaster.calls.pending import Collection
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import Payload, decode, encode
@@ -37,7 +36,14 @@ from bandmaster.single_controller.base.decorator import (
 )
 from bandmaster.single_controller.base.worker_group import WorkerGroup
 from bandmaster.single_controller.ray.classes import registered_by_verl, unwrapped
-from bandmaster.single_controller.ray.inner import AttachedGroup, StartedGroup, nsight_options, variables_of
+from bandmaster.single_controller.ray.inner import (
+    AttachedGroup,
+    StartedGroup,
+    check_backend,
+    nsight_options,
+    random_prefix,
+    variables_of,
+)
 from bandmaster.single_controller.ray.methods import RayMethod
 from bandmaster.worker import ClassWithInitArgs, Registration
 
@@ -105,7 +111,7 @@ class RayWorkerGroup(WorkerGroup):
         for role_class in (cls, *getattr(cls, "raw_cls_dict", {}).values()):
             _check_names(role_class)
         if resource_pool is None:
-            self._inner: StartedGroup | AttachedGroup = AttachedGroup(worker_handles, worker_names, cls)
+            self._inner: StartedGroup | AttachedGroup = AttachedGroup(worker_handles, worker_names, cls, mesh)
         elif worker_names is not None or worker_handles is not None:
             raise UsageError(
                 "a group has either a resource_pool, or the names or handles of existing workers; not both"
@@ -113,21 +119,20 @@ class RayWorkerGroup(WorkerGroup):
         else:
             if use_gpu and not resource_pool.use_gpu:
                 raise UsageError(f"use_gpu is True, but {resource_pool!r} has none; make the pool with use_gpu=True")
+            variables = variables_of(resource_pool, worker_env)
+            check_backend(resource_pool, worker_env, detached)
             options = dict(getattr(given, "options", {}))
-            if profile_steps and worker_nsight_options is not None:
-                options["runtime_env"] = {"nsight": nsight_options(worker_nsight_options, len(profile_steps))}
-            variables = variables_of(resource_pool, name_prefix, worker_env)
+            if profile_steps and worker_nsight_options is not None and device_name == "cuda":
+                nsight = nsight_options(worker_nsight_options, len(profile_steps))
+                options["runtime_env"] = {**options.get("runtime_env", {}), "nsight": nsight}
             self._inner = StartedGroup(
                 resource_pool,
                 ray_cls_with_init,
                 mesh,
-                name_prefix,
+                random_prefix(resource_pool) if name_prefix is None else name_prefix,
                 start_timeout,
-                partial(
-                    replace,
-                    variables=variables,
-                    lifetime=Lifetime.DETACHED if detached else Lifetime.HANDLES,
-                ),
+                variables,
+                Lifetime.DETACHED if detached else Lifetime.HANDLES,
                 options,
             )
         self._bind(cls, self._inner._submitter)
@@ -138,7 +143,7 @@ class RayWorkerGroup(WorkerGroup):
         self._dispatch_info: dict[str, Sequence[int]] = {}
         self._collect_info: dict[str, Sequence[bool]] = {}
         self._methods = {} if cls is None else registered_by_verl(cls)
-        self._bound: dict[str, GroupMethod[..., Any, Any]] = {}
+        self._specs: dict[str, MethodSpec] = {}  # by name; a `RayMethod` refers to the group, which it must not keep
 
     @property
     def method_names(self) -> list[str]:
@@ -216,7 +221,7 @@ class RayWorkerGroup(WorkerGroup):
             known = ", ".join(colocated) or "none: make the class with create_colocated_worker_cls"
             raise UsageError(f"{self!r} has no role {role!r}; its roles are {known}")
         group = object.__new__(type(self))
-        vars(group).update(vars(self), sub_cls_name=role, wg_dict=None)
+        vars(group).update(vars(self), sub_cls_name=role, wg_dict=None, _whole=self)
         cls, inner, shared = colocated[role][0], self._inner, self._submitter
         name = f"{inner.name}.{role}"
         mine = Submitter(shared._workers, cls, shared.mesh, name, role + SEPARATOR, shared.traffic)
@@ -292,9 +297,13 @@ class RayWorkerGroup(WorkerGroup):
         spec = self._spec(name)
         return CallPlan(tuple(scatter(bind(spec.label, spec.signature, args, kwargs), n, spec.label)))
 
-    def _spec(self, name: str, registration: Registration | None = None) -> MethodSpec:
-        registration = registration or Registration(Custom(_unused, _unused))
-        return MethodSpec.of(self._cls, name, registration, self._submitter.mesh, {})
+    def _spec(self, name: str) -> MethodSpec:
+        """The facts about a method, which may be registered or not."""
+        if name not in self._specs:
+            modes = self._methods.get(name)
+            registration = Registration(Custom(_unused, _unused)) if modes is None else _registration(**modes)
+            self._specs[name] = MethodSpec.of(self._cls, name, registration, self._submitter.mesh, {})
+        return self._specs[name]
 
     # --- methods ---
 
@@ -302,34 +311,33 @@ class RayWorkerGroup(WorkerGroup):
 
         def __getattr__(self, name: str) -> Any:
             known = self.__dict__
-            if name in known.get("_bound", ()):
-                return known["_bound"][name]
             if name in known.get("_methods", ()):
-                return known["_bound"].setdefault(name, self._made(name, **known["_methods"][name]))
+                return RayMethod(self, self._submitter, self._spec(name))
             if "_inner" not in known or name.startswith("__"):
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-            return getattr(known["_inner"], name)
+            return getattr(known.get("_whole") or known["_inner"], name)
 
     else:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def _made(self, name: str, dispatch_mode: Any, execute_mode: Execute, blocking: bool) -> GroupMethod[..., Any, Any]:
-        ours = PROTOCOLS.get(dispatch_mode) if isinstance(dispatch_mode, Dispatch) else None
-        if execute_mode is Execute.RANK_ZERO:  # which gets the arguments as they are
-            registration = Registration(PROTOCOLS[Dispatch.DP_PROTO], CoreExecute.RANK_ZERO, blocking)
-        elif ours is not None:
-            registration = Registration(ours, is_blocking=blocking)
-        else:
-            pair = get_predefined_dispatch_fn(dispatch_mode) if isinstance(dispatch_mode, Dispatch) else dispatch_mode
-            registration = Registration(Custom(pair["dispatch_fn"], pair["collect_fn"]), is_blocking=blocking)
-        return RayMethod(self, self._submitter, self._spec(name, registration))
+    def close(self) -> None:
+        """End the workers, also those whose handles somebody has; detached workers and those of others live on."""
+        self._inner.close()
 
     def __enter__(self) -> RayWorkerGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._inner.close()
+        self.close()
+
+    def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
+        """Raise SIGABRT in this process once a worker has died. `on_death` lets you do something else.
+
+        Args:
+            every_n_seconds: Ignored: most deaths are noticed as they happen.
+        """
+        self._inner.on_death(lambda _: signal.raise_signal(signal.SIGABRT))
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._methods, *dir(self._inner)})
@@ -338,7 +346,8 @@ class RayWorkerGroup(WorkerGroup):
         return f"<{type(self).__name__}{f' {self.sub_cls_name}' if self.sub_cls_name else ''} on {self._inner!r}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attached, (self.workers, encode((type(self), self._inner._cls)), self.sub_cls_name)
+        classes = encode((type(self), self._inner._cls))
+        return _attached, (self.workers, self.worker_names, self._inner.mesh, classes, self.sub_cls_name)
 
     def __deepcopy__(self, memo: Any) -> RayWorkerGroup:
         group = object.__new__(type(self))
@@ -347,10 +356,10 @@ class RayWorkerGroup(WorkerGroup):
         return group
 
 
-def _attached(handles: Sequence[Any], classes: Payload, role: str) -> RayWorkerGroup:
+def _attached(handles: Sequence[Any], names: Sequence[str], mesh: Mesh, classes: Payload, role: str) -> RayWorkerGroup:
     """What a pickled group becomes: attached to the same workers."""
     group_cls, worker_cls = decode(classes)
-    group: RayWorkerGroup = group_cls.from_detached(worker_handles=handles, ray_cls_with_init=worker_cls)
+    group: RayWorkerGroup = group_cls.from_detached(None, names, handles, worker_cls, mesh=mesh)
     return group.spawn([role])[role] if role else group
 
 
@@ -361,6 +370,17 @@ def _check_names(cls: Any) -> None:
             f"{cls.__name__} registers {', '.join(map(repr, hidden))}, but these are names of RayWorkerGroup's own "
             "attributes; rename the method"
         )
+
+
+def _registration(dispatch_mode: Any, execute_mode: Execute, blocking: bool) -> Registration:
+    """What verl's ``register`` was told, as bandmaster says it."""
+    ours = PROTOCOLS.get(dispatch_mode) if isinstance(dispatch_mode, Dispatch) else None
+    if execute_mode is Execute.RANK_ZERO:  # which gets the arguments as they are
+        return Registration(PROTOCOLS[Dispatch.DP_PROTO], CoreExecute.RANK_ZERO, blocking)
+    if ours is not None:
+        return Registration(ours, is_blocking=blocking)
+    pair = get_predefined_dispatch_fn(dispatch_mode) if isinstance(dispatch_mode, Dispatch) else dispatch_mode
+    return Registration(Custom(pair["dispatch_fn"], pair["collect_fn"]), is_blocking=blocking)
 
 
 def _unused(*_: Any, **__: Any) -> Any:

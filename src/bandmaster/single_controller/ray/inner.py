@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from bandmaster.backends import get_backend
+from bandmaster.calls.pending import CallSite
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import Launch, Slot
-from bandmaster.errors import UsageError
+from bandmaster.contract import Launch, Lifetime, Slot
+from bandmaster.errors import UsageError, WorkerDied
 from bandmaster.group import WorkerGroup as CoreGroup
+from bandmaster.lifecycle.checks import checked_mesh
+from bandmaster.lifecycle.death_watch import DeathWatch
 from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
 
-__all__ = ["AttachedGroup", "StartedGroup", "nsight_options", "variables_of"]
+__all__ = ["AttachedGroup", "StartedGroup", "check_backend", "nsight_options", "random_prefix", "variables_of"]
+
+ENDED = "the group was closed by its owner"
 
 PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -28,22 +34,34 @@ class StartedGroup(CoreGroup):
         pool: ResourcePool,
         given: Any,
         mesh: Mesh | None,
-        name_prefix: str | None,
+        name_prefix: str,
         start_timeout: float | None,
-        amend: Callable[[Launch], Launch],
+        variables: Mapping[str, str],
+        lifetime: Lifetime,
         options: Mapping[str, Any],
     ) -> None:
-        self._amend, self._more_options = amend, options
+        self._variables, self._lifetime, self._more_options = {**variables, "WG_PREFIX": name_prefix}, lifetime, options
         super().__init__(pool, given, mesh=mesh, name_prefix=name_prefix, start_timeout=start_timeout)
 
     def _start(self, launch: Launch) -> None:
-        super()._start(self._amend(replace(launch, options={**launch.options, **self._more_options})))
+        options = {**launch.options, **self._more_options}
+        super()._start(replace(launch, options=options, variables=self._variables, lifetime=self._lifetime))
+
+    def close(self) -> None:
+        """End the workers, also those whose handles somebody has, but for detached ones; release their slots."""
+        if self._ownership.is_open and self._lifetime is not Lifetime.DETACHED:
+            try:
+                workers = self._ownership.workers()
+            except UsageError:  # this is a fork of the controller, in which closing does nothing
+                return
+            workers.stop(ENDED)
+        super().close()
 
 
 class AttachedGroup:
     """The workers of others, as far as a `RayWorkerGroup` asks for them."""
 
-    def __init__(self, handles: Sequence[Any] | None, names: Sequence[str] | None, cls: Any) -> None:
+    def __init__(self, handles: Sequence[Any] | None, names: Sequence[str] | None, cls: Any, mesh: Mesh | None) -> None:
         if not handles and not names:
             raise UsageError("a RayWorkerGroup needs a resource_pool, or the names or handles of existing workers")
         if cls is None:
@@ -53,34 +71,54 @@ class AttachedGroup:
         actors = list(handles) if handles else [ray.get_actor(name) for name in names or ()]
         n = len(actors)
         self._cls, self.workers = cls, actors
+        self._watches: list[DeathWatch] = []
         self.name = cls.__name__
         self.worker_names = list(names) if names else [f"{cls.__name__}_{rank}" for rank in range(n)]
-        self.mesh = Mesh(dp=n)
+        self.mesh = checked_mesh(mesh, n, f"a group of {n} existing workers")
         slots = tuple(Slot(None, 0, rank, 0, rank, n, 1.0) for rank in range(n))
         launch = Launch(self.name, cls, self.mesh, {}, slots, tuple(self.worker_names), False, 0)
         self._ownership = Ownership(self, self.name)
         self._ownership.set_workers(get_backend("ray").attach(launch, actors))  # type: ignore[attr-defined]
         self._submitter = Submitter(self._ownership.workers, cls, self.mesh, self.name)
 
+    def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
+        """As `bandmaster.WorkerGroup.on_death`."""
+        site = CallSite(self.name, self.mesh, self.name)
+        self._watches.append(DeathWatch(self._ownership.workers(), site, callback))
+
     def close(self) -> None:
         """Let go of the workers; they live on."""
+        for watch in self._watches:
+            watch.end()
         self._ownership.close()
 
     def __repr__(self) -> str:
         return f"<attached to {len(self.workers)} workers of {self.name}>"
 
 
-def variables_of(pool: ResourcePool, name_prefix: str | None, asked: Mapping[str, str] | None) -> dict[str, str]:
+def check_backend(pool: ResourcePool, worker_env: Mapping[str, str] | None, detached: bool) -> None:
+    """Refuse what the pool's backend cannot do."""
+    if worker_env and pool.backend == "inprocess":
+        raise UsageError("worker_env needs workers with processes of their own, but the pool is on backend 'inprocess'")
+    if detached and pool.backend != "ray":
+        raise UsageError(f"detached=True needs a pool on backend 'ray', got {pool!r}")
+
+
+def random_prefix(pool: ResourcePool) -> str:
+    """A prefix of workers' names that no other group has."""
+    return f"{pool.name_prefix}{secrets.token_hex(3)}"
+
+
+def variables_of(pool: ResourcePool, asked: Mapping[str, str] | None) -> dict[str, str]:
     """The environment variables of all workers that verl's groups set, and those that the user asks for."""
     taken = sorted(set(PROTECTED) & set(asked or {}))
     if taken:
         raise ValueError(f"worker_env must not set {', '.join(taken)}: the group sets it")
-    return {
-        **(asked or {}),
-        "WG_PREFIX": name_prefix or "",
-        "WG_BACKEND": "ray",
-        "RAY_LOCAL_WORLD_SIZE": str(pool.process_on_nodes[0]),
-    }
+    for name, value in (asked or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise UsageError(f"worker_env must be a dict of strings by name, got {name!r}: {value!r}")
+    sizes: Sequence[int] = getattr(pool, "store", pool.process_on_nodes)
+    return {**(asked or {}), "WG_BACKEND": "ray", "RAY_LOCAL_WORLD_SIZE": str(sizes[0])}
 
 
 def nsight_options(options: Mapping[str, Any], n_steps: int) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class RayMethod(GroupMethod[..., Any, Any]):
             by_rank = dict(zip(ranks, values, strict=True))
             outputs = [by_rank.get(rank) for rank in range(self._group.world_size)]
         joined = collect(self._group, outputs)
-        return without_padding(joined, n_padding) if _joins_rows(collect) else joined
+        return joined if type(joined) is list else without_padding(joined, n_padding)
 
 
 def _joins_rows(collect: Callable[..., Any]) -> bool:
@@ -92,8 +92,8 @@ def _joins_rows(collect: Callable[..., Any]) -> bool:
 
 
 def _listed(value: Any) -> Any:
-    """The values of all ranks as a list, whose items may be ObjectRefs."""
-    return [resolved(item) for item in value] if isinstance(value, list | tuple) else value
+    """A list or tuple with the values of its items that are ObjectRefs or futures; other values as they are."""
+    return type(value)([resolved(item) for item in value]) if type(value) in (list, tuple) else value
 
 
 def _listed_each(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,6 +71,8 @@ class RayResourcePool(ResourcePool):
             is_detached=detached,
         )
 
+    _whole: RayResourcePool | None = None  # the pool of which this is a part
+
     @property
     def detached(self) -> bool:
         """Whether the placement groups outlive the pool."""
@@ -78,8 +80,8 @@ class RayResourcePool(ResourcePool):
 
     @property
     def store(self) -> list[int]:
-        """Slots on each node."""
-        return list(self.process_on_nodes)
+        """Slots on each node; of a part, on each node of the pool that was split."""
+        return list(self.process_on_nodes) if self._whole is None else self._whole.store
 
     def __call__(self) -> list[int]:
         """Slots on each node."""
@@ -89,9 +91,13 @@ class RayResourcePool(ResourcePool):
     def pgs(self) -> list[Any] | None:
         """The placement group of each node; None before the slots are reserved. Setting it uses groups made elsewhere.
 
+        Those of a part are those of the pool that was split; its ``start_bundle_index`` counts from their first slot.
+
         Raises:
             UsageError: The placement groups that are set have too few bundles.
         """
+        if self._whole is not None:
+            return self._whole.pgs
         reservations = [part.lease.reservation for part in self._parts]
         if None in reservations:
             return None
@@ -136,7 +142,7 @@ class SubRayResourcePool(RayResourcePool):
     def __init__(
         self, placement_groups: Sequence[Any], start_bundle_index: int, subgroup_world_size: int, **kwargs: Any
     ) -> None:
-        whole = RayResourcePool(**kwargs)
+        whole = RayResourcePool(**kwargs)  # its slots are those that it is given
         whole.pgs = list(placement_groups)
         stop = start_bundle_index + subgroup_world_size
         if not 0 <= start_bundle_index < stop <= whole.world_size:
@@ -146,9 +152,10 @@ class SubRayResourcePool(RayResourcePool):
         sizes = [size for size in (start_bundle_index, subgroup_world_size, whole.world_size - stop) if size]
         part = split_resource_pool(whole, sizes)[1 if start_bundle_index else 0]
         self._set_up(part._parts, whole.name_prefix, ())
-        self._place(start_bundle_index)
+        self._place(whole, start_bundle_index)
 
-    def _place(self, start: int) -> None:
+    def _place(self, whole: RayResourcePool, start: int) -> None:
+        self._whole = whole
         self.start_bundle_index = start
         self.subgroup_world_size = self.world_size
 
@@ -206,7 +213,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
     start, found = getattr(resource_pool, "start_bundle_index", 0), []
     for index, part in enumerate(pools.split_resource_pool(resource_pool, split_size)):
         sub = SubRayResourcePool._of(part._parts, f"{resource_pool.name_prefix}_split_{index}")
-        sub._place(start)
+        sub._place(resource_pool._whole or resource_pool, start)
         start += sub.world_size
         found.append(sub)
     return found
