@@ -20,6 +20,7 @@ from bandmaster.calls.submission import Submitter
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Lifetime
 from bandmaster.errors import ArgumentError, UsageError
+from bandmaster.lifecycle.checks import check_options
 from bandmaster.plan.arguments import CallPlan, scatter
 from bandmaster.plan.binding import bind
 from bandmaster.plan.mesh import Mesh
@@ -100,6 +101,7 @@ class RayWorkerGroup(WorkerGroup):
                 raise UsageError(
                     f"{name} of RayWorkerGroup must be True or False, got {flag!r}; name_prefix and mesh are keywords"
                 )
+        check_options("RayWorkerGroup", name_prefix, start_timeout)
         self.ray_cls_with_init = ray_cls_with_init
         self.resource_pool = resource_pool
         self.device_name = device_name
