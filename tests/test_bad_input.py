@@ -942,9 +942,7 @@ def test_an_option_of_a_pool_that_makes_no_sense_is_refused(make_pool, options):
 
 
 def test_values_in_other_places_than_in_verl_are_refused_by_name(pool):
-    with pytest.raises(
-        bm.UsageError, match=r"^detached must be True or False, got 0\.5; cpus_per_worker is a keyword$"
-    ):
+    with pytest.raises(bm.UsageError, match=r"^detached must be True or False, got 0\.5; "):
         RayResourcePool([2], True, None, 1, 0.5)
     with pytest.raises(bm.UsageError, match=r"^bin_pack of RayWorkerGroup must be True or False, got 'mine'"):
         RayWorkerGroup(pool, Fragile, "mine")

@@ -332,12 +332,8 @@ def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
 
 
 def _check_dispatch_mode(dispatch_mode: object) -> None:
-    is_pair = isinstance(dispatch_mode, Mapping) and {"dispatch_fn", "collect_fn"} <= set(dispatch_mode)
-    if not is_pair and not isinstance(dispatch_mode, Dispatch):
-        raise ProtocolError(
-            "dispatch_mode must be a member of Dispatch or {'dispatch_fn': f, 'collect_fn': g}, got "
-            f"{dispatch_mode!r}; for a TransferProtocol use bandmaster.register"
-        )
+    if not isinstance(dispatch_mode, Dispatch):
+        transfer.as_protocol(dispatch_mode)  # raises
 
 
 def _check_execute_mode(execute_mode: object) -> None:
@@ -357,7 +353,8 @@ def register(
     """Make a method of a worker class callable on the whole `RayWorkerGroup`.
 
     Args:
-        dispatch_mode: A member of `Dispatch`, or ``{"dispatch_fn": f, "collect_fn": g}``.
+        dispatch_mode: A member of `Dispatch`, or ``{"dispatch_fn": f, "collect_fn": g}``; or what `bandmaster.register`
+            takes: a `bandmaster.TransferProtocol`, or the name of one of HybridFlow's (``"3D_PROTO"``).
         execute_mode: The ranks that run the method; rank 0 alone gets the arguments unsplit.
         blocking: Whether the group's method waits. If not, it returns a list of ObjectRefs, or a ``DataProtoFuture``
             if the mode joins rows.

@@ -24,7 +24,7 @@ from bandmaster.lifecycle.checks import check_options
 from bandmaster.plan.arguments import CallPlan, scatter
 from bandmaster.plan.binding import bind
 from bandmaster.plan.mesh import Mesh
-from bandmaster.plan.transfer import Custom, Gather
+from bandmaster.plan.transfer import Custom, Gather, as_protocol
 from bandmaster.plan.transfer import Execute as CoreExecute
 from bandmaster.pool import ResourcePool
 from bandmaster.roles import SEPARATOR
@@ -376,12 +376,13 @@ def _check_names(cls: Any) -> None:
 
 def _registration(dispatch_mode: Any, execute_mode: Execute, blocking: bool) -> Registration:
     """What verl's ``register`` was told, as bandmaster says it."""
-    ours = PROTOCOLS.get(dispatch_mode) if isinstance(dispatch_mode, Dispatch) else None
+    is_member = isinstance(dispatch_mode, Dispatch)
+    ours = PROTOCOLS.get(dispatch_mode) if is_member else as_protocol(dispatch_mode)
     if execute_mode is Execute.RANK_ZERO:  # which gets the arguments as they are
         return Registration(PROTOCOLS[Dispatch.DP_PROTO], CoreExecute.RANK_ZERO, blocking)
     if ours is not None:
         return Registration(ours, is_blocking=blocking)
-    pair = get_predefined_dispatch_fn(dispatch_mode) if isinstance(dispatch_mode, Dispatch) else dispatch_mode
+    pair = get_predefined_dispatch_fn(dispatch_mode)
     return Registration(Custom(pair["dispatch_fn"], pair["collect_fn"]), is_blocking=blocking)
 
 
