@@ -345,7 +345,7 @@ class RayWorkerGroup(WorkerGroup):
         return sorted({*super().__dir__(), *self._methods, *dir(self._inner)})
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}{f' {self.sub_cls_name}' if self.sub_cls_name else ''} on {self._inner!r}>"
+        return f"<role {self.sub_cls_name!r} of {self._inner!r}>" if self.sub_cls_name else repr(self._inner)
 
     def __reduce__(self) -> tuple[Any, ...]:
         classes = encode((type(self), self._inner._cls))

@@ -58,6 +58,9 @@ class StartedGroup(CoreGroup):
         super().close()
 
 
+StartedGroup.__name__ = "RayWorkerGroup"  # what messages and tables call it, as it is what users know
+
+
 class AttachedGroup:
     """The workers of others, as far as a `RayWorkerGroup` asks for them."""
 

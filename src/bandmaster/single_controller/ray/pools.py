@@ -222,7 +222,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
 def merge_resource_pool(*resource_pools: RayResourcePool) -> RayResourcePool:
     """As `bandmaster.merge_resource_pool`, for pools of this module."""
     merged = pools.merge_resource_pool(*resource_pools)
-    return RayResourcePool._of(merged._parts, "_".join(pool.name_prefix for pool in resource_pools))
+    return RayResourcePool._of(merged._parts, "_".join(filter(None, (pool.name_prefix for pool in resource_pools))))
 
 
 def sort_placement_group_by_node_ip(pgs: Sequence[Any]) -> list[Any]:
