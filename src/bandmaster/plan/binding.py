@@ -10,7 +10,7 @@ from bandmaster.errors import ArgumentError
 from bandmaster.plan.arguments import BoundArgument
 from bandmaster.plan.transfer import Custom
 
-__all__ = ["bind", "bind_per_rank", "signature_without_self"]
+__all__ = ["bind", "bind_per_rank", "dispatched", "signature_without_self"]
 
 ADDED_BY_RAY = "_ray_trace_ctx"  # @ray.remote adds it to the signature of every method, inherited ones included
 
@@ -88,10 +88,21 @@ def bind_per_rank(
     Raises:
         ArgumentError: The function does not return ``(args, kwargs)``, or its arguments do not match the signature.
     """
+    return bind(method, signature, *dispatched(method, group, custom, args, kwargs))
+
+
+def dispatched(
+    method: str, group: Any, custom: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What a custom dispatch function returns: ``(args, kwargs)`` with one value per rank in each.
+
+    Raises:
+        ArgumentError: It returns something else.
+    """
     outcome = custom.dispatch(group, *map(_shallow, args), **{key: _shallow(value) for key, value in kwargs.items()})
     if not (isinstance(outcome, tuple) and len(outcome) == 2 and isinstance(outcome[1], Mapping)):
         raise ArgumentError(f"the dispatch_fn of {method} returned {type(outcome).__name__}; return (args, kwargs)")
-    return bind(method, signature, *outcome)
+    return outcome
 
 
 def _shallow(value: Any) -> Any:

@@ -42,7 +42,6 @@ from bandmaster.single_controller.ray.inner import (
     StartedGroup,
     check_backend,
     nsight_options,
-    random_prefix,
     variables_of,
 )
 from bandmaster.single_controller.ray.methods import RayMethod
@@ -131,7 +130,7 @@ class RayWorkerGroup(WorkerGroup):
                 resource_pool,
                 ray_cls_with_init,
                 mesh,
-                random_prefix(resource_pool) if name_prefix is None else name_prefix,
+                name_prefix,
                 start_timeout,
                 variables,
                 Lifetime.DETACHED if detached else Lifetime.HANDLES,

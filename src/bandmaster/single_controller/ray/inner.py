@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
 
-__all__ = ["AttachedGroup", "StartedGroup", "check_backend", "nsight_options", "random_prefix", "variables_of"]
+__all__ = ["AttachedGroup", "StartedGroup", "check_backend", "nsight_options", "variables_of"]
 
 ENDED = "the group was closed by its owner"
 
@@ -34,18 +33,19 @@ class StartedGroup(CoreGroup):
         pool: ResourcePool,
         given: Any,
         mesh: Mesh | None,
-        name_prefix: str,
+        name_prefix: str | None,
         start_timeout: float | None,
         variables: Mapping[str, str],
         lifetime: Lifetime,
         options: Mapping[str, Any],
     ) -> None:
-        self._variables, self._lifetime, self._more_options = {**variables, "WG_PREFIX": name_prefix}, lifetime, options
+        self._variables, self._lifetime, self._more_options = variables, lifetime, options
         super().__init__(pool, given, mesh=mesh, name_prefix=name_prefix, start_timeout=start_timeout)
 
     def _start(self, launch: Launch) -> None:
         options = {**launch.options, **self._more_options}
-        super()._start(replace(launch, options=options, variables=self._variables, lifetime=self._lifetime))
+        variables = {**self._variables, "WG_PREFIX": launch.group.removesuffix(launch.cls.__name__)}
+        super()._start(replace(launch, options=options, variables=variables, lifetime=self._lifetime))
 
     def close(self) -> None:
         """End the workers, also those whose handles somebody has, but for detached ones; release their slots."""
@@ -105,11 +105,6 @@ def check_backend(pool: ResourcePool, worker_env: Mapping[str, str] | None, deta
         raise UsageError("worker_env needs workers with processes of their own, but the pool is on backend 'inprocess'")
     if detached and pool.backend != "ray":
         raise UsageError(f"detached=True needs a pool on backend 'ray', got {pool!r}")
-
-
-def random_prefix(pool: ResourcePool) -> str:
-    """A prefix of workers' names that no other group has."""
-    return f"{pool.name_prefix}{secrets.token_hex(3)}"
 
 
 def variables_of(pool: ResourcePool, asked: Mapping[str, str] | None) -> dict[str, str]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from bandmaster.calls.method import GroupMethod
 from bandmaster.calls.pending import Collection
-from bandmaster.errors import ArgumentError
 from bandmaster.plan.arguments import CallPlan
+from bandmaster.plan.binding import dispatched
 from bandmaster.plan.transfer import Custom, Gather
 from bandmaster.single_controller.base import decorator
 from bandmaster.single_controller.base.batches import resolved, teach_codec, without_padding
@@ -54,17 +54,10 @@ class RayMethod(GroupMethod[..., Any, Any]):
     def _dispatched(self, protocol: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[CallPlan, int]:
         """What each rank gets, and how many rows of it are padding."""
         teach_codec()
-        copies = [list(value) if type(value) is list else value for value in args]  # which functions may extend
-        outcome = protocol.dispatch(
-            self._group, *copies, **{k: list(v) if type(v) is list else v for k, v in kwargs.items()}
-        )
-        if not (isinstance(outcome, tuple) and len(outcome) == 2 and isinstance(outcome[1], Mapping)):
-            raise ArgumentError(
-                f"the dispatch_fn of {self._spec.label} returned {type(outcome).__name__}; return (args, kwargs)"
-            )
-        by_name = dict(outcome[1])
+        placed, named = dispatched(self._spec.label, self._group, protocol, args, kwargs)
+        by_name = {name: _listed(value) for name, value in named.items()}
         n_padding = by_name.pop(PADDING_KEY, 0)
-        return self._group._plan(self._spec.name, [_listed(v) for v in outcome[0]], _listed_each(by_name)), n_padding
+        return self._group._plan(self._spec.name, [_listed(value) for value in placed], by_name), n_padding
 
     def _collected(self, protocol: Custom) -> tuple[int, ...]:
         """The ranks whose values the collect function uses."""
@@ -94,7 +87,3 @@ def _joins_rows(collect: Callable[..., Any]) -> bool:
 def _listed(value: Any) -> Any:
     """A list or tuple with the values of its items that are ObjectRefs or futures; other values as they are."""
     return type(value)([resolved(item) for item in value]) if type(value) in (list, tuple) else value
-
-
-def _listed_each(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _listed(value) for name, value in values.items()}
