@@ -1,5 +1,6 @@
 """What is true of Ray alone. Programs that start a Ray of their own run in a process of their own."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -234,7 +235,7 @@ def test_options_of_a_class_wrapped_by_ray_remote_reach_its_actors(ray_cluster):
         assert bm.WorkerGroup(pool, Wrapped).execute_all_sync("mine") == ["yes"]
 
 
-@pytest.mark.parametrize("options", [{"max_concurrency": 4}, {"max_restarts": -1, "max_task_retries": 2}])
+@pytest.mark.parametrize("options", [{"concurrency_groups": {"io": 2}}, {"max_restarts": -1, "max_task_retries": 2}])
 def test_options_that_break_the_order_of_calls_are_refused(ray_cluster, options):
     class Plain(bm.Worker):
         pass
@@ -242,7 +243,76 @@ def test_options_that_break_the_order_of_calls_are_refused(ray_cluster, options)
     with bm.ResourcePool([1], backend="ray") as pool:
         with pytest.raises(bm.UsageError, match=rf"Plain asks Ray for .*{next(iter(options))}.*leave this out"):
             bm.WorkerGroup(pool, ray_cluster.remote(**options)(Plain))
+        with pytest.raises(
+            bm.UsageError, match=r"Plain asks Ray for max_concurrency=4, but only calls of async methods"
+        ):
+            bm.WorkerGroup(pool, ray_cluster.remote(max_concurrency=4)(Plain))
         bm.WorkerGroup(pool, ray_cluster.remote(max_concurrency=1)(Plain))
+
+
+class Meeting(bm.Worker):
+    """Whoever comes waits for the others."""
+
+    def __init__(self):
+        self.came, self.all_came = [], None
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def meet(self, who, n):
+        self.all_came = self.all_came or asyncio.Event()
+        self.came.append(who)
+        if len(self.came) == n:
+            self.all_came.set()
+        await self.all_came.wait()
+        return list(self.came)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def who_came(self):
+        return list(self.came)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def stay(self, seconds):
+        time.sleep(seconds)
+
+
+@pytest.fixture
+def meeting(ray_cluster):
+    with bm.ResourcePool([1], backend="ray") as pool:
+        yield bm.WorkerGroup(pool, ray_cluster.remote(max_concurrency=8)(Meeting))
+
+
+def test_calls_of_async_methods_overlap_where_ray_is_told_so(ray_cluster, meeting):
+    first, second = meeting.meet.submit("a", 5), meeting.meet.submit("b", 5)
+    references = meeting.execute_all_async("meet", "c", 5)
+    came = meeting.who_came()[0]  # while those who came wait
+    assert set(came) <= {*"abc"}
+    handle = meeting.workers[0]
+    references += [handle.meet.remote("d", 5), handle.meet.remote("e", 5)]
+    everybody = [*"abcde"]
+    assert sorted(first.result()[0]) == sorted(second.result()[0]) == everybody
+    assert [sorted(came) for came in ray_cluster.get(references)] == [everybody] * 3
+
+
+def test_a_call_that_overlaps_others_is_cancelled_alone(meeting):
+    first, second = meeting.meet.submit("a", 3), meeting.meet.submit("b", 3)
+    while len(meeting.who_came()[0]) < 2:
+        pass
+    first.cancel()
+    with pytest.raises(bm.CallCancelled):
+        first.result(timeout=30)
+    assert sorted(meeting.meet("c", 3)[0]) == ["a", "b", "c"] == sorted(second.result()[0])
+
+
+def test_a_method_that_does_not_stop_is_ended_where_others_overlap(meeting):
+    stuck, stacks = meeting.stay.options(grace=0.2).submit(600), ""
+    while "in stay" not in stacks:  # it has begun
+        with pytest.raises(bm.CallTimeout) as late:
+            stuck.result(timeout=0.5)
+        stacks = str(late.value)
+    stuck.cancel()
+    with pytest.raises(bm.CallCancelled):
+        stuck.result(timeout=30)
+    with pytest.raises(bm.WorkerDied, match=r"had not stopped in time after Meeting.stay was cancelled"):
+        meeting.who_came()
 
 
 def test_a_future_that_was_not_read_says_that_the_group_was_closed(ray_cluster):

@@ -153,6 +153,20 @@ class Critic(Worker):
         return os.getpid()
 
 
+class Meeting(Worker):
+    def __init__(self):
+        super().__init__()
+        self.first = None
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    async def meet(self, name):
+        if self.first is None:
+            self.first = asyncio.get_running_loop().create_future()
+        else:
+            self.first.set_result(name)
+        return await self.first
+
+
 @pytest.fixture
 def group(make_pool):
     return RayWorkerGroup(make_pool([4]), RayClassWithInitArgs(Actor, bonus=100))
@@ -446,6 +460,15 @@ def test_handles_reach_the_users_object(actor, ray_cluster):
     handle = actor.workers[2]
     assert ray_cluster.get(handle.__ray_call__.remote(lambda self: (type(self).__name__, self.bonus))) == ("Actor", 100)
     assert ray_cluster.get(handle.direct.remote(5)) == 5
+
+
+def test_async_methods_of_a_role_overlap_where_ray_is_told_so(pool, ray_cluster):
+    given = create_colocated_worker_cls({"meeting": RayClassWithInitArgs(Meeting)})
+    given.update_options({"max_concurrency": 2})
+    with RayWorkerGroup(split_resource_pool(pool, 1)[0], given) as group:
+        role = group.spawn(["meeting"])["meeting"]
+        met = ray_cluster.get(role.meet("a") + role.meet("b"))
+    assert met in (["a", "a"], ["b", "b"])
 
 
 def test_another_group_can_attach_to_the_workers(actor, ray_cluster):

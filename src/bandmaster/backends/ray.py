@@ -36,8 +36,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from bandmaster.backends.ray_actor import actor_class
+from bandmaster.backends.ray_actor import WorkerActor, actor_class
 from bandmaster.backends.ray_attached import AttachedWorkers
+from bandmaster.backends.ray_overlapping import OverlappingActor, has_async_methods
 from bandmaster.backends.ray_session import RaySession
 from bandmaster.backends.ray_workers import POLL_S, START_TIMEOUT_S, RayWorkers
 from bandmaster.contract import Launch, Lifetime
@@ -56,8 +57,8 @@ _NO_CLIENT = (
 _UNIQUE = " #"  # begins the suffix that makes the name of a placement group unique; messages omit the suffix
 REFUSED_OPTIONS = (  # actor options, and why they are refused
     (
-        {"max_concurrency", "concurrency_groups", "max_restarts", "max_task_retries"},
-        "a rank runs one call at a time, and workers are restarted by restart() and replace()",
+        {"concurrency_groups", "max_restarts", "max_task_retries"},
+        "a rank runs its calls in order, and workers are restarted by restart() and replace()",
     ),
     (
         {"resources", "accelerator_type", "memory", "object_store_memory"},
@@ -138,16 +139,22 @@ class RayBackend:
         """Start an actor on every slot.
 
         Raises:
-            UsageError: The class asks for an actor option of `REFUSED_OPTIONS`, or a name is taken.
+            UsageError: The class asks for an actor option of `REFUSED_OPTIONS`, for calls that overlap although it has
+                no async method, or a name is taken.
             ClosedError: The Ray session of the pool has ended.
             PlacementError, WorkerDied, CallTimeout: As for `bandmaster.contract.Backend.start`.
         """
         for keys, why in REFUSED_OPTIONS:
             asked = {key: launch.options[key] for key in keys & launch.options.keys() if launch.options[key]}
-            if asked and asked != {"max_concurrency": 1}:
+            if asked:
                 raise UsageError(
                     f"{launch.cls.__name__} asks Ray for {asked}, but {why}; leave this out of @ray.remote(...)"
                 )
+        if _overlaps(launch) and not has_async_methods(launch.cls):
+            raise UsageError(
+                f"{launch.cls.__name__} asks Ray for max_concurrency={launch.options['max_concurrency']}, but only "
+                "calls of async methods can overlap, and it has none; leave this out of @ray.remote(...)"
+            )
         _check_session(launch)
         return RayWorkers(launch, self._start_actor)
 
@@ -176,7 +183,7 @@ class RayBackend:
         )
         if launch.lifetime is Lifetime.DETACHED:
             options["lifetime"] = "detached"
-        actor = actor_class(launch.cls).options(
+        actor = actor_class(launch.cls, OverlappingActor if _overlaps(launch) else WorkerActor).options(
             **options,
             name=launch.worker_names[rank],
             num_cpus=taken.pop("CPU", 0),
@@ -267,6 +274,11 @@ class Reservation:
     bundles: tuple[tuple[int, ...], ...]
     session: RaySession
     is_detached: bool = False
+
+
+def _overlaps(launch: Launch) -> bool:
+    """Whether calls of the workers' async methods are to overlap."""
+    return (launch.options.get("max_concurrency") or 1) > 1
 
 
 def _check_session(launch: Launch) -> None:

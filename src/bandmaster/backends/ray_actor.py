@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
@@ -38,7 +38,7 @@ from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import serve
 from bandmaster.worker_process.rendezvous import Rendezvous, listening_socket
 
-__all__ = ["FIRST_NUMBER", "LONG_S", "OTHERS", "SHARED_S", "ActorInfo", "actor_class", "host_identity"]
+__all__ = ["FIRST_NUMBER", "LONG_S", "OTHERS", "SHARED_S", "ActorInfo", "WorkerActor", "actor_class", "host_identity"]
 
 FIRST_NUMBER = 1 << 62  # of the group's calls by actor task; calls over the lane are numbered from 1
 OTHERS = FIRST_NUMBER - 1  # announced for all calls that do not come from the group
@@ -60,6 +60,7 @@ class ActorInfo:
         rendezvous_port: Port of the group's rendezvous on rank 0; 0 on other ranks.
         node: Ray's id of its node.
         stderr: Path of the file that its standard error goes to.
+        overlaps: Whether its async methods overlap.
     """
 
     address: str
@@ -70,6 +71,7 @@ class ActorInfo:
     rendezvous_port: int
     node: str
     stderr: str
+    overlaps: bool
 
 
 class WorkerActor:
@@ -77,6 +79,8 @@ class WorkerActor:
 
     `actor_class` derives a class from it that also has the public methods of the worker class, for direct Ray calls.
     """
+
+    overlaps: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._executor = Executor()
@@ -112,7 +116,8 @@ class WorkerActor:
         port = self._executor.rendezvous.port if self._executor.rendezvous else 0
         node, stderr = ray.get_runtime_context().get_node_id(), os.readlink("/proc/self/fd/2")
         self._ends_alone = ends_alone
-        self._info = ActorInfo(address, os.uname().nodename, host_identity(), os.getpid(), device, port, node, stderr)
+        name, pid = os.uname().nodename, os.getpid()
+        self._info = ActorInfo(address, name, host_identity(), pid, device, port, node, stderr, self.overlaps)
         return self._info
 
     def bandmaster_info(self) -> ActorInfo:
@@ -137,7 +142,10 @@ class WorkerActor:
         return self._called(number, method, reply, parts)
 
     def _called(self, number: int, method: str, reply: int, parts: Sequence[Payload]) -> Any:
-        outcome = self._run(number, method, reply, [part.private() for part in parts])
+        return self._as_asked(self._run(number, method, reply, [part.private() for part in parts]), reply)
+
+    @staticmethod
+    def _as_asked(outcome: Payload | Failure | None, reply: int) -> Any:
         if reply != Reply.NATIVE:
             return outcome
         if isinstance(outcome, Failure):
@@ -236,11 +244,11 @@ def _open(payload: Payload) -> Any:
     return decode(payload.private())
 
 
-def actor_class(cls: type) -> Any:
+def actor_class(cls: type, base: type[WorkerActor] = WorkerActor) -> Any:
     """Make an actor class with the name and the public methods of a worker class."""
     names = [name for name in dir(cls) if not name.startswith("_") and inspect.isfunction(getattr(cls, name))]
-    forwards = {name: _forward(cls, name) for name in names}
-    made = ray.remote(type(cls.__name__, (WorkerActor,), {**forwards, "__doc__": cls.__doc__}))
+    forwards = {name: _forward(cls, name, base.overlaps) for name in names}
+    made = ray.remote(type(cls.__name__, (base,), {**forwards, "__doc__": cls.__doc__}))
     made.__ray_metadata__.modified_class.__ray_call__ = _ray_call
     return made
 
@@ -253,17 +261,22 @@ def _ray_call(self: WorkerActor, fn: Callable[..., Any], /, *args: Any, **kwargs
         return fn(self._executor.worker, *args, **kwargs)
 
 
-def _forward(cls: type, name: str) -> Any:
+def _forward(cls: type, name: str, overlaps: bool) -> Any:
     def forward(self: WorkerActor, /, *args: Any, **kwargs: Any) -> Any:
         self._catch_up_with_what_is_there()
         self._patience_s = SHORT_S
         with self._page.announce(OTHERS):
             return self._executor.run(name, args, kwargs)
 
-    forward.__name__ = forward.__qualname__ = name
-    forward.__doc__ = getattr(cls, name).__doc__
-    forward.__signature__ = _bare_signature(cls, name)  # type: ignore[attr-defined]  # Ray checks calls against it
-    return forward
+    async def forward_async(self: WorkerActor, /, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self._executor.worker, name)(*args, **kwargs)
+
+    is_async = overlaps and inspect.iscoroutinefunction(getattr(cls, name))
+    made: Any = forward_async if is_async else forward
+    made.__name__ = made.__qualname__ = name
+    made.__doc__ = getattr(cls, name).__doc__
+    made.__signature__ = _bare_signature(cls, name)  # Ray checks calls against it
+    return made
 
 
 def _bare_signature(cls: type, name: str) -> inspect.Signature:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bandmaster import contract
@@ -115,7 +115,7 @@ class RayWorkers:
                 with self._lock:
                     self._pause(rank)
                     self.actors[rank].bandmaster_update_environment.remote(rendezvous)
-        self._connect([rank for rank in ranks if self._is_near(rank)])
+        self._connect([rank for rank in ranks if self._is_near(rank) and not self._infos[rank].overlaps])
 
     def _begun(self, ranks: Sequence[int]) -> dict[int, ActorInfo]:
         """Wait until the processes of new actors run, and return what they report.
@@ -310,13 +310,15 @@ class RayWorkers:
             return reply.private() if isinstance(reply, Payload) else reply
         except RayActorError as error:
             return self._note_death(ticket.rank, error)
+        except TaskCancelledError:
+            return Failure(FailureKind.CANCELLED, "cancelled by the controller")
         except RayTaskError as error:
             return Failure(FailureKind.RAISED, str(error.cause), str(error), error.cause)
         except RayError as error:
             return Failure.of(error)
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
-        """Interrupt calls through the control page of each rank, on its own node.
+        """Interrupt calls through the control page of each rank, on its own node; Ray cancels those that overlap.
 
         Args:
             tickets: The calls, by rank.
@@ -328,6 +330,8 @@ class RayWorkers:
         for rank, ticket in tickets.items():
             if isinstance(ticket, LaneTicket):
                 self._client.interrupt({rank: ticket})
+            elif isinstance(ticket, RayTicket) and self._infos[rank].overlaps:
+                ray.cancel(ticket.reference)
             elif isinstance(ticket, RayTicket):
                 self._on_its_node(rank, control_page.interrupt, self._infos[rank].pid, ticket.number)
 
@@ -346,8 +350,8 @@ class RayWorkers:
         """Whether an actor is running a call, or has not started. A running call is announced."""
         if isinstance(ticket, LaneTicket):
             return self._client.is_at(rank, ticket) and control_page.announced(self._infos[rank].pid) != OTHERS
-        if rank not in self._infos:
-            return True  # it has not started yet
+        if rank not in self._infos or self._infos[rank].overlaps:
+            return True  # it has not started yet, or runs several
         return bool(ticket.number == self._on_its_node(rank, control_page.announced, self._infos[rank].pid))
 
     def check(self, is_thorough: bool = True) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import mmap
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 from bandmaster.transport.control_page import ANNOUNCED, INTERRUPT_SIGNAL, N_SLOTS, STACKS_SIGNAL, WorkerIdentity
@@ -20,7 +22,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class ControlPage:
-    """The control page of this worker. It must be made in the main thread, where Python handles signals.
+    """The control page of this worker. Calls can be interrupted if the main thread makes it, which then runs them.
 
     Args:
         identity: The worker's identity, which the name of the page's descriptor shows to other processes.
@@ -36,7 +38,10 @@ class ControlPage:
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)  # stacks are appended after the page
         self._slots = memoryview(mmap.mmap(self._fd, mmap.PAGESIZE)).cast("Q")
         faulthandler.register(STACKS_SIGNAL, file=self._fd, all_threads=True, chain=False)
-        signal.signal(INTERRUPT_SIGNAL, self._interrupt)
+        if threading.current_thread() is threading.main_thread():  # where Python handles signals
+            signal.signal(INTERRUPT_SIGNAL, self._interrupt)
+        else:
+            ctypes.CDLL(None).signal(INTERRUPT_SIGNAL, ctypes.c_void_p(signal.SIG_IGN))
 
     def begin(self, number: int) -> None:
         """Allow a call to be interrupted from now on.

@@ -69,17 +69,7 @@ class Executor:
             BaseException: A signal handler raised it, to end the process.
         """
         try:
-            if method in _OWN:
-                value = _OWN[method](self, parts)
-            else:
-                args, kwargs = [], {}
-                is_stream = type(parts) is memoryview and self.device == "cpu"
-                for key, argument in pickle.loads(parts) if is_stream else self._merge(parts):  # type: ignore[arg-type]
-                    if type(key) is int:
-                        args.append(argument)
-                    else:
-                        kwargs[key] = argument
-                value = getattr(self.worker, method)(*args, **kwargs)
+            value = self._value(method, parts)
             if type(value) is CoroutineType or self.rendezvous is not None:
                 value = self._settled(value)
         except KeyboardInterrupt:
@@ -87,6 +77,36 @@ class Executor:
         except BaseException as error:  # the user's code may raise anything, SystemExit included
             reraise_if_from_signal(error)  # e.g. the SystemExit of a SIGTERM handler, which ends the process
             return self.failure(error)
+        return self._encoded(value, reply)
+
+    async def call_beside(self, method: str, reply: int, parts: Sequence[Payload]) -> Payload | Failure | None:
+        """As `call`, on the event loop of the caller, where calls of async methods overlap."""
+        try:
+            value = self._value(method, parts)
+            if type(value) is CoroutineType:
+                value = await value
+            if self.rendezvous is not None:
+                self._hand_over()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return self.failure(error)
+        return self._encoded(value, reply)
+
+    def _value(self, method: str, parts: Sequence[Payload] | memoryview) -> Any:
+        """What a method returns, a coroutine if it is async."""
+        if method in _OWN:
+            return _OWN[method](self, parts)
+        args, kwargs = [], {}
+        is_stream = type(parts) is memoryview and self.device == "cpu"
+        for key, argument in pickle.loads(parts) if is_stream else self._merge(parts):  # type: ignore[arg-type]
+            if type(key) is int:
+                args.append(argument)
+            else:
+                kwargs[key] = argument
+        return getattr(self.worker, method)(*args, **kwargs)
+
+    def _encoded(self, value: Any, reply: int) -> Payload | Failure | None:
         if reply == Reply.DROP:
             return None
         try:

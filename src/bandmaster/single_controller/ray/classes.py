@@ -128,8 +128,10 @@ def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> 
 
 
 def _delegating(role: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)  # and so with the same modes; an async method's coroutine is passed on
     def call(self: Colocated, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.worker_dict[role], name)(*args, **kwargs)
 
-    return call
+    async def call_async(self: Colocated, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self.worker_dict[role], name)(*args, **kwargs)
+
+    return functools.wraps(method)(call_async if inspect.iscoroutinefunction(method) else call)  # with the same modes
