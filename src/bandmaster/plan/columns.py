@@ -1,0 +1,152 @@
+"""Rows by number and columns by name: taken, selected and joined in values that are batches. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bandmaster.errors import BatchError
+from bandmaster.plan.batch import as_batch, concat_rows, slice_rows
+from bandmaster.plan.batch_types import rebuilt
+
+__all__ = ["Column", "Schema", "choose_columns", "column_of", "join_columns", "schema_of", "take_rows"]
+
+
+class Column(NamedTuple):
+    """What is known of a column without its rows.
+
+    Attributes:
+        dtype: Name of the dtype, such as ``"float32"``; name of the type where rows are Python objects.
+        shape: Shape of one row; None where rows may differ.
+        nbytes: Bytes of all rows; 0 where they cannot be counted without looking at each.
+    """
+
+    dtype: str
+    shape: tuple[int, ...] | None
+    nbytes: int
+
+    def __repr__(self) -> str:
+        return self.dtype if self.shape is None else f"{self.dtype}{list(self.shape)}"
+
+
+Schema = Mapping[str | None, Column]  # by name; None is the name of the only column of a value without columns
+
+
+def schema_of(value: Any) -> dict[str | None, Column]:
+    """The columns of a batch, by name; the name is None for a value without named columns."""
+    columns = _columns(value)
+    return {None: _column(value)} if columns is None else {name: _column(part) for name, part in columns.items()}
+
+
+def column_of(value: Any, name: str | None) -> Any:
+    """A column of a batch by its name in the schema."""
+    columns = _columns(value)
+    return value if columns is None or name is None else columns[name]
+
+
+def take_rows(value: Any, rows: np.ndarray[Any, Any]) -> Any:
+    """The rows of a batch with these numbers, in their order, in memory of its own.
+
+    Raises:
+        BatchError: The value is not a batch, or its rows cannot be cut.
+    """
+    columns = _columns(value)
+    if columns is not None and isinstance(value, Mapping):
+        return rebuilt(value, {name: take_rows(column, rows) for name, column in columns.items()})
+    if isinstance(value, np.ndarray):
+        return value[rows]
+    if isinstance(value, list):
+        return [value[row] for row in rows.tolist()]
+    if _is_of(value, "torch", "Tensor") and not value.is_nested and value.layout is sys.modules["torch"].strided:
+        return value[sys.modules["torch"].from_numpy(rows)]
+    if hasattr(value, "iloc"):
+        return value.iloc[rows]
+    return _by_runs(value, rows)
+
+
+def choose_columns(value: Any, names: Mapping[str, str]) -> Any:
+    """A batch with some of the columns of another, which it does not copy.
+
+    Args:
+        value: The other batch.
+        names: By the new name, the name in ``value``.
+    """
+    if isinstance(value, Mapping):
+        return rebuilt(value, {new: value[old] for new, old in names.items()})
+    if _is_frame(value):
+        chosen = value[list(names.values())]
+        return chosen.set_axis(list(names), axis=1)
+    return type(value)({new: value.get(old) for new, old in names.items()}, batch_size=value.batch_size)
+
+
+def join_columns(values: Sequence[Any]) -> Any:
+    """A batch of the type of the first one with the columns of all, which have equally many rows."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        return rebuilt(first, {name: part for value in values for name, part in _named(value).items()})
+    if _is_frame(first):
+        columns = {name: part for value in values for name, part in _named(value).items()}
+        return type(first)({name: getattr(part, "values", part) for name, part in columns.items()}, index=first.index)
+    joined = {name: part for value in values for name, part in _named(value).items()}
+    return type(first)(joined, batch_size=first.batch_size[:1])
+
+
+def _named(value: Any) -> Mapping[Any, Any]:
+    columns = _columns(value)
+    assert columns is not None, "what has no columns was refused when the handles were joined"
+    return columns
+
+
+def _columns(value: Any) -> Mapping[Any, Any] | None:
+    """The columns of a value that has names for them; None for any other value."""
+    if isinstance(value, Mapping):
+        return value
+    if _is_of(value, "tensordict", "TensorDict"):
+        return dict(value.items())
+    return {name: value[name] for name in value.columns} if _is_frame(value) else None
+
+
+def _column(value: Any) -> Column:
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if getattr(value, "is_nested", False):
+        return Column(f"jagged {_short(dtype)}", None, int(value.values().nbytes) if hasattr(value, "values") else 0)
+    nbytes = getattr(value, "nbytes", 0)
+    if dtype is not None and shape:
+        return Column(_short(dtype), tuple(shape[1:]), int(nbytes))
+    return Column(type(value).__name__, None, int(nbytes) if isinstance(nbytes, int) else 0)
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _by_runs(value: Any, rows: np.ndarray[Any, Any]) -> Any:
+    """Rows by number of a type that can only cut ranges of rows: as few ranges as possible."""
+    if not len(rows):
+        return slice_rows(value, 0, 0)
+    ends = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+    parts = [slice_rows(value, int(rows[start]), int(rows[stop - 1]) + 1) for start, stop in pairwise(ends)]
+    return concat_rows(parts)
+
+
+def _is_of(value: Any, module: str, name: str) -> bool:
+    """Whether a value is an instance of a class, which is not imported for this."""
+    cls = getattr(sys.modules.get(module), name, None)
+    return cls is not None and isinstance(value, cls)
+
+
+def _is_frame(value: Any) -> bool:
+    return _is_of(value, "pandas", "DataFrame")
+
+
+def n_rows_of(value: Any) -> int | None:
+    """Number of rows; None for what is no batch, or a batch of unequal columns."""
+    try:
+        batch = as_batch(value)
+    except BatchError:
+        return None
+    return None if batch is None else batch.n_rows
