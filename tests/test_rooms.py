@@ -20,7 +20,7 @@ ROOMS = {
     "roles": "plan codec worker",
     "contract": "errors failure plan codec worker",
     "transport": "errors failure platform codec contract",
-    "worker_process": "failure platform codec worker roles contract transport",
+    "worker_process": "errors failure platform plan codec worker roles contract transport",
     "backends": "errors failure platform plan codec worker contract transport worker_process",
     "calls": "errors failure platform plan codec worker contract",
     "lifecycle": "errors platform plan codec worker contract calls",

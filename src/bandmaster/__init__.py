@@ -3,7 +3,7 @@
 The public names, by the module that each comes from; `README.md` has the tour.
 """
 
-from bandmaster.calls.future import Future
+from bandmaster.calls.future import Future, concat
 from bandmaster.calls.options import CallOptions, set_default_options
 from bandmaster.calls.waiting import as_completed, wait
 from bandmaster.colocation import ColocatedGroup, RoleGroup, colocate
@@ -21,6 +21,7 @@ from bandmaster.errors import (
     ProtocolError,
     RemoteError,
     ResourceError,
+    RowsLost,
     UsageError,
     WorkerDied,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "ResourceError",
     "ResourcePool",
     "RoleGroup",
+    "RowsLost",
     "Split",
     "TransferPlan",
     "TransferProtocol",
@@ -87,6 +89,7 @@ __all__ = [
     "as_completed",
     "collect_all_to_all",
     "colocate",
+    "concat",
     "merge_resource_pool",
     "plan",
     "register",

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from bandmaster.codec import Payload
 from bandmaster.errors import CallTimeout
 from bandmaster.failure import Failure
+from bandmaster.plan.columns import Schema
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.placement import Node, Request
 from bandmaster.worker import WorkerContext
@@ -25,14 +26,18 @@ from bandmaster.worker import WorkerContext
 __all__ = [
     "CLOSED",
     "CONSTRUCT",
+    "KEPT_FROM_NBYTES",
     "NOT_STARTED",
     "QUEUED",
     "START_ADVICE",
     "Backend",
     "Call",
+    "Kept",
     "Launch",
     "Lifetime",
     "Reply",
+    "RowFacts",
+    "Rows",
     "Slot",
     "Ticket",
     "WorkerRecord",
@@ -46,6 +51,7 @@ START_ADVICE = (
     "the workers that were starting have been ended; give them longer with start_timeout, or find out what takes "
     "them so long"
 )
+KEPT_FROM_NBYTES = 64 * 1024  # smaller values travel inside the reply: a segment would cost more than they do
 CONSTRUCT = "bandmaster.construct"  # the method of the first call on a worker: its argument is ``(cls, args, kwargs)``
 
 
@@ -165,6 +171,50 @@ class Reply(IntEnum):
     DROP = 0  # the worker does not even encode it
     RETURN = 1  # the controller fetches it
     NATIVE = 2  # the user reads it by the backend's own means, where the backend has any
+    KEEP = 3  # it stays on the worker's host until somebody reads its rows; a small one, or one without rows, comes
+
+
+class RowFacts(NamedTuple):
+    """What is known of rows without looking at them.
+
+    Attributes:
+        n_rows: Number of rows.
+        nbytes: Their encoded size.
+        schema: The columns.
+    """
+
+    n_rows: int
+    nbytes: int
+    schema: Schema
+
+
+class Rows(NamedTuple):
+    """A value with rows, encoded in the worker that keeps it.
+
+    Attributes:
+        payload: The value.
+        facts: What is known of it.
+    """
+
+    payload: Payload
+    facts: RowFacts
+
+
+class Kept(Protocol):
+    """The rows that one rank has kept, on the controller's side.
+
+    Attributes:
+        facts: What is known of them.
+    """
+
+    facts: RowFacts
+
+    def payload(self) -> Payload:
+        """The encoded rows, in memory of the reader's own.
+
+        Raises:
+            RowsLost: They are gone.
+        """
 
 
 class Call(NamedTuple):
@@ -175,12 +225,14 @@ class Call(NamedTuple):
         method: Name of the method, or `CONSTRUCT`.
         parts: Payloads as `Workers.put` returned them; each decodes to ``((position or keyword, value), ...)``.
         reply: What happens to the method's value.
+        rows: Kept rows as `Workers.put` returned them, by the labels that arguments refer to them by.
     """
 
     ranks: Sequence[int]
     method: str
     parts: tuple[Any, ...]
     reply: Reply
+    rows: tuple[tuple[int, Any], ...] = ()
 
 
 class Ticket:
@@ -215,8 +267,8 @@ class Workers(Protocol):
     def arrivals(self) -> int | None:
         """A descriptor that is readable when a reply or a death may have arrived; None if nothing tells of them."""
 
-    def put(self, payloads: Sequence[Payload]) -> Sequence[Any]:
-        """Make payloads ready to be named by calls. Each is written once, however many ranks will read it.
+    def put(self, payloads: Sequence[Payload | Kept]) -> Sequence[Any]:
+        """Make payloads and kept rows ready to be named by calls. Each is written once, however many ranks read it.
 
         A payload's memory may change once `call` has returned.
 
@@ -246,7 +298,7 @@ class Workers(Protocol):
             The tickets that are done, perhaps none.
         """
 
-    def fetch(self, ticket: Any) -> Payload | Failure | None:
+    def fetch(self, ticket: Any) -> Payload | Kept | Failure | None:
         """The reply of a ticket that is done: the encoded value, the failure, or None for a value that was dropped."""
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:

@@ -15,6 +15,7 @@
     ├── PlacementError              the system: not enough free resources       (RuntimeError)
     ├── ResourceError               the system: no memory, processes, …         (OSError)
     ├── WorkerDied                  the system: a worker process ended          (RuntimeError)
+    ├── RowsLost                    the system: rows that were kept are gone    (RuntimeError)
     ├── CallTimeout                 the system: no reply in time                (TimeoutError)
     └── CallCancelled               the caller cancelled the call               (RuntimeError)
 
@@ -42,6 +43,7 @@ __all__ = [
     "ProtocolError",
     "RemoteError",
     "ResourceError",
+    "RowsLost",
     "UsageError",
     "WorkerDied",
 ]
@@ -215,6 +217,10 @@ class CallTimeout(BandmasterError, TimeoutError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.method, self.missing, self._timeout_s, self.stacks, self._what_next)
+
+
+class RowsLost(BandmasterError, RuntimeError):
+    """Rows that a call had left on its ranks are gone: they were released, or what held them has failed."""
 
 
 class CallCancelled(BandmasterError, RuntimeError):

@@ -17,7 +17,7 @@ from typing import Any
 from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, Call, Launch, WorkerRecord
+from bandmaster.contract import CLOSED, Call, Kept, Launch, RowFacts, Rows, WorkerRecord
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held
 from bandmaster.worker_process.executor import Executor
@@ -66,7 +66,7 @@ class InProcessWorkers:
             for one in self._executors
         ]
 
-    def put(self, payloads: Sequence[Payload]) -> Sequence[Payload]:
+    def put(self, payloads: Sequence[Payload | Kept]) -> Sequence[Payload | Kept]:
         """Return the payloads themselves: each rank copies the payloads that it reads."""
         return payloads
 
@@ -82,16 +82,19 @@ class InProcessWorkers:
         finally:
             self._let_go_of_the_dead()
 
-    def _run(self, rank: int, call: Call) -> Payload | Failure | None:
+    def _run(self, rank: int, call: Call) -> Payload | Kept | Failure | None:
         parts = [part.private() for part in call.parts]
-        outcome = self._executors[rank].call(call.method, call.reply, parts)
+        rows = {label: partial(_private, part) for label, part in call.rows}
+        outcome = self._executors[rank].call(call.method, call.reply, parts, rows)
+        if isinstance(outcome, Rows):
+            return KeptHere(outcome.payload.private(), outcome.facts)
         return outcome.private() if isinstance(outcome, Payload) else outcome
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """Return all tickets at once: a call has run by the time it is sent."""
         return list(tickets)
 
-    def fetch(self, ticket: InProcessTicket) -> Payload | Failure | None:
+    def fetch(self, ticket: InProcessTicket) -> Payload | Kept | Failure | None:
         """The reply. The exception of a failure is pickled and unpickled, as on every other backend."""
         if not isinstance(ticket.outcome, Failure):
             return ticket.outcome
@@ -156,6 +159,25 @@ class InProcessTicket(contract.Ticket):
 
     __slots__ = ("outcome",)
 
-    def __init__(self, outcome: Payload | Failure | None) -> None:
+    def __init__(self, outcome: Payload | Kept | Failure | None) -> None:
         super().__init__()
         self.outcome = outcome
+
+
+class KeptHere:
+    """Rows that a worker has kept, as a copy that nobody else has; see `bandmaster.contract.Kept`.
+
+    Attributes:
+        facts: What is known of the rows.
+    """
+
+    def __init__(self, payload: Payload, facts: RowFacts) -> None:
+        self.facts, self._payload = facts, payload
+
+    def payload(self) -> Payload:
+        """The encoded rows, in memory of the reader's own."""
+        return self._payload.private()
+
+
+def _private(part: Payload | Kept) -> Payload:
+    return part.private() if isinstance(part, Payload) else part.payload()

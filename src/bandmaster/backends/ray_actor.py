@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import ray
 
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Reply
+from bandmaster.contract import Reply, Rows
 from bandmaster.failure import Failure
 from bandmaster.plan.binding import signature_without_self
 from bandmaster.platform.hardware import count_gpus
@@ -35,10 +35,21 @@ from bandmaster.transport.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
+from bandmaster.worker_process.kept_rows import RowReaders
 from bandmaster.worker_process.loop import serve
 from bandmaster.worker_process.rendezvous import Rendezvous, listening_socket
 
-__all__ = ["FIRST_NUMBER", "LONG_S", "OTHERS", "SHARED_S", "ActorInfo", "WorkerActor", "actor_class", "host_identity"]
+__all__ = [
+    "FIRST_NUMBER",
+    "LONG_S",
+    "OTHERS",
+    "SHARED_S",
+    "ActorInfo",
+    "WorkerActor",
+    "actor_class",
+    "arguments",
+    "host_identity",
+]
 
 FIRST_NUMBER = 1 << 62  # of the group's calls by actor task; calls over the lane are numbered from 1
 OTHERS = FIRST_NUMBER - 1  # announced for all calls that do not come from the group
@@ -130,22 +141,34 @@ class WorkerActor:
         os.environ.update(environment)
         sys.path.extend(path for path in paths if path not in sys.path and os.path.isdir(path))
 
-    def bandmaster_call(self, number: int, method: str, reply: int, *parts: Payload) -> Any:
-        """Run a call. A failure is returned to the controller, but raised for users of a native ObjectRef."""
-        self._catch_up()
-        return self._called(number, method, reply, parts)
+    def bandmaster_call(self, number: int, method: str, reply: int, labels: Sequence[int], *parts: Payload) -> Any:
+        """Run a call. A failure is returned to the controller, but raised for users of a native ObjectRef.
 
-    def bandmaster_call_of_others(self, number: int, method: str, reply: int, *parts: Payload) -> Any:
+        Args:
+            number: By which it can be interrupted.
+            method: Name of the method.
+            reply: A `Reply`. For `Reply.KEEP` there are two results: what the controller reads, and the rows.
+            labels: Of kept rows, which are the last of the parts.
+            *parts: The parts of the arguments, and the kept rows.
+        """
+        self._catch_up()
+        return self._called(number, method, reply, labels, parts)
+
+    def bandmaster_call_of_others(
+        self, number: int, method: str, reply: int, labels: Sequence[int], *parts: Payload
+    ) -> Any:
         """As `bandmaster_call`, for a group that others have attached to this actor."""
         self._catch_up_with_what_is_there()
         self._patience_s = SHORT_S
-        return self._called(number, method, reply, parts)
+        return self._called(number, method, reply, labels, parts)
 
-    def _called(self, number: int, method: str, reply: int, parts: Sequence[Payload]) -> Any:
-        return self._as_asked(self._run(number, method, reply, [part.private() for part in parts]), reply)
+    def _called(self, number: int, method: str, reply: int, labels: Sequence[int], parts: Sequence[Payload]) -> Any:
+        return self._as_asked(self._run(number, method, reply, *arguments(labels, parts)), reply)
 
     @staticmethod
-    def _as_asked(outcome: Payload | Failure | None, reply: int) -> Any:
+    def _as_asked(outcome: Payload | Rows | Failure | None, reply: int) -> Any:
+        if reply == Reply.KEEP:
+            return (outcome.facts, outcome.payload) if isinstance(outcome, Rows) else (outcome, None)
         if reply != Reply.NATIVE:
             return outcome
         if isinstance(outcome, Failure):
@@ -202,17 +225,27 @@ class WorkerActor:
         assert self._lane is not None, "it was connected"
         self._is_away = serve(self._lane, self._executor, self._page, patience_s, most_s, most_nbytes)
 
-    def _run(self, number: int, method: str, reply: int, parts: Sequence[Payload]) -> Payload | Failure | None:
+    def _run(
+        self, number: int, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
+    ) -> Payload | Rows | Failure | None:
         """Run a call so that it can be interrupted by its number."""
         with self._page.announce(number):
             try:
                 self._page.begin(number)
-                outcome = self._executor.call(method, reply, parts)
+                outcome = self._executor.call(method, reply, parts, rows)
                 self._page.end()
                 return outcome
             except KeyboardInterrupt as error:  # interrupted, or raised by the method
                 self._page.end()
                 return self._executor.failure(error)
+
+
+def arguments(labels: Sequence[int], parts: Sequence[Payload]) -> tuple[list[Payload], RowReaders]:
+    """The parts of a call's arguments, in memory of this process, and what reads its kept rows."""
+    n = len(parts) - len(labels)
+    return [part.private() for part in parts[:n]], {
+        label: part.private for label, part in zip(labels, parts[n:], strict=True)
+    }
 
 
 def _end_with(controller: int) -> None:

@@ -69,5 +69,5 @@ class AttachedWorkers(RayWorkers):
         self.actors = []
         super().stop(why)
 
-    def _submit(self, actor: Any, *arguments: Any) -> Any:
-        return actor.bandmaster_call_of_others.remote(*arguments)
+    def _method(self, actor: Any) -> Any:
+        return actor.bandmaster_call_of_others

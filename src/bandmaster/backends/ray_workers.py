@@ -22,8 +22,19 @@ from bandmaster import contract
 from bandmaster.backends.ray_actor import FIRST_NUMBER, LONG_S, OTHERS, SHARED_S, ActorInfo, host_identity
 from bandmaster.backends.ray_session import RaySession
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, NOT_STARTED, QUEUED, Call, Launch, Lifetime, Reply, WorkerRecord
-from bandmaster.errors import ClosedError, ConstructorError, PlacementError, WorkerDied
+from bandmaster.contract import (
+    CLOSED,
+    NOT_STARTED,
+    QUEUED,
+    Call,
+    Kept,
+    Launch,
+    Lifetime,
+    Reply,
+    RowFacts,
+    WorkerRecord,
+)
+from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, WorkerDied
 from bandmaster.failure import N_LAST_LINES, Failure, FailureKind
 from bandmaster.transport import control_page
 from bandmaster.transport.client import LaneTicket, WorkerClient
@@ -51,15 +62,17 @@ class RayTicket(contract.Ticket):
         reference: ObjectRef of the reply.
         rank: The rank.
         number: The number by which the call can be interrupted.
+        rows: ObjectRef of the rows that the call keeps; None if it keeps none.
     """
 
-    __slots__ = ("number", "rank", "reference")
+    __slots__ = ("number", "rank", "reference", "rows")
 
-    def __init__(self, reference: Any, rank: int, number: int) -> None:
+    def __init__(self, reference: Any, rank: int, number: int, rows: Any = None) -> None:
         super().__init__()
         self.reference = reference
         self.rank = rank
         self.number = number
+        self.rows = rows
 
 
 class RayWorkers:
@@ -236,7 +249,7 @@ class RayWorkers:
             self._is_left = True
         return self.actors[rank]
 
-    def put(self, payloads: Sequence[Payload]) -> Sequence[Part]:
+    def put(self, payloads: Sequence[Payload | Kept]) -> Sequence[Part]:
         """Wrap payloads. Calls write a payload when they name it, at most once for lanes and once for Ray."""
         return [Part(payload, self._client) for payload in payloads]
 
@@ -245,7 +258,7 @@ class RayWorkers:
         self._session.check(self._group)
         for call in calls:
             if len(self._by_lane(call)) < len(call.ranks):
-                for part in call.parts:
+                for part in (*call.parts, *(part for _, part in call.rows)):
                     part.on_ray()  # before the lock is taken: this waits while Ray's object store is full
         with self._lock:
             if self._client.is_stopped:
@@ -259,23 +272,36 @@ class RayWorkers:
             for rank in by_lane:
                 self._resume(rank)
             parts = tuple(part.on_lane() for part in call.parts)
-            self._client.send_calls([call._replace(ranks=by_lane, parts=parts)], tickets)
+            rows = tuple((label, part.on_lane()) for label, part in call.rows)
+            self._client.send_calls([call._replace(ranks=by_lane, parts=parts, rows=rows)], tickets)
         for rank in call.ranks:
             if rank not in tickets:
                 self._pause(rank)
-                references = [part.on_ray() for part in call.parts]
-                number = self._first_number + self._n_called[rank]
-                self._n_called[rank] += 1
-                done = self._submit(self.actors[rank], number, call.method, int(call.reply), *references)
-                tickets[rank] = done if call.reply is Reply.NATIVE else RayTicket(done, rank, number)
+                tickets[rank] = self._by_task(rank, call)
 
-    def _submit(self, actor: Any, *arguments: Any) -> Any:
+    def _by_task(self, rank: int, call: Call) -> Any:
         """Submit a call as an actor task."""
-        return actor.bandmaster_call.remote(*arguments)
+        labels = [label for label, _ in call.rows]
+        references = [part.on_ray() for part in (*call.parts, *(part for _, part in call.rows))]
+        number = self._first_number + self._n_called[rank]
+        self._n_called[rank] += 1
+        method = self._method(self.actors[rank])
+        if call.reply is Reply.KEEP:
+            method = method.options(num_returns=2)
+        done = method.remote(number, call.method, int(call.reply), labels, *references)
+        if call.reply is Reply.NATIVE:
+            return done
+        return RayTicket(*((done[0], rank, number, done[1]) if call.reply is Reply.KEEP else (done, rank, number)))
+
+    def _method(self, actor: Any) -> Any:
+        """The method of an actor that runs calls."""
+        return actor.bandmaster_call
 
     def _by_lane(self, call: Call) -> Sequence[int]:
         """The ranks to which a call is sent over their lanes."""
-        return [] if call.reply is Reply.NATIVE else [rank for rank in call.ranks if rank in self._has_lane]
+        if call.reply is Reply.NATIVE or any(part.is_far for _, part in call.rows):
+            return []
+        return [rank for rank in call.ranks if rank in self._has_lane]
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """Wait for tickets, as `bandmaster.contract.Workers.wait`.
@@ -307,6 +333,8 @@ class RayWorkers:
             return self.deaths.get(ticket.rank) or Failure(FailureKind.DIED, why)
         try:
             reply = ray.get(ticket.reference)
+            if isinstance(reply, RowFacts):
+                return KeptObject(ticket.rows, reply)
             return reply.private() if isinstance(reply, Payload) else reply
         except RayActorError as error:
             return self._note_death(ticket.rank, error)
@@ -470,9 +498,9 @@ def _reference(ticket: Any) -> Any:
 
 
 class Part:
-    """A payload that was passed to `RayWorkers.put`, in the forms that lanes and actor tasks need."""
+    """A payload or kept rows that were passed to `RayWorkers.put`, in the forms that lanes and actor tasks need."""
 
-    def __init__(self, payload: Payload, client: WorkerClient) -> None:
+    def __init__(self, payload: Payload | Kept, client: WorkerClient) -> None:
         self._payload = payload
         self._client = client
         self._by_lane: Any = None
@@ -486,7 +514,34 @@ class Part:
 
     def on_ray(self) -> Any:
         """The payload as an argument of actor tasks: an ObjectRef from `PUT_NBYTES` on, else the payload itself."""
-        if self._by_ray is None:
-            is_large = self._payload.nbytes >= PUT_NBYTES
-            self._by_ray = ray.put(self._payload) if is_large else self._payload.private()
+        if self._by_ray is None and isinstance(self._payload, KeptObject):
+            self._by_ray = self._payload.reference
+        elif self._by_ray is None:
+            payload = self._payload if isinstance(self._payload, Payload) else self._payload.payload()
+            self._by_ray = ray.put(payload) if payload.nbytes >= PUT_NBYTES else payload.private()
         return self._by_ray
+
+    @property
+    def is_far(self) -> bool:
+        """Whether it lies in Ray's object store, so that actor tasks alone can name it."""
+        return isinstance(self._payload, KeptObject)
+
+
+class KeptObject:
+    """Rows that lie in Ray's object store; see `bandmaster.contract.Kept`.
+
+    Attributes:
+        reference: ObjectRef of the payload.
+        facts: What is known of the rows.
+    """
+
+    def __init__(self, reference: Any, facts: RowFacts) -> None:
+        self.reference, self.facts = reference, facts
+
+    def payload(self) -> Payload:
+        """The encoded rows, in memory of the reader's own."""
+        try:
+            payload: Payload = ray.get(self.reference)
+        except RayError as error:
+            raise RowsLost(f"{self.facts.n_rows} rows that were kept in Ray's object store are gone: {error}") from None
+        return payload.private()

@@ -5,16 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
+from bandmaster.calls.derived import DerivedCall
+from bandmaster.calls.handle import Handle
 from bandmaster.calls.pending import PendingCall
 from bandmaster.calls.progress import progress
 from bandmaster.contract import Ticket, Workers
-from bandmaster.errors import CallTimeout
+from bandmaster.errors import CallTimeout, UsageError
+from bandmaster.plan import handles
+from bandmaster.plan.batch import register_batch_type
+from bandmaster.plan.handles import Table
 
-__all__ = ["Future"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Future", "concat", "derived", "table_of"]
 
 PATIENCE_S = 0.02
 
@@ -22,14 +30,17 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class Future(Generic[T]):
+class Future(Handle, Generic[T]):
     """The result of a group call that may not have come yet; `GroupMethod.submit` returns it.
 
     There is no reader thread: the thread that waits for a result reads the replies. Any thread may use a future, any
     number of times; its outcome is always the same.
+
+    If the protocol concatenates rows, they stay on the ranks that made them until `result` brings them here. Pass the
+    future itself as an argument of another call: each rank reads only its own rows, from where they lie.
     """
 
-    def __init__(self, call: PendingCall, owner: object = None) -> None:
+    def __init__(self, call: PendingCall | DerivedCall, owner: object = None) -> None:
         self._call = call
         self._owner = owner  # lives as long as this
         self._callbacks: list[Callable[[Future[T]], object]] = []
@@ -50,6 +61,9 @@ class Future(Generic[T]):
             CallCancelled: The call was cancelled.
         """
         error = self.exception(timeout)
+        if error is None and self._call.keeps_rows:
+            self._call.bring_rows()
+            error = self._call.error
         if error is not None:
             raise error
         outcome: T = self._call.outcome
@@ -68,6 +82,8 @@ class Future(Generic[T]):
         if not self._call.wait(timeout_s):
             assert timeout_s is not None, "only a deadline ends the wait early"
             raise self._late(timeout_s)
+        if self._call.error is None and self._call.keeps_rows and self._call.rows_are_here:
+            self._call.bring_rows()  # it costs little to know whether they can be joined
         return self._call.error
 
     def _late(self, timeout_s: float) -> CallTimeout:
@@ -117,6 +133,9 @@ class Future(Generic[T]):
         self._callbacks.append(fn)
         if self.done():
             self._run_callbacks()
+        elif isinstance(self._call, DerivedCall):
+            for call in self._call.parents:
+                Future(call).add_done_callback(lambda _: self._run_callbacks_if_done())
         elif not self._is_watched:
             self._is_watched = True
             progress.add(_CallWatch(self._call, self._run_callbacks))
@@ -139,6 +158,10 @@ class Future(Generic[T]):
             raise
         return self.result()
 
+    def _run_callbacks_if_done(self) -> None:
+        if self.done():
+            self._run_callbacks()
+
     def _run_callbacks(self) -> None:
         while self._callbacks:
             with contextlib.suppress(IndexError):  # another thread was faster
@@ -148,9 +171,29 @@ class Future(Generic[T]):
                 except Exception:
                     _log.exception("a callback added to a future of %s raised an exception", self._call.site.method)
 
+    def release(self) -> None:
+        """Let go of the rows that the call has left on its ranks, as `with` does; who uses them later gets `RowsLost`.
+
+        Without it they are freed when no future refers to them any more, and no rank reads them.
+        """
+        self._call.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _table(self) -> Table:
+        return table_of(self)
+
+    def _derived(self, what: str, others: Sequence[Handle], make: Callable[[Sequence[Table]], Table]) -> Self:
+        return cast("Self", derived([self, *others], what, make))
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a Future cannot be pickled: it belongs to its controller; pass the value of future.result() instead"
+            "a Future cannot be pickled: it belongs to its controller; pass it as an argument of its own, not inside "
+            "of another value, or pass the value of future.result()"
         )
 
     def __repr__(self) -> str:
@@ -160,6 +203,51 @@ class Future(Generic[T]):
         else:
             state = f"{'cancelled, ' if call.is_cancelled else ''}waiting for rank {', '.join(map(str, call.missing))}"
         return f"<Future of {call.site.method}, {state}>"
+
+
+def table_of(future: Future[Any]) -> Table:
+    """The rows of a future; waits for its call.
+
+    Raises:
+        UsageError: It has no rows.
+        Exception: As `Future.result`.
+    """
+    if not future._call.keeps_rows:
+        raise UsageError(
+            f"the result of {future._call.site.method} has no rows on the ranks, since its protocol does not "
+            "concatenate any; use the value of future.result()"
+        )
+    error = future.exception()
+    if error is not None:
+        raise error
+    return future._call.table()
+
+
+def derived(given: Sequence[Handle], what: str, make: Callable[[Sequence[Table]], Table]) -> Future[Any]:
+    """A future of what ``make`` returns for the rows of some futures."""
+    futures = [one for one in given if isinstance(one, Future)]
+    if len(futures) < len(given):
+        wrong = next(type(one).__name__ for one in given if not isinstance(one, Future))
+        raise UsageError(f"{what} takes futures of calls, got {wrong}")
+    calls = [future._call for future in futures]
+    made = DerivedCall(calls, what, lambda: make([table_of(future) for future in futures]))
+    return Future(made, tuple([future._owner for future in futures]))
+
+
+def concat(futures: Sequence[Future[Any]]) -> Future[Any]:
+    """A future of the rows of some futures with the same columns, one after the other. No row moves.
+
+    Raises:
+        UsageError: There is none, or something else among them.
+    """
+    if not futures:
+        raise UsageError("there is nothing to concatenate; pass at least one future")
+    return derived(
+        futures, "concat", lambda tables: handles.concat(tables, [f"future {n}" for n in range(len(tables))])
+    )
+
+
+register_batch_type(Future, rows=len, split=lambda rows, start, stop: rows[start:stop], concat=concat)
 
 
 class _CallWatch:

@@ -27,6 +27,7 @@ from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import on_mesh, shards, sources
 from bandmaster.plan.transfer import (
     Broadcast,
+    Concat,
     Custom,
     Execute,
     Gather,
@@ -263,7 +264,8 @@ class GroupMethod(Generic[P, C, G]):
             collection = collection._replace(finish=partial(protocol.collect, self._group))
         else:
             plan = spec.plan(args, kwargs, protocol.outgoing)
-        return self._submitter.submit(self._group, spec.name, plan, spec.ranks, collection, self._options, waits)
+        keeps = not waits and isinstance(collection.incoming, Concat) and collection.finish is None
+        return self._submitter.submit(self._group, spec.name, plan, spec.ranks, collection, self._options, waits, keeps)
 
     def __repr__(self) -> str:
         return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

@@ -21,12 +21,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bandmaster.calls.escalation import Escalation, Step
+from bandmaster.calls.kept_rows import KeptPart, KeptRows
 from bandmaster.calls.options import CallOptions, default_options
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Workers
-from bandmaster.errors import CallCancelled, CollectError, RemoteError, UsageError, WorkerDied
+from bandmaster.errors import CallCancelled, CollectError, RemoteError, RowsLost, UsageError, WorkerDied
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.plan.collection import collect
+from bandmaster.plan.handles import Table
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import CollectEach, RealRows
 from bandmaster.plan.transfer import Gather, Incoming
@@ -101,6 +103,7 @@ class PendingCall:
         collection: How the result is made.
         others: The calls of the same group.
         failures: To be shared; its own by default.
+        keeps_rows: Whether the values stay where they are until somebody reads them.
     """
 
     __slots__ = (
@@ -111,6 +114,8 @@ class PendingCall:
         "_has_failed",
         "_has_to_stop",
         "_interrupted",
+        "_is_collected",
+        "_kept_rows",
         "_others",
         "_values",
         "due",
@@ -118,6 +123,7 @@ class PendingCall:
         "failures",
         "is_done",
         "is_over",
+        "keeps_rows",
         "kept",
         "on_done",
         "outcome",
@@ -135,7 +141,10 @@ class PendingCall:
         collection: Collection,
         others: OpenCalls | None = None,
         failures: dict[int, Failure] | None = None,
+        keeps_rows: bool = False,
     ) -> None:
+        self.keeps_rows, self._is_collected = keeps_rows, not keeps_rows
+        self._kept_rows: KeptRows | None = None
         self.site = site
         self.tickets: dict[int, Any] = {}  # of ranks that have not replied
         self.failures = {} if failures is None else failures
@@ -253,19 +262,75 @@ class PendingCall:
     def _conclude(self) -> None:
         """Make the result. Ctrl-C while the user's own code collects it leaves it to be asked for again."""
         self.error = self._error()
-        if self.error is None:
+        if self.error is None and self.keeps_rows:
+            kept = {rank: KeptPart(self.site.method, rank, value, self.workers) for rank, value in self._values.items()}
+            self._kept_rows = KeptRows(self.site.method, self._collection.ranks, kept, self.real_rows)
+        elif self.error is None:
             try:
-                self.outcome = self._collected()
+                self.outcome = self._collected(self._values)
             except Exception as error:  # what collecting says, or the user's code
                 self.error = error
         self.is_done = True
-        self._values, self._collection = {}, NOTHING  # which may refer to the group, that has the list of its calls
+        self._values = {}
+        if self._kept_rows is None:
+            self._collection = NOTHING  # which may refer to the group, that has the list of its calls
         if self.on_done is not None:
             self.on_done()
 
-    def _collected(self) -> Any:
+    def bring_rows(self) -> None:
+        """Make the result, or the error, of rows that were kept; the call is done."""
+        with self.reading:
+            if self._is_collected or self._kept_rows is None:
+                return
+            values = {}
+            for rank in self._collection.ranks:
+                try:
+                    values[rank] = self._kept_rows.value(rank)
+                except RowsLost as error:
+                    self.error = error
+                    return
+                except BaseException as error:  # the user's objects may raise anything as they are unpickled
+                    self.failures[rank] = self._unreadable(rank, error)
+                    self._has_failed = True
+            self.error = self._error()
+            if self.error is None:
+                try:
+                    self.outcome = self._collected(values)
+                except Exception as error:
+                    self.error = error
+            self._is_collected = True
+
+    @property
+    def rows_are_here(self) -> bool:
+        """Whether all rows came with the replies, as they are small."""
+        return self._kept_rows is not None and self._kept_rows.is_here
+
+    def table(self) -> Table:
+        """The rows that the ranks have kept; the call is done, without an error.
+
+        Raises:
+            UsageError: They are no batch together.
+        """
+        assert self._kept_rows is not None, "the future has looked"
+        table = self._kept_rows.table
+        if table is None:
+            raise UsageError(
+                f"the ranks of {self.site.method} returned values that are not rows of one kind, so that they cannot "
+                "be passed on as rows; use the value of future.result()"
+            )
+        return table
+
+    def release(self) -> None:
+        """Let go of the rows that were kept."""
+        with self.reading:
+            if self._kept_rows is not None:
+                self._kept_rows.release()
+            self.outcome = None
+            self._is_collected = not self.keeps_rows
+
+    def _collected(self, by_rank: Mapping[int, Any]) -> Any:
         incoming, ranks, finish = self._collection
-        values = [self._values[rank] for rank in ranks]
+        values = [by_rank[rank] for rank in ranks]
         try:
             result = collect(incoming, ranks, values, self.site.method, self.real_rows)
         except CollectError as error:
@@ -353,7 +418,7 @@ class PendingCall:
                 still[rank] = ticket
                 continue
             value = self.workers.fetch(ticket)
-            if type(value) is Payload:
+            if type(value) is Payload and not self.keeps_rows:
                 try:
                     value = decode(value)
                 except BaseException as error:  # the user's objects may raise anything as they are unpickled

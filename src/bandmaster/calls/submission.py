@@ -8,19 +8,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bandmaster.calls.encoding import encode_group
 from bandmaster.calls.exports import Exporter, exports_are_on
-from bandmaster.calls.future import Future
+from bandmaster.calls.future import Future, table_of
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import CallSite, Collection, OpenCalls, PendingCall
 from bandmaster.codec import Payload
-from bandmaster.contract import Call, Reply, Ticket, Workers
+from bandmaster.contract import Call, Kept, Reply, Ticket, Workers
 from bandmaster.errors import CallTimeout
 from bandmaster.failure import Failure
-from bandmaster.plan.arguments import CallPlan, alike
+from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
+from bandmaster.plan.handles import Elsewhere, Part, pieces
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.transfer import Only
 
@@ -105,6 +106,7 @@ class Submitter:
         collection: Collection,
         options: CallOptions | None = None,
         waits: bool = False,
+        keeps_rows: bool = False,
     ) -> Any:
         """Send a call.
 
@@ -116,17 +118,20 @@ class Submitter:
             collection: How their values become the result.
             options: How long it may take; by default as the group says.
             waits: Whether to wait for the result: then Ctrl-C cancels the call, as nobody else has the future.
+            keeps_rows: Whether the rows of the result stay where they are made until somebody reads them.
 
         Returns:
             The future, or its result if the caller waits for it.
         """
         workers = self._workers()
-        call = PendingCall(workers, self._site(method, options), collection, self._open_calls, dict(workers.deaths))
+        site, dead = self._site(method, options), dict(workers.deaths)
+        call = PendingCall(workers, site, collection, self._open_calls, dead, keeps_rows)
         future: Future[Any] = Future(call, owner)
         try:
             if not call.failures:
                 call.real_rows = plan.real_rows
-                outgoing, call.kept = self._encode(workers, method, plan, ranks, collection.ranks, Reply.RETURN)
+                reply = Reply.KEEP if keeps_rows else Reply.RETURN
+                outgoing, call.kept = self._encode(workers, method, plan, ranks, collection.ranks, reply)
                 with call.reading:
                     self._open_calls.add(call)
                     workers.call(outgoing, call.tickets)
@@ -193,17 +198,64 @@ class Submitter:
             The calls, and what has to be kept until they were replied to.
         """
         exporter = None
-        if self.traffic.has_exports and reply is Reply.RETURN:
+        if self.traffic.has_exports and reply is not Reply.NATIVE:
             exporter = self.traffic.exporter_to(workers)
         payloads: list[Payload] = []
         receivers: list[tuple[int, ...]] = []
+        elsewhere: RowsElsewhere | None = None
         for group in plan.groups:
             if group.items:
+                if any(type(value) is Future for _, value in group.items):
+                    elsewhere = elsewhere or RowsElsewhere()
+                    group = elsewhere.without_rows(group, len(payloads))
                 payloads.append(encode_group(group, self.label(method), exporter))
                 receivers.append(group.ranks)
         parts = workers.put(payloads) if payloads else ()
+        rows = workers.put(elsewhere.kept) if elsewhere is not None else ()
         calls, name = [], self._prefix + method
         for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
             answer = reply if is_collected else Reply.DROP
-            calls.append(Call(members, name, tuple([parts[number] for number in numbers]), answer))
+            named = elsewhere.needed(numbers, rows) if elsewhere is not None else ()
+            calls.append(Call(members, name, tuple([parts[number] for number in numbers]), answer, named))
         return calls, [payload.exports for payload in payloads if payload.exports]
+
+
+class RowsElsewhere:
+    """The kept rows that the arguments of a call refer to.
+
+    Attributes:
+        kept: The rows; their labels count from 0.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[Kept | Payload] = []
+        self._labels: dict[int, int] = {}  # by identity of the part, which the futures keep
+        self._needed: dict[int, set[int]] = {}  # by number of the argument group
+
+    def without_rows(self, group: ArgumentGroup, number: int) -> ArgumentGroup:
+        """An argument group in which `Elsewhere` stands for the rows of futures.
+
+        Raises:
+            UsageError: A future has no rows.
+            Exception: That of a future whose call has failed.
+        """
+        needed = self._needed.setdefault(number, set())
+
+        def label(part: Part) -> int:
+            found = self._labels.get(id(part))
+            if found is None:
+                self.kept.append(part.kept.get())
+                found = self._labels[id(part)] = len(self.kept) - 1
+            needed.add(found)
+            return found
+
+        items = [
+            (key, Elsewhere(pieces(table_of(value), label)) if type(value) is Future else value)
+            for key, value in group.items
+        ]
+        return group._replace(items=tuple(items))
+
+    def needed(self, numbers: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
+        """The rows that some argument groups refer to, with their labels."""
+        labels = sorted({label for number in numbers for label in self._needed.get(number, ())})
+        return tuple([(label, parts[label]) for label in labels])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from bandmaster.errors import BatchError
-from bandmaster.plan.batch import as_batch, concat_rows, slice_rows
+from bandmaster.plan.batch import concat_rows, slice_rows
 from bandmaster.plan.batch_types import rebuilt
 
 __all__ = ["Column", "Schema", "choose_columns", "column_of", "join_columns", "schema_of", "take_rows"]
@@ -54,9 +53,8 @@ def take_rows(value: Any, rows: np.ndarray[Any, Any]) -> Any:
     Raises:
         BatchError: The value is not a batch, or its rows cannot be cut.
     """
-    columns = _columns(value)
-    if columns is not None and isinstance(value, Mapping):
-        return rebuilt(value, {name: take_rows(column, rows) for name, column in columns.items()})
+    if _is_mapping(value):
+        return rebuilt(value, {name: take_rows(column, rows) for name, column in value.items()})
     if isinstance(value, np.ndarray):
         return value[rows]
     if isinstance(value, list):
@@ -75,7 +73,7 @@ def choose_columns(value: Any, names: Mapping[str, str]) -> Any:
         value: The other batch.
         names: By the new name, the name in ``value``.
     """
-    if isinstance(value, Mapping):
+    if _is_mapping(value):
         return rebuilt(value, {new: value[old] for new, old in names.items()})
     if _is_frame(value):
         chosen = value[list(names.values())]
@@ -86,13 +84,12 @@ def choose_columns(value: Any, names: Mapping[str, str]) -> Any:
 def join_columns(values: Sequence[Any]) -> Any:
     """A batch of the type of the first one with the columns of all, which have equally many rows."""
     first = values[0]
-    if isinstance(first, Mapping):
-        return rebuilt(first, {name: part for value in values for name, part in _named(value).items()})
+    columns = {name: part for value in values for name, part in _named(value).items()}
+    if _is_mapping(first):
+        return rebuilt(first, columns)
     if _is_frame(first):
-        columns = {name: part for value in values for name, part in _named(value).items()}
         return type(first)({name: getattr(part, "values", part) for name, part in columns.items()}, index=first.index)
-    joined = {name: part for value in values for name, part in _named(value).items()}
-    return type(first)(joined, batch_size=first.batch_size[:1])
+    return type(first)(columns, batch_size=first.batch_size[:1])
 
 
 def _named(value: Any) -> Mapping[Any, Any]:
@@ -103,9 +100,9 @@ def _named(value: Any) -> Mapping[Any, Any]:
 
 def _columns(value: Any) -> Mapping[Any, Any] | None:
     """The columns of a value that has names for them; None for any other value."""
-    if isinstance(value, Mapping):
+    if _is_mapping(value):
         return value
-    if _is_of(value, "tensordict", "TensorDict"):
+    if _is_tensordict(value):
         return dict(value.items())
     return {name: value[name] for name in value.columns} if _is_frame(value) else None
 
@@ -139,14 +136,13 @@ def _is_of(value: Any, module: str, name: str) -> bool:
     return cls is not None and isinstance(value, cls)
 
 
+def _is_mapping(value: Any) -> TypeGuard[Mapping[Any, Any]]:
+    return isinstance(value, Mapping) and not _is_tensordict(value)
+
+
+def _is_tensordict(value: Any) -> bool:
+    return _is_of(value, "tensordict", "TensorDict")
+
+
 def _is_frame(value: Any) -> bool:
     return _is_of(value, "pandas", "DataFrame")
-
-
-def n_rows_of(value: Any) -> int | None:
-    """Number of rows; None for what is no batch, or a batch of unequal columns."""
-    try:
-        batch = as_batch(value)
-    except BatchError:
-        return None
-    return None if batch is None else batch.n_rows

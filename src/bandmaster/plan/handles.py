@@ -26,6 +26,7 @@ from bandmaster.plan.batch import concat_rows, slice_rows
 from bandmaster.plan.columns import Schema, choose_columns, join_columns, take_rows
 
 __all__ = [
+    "Elsewhere",
     "Joined",
     "Part",
     "Pieces",
@@ -35,8 +36,10 @@ __all__ = [
     "Table",
     "Taken",
     "assemble",
+    "check_named",
     "concat",
     "join",
+    "nbytes_of",
     "pieces",
     "repeated",
     "results_of",
@@ -286,6 +289,16 @@ class Pieces(NamedTuple):
     order: np.ndarray[Any, Any] | None = None
 
 
+class Elsewhere(NamedTuple):
+    """Stands for rows among the arguments that are sent to a rank.
+
+    Attributes:
+        plan: What `pieces` has returned.
+    """
+
+    plan: Any
+
+
 def pieces(table: Table, label: Callable[[Part], Hashable]) -> Any:
     """The table with `Pieces` as leaves, which `assemble` understands.
 
@@ -331,6 +344,17 @@ def rows_by_part(table: Table) -> dict[int, tuple[Part, int]]:
         for key, (part, n) in rows_by_part(one).items():
             found[key] = (part, n + (found[key][1] if key in found else 0))
     return found
+
+
+def nbytes_of(table: Table) -> float:
+    """Encoded size of the rows of a table, estimated from its share in the rows and columns of each result."""
+    if isinstance(table, Taken):
+        return sum(part.nbytes * n / (part.n_rows or 1) for part, n in rows_by_part(table).values())
+    if isinstance(table, Renamed):
+        before = sum(column.nbytes for column in table.table.schema.values())
+        share = sum(column.nbytes for column in table.schema.values()) / before if before else 1.0
+        return nbytes_of(table.table) * share
+    return sum(nbytes_of(one) for one in table.tables)
 
 
 def results_of(table: Table) -> list[Result]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from bandmaster.codec import Payload
-from bandmaster.transport.segments import Segment
+from bandmaster.transport.segments import Lease, Segment
 
 __all__ = ["INLINE_NBYTES", "MAX_MESSAGE_NBYTES", "MAX_PARTS_NBYTES", "Buffer", "Channel", "Closed", "inline"]
 
@@ -72,6 +72,9 @@ class Channel(Protocol):
 
     def unpack(self, part: Any) -> Payload:
         """The payload that a part of a body names, in memory of this end's own."""
+
+    def claim(self, part: int) -> Lease:
+        """The claim on the kept segment that a part of a body names."""
 
     def close(self) -> None:
         """Close this end. Arrays that came by it stay as they are."""

@@ -18,12 +18,13 @@ from typing import Any
 
 from bandmaster import contract
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, QUEUED, Call
+from bandmaster.contract import CLOSED, QUEUED, Call, Kept
 from bandmaster.errors import ClosedError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.platform.limits import start_thread
 from bandmaster.transport import control_page
 from bandmaster.transport.channel import INLINE_NBYTES, MAX_PARTS_NBYTES, Buffer, Channel, Closed, inline
+from bandmaster.transport.kept import KeptSegment
 from bandmaster.transport.messages import (
     HEADER_NBYTES,
     Kind,
@@ -55,7 +56,7 @@ class LaneTicket(contract.Ticket):
         self.on_done = None
         self.number = number
         self.is_done = False
-        self.outcome: Payload | Failure | None = None
+        self.outcome: Payload | Kept | Failure | None = None
 
 
 MAX_UNANSWERED = min(256, control_page.N_SLOTS // 2)  # messages to one worker: each needs a slot on its control page
@@ -101,11 +102,13 @@ class WorkerClient:
 
     # --- sending ---
 
-    def put(self, payloads: Sequence[Payload]) -> list[Any]:
+    def put(self, payloads: Sequence[Payload | Kept]) -> list[Any]:
         """As `contract.Workers.put`: small payloads as they are, and a shared segment for each large one."""
         parts: list[Any] = []
         for payload in payloads:
-            if not payload.buffers and len(payload.head) <= INLINE_NBYTES:  # as most are
+            if type(payload) is not Payload:
+                parts.append(None)
+            elif not payload.buffers and len(payload.head) <= INLINE_NBYTES:  # as most are
                 parts.append((payload.head, ()))
             else:
                 parts.append(inline(payload) if payload.nbytes <= INLINE_NBYTES else None)
@@ -114,13 +117,17 @@ class WorkerClient:
                 parts = [part or self.place(payload) for part, payload in zip(parts, payloads, strict=True)]
         return parts
 
-    def place(self, payload: Payload) -> Any:
-        """What `put` returns for one payload; the lock is held.
+    def place(self, payload: Payload | Kept) -> Any:
+        """What `put` returns for one payload, or for kept rows; the lock is held.
 
         Raises:
             ClosedError: The channels were closed.
             ResourceError: There is no memory or no descriptor for it.
         """
+        if isinstance(payload, KeptSegment):
+            return self._payloads.adopt(payload)
+        if not isinstance(payload, Payload):
+            payload = payload.payload()
         if payload.nbytes <= INLINE_NBYTES:
             return inline(payload)
         if self.is_stopped:
@@ -134,9 +141,9 @@ class WorkerClient:
 
     def send_calls(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """As `call`; the lock is held."""
-        messages = [call.parts if len(call.parts) < 2 else self._that_fit(call.parts) for call in calls]
-        for call, parts in zip(calls, messages, strict=True):
-            self._send_call(call, parts, tickets)
+        messages = [call if len(call.parts) < 2 and not call.rows else self._that_fits(call) for call in calls]
+        for call in messages:
+            self._send_call(call, tickets)
 
     def change_environment(self, rank: int, variables: Mapping[str, str]) -> None:
         """Set variables in a worker's environment, once it has done what was sent before."""
@@ -151,7 +158,7 @@ class WorkerClient:
         if rank not in self.deaths:
             self._send_in_order(rank, (message, (), None))
 
-    def _send_call(self, call: Call, parts: Sequence[Any], tickets: dict[int, Any]) -> None:
+    def _send_call(self, call: Call, tickets: dict[int, Any]) -> None:
         """Send one call to its ranks; where the worker is gone, the ticket says so. The lock is held."""
         self._n_messages = number = self._n_messages + 1
         ranks = call.ranks
@@ -163,20 +170,21 @@ class WorkerClient:
             if not ranks:
                 return  # nor is there a segment any more, if the channels were closed
         segments: list[Segment] = []
-        named: list[Any] = []
-        for part in parts:
-            if isinstance(part, SharedPayload):
-                segments.append(part.segment)
-                named.append(part.segment.id)
-            else:
-                named.append(part)
-        message = call_message(number, call.method, call.reply, named)
+        named = [_named(part, segments) for part in call.parts]
+        rows = [(label, _named(part, segments)) for label, part in call.rows]
+        message = call_message(number, call.method, call.reply, named, rows)
         for rank in ranks:
             tickets[rank] = ticket = LaneTicket(number)
             for segment in segments:
                 self.writer.lease(segment, rank)
             self._pending[rank][number] = ticket
             self._send_in_order(rank, (message, segments, ticket))
+
+    def _that_fits(self, call: Call) -> Call:
+        """A call that fits into one message: parts that are too large together have gone into segments."""
+        parts = self._that_fit([*call.parts, *(part for _, part in call.rows)])
+        n, labels = len(call.parts), [label for label, _ in call.rows]
+        return call._replace(parts=tuple(parts[:n]), rows=tuple(zip(labels, parts[n:], strict=True)))
 
     def _that_fit(self, parts: Sequence[Any]) -> Sequence[Any]:
         """The parts of one message; those that are too large together have gone into segments, the largest first."""
@@ -270,7 +278,7 @@ class WorkerClient:
             self._receive(self._poller.wait(left))
         return [ticket for ticket in tickets if ticket.is_done]
 
-    def fetch(self, ticket: LaneTicket) -> Payload | Failure | None:
+    def fetch(self, ticket: LaneTicket) -> Payload | Kept | Failure | None:
         """As `contract.Workers.fetch`."""
         return ticket.outcome
 
@@ -339,7 +347,7 @@ class WorkerClient:
         except BaseException as error:  # the user's exceptions may do anything when they are unpickled
             self._finish(ticket, Failure.of(error))
 
-    def _finish(self, ticket: LaneTicket, outcome: Payload | Failure | None) -> None:
+    def _finish(self, ticket: LaneTicket, outcome: Payload | Kept | Failure | None) -> None:
         ticket.outcome, ticket.is_done = outcome, True
         if type(outcome) is Failure:
             self._n_failed += 1
@@ -445,3 +453,11 @@ class WorkerClient:
             _, ticket = self._pending[rank].popitem()
             self._finish(ticket, self.deaths[rank])
         self._poller.wake_if_blocked()
+
+
+def _named(part: Any, segments: list[Segment]) -> Any:
+    """What a message says of a part; its segment, if it has one, is added to the list."""
+    if not isinstance(part, SharedPayload):
+        return part
+    segments.append(part.segment)
+    return part.segment.id

@@ -28,7 +28,7 @@ from typing import Any
 
 from bandmaster.codec import Payload
 from bandmaster.transport.channel import INLINE_NBYTES, Buffer, Closed, inline
-from bandmaster.transport.segments import Segment, SegmentReader, SegmentWriter
+from bandmaster.transport.segments import Lease, Segment, SegmentReader, SegmentWriter
 
 __all__ = ["LENGTH_NBYTES", "Lane", "lane_pair", "set_buffer"]
 
@@ -157,7 +157,7 @@ class Lane:
                 raise Closed from None
             return
         self._note_returned()
-        about_new = [(segment.id, segment.nbytes) for segment in new]
+        about_new = [(segment.id, segment.nbytes, segment.is_kept) for segment in new]
         about_old = [ids[:MAX_IDS] for ids in (self._closed_ids, self._returned, self._unusable)]
         control = pickle.dumps((about_new, *about_old), protocol=5)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [s.fd for s in new]))] if new else []
@@ -233,15 +233,19 @@ class Lane:
                 self._take_control(new, closed, unusable, _descriptors(ancillary), message_flags)
         return body
 
-    def pack(self, payload: Payload) -> tuple[Any, list[Segment]]:
+    def pack(self, payload: Payload, is_kept: bool = False) -> tuple[Any, list[Segment]]:
         """Make the part of a body that names a payload: its bytes, or the number of the segment that it is written to.
+
+        Args:
+            payload: The payload.
+            is_kept: Whether the other end is to hold the segment, rather than to map it.
 
         Raises:
             OSError: There is no memory or no descriptor for it.
         """
         if payload.nbytes <= INLINE_NBYTES:
             return inline(payload), []
-        segment = self.writer.write([payload.head, *payload.buffers])
+        segment = self.writer.write([payload.head, *payload.buffers], is_kept)
         return segment.id, [segment]
 
     def unpack(self, part: Any) -> Payload:
@@ -250,6 +254,10 @@ class Lane:
             head, *buffers = self.reader.chunks(part)
             return Payload(head, tuple(buffers))
         return Payload(*part)
+
+    def claim(self, part: int) -> Lease:
+        """The claim on the kept segment that a part of a body names."""
+        return self.reader.lease(part)
 
     def close(self) -> None:
         """Close this end. Arrays that came by it stay as they are."""
@@ -261,7 +269,7 @@ class Lane:
 
     def _take_control(
         self,
-        new: Sequence[tuple[int, int]],
+        new: Sequence[tuple[int, int, bool]],
         closed: Sequence[int],
         unusable: Sequence[int],
         descriptors: list[int],
@@ -278,12 +286,11 @@ class Lane:
                 if reason:
                     os.close(fd)
                 else:
-                    number, nbytes = new[-1 - len(descriptors)]
-                    self.reader.attach(number, fd, nbytes)
+                    self.reader.attach(new[-1 - len(descriptors)][0], fd, *new[-1 - len(descriptors)][1:])
             except OSError as error:
                 reason = f"{error}; keep fewer arrays, or raise the limit on mappings (sysctl vm.max_map_count)"
         if reason:
-            self._unusable += [number for number, _ in new]
+            self._unusable += [number for number, _, _ in new]
             self.reader.forget(self._unusable)
             raise OSError(errno.EMFILE, f"a segment of shared memory cannot be opened: {reason}")
 

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Reply
+from bandmaster.contract import Kept, Reply, RowFacts
 from bandmaster.failure import Failure
+from bandmaster.transport.kept import KeptSegment, payload_in
+from bandmaster.transport.segments import Lease
 
 __all__ = [
     "HEADER_NBYTES",
@@ -47,7 +51,7 @@ class Kind:
     """What a message asks for, and what follows its number."""
 
     SMALL_CALL = 0  # reply, length of the method's name, the name, the pickle stream of the one small part
-    CALL = 1  # pickled: method, reply, parts
+    CALL = 1  # pickled: method, reply, parts, kept rows by their labels
     ENVIRONMENT = 2  # pickled: variables that have changed
     PAUSE = 3  # nothing: the worker leaves the channel once it has done what came before
 
@@ -61,6 +65,7 @@ class ReplyKind:
     NOTHING = 0  # nothing: the value was dropped
     VALUE = 1  # the value's pickle stream
     PART = 2  # pickled: the part that names the value's payload
+    ROWS = 4  # pickled: the number of the kept segment with the value's payload, and its `RowFacts`
     FAILURE = 3  # pickled: the part that names the payload of a `Failure`
 
 
@@ -70,15 +75,20 @@ class Unpacks(Protocol):
     def unpack(self, part: Any) -> Payload:
         """The payload, in memory of this end's own."""
 
+    def claim(self, part: int) -> Lease:
+        """The claim on a kept segment."""
 
-def call_message(number: int, method: str, reply: Reply, parts: Sequence[Any]) -> bytes:
+
+def call_message(
+    number: int, method: str, reply: Reply, parts: Sequence[Any], rows: Sequence[tuple[int, Any]] = ()
+) -> bytes:
     """A call, as `Lane.send` takes it: with four zero bytes before the body."""
-    if len(parts) == 1 and type(parts[0]) is tuple and not parts[0][1]:
+    if not rows and len(parts) == 1 and type(parts[0]) is tuple and not parts[0][1]:
         name = method.encode()
         if len(name) < 256:
             stream: bytes = parts[0][0]
             return _SMALL_START.pack(0, Kind.SMALL_CALL, number, reply, len(name)) + name + stream
-    return _START.pack(0, Kind.CALL, number) + pickle.dumps((method, int(reply), parts), protocol=5)
+    return _START.pack(0, Kind.CALL, number) + pickle.dumps((method, int(reply), parts, tuple(rows)), protocol=5)
 
 
 def control_message(kind: int, content: Mapping[str, str] | None = None) -> bytes:
@@ -86,17 +96,29 @@ def control_message(kind: int, content: Mapping[str, str] | None = None) -> byte
     return _START.pack(0, kind, UNANSWERED) + (b"" if content is None else pickle.dumps(dict(content)))
 
 
+_NO_ROWS: Mapping[int, Callable[[], Payload]] = MappingProxyType({})
 _names: dict[bytes, str] = {}  # so that a method's name is the same object every time, which Python finds sooner
 
 
-def read_call(kind: int, body: memoryview, channel: Unpacks) -> tuple[str, int, Sequence[Payload] | memoryview]:
-    """The worker's end of `call_message`: method, reply, and the parts' payloads; or the one pickle stream there is."""
+def read_call(
+    kind: int, body: memoryview, channel: Unpacks
+) -> tuple[str, int, Sequence[Payload] | memoryview, Mapping[int, Callable[[], Payload]]]:
+    """The worker's end of `call_message`: method, reply, the parts' payloads, and what reads kept rows, by label.
+
+    In place of the payloads it is the pickle stream of the only one where that has no buffers.
+    """
     if kind == _SMALL_CALL:
         end = _SMALL_NBYTES + body[HEADER_NBYTES + 1]
         name = bytes(body[_SMALL_NBYTES:end])
-        return _names.get(name) or _names.setdefault(name, name.decode()), body[HEADER_NBYTES], body[end:]
-    method, reply, parts = pickle.loads(body[HEADER_NBYTES:])
-    return method, reply, [channel.unpack(part) for part in parts]
+        return _names.get(name) or _names.setdefault(name, name.decode()), body[HEADER_NBYTES], body[end:], _NO_ROWS
+    method, reply, parts, rows = pickle.loads(body[HEADER_NBYTES:])
+    return method, reply, [channel.unpack(part) for part in parts], {at: _kept(part, channel) for at, part in rows}
+
+
+def _kept(part: Any, channel: Unpacks) -> Callable[[], Payload]:
+    if type(part) is tuple:
+        return Payload(*part).private
+    return partial(payload_in, channel.claim(part))
 
 
 def reply_message(number: int, kind: int, content: Any) -> bytes:
@@ -107,7 +129,7 @@ def reply_message(number: int, kind: int, content: Any) -> bytes:
     return _START.pack(0, kind, number) + (b"" if content is None else pickle.dumps(content, protocol=5))
 
 
-def read_reply(kind: int, body: memoryview, channel: Unpacks) -> Payload | Failure | None:
+def read_reply(kind: int, body: memoryview, channel: Unpacks) -> Payload | Kept | Failure | None:
     """The controller's end of `reply_message`, but for a `ReplyKind.VALUE`, whose content is the payload's head.
 
     Returns:
@@ -115,7 +137,11 @@ def read_reply(kind: int, body: memoryview, channel: Unpacks) -> Payload | Failu
     """
     if kind == ReplyKind.NOTHING:
         return None
-    payload = channel.unpack(pickle.loads(body[HEADER_NBYTES:]))
+    content = pickle.loads(body[HEADER_NBYTES:])
+    if kind == ReplyKind.ROWS:
+        part, facts = content
+        return KeptSegment(channel.claim(part), RowFacts(*facts))
+    payload = channel.unpack(content)
     if kind == ReplyKind.PART:
         return payload
     failure: Failure = decode(payload)

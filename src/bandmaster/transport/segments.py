@@ -13,6 +13,9 @@
 A segment is reused only when no reader has anything left that lies in it. A segment that was mapped by a reader when
 that process forked is closed instead: the fork may read it for as long as it lives. Segments that have not been used
 for long are closed too, and readers are told to forget them.
+
+Readers of a *kept* segment do not map it when it comes. They hold its descriptor, pass it on to other processes, and
+map it anew each time that they read it, so that what they write never shows again.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from typing import Any
 from bandmaster.platform.mapped_file import MappedFile
 from bandmaster.platform.reference_queue import ReferenceQueue
 
-__all__ = ["OWNER", "Segment", "SegmentReader", "SegmentWriter", "fill"]
+__all__ = ["OWNER", "Lease", "Segment", "SegmentReader", "SegmentWriter", "fill"]
 
 ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
 MAX_FREE_NBYTES = 512 << 20  # of segments that are kept for reuse
@@ -60,20 +63,24 @@ class Segment:
         readers: Who may still have arrays in it.
         last_used: Count of writes when it was last taken.
         is_spoiled: Whether it is to be closed, rather than reused, when nobody reads it any more.
+        is_kept: Whether its readers hold its descriptor, rather than map it when it comes.
+        lease: Of a segment that another process has written: this one's claim on it.
     """
 
     id: int
     fd: int
-    memory: MappedFile
+    memory: MappedFile | None
     nbytes: int
     readers: set[int] = field(default_factory=set)
     last_used: int = 0
     is_spoiled: bool = False
+    is_kept: bool = False
+    lease: Lease | None = None
 
     def close_descriptor(self) -> None:
-        """Close the descriptor, after which no further reader can map the segment."""
+        """Close the descriptor, unless it belongs to a lease; no further reader can map the segment then."""
         fd, self.fd = self.fd, -1
-        if fd >= 0:
+        if fd >= 0 and self.lease is None:
             os.close(fd)
 
 
@@ -94,24 +101,31 @@ class SegmentWriter:
         self._n_writes = 0
         self._ids = itertools.count()
 
-    def write(self, chunks: Sequence[Any]) -> Segment:
+    def write(self, chunks: Sequence[Any], is_kept: bool = False) -> Segment:
         """Copy chunks into a segment, which is leased to `OWNER` until `end_leases` says otherwise.
 
         Raises:
             OSError: There is no memory or no descriptor for it.
         """
-        segment = self.reserve([memoryview(chunk).nbytes for chunk in chunks])
+        segment = self.reserve([memoryview(chunk).nbytes for chunk in chunks], is_kept)
         fill(segment, chunks)
         return segment
 
-    def reserve(self, sizes: Sequence[int]) -> Segment:
+    def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> Segment:
         """Take a segment for chunks of these sizes, leased to `OWNER` until `end_leases` says otherwise.
 
         Raises:
             OSError: There is no memory or no descriptor for it.
         """
-        segment = self._take(_layout(sizes)[1])
+        segment = self._take(_layout(sizes)[1], is_kept)
         segment.readers.add(OWNER)
+        return segment
+
+    def adopt(self, lease: Lease) -> Segment:
+        """A segment that another process has written, as one of this writer's that is never reused; for `OWNER`."""
+        segment = Segment(next(self._ids), lease.file.fd, None, lease.file.nbytes, {OWNER}, lease=lease)
+        segment.is_spoiled = segment.is_kept = True
+        self._segments[segment.id] = segment
         return segment
 
     def lease(self, segment: Segment, reader: int) -> None:
@@ -148,10 +162,10 @@ class SegmentWriter:
         for segment in list(self._segments.values()):
             self._close(segment)
 
-    def _take(self, nbytes: int) -> Segment:
+    def _take(self, nbytes: int, is_kept: bool) -> Segment:
         self._n_writes += 1
-        fitting = [s for s in self._free.values() if nbytes <= s.nbytes <= 4 * nbytes]
-        segment = self._free.pop(min(fitting, key=_nbytes).id) if fitting else self._create(nbytes)
+        fitting = [s for s in self._free.values() if nbytes <= s.nbytes <= 4 * nbytes and s.is_kept is is_kept]
+        segment = self._free.pop(min(fitting, key=_nbytes).id) if fitting else self._create(nbytes, is_kept)
         segment.last_used = self._n_writes
         self._trim()
         return segment
@@ -169,7 +183,7 @@ class SegmentWriter:
             del self._free[segment.id]
             self._close(segment)
 
-    def _create(self, nbytes: int) -> Segment:
+    def _create(self, nbytes: int, is_kept: bool) -> Segment:
         step = max(mmap.PAGESIZE, 1 << nbytes.bit_length() >> SPARE_BITS)  # pages that are not written to cost nothing
         capacity = -(-nbytes // step) * step
         fd = os.memfd_create("bandmaster", os.MFD_CLOEXEC)
@@ -179,14 +193,14 @@ class SegmentWriter:
         except BaseException:
             os.close(fd)
             raise
-        segment = Segment(next(self._ids), fd, memory, capacity)
+        segment = Segment(next(self._ids), fd, memory, capacity, is_kept=is_kept)
         self._segments[segment.id] = segment
         return segment
 
     def _close(self, segment: Segment) -> None:
         del self._segments[segment.id]
         segment.close_descriptor()
-        del segment.memory  # whoever still knows the segment does not keep it mapped
+        segment.memory = segment.lease = None  # whoever still knows the segment does not keep it mapped
         for tell in self.on_close:
             tell(segment.id)
 
@@ -195,10 +209,54 @@ def fill(segment: Segment, chunks: Sequence[Any]) -> None:
     """Copy chunks into a segment that was reserved for them."""
     views = [memoryview(chunk).cast("B") for chunk in chunks]
     sizes = [view.nbytes for view in views]
+    assert segment.memory is not None, "it is this process that writes it"
     memory = memoryview(segment.memory.array())
     struct.pack_into(f"<{1 + len(sizes)}Q", memory, 0, len(sizes), *sizes)
     for view, offset in zip(views, _layout(sizes)[0], strict=True):
         memory[offset : offset + view.nbytes] = view
+
+
+class KeptFile:
+    """The descriptor of a kept segment, on a reader's side, until nobody refers to this any more."""
+
+    __slots__ = ("fd", "nbytes")
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd, self.nbytes = fd, nbytes
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # module globals may be cleared before
+        close(self.fd)
+
+
+class Lease:
+    """A reader's claim on a kept segment. The segment is not reused while this, or an array over it, is there.
+
+    Attributes:
+        file: The segment.
+    """
+
+    __slots__ = ("__weakref__", "file")
+
+    def __init__(self, file: KeptFile) -> None:
+        self.file = file
+
+    def chunks(self) -> list[memoryview]:
+        """The chunks in the segment, in writable private memory of their own, which keeps this lease.
+
+        Raises:
+            OSError: There is no memory or no mapping left.
+        """
+        return _chunks_in(_Mapping(self).array())
+
+
+class _Mapping(MappedFile):
+    """A mapping of a kept segment, which keeps a lease on it."""
+
+    __slots__ = ("_lease",)
+
+    def __init__(self, lease: Lease) -> None:
+        super().__init__(lease.file.fd, lease.file.nbytes, is_private=True)
+        self._lease = lease
 
 
 class SegmentReader:
@@ -211,12 +269,16 @@ class SegmentReader:
     def __init__(self) -> None:
         self.leases: ReferenceQueue[int] = ReferenceQueue()
         self._maps: dict[int, MappedFile] = {}
+        self._kept: dict[int, KeptFile] = {}
         self._were_forked: set[int] = set()  # segments that a fork of this process may read
         self._were_read: set[int] = set()
         _readers.add(self)
 
-    def attach(self, number: int, fd: int, nbytes: int) -> None:
-        """Map a segment that this reader has not mapped yet; ``fd`` is closed."""
+    def attach(self, number: int, fd: int, nbytes: int, is_kept: bool) -> None:
+        """Map a segment that this reader has not mapped yet; ``fd`` is closed. A kept one is held by its descriptor."""
+        if is_kept:
+            self._kept[number] = KeptFile(fd, nbytes)
+            return
         try:
             self._maps[number] = MappedFile(fd, nbytes, is_private=True)
         finally:
@@ -230,11 +292,13 @@ class SegmentReader:
         self._were_read.add(number)
         whole = memory.array()  # lives as long as any view of it
         self.leases.watch(whole, number)
-        view = memoryview(whole)
-        (n_chunks,) = struct.unpack_from("<Q", view)
-        sizes = struct.unpack_from(f"<{n_chunks}Q", view, _LENGTH)
-        offsets, _ = _layout(sizes)
-        return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+        return _chunks_in(whole)
+
+    def lease(self, number: int) -> Lease:
+        """The claim on a kept segment that has just come."""
+        lease = Lease(self._kept[number])
+        self.leases.watch(lease, number)
+        return lease
 
     def note_fork(self) -> None:
         """Note the segments under lease, which the fork that is about to happen may read for as long as it lives."""
@@ -248,12 +312,21 @@ class SegmentReader:
         """Unmap segments that their writer has closed or is to close, once no array lies in them."""
         for number in ids:
             self._maps.pop(number, None)
+            self._kept.pop(number, None)
             self._were_read.discard(number)
             self._were_forked.discard(number)
 
     def close(self) -> None:
-        """Unmap all segments; arrays that lie in a segment keep its mapping."""
-        self.forget(list(self._maps))
+        """Unmap all segments; arrays that lie in a segment keep its mapping, and leases its descriptor."""
+        self.forget([*self._maps, *self._kept])
+
+
+def _chunks_in(whole: Any) -> list[memoryview]:
+    view = memoryview(whole)
+    (n_chunks,) = struct.unpack_from("<Q", view)
+    sizes = struct.unpack_from(f"<{n_chunks}Q", view, _LENGTH)
+    offsets, _ = _layout(sizes)
+    return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
 
 def _may_differ(memory: MappedFile) -> bool:

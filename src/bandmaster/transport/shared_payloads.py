@@ -5,6 +5,7 @@ from __future__ import annotations
 from bandmaster.codec import Payload
 from bandmaster.errors import ResourceError
 from bandmaster.platform.reference_queue import ReferenceQueue
+from bandmaster.transport.kept import KeptSegment
 from bandmaster.transport.segments import OWNER, Segment, SegmentWriter, fill
 
 __all__ = ["SharedPayload", "SharedPayloads"]
@@ -16,7 +17,7 @@ class SharedPayload:
     The first call that names the payload copies it there, so that one worker runs while the next one's rows are copied.
     """
 
-    def __init__(self, segment: Segment, payload: Payload) -> None:
+    def __init__(self, segment: Segment, payload: Payload | None) -> None:
         self._segment = segment
         self._payload: Payload | None = payload
 
@@ -45,7 +46,7 @@ class SharedPayloads:
         Raises:
             ResourceError: There is no memory or no descriptor for it.
         """
-        self._writer.end_leases([segment.id for segment in self._written.drain()], OWNER)
+        self.let_go()
         try:
             segment = self._writer.reserve([memoryview(chunk).nbytes for chunk in (payload.head, *payload.buffers)])
         except OSError as error:
@@ -53,6 +54,21 @@ class SharedPayloads:
                 f"cannot share {payload.nbytes:,} bytes with the workers ({error}); free memory, or raise the "
                 "limit on open files (ulimit -n)"
             ) from error
-        written = SharedPayload(segment, payload)
-        self._written.watch(written, segment)
-        return written
+        return self._watched(SharedPayload(segment, payload))
+
+    def adopt(self, kept: KeptSegment) -> SharedPayload:
+        """The segment of kept rows, which another process has written, as one of this writer's while they are known."""
+        self.let_go()
+        if self not in kept.placed:
+            kept.placed[self] = self._watched(SharedPayload(self._writer.adopt(kept.lease), None))
+        found: SharedPayload = kept.placed[self]
+        return found
+
+    def let_go(self) -> None:
+        """Let go of the segments of payloads that were collected."""
+        if self._written.has_records:
+            self._writer.end_leases([segment.id for segment in self._written.drain()], OWNER)
+
+    def _watched(self, shared: SharedPayload) -> SharedPayload:
+        self._written.watch(shared, shared._segment)
+        return shared

@@ -13,13 +13,14 @@ from typing import Any
 
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.codec.cuda_ipc import CAN_OPEN, can_open
-from bandmaster.contract import CONSTRUCT, Reply
+from bandmaster.contract import CONSTRUCT, KEPT_FROM_NBYTES, Reply, Rows
 from bandmaster.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.roles import Roles
 from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
 from bandmaster.worker_process.control_page import Interrupted
+from bandmaster.worker_process.kept_rows import NO_ROWS, RowReaders, facts_of, with_rows
 from bandmaster.worker_process.rendezvous import Rendezvous
 
 __all__ = ["Executor"]
@@ -52,7 +53,9 @@ class Executor:
         """Set the attributes that the worker has before its constructor runs."""
         self._context, self.device = context, context.device
 
-    def call(self, method: str, reply: int, parts: Sequence[Payload] | memoryview) -> Payload | Failure | None:
+    def call(
+        self, method: str, reply: int, parts: Sequence[Payload] | memoryview, rows: RowReaders = NO_ROWS
+    ) -> Payload | Rows | Failure | None:
         """Run one call.
 
         Args:
@@ -60,16 +63,18 @@ class Executor:
             reply: What happens to the returned value, a `bandmaster.contract.Reply`.
             parts: The encoded arguments, in memory that the worker owns; a memoryview if they are a single pickle
                 stream without buffers.
+            rows: What reads the kept rows that arguments refer to, by label.
 
         Returns:
-            The encoded value, None if the value is dropped, or the failure.
+            The encoded value, with what is known of its rows if they are kept; None if the value is dropped; or the
+            failure.
 
         Raises:
             KeyboardInterrupt: The call was interrupted, or the method raised it.
             BaseException: A signal handler raised it, to end the process.
         """
         try:
-            value = self._value(method, parts)
+            value = self._value(method, parts, rows)
             if type(value) is CoroutineType or self.rendezvous is not None:
                 value = self._settled(value)
         except KeyboardInterrupt:
@@ -79,10 +84,12 @@ class Executor:
             return self.failure(error)
         return self._encoded(value, reply)
 
-    async def call_beside(self, method: str, reply: int, parts: Sequence[Payload]) -> Payload | Failure | None:
+    async def call_beside(
+        self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
+    ) -> Payload | Rows | Failure | None:
         """As `call`, on the event loop of the caller, where calls of async methods overlap."""
         try:
-            value = self._value(method, parts)
+            value = self._value(method, parts, rows)
             if type(value) is CoroutineType:
                 value = await value
             if self.rendezvous is not None:
@@ -93,24 +100,30 @@ class Executor:
             return self.failure(error)
         return self._encoded(value, reply)
 
-    def _value(self, method: str, parts: Sequence[Payload] | memoryview) -> Any:
+    def _value(self, method: str, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
         """What a method returns, a coroutine if it is async."""
         if method in _OWN:
             return _OWN[method](self, parts)
-        args, kwargs = [], {}
+        args: list[Any] = []
+        kwargs: dict[Any, Any] = {}
         is_stream = type(parts) is memoryview and self.device == "cpu"
-        for key, argument in pickle.loads(parts) if is_stream else self._merge(parts):  # type: ignore[arg-type]
+        items: Any = pickle.loads(parts) if is_stream else self._merge(parts)  # type: ignore[arg-type]
+        for key, argument in with_rows(items, rows, self._decode) if rows else items:
             if type(key) is int:
                 args.append(argument)
             else:
                 kwargs[key] = argument
         return getattr(self.worker, method)(*args, **kwargs)
 
-    def _encoded(self, value: Any, reply: int) -> Payload | Failure | None:
+    def _encoded(self, value: Any, reply: int) -> Payload | Rows | Failure | None:
         if reply == Reply.DROP:
             return None
         try:
-            return encode(value)
+            payload = encode(value)
+            if reply == Reply.KEEP and payload.nbytes > KEPT_FROM_NBYTES:
+                facts = facts_of(value, payload.nbytes)
+                return payload if facts is None else Rows(payload, facts)
+            return payload
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # pickling runs the user's code, too

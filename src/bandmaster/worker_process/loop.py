@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from bandmaster.codec import Payload, encode
+from bandmaster.contract import Rows
 from bandmaster.failure import Failure
 from bandmaster.transport.channel import INLINE_NBYTES, Closed
 from bandmaster.transport.lane import LENGTH_NBYTES, Lane
@@ -117,7 +118,7 @@ class _Loop:
             self._lane.body = None
 
 
-def _reply(lane: Lane, number: int, outcomes: list[Payload | Failure | None]) -> None:
+def _reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | None]) -> None:
     """Remove the only outcome from the list and send it.
 
     If a signal handler raises just after the reply was sent, the call is replied to again. The controller uses the
@@ -135,15 +136,18 @@ def _reply(lane: Lane, number: int, outcomes: list[Payload | Failure | None]) ->
         lane.writer.end_leases([segment.id], OWNER)
 
 
-def _packed(lane: Lane, outcome: Payload | Failure | None) -> tuple[int, Any, list[Segment]]:
+def _packed(lane: Lane, outcome: Payload | Rows | Failure | None) -> tuple[int, Any, list[Segment]]:
     """Kind and content of the reply with an outcome, and the segments that it names.
 
     The caller keeps no reference to the arguments or the outcome, so that leases on their segments end with the reply.
     """
     if outcome is None:
         return ReplyKind.NOTHING, None, []
-    if isinstance(outcome, Payload):
+    if isinstance(outcome, Payload | Rows):
         try:
+            if isinstance(outcome, Rows):
+                part, segments = lane.pack(outcome.payload, is_kept=True)
+                return ReplyKind.ROWS, (part, tuple(outcome.facts)), segments
             return ReplyKind.PART, *lane.pack(outcome)
         except OSError as error:
             outcome = Failure.of(error)

@@ -1,0 +1,126 @@
+"""What handle operations make of the rows of other calls, in the place that a call has in its future."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from bandmaster.calls.kept_rows import KeptPart
+from bandmaster.calls.pending import CallSite, PendingCall
+from bandmaster.errors import RowsLost
+from bandmaster.plan.batch import detached
+from bandmaster.plan.handles import Table, assemble, pieces
+
+__all__ = ["DerivedCall"]
+
+
+class DerivedCall:
+    """Rows that are made of the rows of other calls, without moving any until `bring_rows`.
+
+    Attributes:
+        parents: The other calls, until they are done.
+        site: What messages say about it.
+        keeps_rows: Always true.
+        error: What is to be raised, once it is done; None if there is a result.
+        outcome: The rows, once they were brought.
+
+    Args:
+        parents: The other calls.
+        what: The operation, for messages.
+        make: Returns the table; the other calls are done by then.
+    """
+
+    keeps_rows = True
+    rows_are_here = False
+    is_cancelled = False
+
+    def __init__(self, parents: Sequence[PendingCall | DerivedCall], what: str, make: Callable[[], Table]) -> None:
+        self.parents = tuple(parents)
+        first = parents[0].site
+        self.site: CallSite = first._replace(method=f"{first.method}.{what}" if what != "rows" else first.method)
+        self.error: BaseException | None = None
+        self.outcome: Any = None
+        self._make: Callable[[], Table] | None = make
+        self._made: Table | None = None
+        self._is_brought = False
+        self._lock = threading.RLock()
+        if all(parent.is_done for parent in parents):
+            self._settle()
+            if self.error is not None:
+                raise self.error
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the table, or an error, is there."""
+        return self._make is None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all ranks that were asked have replied."""
+        return all(parent.is_over for parent in self.parents)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not replied to the first of the other calls that is not done."""
+        return next((parent.missing for parent in self.parents if not parent.is_done), ())
+
+    def stacks(self) -> Mapping[int, str]:
+        """Their stacks."""
+        return next((parent.stacks() for parent in self.parents if not parent.is_done), {})
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until the other calls are done; False when the time is over before."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for parent in self.parents:
+            if not parent.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                return False
+        self._settle()
+        return True
+
+    def table(self) -> Table:
+        """The rows; the other calls are done, without an error."""
+        if self._made is None:
+            raise RowsLost(f"the rows of {self.site.method} were released; use them before that")
+        return self._made
+
+    def bring_rows(self) -> None:
+        """Make the rows here, or the error."""
+        with self._lock:
+            if self._is_brought or self.error is not None:
+                return
+            try:
+                self.outcome = detached(assemble(pieces(self.table(), _itself), cache(KeptPart.value)))
+                self._is_brought = True
+            except Exception as error:
+                self.error = error
+
+    def release(self) -> None:
+        """Let go of the rows, as far as this refers to them."""
+        self._made = self.outcome = None
+        self._is_brought = False
+
+    def drive(self) -> None:
+        """Take what has arrived for the other calls."""
+        for parent in self.parents:
+            parent.drive()
+
+    def cancel(self) -> None:
+        """Nothing: the other calls may be wanted for something else."""
+
+    def _settle(self) -> None:
+        with self._lock:
+            make, self._make = self._make, None
+            if make is None:
+                return
+            try:
+                self._made = make()
+            except Exception as error:
+                self.error = error
+            self.parents = ()  # so that a chain of handles does not keep all that came before
+
+
+def _itself(part: Any) -> Any:
+    return part.kept

@@ -1,0 +1,178 @@
+"""A future as a handle: what is known of the rows that its call has left on the ranks, and what moves none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from bandmaster.errors import BatchError, UsageError
+from bandmaster.plan import handles
+from bandmaster.plan.columns import Schema, column_of
+from bandmaster.plan.handles import Index, Table
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Handle", "Place", "index_of"]
+
+
+class Place(NamedTuple):
+    """Where some rows lie.
+
+    Attributes:
+        method: The method that made them, ``"Class.method"``.
+        rank: The rank that did.
+        host: Its host.
+        n_rows: How many of them.
+    """
+
+    method: str
+    rank: int
+    host: str
+    n_rows: int
+
+
+class Handle:
+    """The operations of a future on rows. They return futures, and are applied when the rows are there."""
+
+    def _table(self) -> Table:
+        """The rows; waits for the call.
+
+        Raises:
+            UsageError: The future has no rows.
+            Exception: As `Future.result`.
+        """
+        raise NotImplementedError
+
+    def _derived(self, what: str, others: Sequence[Handle], make: Callable[[Sequence[Table]], Table]) -> Self:
+        """A future of what ``make`` returns for the rows of this future and of others."""
+        raise NotImplementedError
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The rows themselves."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Number of rows; waits for the call."""
+        return self._table().n_rows
+
+    def __bool__(self) -> bool:
+        """Always true, whether there are rows or not."""
+        return True
+
+    __iter__ = None  # `batches` does what is meant
+
+    @property
+    def schema(self) -> Schema:
+        """The columns by name, None for the only column of rows without names; waits for the call."""
+        return self._table().schema
+
+    @property
+    def nbytes(self) -> int:
+        """Encoded size of the rows in bytes, estimated where rows may differ in size; waits for the call."""
+        return round(handles.nbytes_of(self._table()))
+
+    @property
+    def where(self) -> tuple[Place, ...]:
+        """The rank and host that keeps each part of the rows; waits for the call."""
+        found = handles.rows_by_part(self._table()).values()
+        return tuple([Place(part.kept.method, part.rank, part.kept.host, n) for part, n in found])
+
+    def __getitem__(self, rows: Any) -> Self:
+        """Some of the rows.
+
+        Args:
+            rows: A slice, the numbers of rows, or a boolean for each row.
+        """
+        if not isinstance(rows, slice) and np.ndim(rows) != 1:
+            raise UsageError(
+                f"the rows of a future are selected by a slice, an array of numbers or a boolean mask, got {rows!r}; "
+                "rows[i:i+1] is a single one"
+            )
+        return self._derived("rows", (), lambda tables: handles.take(tables[0], index_of(rows, tables[0].n_rows)))
+
+    def select(self, *names: str) -> Self:
+        """The rows with these columns alone, in this order."""
+        return self._columns("select", lambda known: {name: name for name in names}, names)
+
+    def drop(self, *names: str) -> Self:
+        """The rows without these columns."""
+        return self._columns("drop", lambda known: {name: name for name in known if name not in names}, names)
+
+    def rename(self, **names: str) -> Self:
+        """The rows with other names for some columns: ``rename(old="new")``."""
+        return self._columns("rename", lambda known: {names.get(name, name): name for name in known}, tuple(names))
+
+    def _columns(self, what: str, choose: Callable[[Sequence[str]], dict[str, str]], asked: Sequence[str]) -> Self:
+        def make(tables: Sequence[Table]) -> Table:
+            (table,) = tables
+            handles.check_named(table, "rows", what)
+            known = [str(name) for name in table.schema]
+            missing = [name for name in asked if name not in known]
+            if missing:
+                raise BatchError(f"cannot {what} {', '.join(map(repr, missing))}: the columns are {', '.join(known)}")
+            chosen = choose(known)
+            if what == "rename" and len(chosen) < len(known):
+                raise BatchError(f"two columns would have one name after rename: the columns are {', '.join(known)}")
+            return handles.select(table, chosen)
+
+        return self._derived(what, (), make)
+
+    def join(self, *others: Handle) -> Self:
+        """The rows with the columns of other futures, which have the same rows, beside their own."""
+        return self._derived("join", others, lambda tables: handles.join(tables, _labels("rows", len(tables))))
+
+    def repeat(self, n: int) -> Self:
+        """Every row ``n`` times, one copy next to the other."""
+        return self._derived(
+            "repeat", (), lambda tables: handles.take(tables[0], handles.repeated(tables[0].n_rows, n))
+        )
+
+    def shuffle(self, seed: int) -> Self:
+        """The rows in an order that depends on the seed and their number alone."""
+        return self._derived(
+            "shuffle", (), lambda tables: handles.take(tables[0], handles.shuffled(tables[0].n_rows, seed))
+        )
+
+    def batches(self, n: int) -> Iterator[Self]:
+        """The rows in futures of ``n`` rows each, the last one perhaps of fewer; waits for the call."""
+        if n < 1:
+            raise UsageError(f"batches have at least one row, got n={n}")
+        for start in range(0, len(self), n):
+            yield self[start : start + n]
+
+    def sort_by(self, name: str) -> Self:
+        """The rows in ascending order of a column, which comes to the controller; equal ones stay in their order."""
+        column = self.select(name)
+        order = np.argsort(np.asarray(column_of(column.result(), name)), kind="stable")
+        return self[order]
+
+
+def index_of(rows: Any, n_rows: int) -> Index:
+    """The numbers of the rows that a slice, numbers or a mask select.
+
+    Raises:
+        BatchError: There is no such row, or the mask has another length.
+    """
+    if isinstance(rows, slice):
+        chosen = range(n_rows)[rows]
+        return chosen if chosen.step == 1 else np.arange(chosen.start, chosen.stop, chosen.step)
+    index = np.asarray(rows)
+    if index.dtype == bool:
+        if len(index) != n_rows:
+            raise BatchError(f"a mask of {len(index)} booleans was given for {n_rows} rows; give one for each row")
+        return np.flatnonzero(index)
+    if not len(index):
+        return range(0)
+    if not np.issubdtype(index.dtype, np.integer):
+        raise BatchError(f"rows are selected by integers or booleans, got {index.dtype}")
+    wrong = index[(index < -n_rows) | (index >= n_rows)]
+    if len(wrong):
+        raise BatchError(f"there is no row {wrong[0]} among {n_rows} rows")
+    return np.where(index < 0, index + n_rows, index).astype(np.int64)
+
+
+def _labels(what: str, n: int) -> list[str]:
+    return [f"{what} {number}" for number in range(n)]

@@ -1,0 +1,147 @@
+"""What the ranks of a call have kept: a table for handle arithmetic, and the rows for who asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from bandmaster.codec import Payload, decode
+from bandmaster.contract import Kept, RowFacts, Workers
+from bandmaster.errors import RowsLost
+from bandmaster.plan.batch import as_batch
+from bandmaster.plan.columns import schema_of
+from bandmaster.plan.handles import Part, Result, Taken
+from bandmaster.plan.rows import RealRows
+
+__all__ = ["KeptPart", "KeptRows"]
+
+
+class KeptPart:
+    """The rows of one rank, until they are released.
+
+    Args:
+        method: ``"Class.method"``, for messages.
+        rank: The rank.
+        kept: The rows; small ones as they came.
+        workers: The workers of the group.
+    """
+
+    def __init__(self, method: str, rank: int, kept: Kept | Payload, workers: Workers) -> None:
+        self.method, self._rank, self._workers = method, rank, workers
+        self._kept: Kept | Payload | None = kept
+
+    @property
+    def host(self) -> str:
+        """Where the rank is."""
+        return self._workers.records[self._rank].host
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the rows came with the reply."""
+        return isinstance(self._kept, Payload)
+
+    def get(self) -> Kept | Payload:
+        """The rows, as `bandmaster.contract.Workers.put` takes them.
+
+        Raises:
+            RowsLost: They were released.
+        """
+        if self._kept is None:
+            raise RowsLost(
+                f"the rows that {self.method} has left on rank {self._rank} were released; use them before release() "
+                "or the end of the with block"
+            )
+        return self._kept
+
+    def value(self) -> Any:
+        """The rows, decoded, in memory of the caller's own.
+
+        Raises:
+            RowsLost: They are gone.
+        """
+        kept = self.get()
+        return decode(kept.private() if isinstance(kept, Payload) else kept.payload())
+
+    @cached_property
+    def facts(self) -> RowFacts | None:
+        """What is known of the rows; None for a value without rows."""
+        kept = self.get()
+        if not isinstance(kept, Payload):
+            return kept.facts
+        value = self.value()
+        batch = as_batch(value)
+        return None if batch is None else RowFacts(batch.n_rows, kept.nbytes, schema_of(value))
+
+    def release(self) -> None:
+        """Let go of the rows."""
+        self._kept = None
+
+
+class KeptRows:
+    """What the ranks of one call have kept.
+
+    Args:
+        method: ``"Class.method"``, for messages.
+        ranks: The collected ranks, in the order of the rows.
+        parts: By rank, the rows.
+        real_rows: The rows that each rank was sent.
+    """
+
+    def __init__(
+        self, method: str, ranks: Sequence[int], parts: Mapping[int, KeptPart], real_rows: RealRows | None
+    ) -> None:
+        self._method = method
+        self._parts = {rank: parts[rank] for rank in ranks}
+        self._real_rows = real_rows
+
+    def value(self, rank: int) -> Any:
+        """The rows of a rank, decoded."""
+        return self._parts[rank].value()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all rows have come with the replies."""
+        return all(part.is_here for part in self._parts.values())
+
+    @cached_property
+    def table(self) -> Taken | None:
+        """All rows, without those that were computed from padding; None if they cannot be one batch.
+
+        Raises:
+            BatchError: The value of a rank is no batch.
+        """
+        facts = {rank: part.facts for rank, part in self._parts.items()}
+        known = {rank: fact for rank, fact in facts.items() if fact is not None}
+        if len(known) < len(facts):
+            return None
+        with_rows = [fact for fact in known.values() if fact.n_rows] or list(known.values())
+        if any(_kinds(fact) != _kinds(with_rows[0]) for fact in with_rows):
+            return None
+        parts = tuple([Part(rank, fact.n_rows, fact.nbytes, self._parts[rank]) for rank, fact in known.items()])
+        columns = with_rows[0].schema
+        nbytes = {name: sum(fact.schema[name].nbytes for fact in with_rows) for name in columns}
+        schema = {name: column._replace(nbytes=nbytes[name]) for name, column in columns.items()}
+        result = Result(self._method, parts, schema)
+        padded = self._real_rows and self._real_rows.padded_to
+        if padded is None or self._real_rows is None:
+            return Taken(result, range(result.n_rows))
+        if any(part.n_rows != padded for part in parts):
+            return None
+        real = [
+            np.arange(self._real_rows.counts[part.rank]) + start
+            for part, start in zip(parts, result.starts[:-1], strict=True)
+        ]
+        return Taken(result, np.concatenate(real))
+
+    def release(self) -> None:
+        """Let go of all rows."""
+        for part in self._parts.values():
+            part.release()
+
+
+def _kinds(facts: RowFacts) -> list[tuple[Any, ...]]:
+    """What has to be equal on all ranks."""
+    return [(name, column.dtype, column.shape) for name, column in facts.schema.items()]

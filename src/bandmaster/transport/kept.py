@@ -1,0 +1,36 @@
+"""Rows that a call has left on this host, in a segment that the worker has written."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from bandmaster.codec import Payload
+from bandmaster.contract import RowFacts
+from bandmaster.transport.segments import Lease
+
+__all__ = ["KeptSegment", "payload_in"]
+
+
+class KeptSegment:
+    """Rows in a kept segment; see `bandmaster.contract.Kept`.
+
+    Attributes:
+        facts: What is known of the rows.
+        lease: The claim on the segment.
+        placed: By the `SharedPayloads` of a group, the payload by which its workers know the segment.
+    """
+
+    def __init__(self, lease: Lease, facts: RowFacts) -> None:
+        self.lease, self.facts = lease, facts
+        self.placed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def payload(self) -> Payload:
+        """The encoded rows, in private memory that is mapped anew."""
+        return payload_in(self.lease)
+
+
+def payload_in(lease: Lease) -> Payload:
+    """The payload in a kept segment, in private memory that is mapped anew."""
+    head, *buffers = lease.chunks()
+    return Payload(head, tuple(buffers))

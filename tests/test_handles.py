@@ -1,0 +1,290 @@
+"""A future is a handle: rows stay on the ranks that made them, and go from rank to rank."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+import bandmaster as bm
+from bandmaster import Dispatch, Mesh, register
+
+SMALL, LARGE = 2, 30_000  # columns: of rows that come with the reply, and of rows that stay
+
+
+class Rows(bm.Worker):
+    @register(Dispatch.DP_PROTO)
+    def make(self, ids, width):
+        names = [f"row {i}" for i in ids]
+        return {"id": ids, "wide": np.repeat(ids[:, None], width, 1).astype("f4"), "name": names}
+
+    @register(Dispatch.DP_PROTO)
+    def echo(self, rows):
+        return rows
+
+    @register(bm.TransferProtocol(bm.Split("dp", pad=True), bm.Concat("dp")))
+    def echo_padded(self, rows):
+        return rows
+
+    @register(Dispatch.DP_PROTO)
+    def who(self, rows):
+        return {"id": rows["id"], "rank": np.full(len(rows["id"]), self.rank), "width": rows["wide"][:, 0]}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def count(self, rows):
+        return len(rows["id"]), float(rows["wide"].sum())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def write(self, rows):
+        rows["wide"] += 1
+        rows["name"].append("mine")
+        self.kept = rows
+        return float(rows["wide"].sum())
+
+    @register(Dispatch.DP_PROTO)
+    def kept_one(self, ids):
+        self.array = np.zeros((len(ids), LARGE))
+        return self.array
+
+    @register(Dispatch.ONE_TO_ALL)
+    def write_kept(self):
+        self.array += 1
+
+    @register(Dispatch.DP_PROTO)
+    def tensors(self, ids):
+        ids = torch.as_tensor(ids)
+        ragged = torch.nested.as_nested_tensor([torch.full((int(i) + 1,), float(i)) for i in ids], layout=torch.jagged)
+        columns = {"id": ids, "wide": ids[:, None].expand(-1, LARGE).clone(), "ragged": ragged}
+        return TensorDict(columns, batch_size=[len(ids)])
+
+    @register(Dispatch.DP_PROTO)
+    def fail(self, rows):
+        raise ValueError("no such row")
+
+    @register(Dispatch.DP_PROTO)
+    def bare(self, ids):
+        return 7 if self.rank else ids
+
+    @register(Dispatch.ONE_TO_ALL)
+    def everywhere(self):
+        return self.rank
+
+
+@pytest.fixture(scope="module")
+def groups(backend):
+    with bm.ResourcePool([4], backend=backend) as four, bm.ResourcePool([3], backend=backend) as three:
+        yield bm.WorkerGroup(four, Rows, mesh=Mesh(dp=2, tp=2)), bm.WorkerGroup(three, Rows)
+
+
+@pytest.fixture
+def two(groups):
+    return groups[0]
+
+
+@pytest.fixture
+def three(groups):
+    return groups[1]
+
+
+def made(group, n=7, width=LARGE):
+    return group.make.submit(np.arange(n), width)
+
+
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_what_is_known_of_rows_that_stay(two, width):
+    rows = made(two, 7, width)
+    assert len(rows) == 7
+    assert rows
+    assert {name: str(column) for name, column in rows.schema.items()} == {
+        "id": "int64[]",
+        "wide": f"float32[{width}]",
+        "name": "list",
+    }
+    assert 7 * width * 4 < rows.nbytes < 7 * width * 4 + 1000
+    assert [(place.method, place.rank, place.n_rows) for place in rows.where] == [
+        ("Rows.make", 0, 4),
+        ("Rows.make", 2, 3),
+    ]
+    assert rows.result()["name"] == [f"row {i}" for i in range(7)]
+
+
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_ranks_of_another_mesh_read_their_own_rows(two, three, width):
+    for n in (0, 1, 2, 7):
+        rows = made(two, n, width)
+        seen = three.who(rows)
+        assert seen["id"].tolist() == list(range(n))
+        assert seen["width"].tolist() == list(range(n))
+        assert seen["rank"].tolist() == three.who(made(two, n, width).result())["rank"].tolist()
+        assert three.count(rows) == [(n, width * n * (n - 1) / 2)] * 3
+        back = two.who.submit(three.echo.submit(rows))
+        assert back.result()["id"].tolist() == list(range(n))
+
+
+def test_operations_move_no_rows_and_can_be_chained(two, three):
+    rows = made(two)
+    ranks = three.who.submit(rows).select("rank")
+    full = rows.rename(name="label").join(ranks)
+    assert list(full.schema) == ["id", "wide", "label", "rank"]
+    shuffled = full.shuffle(seed=0)
+    ids = np.random.default_rng(0).permutation(7)
+    assert three.who(shuffled)["id"].tolist() == ids.tolist()
+    for start, batch in zip((0, 3, 6), shuffled.batches(3), strict=True):
+        value = batch.result()
+        assert value["id"].tolist() == value["wide"][:, 5].tolist() == ids[start : start + 3].tolist()
+        assert value["label"] == [f"row {i}" for i in ids[start : start + 3]]
+    assert three.who(shuffled.sort_by("id")[::2])["id"].tolist() == [0, 2, 4, 6]
+    assert rows[rows.select("id").result()["id"] > 4].repeat(2).result()["id"].tolist() == [5, 5, 6, 6]
+    both = bm.concat([rows[5:], rows[[0, -1]]])
+    assert three.echo(both)["name"] == ["row 5", "row 6", "row 0", "row 6"]
+    assert sorted(both.drop("wide").schema) == ["id", "name"]
+    assert both.drop("wide").nbytes < rows.nbytes / 100
+
+
+def test_padding_is_for_the_ranks_alone(three, two):
+    rows = made(two, 7)
+    padded = three.echo_padded.submit(rows)
+    assert padded.result()["id"].tolist() == list(range(7))
+    assert two.who(padded)["id"].tolist() == list(range(7))
+    assert len(padded) == 7
+
+
+def test_tensors_and_ragged_columns(two, three):
+    rows = two.tensors.submit(np.arange(5))
+    assert {name: repr(column) for name, column in rows.schema.items()} == {
+        "id": "int64[]",
+        "wide": f"int64[{LARGE}]",
+        "ragged": "jagged float32",
+    }
+    some = three.echo(rows[[3, 0, 4]].rename(ragged="r").join(rows[:3].select("ragged")))
+    assert isinstance(some, TensorDict)
+    assert some["id"].tolist() == [3, 0, 4]
+    assert [row.tolist() for row in some["r"].unbind()] == [[3.0] * 4, [0.0], [4.0] * 5]
+    assert [len(row) for row in some["ragged"].unbind()] == [1, 2, 3]
+
+
+def test_rows_are_a_snapshot_and_readers_have_their_own(two, three):
+    kept = two.kept_one.submit(np.arange(4))
+    assert len(kept) == 4
+    two.write_kept()
+    rows = made(two, 3)
+    total = LARGE * 3.0
+    for _ in range(2):
+        assert three.write(rows) == [total + 3 * LARGE] * 3
+        own = rows[:].result()
+        own["wide"][:] = -1
+    assert rows.result()["wide"].sum() == total
+    assert rows.result()["name"] == ["row 0", "row 1", "row 2"]
+    assert not kept.result().any()
+
+
+def test_wrong_uses_are_refused_in_words(two, three):
+    rows = made(two)
+    with pytest.raises(bm.BatchError, match=r"no row 7 among 7 rows"):
+        rows[[7]].result()
+    with pytest.raises(bm.BatchError, match=r"a mask of 2 booleans was given for 7 rows"):
+        rows[[True, False]].result()
+    with pytest.raises(bm.UsageError, match=r"rows\[i:i\+1\] is a single one"):
+        rows[0]
+    with pytest.raises(bm.BatchError, match=r"cannot select 'nothing': the columns are id, wide, name"):
+        rows.select("nothing").result()
+    with pytest.raises(bm.BatchError, match=r"rows 0, which has 7 rows, and rows 1, which has 3"):
+        rows.join(rows[:3].rename(id="i", wide="w", name="n")).result()
+    with pytest.raises(bm.BatchError, match=r"both have a column 'id'"):
+        rows.join(rows).result()
+    with pytest.raises(bm.BatchError, match=r"the columns 'id'.* and future 1 with the columns 'id', 'wide', 'name'"):
+        bm.concat([rows.select("id"), rows]).result()
+    with pytest.raises(bm.BatchError, match=r"no named columns"):
+        two.echo.submit(np.arange(4)).select("id").result()
+    with pytest.raises(bm.UsageError, match=r"Rows.everywhere has no rows on the ranks"):
+        three.echo(two.everywhere.submit())
+    with pytest.raises(bm.ArgumentError, match=r"'rows' .*cannot be pickled.*not inside of another value"):
+        three.echo([rows])
+    with pytest.raises(TypeError, match="not iterable"):
+        list(rows)
+    assert three.who(rows)["id"].tolist() == list(range(7))
+
+
+def test_a_failed_call_fails_who_uses_its_rows(two, three):
+    failed = two.fail.submit(np.arange(4))
+    for use in (lambda: len(failed), lambda: three.echo(failed), lambda: three.echo(failed[:2]), failed.result):
+        with pytest.raises(bm.RemoteError, match=r"Rows.fail failed on rank 0"):
+            use()
+    mixed = three.bare.submit(np.arange(6))
+    with pytest.raises(bm.CollectError, match=r"rank 1.*returned int, which has no rows"):
+        mixed.result()
+    with pytest.raises(bm.CollectError, match=r"rank 1.*returned int"):
+        len(mixed)
+
+
+def test_rows_that_were_released_are_lost(two, three):
+    with made(two) as rows:
+        part = rows[2:5]
+        assert three.who(part)["id"].tolist() == [2, 3, 4]
+    for use in (rows.result, lambda: three.who(part), part.result):
+        with pytest.raises(bm.RowsLost, match=r"Rows.make has left on rank 0 were released"):
+            use()
+
+
+def test_rows_outlive_their_group(backend, three):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        rows = made(group)
+        assert len(rows) == 7
+        group.close()
+        assert three.who(rows)["id"].tolist() == list(range(7))
+    assert rows[3:].result()["id"].tolist() == [3, 4, 5, 6]
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_any_chain_equals_the_same_operations_on_plain_values(groups, data):
+    four, three = groups
+    n = data.draw(st.integers(0, 6))
+    width = data.draw(st.sampled_from([SMALL, LARGE]))
+    rows, ids = made(four, n, width), np.arange(n)
+    for _ in range(data.draw(st.integers(0, 4))):
+        step = data.draw(st.sampled_from(["slice", "index", "shuffle", "repeat", "concat", "move"]))
+        if step == "slice":
+            start = data.draw(st.integers(0, len(ids)))
+            rows, ids = rows[start:], ids[start:]
+        elif step == "index":
+            index = data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=6)) if len(ids) else []
+            rows, ids = rows[index], ids[np.array(index, dtype=int)]
+        elif step == "shuffle":
+            rows, ids = rows.shuffle(1), ids[np.random.default_rng(1).permutation(len(ids))]
+        elif step == "repeat":
+            rows, ids = rows.repeat(2), ids.repeat(2)
+        elif step == "concat":
+            rows, ids = bm.concat([rows, rows[:2]]), np.concatenate([ids, ids[:2]])
+        else:
+            rows = data.draw(st.sampled_from([four, three])).echo.submit(rows)
+    value = rows.result()
+    assert value["id"].tolist() == ids.tolist() == value["wide"][:, -1].tolist()
+    assert value["name"] == [f"row {i}" for i in ids]
+
+
+def test_memory_of_rows_is_returned(groups):
+    four, three = groups
+    for _ in range(30):
+        rows = made(four, 4)
+        three.echo.submit(rows).result()
+    del rows
+    gc.collect()
+
+
+@pytest.mark.backends("ray")
+def test_rows_go_through_rays_object_store_where_workers_have_no_lanes(groups, backend):
+    four, three = groups
+    with bm.ResourcePool([2], backend=backend) as pool:
+        far = bm.WorkerGroup(pool, Rows)
+        assert len(far.workers) == 2  # calls go by Ray from here on
+        rows = made(far)
+        assert three.who(rows)["id"].tolist() == list(range(7))
+        assert far.who(made(four).shuffle(0))["id"].tolist() == np.random.default_rng(0).permutation(7).tolist()
+        seen = far.who(rows[3:].join(three.who.submit(rows[3:]).select("rank")))
+        assert seen["id"].tolist() == rows[3:].result()["id"].tolist() == [3, 4, 5, 6]
+    assert rows.result()["wide"][:, 0].tolist() == list(range(7))
