@@ -1,6 +1,9 @@
 """A future is a handle: rows stay on the ranks that made them, and go from rank to rank."""
 
 import gc
+import os
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -71,6 +74,23 @@ class Rows(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def everywhere(self):
         return self.rank
+
+    @register(Dispatch.DP_PROTO)
+    def make_when(self, ids, gate, fails=False):
+        while not os.path.exists(gate):
+            time.sleep(0.001)
+        if fails:
+            raise ValueError("no such row")
+        return self.make(ids, LARGE)
+
+    @register(Dispatch.DP_PROTO, arguments={"entry": bm.Broadcast()})
+    def log_rows(self, rows, entry):
+        return self.log(entry) and rows
+
+    @register(Dispatch.ONE_TO_ALL)
+    def log(self, entry=None):
+        self.entries = [*getattr(self, "entries", ()), entry]
+        return self.entries
 
 
 @pytest.fixture(scope="module")
@@ -267,13 +287,19 @@ def test_any_chain_equals_the_same_operations_on_plain_values(groups, data):
     assert value["name"] == [f"row {i}" for i in ids]
 
 
-def test_memory_of_rows_is_returned(groups):
+def test_descriptors_of_rows_are_returned(groups):
     four, three = groups
-    for _ in range(30):
-        rows = made(four, 4)
-        three.echo.submit(rows).result()
-    del rows
-    gc.collect()
+
+    def use(n):
+        for _ in range(n):
+            rows = made(four, 4)
+            three.echo.submit(rows.shuffle(0)).result()
+        del rows
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = use(10)
+    assert use(60) <= before + 8, "some segments are free, to be used again"
 
 
 @pytest.mark.backends("ray")
@@ -288,3 +314,108 @@ def test_rows_go_through_rays_object_store_where_workers_have_no_lanes(groups, b
         seen = far.who(rows[3:].join(three.who.submit(rows[3:]).select("rank")))
         assert seen["id"].tolist() == rows[3:].result()["id"].tolist() == [3, 4, 5, 6]
     assert rows.result()["wide"][:, 0].tolist() == list(range(7))
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """A file that `Rows.make_when` waits for, and at the latest finds when the test has ended."""
+    path = tmp_path / "gate"
+    yield path
+    path.touch()
+
+
+without_waiting = pytest.mark.backends("local", "ray")
+
+
+@without_waiting
+def test_calls_take_rows_that_are_not_there_yet(two, three, gate):
+    rows = two.make_when.submit(np.arange(7), str(gate))
+    weights = np.ones(3)
+    seen = three.who.submit(rows[::-1])
+    logged = three.log_rows.submit(rows, weights)
+    after = three.log.submit("after")
+    weights[:] = 2
+    end = two.who.submit(three.echo.submit(rows.join(seen.select("rank"))))
+    assert not any(future.done() for future in (rows, seen, logged, after, end))
+    assert repr(seen) == "<Future of Rows.who, waiting for the rows that it takes>"
+    gate.touch()
+    assert end.result()["id"].tolist() == list(range(7))
+    assert seen.result()["id"].tolist() == list(range(6, -1, -1))
+    first, second = after.result()[0][-2:]
+    assert first.tolist() == [1, 1, 1], "as it was when the call was submitted"
+    assert second == "after"
+    assert three.log()[0][-3:][1:] == ["after", None]
+
+
+@without_waiting
+def test_calls_are_sent_though_nobody_waits_for_them(two, three, gate):
+    told = threading.Event()
+    rows = two.make_when.submit(np.arange(7), str(gate))
+    end = three.who.submit(three.echo.submit(rows).shuffle(0))
+    end.add_done_callback(lambda future: told.set())
+    gate.touch()
+    assert told.wait(60)
+    assert end.result()["id"].tolist() == np.random.default_rng(0).permutation(7).tolist()
+
+
+@without_waiting
+def test_a_call_waits_for_the_calls_before_it(two, three, gate):
+    rows = two.make_when.submit(np.arange(7), str(gate))
+    logged = three.log_rows.submit(rows, "before")
+    threading.Timer(0.1, gate.touch).start()
+    assert three.log("after")[0][-2:] == ["before", "after"]
+    assert len(logged) == 7
+
+
+@without_waiting
+def test_a_call_that_was_not_sent_can_be_cancelled(two, three, gate):
+    rows = two.make_when.submit(np.arange(7), str(gate))
+    seen, other = three.who.submit(rows), three.who.submit(rows)
+    assert seen.cancel()
+    assert seen.cancelled()
+    with pytest.raises(bm.CallCancelled, match=r"Rows.who was cancelled before it was sent"):
+        seen.result()
+    gate.touch()
+    assert other.result()["id"].tolist() == list(range(7))
+
+
+@without_waiting
+def test_a_late_call_names_those_it_waits_for(two, three, gate):
+    rows = two.make_when.submit(np.arange(7), str(gate))
+    seen = three.who.submit(rows[:3])
+    with pytest.raises(
+        bm.CallTimeout, match=r"Rows.make_when got no reply from rank 0, .*Rows.who takes its rows"
+    ) as late:
+        seen.result(timeout=0.2)
+    assert "in make_when" in str(late.value)
+    gate.touch()
+    assert late.value.future.result()["id"].tolist() == [0, 1, 2]
+
+
+@without_waiting
+def test_the_first_cause_reaches_who_waits_for_the_rows(two, three, gate):
+    rows = two.make_when.submit(np.arange(7), str(gate), fails=True)
+    ends = [three.who.submit(rows), three.echo.submit(three.echo.submit(rows)[:2]), rows.shuffle(0)]
+    gate.touch()
+    for end in ends:
+        with pytest.raises(bm.RemoteError, match=r"Rows.make_when failed on rank 0"):
+            end.result()
+    assert three.who(made(two))["id"].tolist() == list(range(7))
+    cancelled = two.make_when.submit(np.arange(7), str(gate) + " of another")
+    end = three.who.submit(cancelled)
+    cancelled.cancel()
+    with pytest.raises(bm.CallCancelled, match=r"Rows.make_when was cancelled"):
+        end.result()
+
+
+@without_waiting
+def test_mistakes_are_errors_though_the_rows_are_not_there(two, three, gate):
+    rows = two.make_when.submit(np.arange(7), str(gate))
+    with pytest.raises(bm.ArgumentError, match="missing"):
+        three.log_rows.submit(rows)
+    with pytest.raises(bm.UsageError, match="takes futures"):
+        rows.join({"id": 1})
+    wrong = three.who.submit(rows.select("nothing"))
+    gate.touch()
+    with pytest.raises(bm.BatchError, match="cannot select 'nothing'"):
+        wrong.result()

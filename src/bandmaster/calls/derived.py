@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,14 +21,14 @@ class DerivedCall:
     """Rows that are made of the rows of other calls, without moving any until `bring_rows`.
 
     Attributes:
-        parents: The other calls, until they are done.
+        parents: The futures of the other calls, until they are done.
         site: What messages say about it.
         keeps_rows: Always true.
         error: What is to be raised, once it is done; None if there is a result.
         outcome: The rows, once they were brought.
 
     Args:
-        parents: The other calls.
+        parents: The futures of the other calls.
         what: The operation, for messages.
         make: Returns the table; the other calls are done by then.
     """
@@ -37,9 +37,9 @@ class DerivedCall:
     rows_are_here = False
     is_cancelled = False
 
-    def __init__(self, parents: Sequence[PendingCall | DerivedCall], what: str, make: Callable[[], Table]) -> None:
+    def __init__(self, parents: Sequence[Any], what: str, make: Callable[[], Table]) -> None:
         self.parents = tuple(parents)
-        first = parents[0].site
+        first = parents[0]._call.site
         self.site: CallSite = first._replace(method=f"{first.method}.{what}" if what != "rows" else first.method)
         self.error: BaseException | None = None
         self.outcome: Any = None
@@ -47,7 +47,7 @@ class DerivedCall:
         self._made: Table | None = None
         self._is_brought = False
         self._lock = threading.RLock()
-        if all(parent.is_done for parent in parents):
+        if all(parent._call.is_done for parent in parents):
             self._settle()
             if self.error is not None:
                 raise self.error
@@ -60,22 +60,18 @@ class DerivedCall:
     @property
     def is_over(self) -> bool:
         """Whether all ranks that were asked have replied."""
-        return all(parent.is_over for parent in self.parents)
+        return all(parent._call.is_over for parent in self.parents)
 
     @property
-    def missing(self) -> tuple[int, ...]:
-        """The ranks that have not replied to the first of the other calls that is not done."""
-        return next((parent.missing for parent in self.parents if not parent.is_done), ())
-
-    def stacks(self) -> Mapping[int, str]:
-        """Their stacks."""
-        return next((parent.stacks() for parent in self.parents if not parent.is_done), {})
+    def awaited(self) -> PendingCall | None:
+        """The call whose ranks are waited for."""
+        return next((parent._call.awaited for parent in self.parents if not parent._call.is_done), None)
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until the other calls are done; False when the time is over before."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for parent in self.parents:
-            if not parent.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            if not parent._call.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 return False
         self._settle()
         return True
@@ -105,7 +101,7 @@ class DerivedCall:
     def drive(self) -> None:
         """Take what has arrived for the other calls."""
         for parent in self.parents:
-            parent.drive()
+            parent._call.drive()
 
     def cancel(self) -> None:
         """Nothing: the other calls may be wanted for something else."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from bandmaster.calls.derived import DerivedCall
 from bandmaster.calls.handle import Handle
+from bandmaster.calls.later import LaterCall
 from bandmaster.calls.pending import PendingCall
 from bandmaster.calls.progress import progress
 from bandmaster.contract import Ticket, Workers
@@ -40,8 +41,10 @@ class Future(Handle, Generic[T]):
     future itself as an argument of another call: each rank reads only its own rows, from where they lie.
     """
 
-    def __init__(self, call: PendingCall | DerivedCall, owner: object = None) -> None:
+    def __init__(self, call: PendingCall | DerivedCall | LaterCall, owner: object = None) -> None:
         self._call = call
+        if isinstance(call, LaterCall):
+            call.on_sent = partial(setattr, self, "_call")
         self._owner = owner  # lives as long as this
         self._callbacks: list[Callable[[Future[T]], object]] = []
         self._is_watched = False
@@ -87,7 +90,14 @@ class Future(Handle, Generic[T]):
         return self._call.error
 
     def _late(self, timeout_s: float) -> CallTimeout:
-        error = CallTimeout(self._call.site.method, self._call.missing, timeout_s, self._call.stacks())
+        method, awaited = self._call.site.method, self._call.awaited
+        if awaited is None:
+            error = CallTimeout(method, (), timeout_s, {})
+        elif awaited is self._call:
+            error = CallTimeout(method, awaited.missing, timeout_s, awaited.stacks())
+        else:
+            what_next = f"{method} takes its rows, and so was not sent; wait for it again, or cancel both"
+            error = CallTimeout(awaited.site.method, awaited.missing, timeout_s, awaited.stacks(), what_next)
         error.future = self
         return error
 
@@ -133,12 +143,9 @@ class Future(Handle, Generic[T]):
         self._callbacks.append(fn)
         if self.done():
             self._run_callbacks()
-        elif isinstance(self._call, DerivedCall):
-            for call in self._call.parents:
-                Future(call).add_done_callback(lambda _: self._run_callbacks_if_done())
         elif not self._is_watched:
             self._is_watched = True
-            progress.add(_CallWatch(self._call, self._run_callbacks))
+            self._watch()
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in an event loop, and return or raise as `result`. Cancelling the task that waits cancels the call."""
@@ -158,9 +165,20 @@ class Future(Handle, Generic[T]):
             raise
         return self.result()
 
-    def _run_callbacks_if_done(self) -> None:
+    def _watch(self) -> None:
+        """Have the callbacks run when the call is done, though no thread waits for it."""
+        call = self._call
+        if isinstance(call, PendingCall):
+            progress.add(_CallWatch(call, self._run_callbacks))
+            return
+        for parent in call.parents:  # a call to come is sent when these are done, and is watched from then on
+            parent.add_done_callback(lambda _: self._look_again(call))
+
+    def _look_again(self, before: DerivedCall | LaterCall) -> None:
         if self.done():
             self._run_callbacks()
+        elif self._call is not before:
+            self._watch()
 
     def _run_callbacks(self) -> None:
         while self._callbacks:
@@ -198,7 +216,9 @@ class Future(Handle, Generic[T]):
 
     def __repr__(self) -> str:
         call = self._call
-        if call.is_done or not call.missing:
+        if not isinstance(call, PendingCall):
+            state = "done" if call.is_done else "waiting for the rows that it takes"
+        elif call.is_done or not call.missing:
             state = "done"
         else:
             state = f"{'cancelled, ' if call.is_cancelled else ''}waiting for rank {', '.join(map(str, call.missing))}"
@@ -229,8 +249,7 @@ def derived(given: Sequence[Handle], what: str, make: Callable[[Sequence[Table]]
     if len(futures) < len(given):
         wrong = next(type(one).__name__ for one in given if not isinstance(one, Future))
         raise UsageError(f"{what} takes futures of calls, got {wrong}")
-    calls = [future._call for future in futures]
-    made = DerivedCall(calls, what, lambda: make([table_of(future) for future in futures]))
+    made = DerivedCall(futures, what, lambda: make([table_of(future) for future in futures]))
     return Future(made, tuple([future._owner for future in futures]))
 
 

@@ -12,6 +12,7 @@ from bandmaster.calls.future import Future
 from bandmaster.calls.options import CallOptions, Limits, default_options
 from bandmaster.calls.pending import Collection
 from bandmaster.calls.submission import Submitter
+from bandmaster.codec import decode, encode
 from bandmaster.errors import BatchError, MeshError
 from bandmaster.plan.arguments import (
     ArgumentGroup,
@@ -258,14 +259,39 @@ class GroupMethod(Generic[P, C, G]):
         """Send the call; its future, or its result if the caller ``waits``."""
         spec, protocol = self._spec, self._spec.registration.protocol
         collection = spec.collection
+        parents = () if waits else self._not_there(args, kwargs)
+        plan: CallPlan | Callable[[], CallPlan]
         if isinstance(protocol, Custom):
+            self._submitter.traffic.later.wait()  # its functions have to see the arguments now
             arguments = bind_per_rank(spec.label, spec.signature, self._group, protocol, args, kwargs)
             plan = CallPlan(tuple(scatter(arguments, len(spec.ranks), spec.label)))
             collection = collection._replace(finish=partial(protocol.collect, self._group))
+        elif parents or (not waits and self._submitter.traffic.later):
+            bind(spec.label, spec.signature, args, kwargs)  # mistakes are errors now
+            plan = partial(spec.plan, list(map(_as_it_is, args)), _all_as_they_are(kwargs), protocol.outgoing)
         else:
             plan = spec.plan(args, kwargs, protocol.outgoing)
         keeps = not waits and isinstance(collection.incoming, Concat) and collection.finish is None
-        return self._submitter.submit(self._group, spec.name, plan, spec.ranks, collection, self._options, waits, keeps)
+        return self._submitter.submit(
+            self._group, spec.name, plan, spec.ranks, collection, self._options, waits, keeps, parents
+        )
+
+    @staticmethod
+    def _not_there(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Future[Any]]:
+        """The futures among the arguments of which the rows are not there."""
+        given = (*args, *kwargs.values()) if kwargs else args
+        return [value for value in given if type(value) is Future and not value.done()]
 
     def __repr__(self) -> str:
         return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"
+
+
+def _as_it_is(value: Any) -> Any:
+    """A value that later changes of the caller's do not reach."""
+    if value is None or isinstance(value, Future | str | int | float | bytes):
+        return value
+    return decode(encode(value).private())
+
+
+def _all_as_they_are(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _as_it_is(value) for name, value in values.items()}

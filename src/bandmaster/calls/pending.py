@@ -301,6 +301,11 @@ class PendingCall:
             self._is_collected = True
 
     @property
+    def awaited(self) -> PendingCall:
+        """The call whose ranks are waited for: this one."""
+        return self
+
+    @property
     def rows_are_here(self) -> bool:
         """Whether all rows came with the replies, as they are small."""
         return self._kept_rows is not None and self._kept_rows.is_here

@@ -14,11 +14,12 @@ from typing import Any
 from bandmaster.calls.encoding import encode_group
 from bandmaster.calls.exports import Exporter, exports_are_on
 from bandmaster.calls.future import Future, table_of
+from bandmaster.calls.later import LaterCall, LaterCalls
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import CallSite, Collection, OpenCalls, PendingCall
 from bandmaster.codec import Payload
 from bandmaster.contract import Call, Kept, Reply, Ticket, Workers
-from bandmaster.errors import CallTimeout
+from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.failure import Failure
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
 from bandmaster.plan.handles import Elsewhere, Part, pieces
@@ -33,11 +34,13 @@ class Traffic:
 
     Attributes:
         open_calls: The calls, of all groups that have these workers.
+        later: The calls that were not sent yet, since the rows that they take are not there.
         has_exports: Whether GPU memory may be exported.
     """
 
     def __init__(self) -> None:
         self.open_calls = OpenCalls()
+        self.later = LaterCalls()
         self.has_exports = exports_are_on()
         self._exporter: Exporter | None = None
 
@@ -101,41 +104,39 @@ class Submitter:
         self,
         owner: object,
         method: str,
-        plan: CallPlan,
+        plan: CallPlan | Callable[[], CallPlan],
         ranks: tuple[int, ...],
         collection: Collection,
         options: CallOptions | None = None,
         waits: bool = False,
         keeps_rows: bool = False,
+        parents: Sequence[Future[Any]] = (),
     ) -> Any:
         """Send a call.
 
         Args:
             owner: The group, which lives as long as the future.
             method: Name of the method.
-            plan: Its arguments.
+            plan: Its arguments, or what plans them when it is sent.
             ranks: The ranks that run it.
             collection: How their values become the result.
             options: How long it may take; by default as the group says.
             waits: Whether to wait for the result: then Ctrl-C cancels the call, as nobody else has the future.
             keeps_rows: Whether the rows of the result stay where they are made until somebody reads them.
+            parents: The futures of rows that it takes. If the caller does not wait, it is sent when they are done.
 
         Returns:
             The future, or its result if the caller waits for it.
         """
-        workers = self._workers()
-        site, dead = self._site(method, options), dict(workers.deaths)
-        call = PendingCall(workers, site, collection, self._open_calls, dead, keeps_rows)
+        later = self.traffic.later
+        if not waits and (parents or later):
+            return self._submit_later(owner, method, plan, ranks, collection, options, keeps_rows, parents)
+        if later:
+            later.wait()
+        call = self._new_call(method, collection, options, keeps_rows)
         future: Future[Any] = Future(call, owner)
         try:
-            if not call.failures:
-                call.real_rows = plan.real_rows
-                reply = Reply.KEEP if keeps_rows else Reply.RETURN
-                outgoing, call.kept = self._encode(workers, method, plan, ranks, collection.ranks, reply)
-                with call.reading:
-                    self._open_calls.add(call)
-                    workers.call(outgoing, call.tickets)
-                del outgoing  # nor does the traceback of what is raised here keep it
+            self._send(call, method, plan, ranks, collection.ranks)
             return future.result() if waits else future
         except CallTimeout:
             raise  # it can still be waited for
@@ -143,8 +144,65 @@ class Submitter:
             future.cancel()
             raise
 
+    def _submit_later(
+        self,
+        owner: object,
+        method: str,
+        plan: CallPlan | Callable[[], CallPlan],
+        ranks: tuple[int, ...],
+        collection: Collection,
+        options: CallOptions | None,
+        keeps_rows: bool,
+        parents: Sequence[Future[Any]],
+    ) -> Future[Any]:
+        """The future of a call that is sent when the rows that it takes, and the calls before it, are there."""
+        self._workers()  # raises if the group was closed
+
+        def send() -> PendingCall:
+            call = self._new_call(method, collection, options, keeps_rows)
+            try:
+                self._send(call, method, plan, ranks, collection.ranks)
+            except BaseException:
+                Future(call).cancel()
+                raise
+            return call
+
+        later = self.traffic.later
+        call = LaterCall(self._site(method, options), keeps_rows, parents, send, later)
+        future: Future[Any] = Future(call, owner)
+        later.add(call, parents)
+        return future
+
+    def _new_call(
+        self, method: str, collection: Collection, options: CallOptions | None, keeps_rows: bool
+    ) -> PendingCall:
+        workers = self._workers()
+        site, dead = self._site(method, options), dict(workers.deaths)
+        return PendingCall(workers, site, collection, self._open_calls, dead, keeps_rows)
+
+    def _send(
+        self,
+        call: PendingCall,
+        method: str,
+        plan: CallPlan | Callable[[], CallPlan],
+        ranks: tuple[int, ...],
+        collected: tuple[int, ...],
+    ) -> None:
+        """Send a call, unless a rank is dead."""
+        if call.failures:
+            return
+        if not isinstance(plan, CallPlan):
+            plan = plan()
+        call.real_rows = plan.real_rows
+        reply = Reply.KEEP if call.keeps_rows else Reply.RETURN
+        outgoing, call.kept = self._encode(call.workers, method, plan, ranks, collected, reply)
+        with call.reading:
+            self._open_calls.add(call)
+            call.workers.call(outgoing, call.tickets)
+
     def submit_for_each(self, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Any]:
         """Send a call; for each rank what the backend's own users read its value from, or a future of its own."""
+        self.traffic.later.wait()
         workers, tickets = self._workers(), dict[int, Any]()
         outgoing, _ = self._encode(workers, method, plan, ranks, ranks, Reply.NATIVE)
         try:
@@ -166,11 +224,21 @@ class Submitter:
 
     def begin_anew(self) -> None:
         """The workers were stopped, and so all pending calls have failed; others take their place."""
+        self._give_up_later()
         self._open_calls.clear()
 
     def cancel_all(self) -> None:
         """Cancel the calls that are not over, and wait until they are: at most for the grace of each."""
+        self._give_up_later()
         self._open_calls.cancel_all()
+
+    def _give_up_later(self) -> None:
+        self.traffic.later.give_up(
+            lambda method: CallCancelled(
+                f"{method} was not sent, as its group was restarted or one of its ranks replaced before the rows "
+                "that it takes were there; make the call again"
+            )
+        )
 
     def forget(self, rank: int) -> None:
         """Forget what is known of the worker of a rank: there is a new one."""

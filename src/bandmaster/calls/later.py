@@ -1,0 +1,196 @@
+"""Calls that take rows which are not there yet: each is sent when they are, behind those that were submitted before.
+
+::
+
+    submit(rows) ──► LaterCall ──► LaterCalls, in the order of submission
+                         ▲             └── advance: sends the first ones, as far as their rows are there
+                         │                     ▲                   ▲
+                       Future            who waits for it    the thread of callbacks, when rows come
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bandmaster.calls.pending import CallSite, PendingCall
+from bandmaster.errors import CallCancelled
+
+if TYPE_CHECKING:
+    from bandmaster.calls.handle import Handle
+
+__all__ = ["LaterCall", "LaterCalls"]
+
+
+class LaterCall:
+    """A call that was submitted and not sent yet, in the place that a sent one has in its future.
+
+    Attributes:
+        site: What messages say about it.
+        keeps_rows: Whether its rows will stay where they are made.
+        parents: The futures of the rows that it takes.
+        error: Why it will not be sent; None as long as it may be.
+        is_cancelled: Whether it was cancelled.
+        on_sent: Called with the call that was sent.
+
+    Args:
+        site: What messages say about it.
+        keeps_rows: Whether its rows will stay where they are made.
+        parents: The futures of the rows that it takes.
+        send: Sends it.
+        others: The calls to the same workers that were not sent yet.
+    """
+
+    rows_are_here = False
+    outcome: Any = None
+
+    def __init__(
+        self,
+        site: CallSite,
+        keeps_rows: bool,
+        parents: Sequence[Any],
+        send: Callable[[], PendingCall],
+        others: LaterCalls,
+    ) -> None:
+        self.site, self.keeps_rows, self.parents = site, keeps_rows, tuple(parents)
+        self.error: BaseException | None = None
+        self.is_cancelled = False
+        self.on_sent: Callable[[PendingCall], None] = lambda call: None
+        self._sent: PendingCall | None = None
+        self._send: Callable[[], PendingCall] | None = send
+        self._others = others
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it will not be sent."""
+        return self.error is not None
+
+    is_over = is_done
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until it was sent and is done, or will not be sent; False when the time is over before."""
+        if self.is_done:
+            return True
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def left() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+        for earlier in self._others.up_to(self):
+            for parent in earlier.parents:
+                if not parent._call.wait(left()):
+                    return False
+        self._others.advance()
+        if self._sent is None:
+            return self.is_done
+        return self._sent.wait(left())
+
+    def is_ready(self) -> bool:
+        """Whether the rows that it takes are there; does not block."""
+        return all(parent._call.wait(0) for parent in self.parents)
+
+    def send(self) -> None:
+        """Send it; what goes wrong is its error."""
+        send, self._send, self.parents = self._send, None, ()
+        if send is None or self.error is not None:
+            return
+        try:
+            self._sent = send()
+        except Exception as error:
+            self.error = error
+        except BaseException:
+            self.error = CallCancelled(f"{self.site.method} was interrupted before it was sent; make the call again")
+            raise
+        else:
+            self.on_sent(self._sent)
+
+    def cancel(self) -> None:
+        """Do not send it."""
+        if self._sent is not None:
+            self._sent.cancel()
+            return
+        self.is_cancelled = True
+        self.give_up(CallCancelled(f"{self.site.method} was cancelled before it was sent; make the call again"))
+
+    def give_up(self, why: BaseException) -> None:
+        """Do not send it, for a reason."""
+        self.error = self.error or why
+        self._send, self.parents = None, ()
+        self._others.advance()
+
+    @property
+    def awaited(self) -> PendingCall | None:
+        """The call whose ranks are waited for."""
+        return next((parent._call.awaited for parent in self.parents if not parent._call.is_done), None)
+
+    def drive(self) -> None:
+        """Send what can be sent."""
+        self._others.advance()
+
+    def bring_rows(self) -> None:
+        """Nothing: there is an error."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    def table(self) -> Any:
+        """Nothing: there is an error."""
+        raise AssertionError("who asks has waited")
+
+
+_LOCK = threading.RLock()  # of all groups: the calls of two may take rows of each other
+
+
+class LaterCalls:
+    """The calls to the same workers that were not sent yet, in the order in which they were submitted."""
+
+    def __init__(self) -> None:
+        self._calls: deque[LaterCall] = deque()
+        self._lock = _LOCK
+        self._is_advancing = False
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def add(self, call: LaterCall, parents: Sequence[Handle]) -> None:
+        """Send a call when its rows, and all calls before it, are there."""
+        with self._lock:
+            self._calls.append(call)
+        for parent in parents:
+            parent.add_done_callback(lambda _: self.advance())  # type: ignore[attr-defined]
+
+    def up_to(self, call: LaterCall) -> list[LaterCall]:
+        """The calls that are sent before a call, and the call itself; none if it is not waiting."""
+        with self._lock:
+            calls = list(self._calls)
+        return calls[: calls.index(call) + 1] if call in calls else []
+
+    def advance(self) -> None:
+        """Send the first calls as far as their rows are there."""
+        with self._lock:
+            if self._is_advancing:  # by this thread, which asks a call for its rows that takes rows of another one here
+                return
+            self._is_advancing = True
+            try:
+                while self._calls and (self._calls[0].is_done or self._calls[0].is_ready()):
+                    self._calls.popleft().send()
+            finally:
+                self._is_advancing = False
+
+    def wait(self) -> None:
+        """Wait until all of them were sent, or will not be."""
+        while self._calls:
+            for parent in list(self._calls[0].parents):
+                parent._call.wait(None)
+            self.advance()
+
+    def give_up(self, why: Callable[[str], BaseException]) -> None:
+        """Send none of them; ``why`` returns the reason for a method."""
+        with self._lock:
+            calls = list(self._calls)
+            self._calls.clear()
+        for call in calls:
+            call.give_up(why(call.site.method))
