@@ -90,13 +90,14 @@ class Future(Handle, Generic[T]):
         return self._call.error
 
     def _late(self, timeout_s: float) -> CallTimeout:
-        method, awaited = self._call.site.method, self._call.awaited
-        if awaited is None:
-            error = CallTimeout(method, (), timeout_s, {})
-        elif awaited is self._call:
-            error = CallTimeout(method, awaited.missing, timeout_s, awaited.stacks())
+        call, awaited, method = self._call, self._call.awaited, self._call.site.method
+        if isinstance(call, PendingCall):
+            error = CallTimeout(method, call.missing, timeout_s, call.stacks())
+        elif awaited is None:
+            error = CallTimeout(method, (), timeout_s)
         else:
-            what_next = f"{method} takes its rows, and so was not sent; wait for it again, or cancel both"
+            why = "takes its rows" if call.parents else "was submitted behind a call that takes its rows"
+            what_next = f"{method} {why}, and so was not sent; wait for it again, or cancel both"
             error = CallTimeout(awaited.site.method, awaited.missing, timeout_s, awaited.stacks(), what_next)
         error.future = self
         return error
@@ -286,6 +287,7 @@ class _CallWatch:
     def look(self) -> bool:
         """Read what has arrived for the call."""
         if self._call.wait(0):
+            self._call.on_done = None  # which refers to this, so that rows would stay until garbage is collected
             self._when_done()
             return True
         due = self._call.due

@@ -123,8 +123,9 @@ class LaterCall:
 
     @property
     def awaited(self) -> PendingCall | None:
-        """The call whose ranks are waited for."""
-        return next((parent._call.awaited for parent in self.parents if not parent._call.is_done), None)
+        """The call whose ranks are waited for; it may be that of an earlier call."""
+        parents = [parent for call in self._others.up_to(self) for parent in call.parents]
+        return next((parent._call.awaited for parent in parents if not parent._call.is_done), None)
 
     def drive(self) -> None:
         """Send what can be sent."""

@@ -259,16 +259,18 @@ class GroupMethod(Generic[P, C, G]):
         """Send the call; its future, or its result if the caller ``waits``."""
         spec, protocol = self._spec, self._spec.registration.protocol
         collection = spec.collection
-        parents = () if waits else self._not_there(args, kwargs)
+        parents = self._not_there(args, kwargs)
         plan: CallPlan | Callable[[], CallPlan]
         if isinstance(protocol, Custom):
             self._submitter.traffic.later.wait()  # its functions have to see the arguments now
             arguments = bind_per_rank(spec.label, spec.signature, self._group, protocol, args, kwargs)
             plan = CallPlan(tuple(scatter(arguments, len(spec.ranks), spec.label)))
             collection = collection._replace(finish=partial(protocol.collect, self._group))
-        elif parents or (not waits and self._submitter.traffic.later):
+        elif parents or self._submitter.traffic.later:
             bind(spec.label, spec.signature, args, kwargs)  # mistakes are errors now
-            plan = partial(spec.plan, list(map(_as_it_is, args)), _all_as_they_are(kwargs), protocol.outgoing)
+            if not waits:
+                args, kwargs = [_as_it_is(value) for value in args], {k: _as_it_is(v) for k, v in kwargs.items()}
+            plan = partial(spec.plan, args, kwargs, protocol.outgoing)
         else:
             plan = spec.plan(args, kwargs, protocol.outgoing)
         keeps = not waits and isinstance(collection.incoming, Concat) and collection.finish is None
@@ -291,7 +293,3 @@ def _as_it_is(value: Any) -> Any:
     if value is None or isinstance(value, Future | str | int | float | bytes):
         return value
     return decode(encode(value).private())
-
-
-def _all_as_they_are(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _as_it_is(value) for name, value in values.items()}

@@ -12,6 +12,7 @@ calls: a rank can only begin with a call when it has ended those before.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -249,8 +250,13 @@ class PendingCall:
 
     def _have_the_result_made(self) -> None:
         """Tell of replies that this thread has taken without making the result: meanwhile nobody else could make it."""
-        if self.is_over and not self.is_done and self.on_done is not None:
-            self.on_done()
+        if self.is_over and not self.is_done:
+            self._tell()
+
+    def _tell(self) -> None:
+        on_done = self.on_done  # another thread may reset it
+        if on_done is not None:
+            on_done()
 
     def _note_end(self) -> bool:
         """Whether all ranks have replied; what was kept for them is let go then."""
@@ -274,8 +280,9 @@ class PendingCall:
         self._values = {}
         if self._kept_rows is None:
             self._collection = NOTHING  # which may refer to the group, that has the list of its calls
-        if self.on_done is not None:
-            self.on_done()
+        elif self._others is not None:
+            self._others.forget(self)  # else the rows would stay until the next call of the group
+        self._tell()
 
     def bring_rows(self) -> None:
         """Make the result, or the error, of rows that were kept; the call is done."""
@@ -494,6 +501,11 @@ class OpenCalls:
             call.cancel()
         for call in open_calls:
             call.wait_for_all()
+
+    def forget(self, call: PendingCall) -> None:
+        """A call is over."""
+        with contextlib.suppress(ValueError):  # it was forgotten before
+            self._calls.remove(call)
 
     def clear(self) -> None:
         """Forget all calls: their workers are gone."""

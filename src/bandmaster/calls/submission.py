@@ -123,20 +123,20 @@ class Submitter:
             options: How long it may take; by default as the group says.
             waits: Whether to wait for the result: then Ctrl-C cancels the call, as nobody else has the future.
             keeps_rows: Whether the rows of the result stay where they are made until somebody reads them.
-            parents: The futures of rows that it takes. If the caller does not wait, it is sent when they are done.
+            parents: The futures of rows that it takes and that are not there; it is sent when they are.
 
         Returns:
             The future, or its result if the caller waits for it.
         """
-        later = self.traffic.later
-        if not waits and (parents or later):
-            return self._submit_later(owner, method, plan, ranks, collection, options, keeps_rows, parents)
-        if later:
-            later.wait()
-        call = self._new_call(method, collection, options, keeps_rows)
-        future: Future[Any] = Future(call, owner)
+        is_later = bool(parents or self.traffic.later)
+        call = None if is_later else self._new_call(method, collection, options, keeps_rows)
+        if call is None:
+            future = self._submit_later(owner, method, plan, ranks, collection, options, keeps_rows, parents)
+        else:
+            future = Future(call, owner)
         try:
-            self._send(call, method, plan, ranks, collection.ranks)
+            if call is not None:
+                self._send(call, method, plan, ranks, collection.ranks)
             return future.result() if waits else future
         except CallTimeout:
             raise  # it can still be waited for

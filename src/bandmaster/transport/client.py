@@ -141,6 +141,7 @@ class WorkerClient:
 
     def send_calls(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """As `call`; the lock is held."""
+        self._payloads.let_go()
         messages = [call if len(call.parts) < 2 and not call.rows else self._that_fits(call) for call in calls]
         for call in messages:
             self._send_call(call, tickets)
