@@ -429,3 +429,37 @@ def test_mistakes_are_errors_though_the_rows_are_not_there(two, three, gate):
     gate.touch()
     with pytest.raises(bm.BatchError, match="cannot select 'nothing'"):
         wrong.result()
+
+
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_rows_of_the_controller_are_sent_once_and_sliced_often(two, three, width):
+    batch = {"id": np.arange(9), "wide": np.ones((9, width), "f4") * np.arange(9)[:, None], "name": list("abcdefghi")}
+    rows = two.put(batch)
+    batch["id"][:] = -1
+    assert [(place.method, place.rank, place.n_rows) for place in rows.where] == [("Rows.put", None, 9)]
+    for part in rows.shuffle(0).batches(2):
+        assert two.who(part)["id"].tolist() == three.who(part)["width"].tolist() == part.result()["id"].tolist()
+    assert two.write(rows) == [width * 45.0] * 4
+    assert two.write(rows) == [width * 45.0] * 4
+    assert rows.result()["name"] == list("abcdefghi")
+    with pytest.raises(bm.BatchError, match=r"Rows.put takes a batch, got int"):
+        two.put(7)
+    with pytest.raises(bm.ArgumentError, match=r"cannot be pickled"):
+        two.put([threading.Lock()])
+
+
+def test_many_small_results_fit_into_one_call(two, three):
+    parts = [made(two, 4, 2000) for _ in range(9)]
+    both = bm.concat(parts)
+    assert three.count(both) == [(36, 9 * 2000 * 6.0)] * 3
+    assert three.count(both) == [(36, 9 * 2000 * 6.0)] * 3
+
+
+@pytest.mark.backends("local")
+def test_rows_go_from_one_backend_to_another(two, three):
+    with bm.ResourcePool([2], backend="inprocess") as pool:
+        here = bm.WorkerGroup(pool, Rows)
+        rows = made(here)
+        for _ in range(2):
+            assert three.who(rows[::-1])["id"].tolist() == list(range(6, -1, -1))
+        assert here.who(made(two))["id"].tolist() == list(range(7))

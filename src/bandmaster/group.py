@@ -17,7 +17,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 from bandmaster.backends import get_backend
+from bandmaster.calls.derived import PutRows
 from bandmaster.calls.encoding import encode_constructor
+from bandmaster.calls.future import Future
 from bandmaster.calls.method import GroupMethod, specs_of
 from bandmaster.calls.options import default_options
 from bandmaster.calls.pending import CallSite, Collection
@@ -222,6 +224,27 @@ class GroupOf(Generic[W]):
 
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async
+
+    def put(self, batch: Any) -> Future[Any]:
+        """Make a future of the controller's own rows, which calls of this and of other groups take as those of a call.
+
+        They are encoded now, and sent once to each host that reads any of them, however many calls take parts of them.
+
+        Args:
+            batch: A batch; later changes of it do not matter.
+
+        Raises:
+            BatchError: It has no rows.
+            ArgumentError: It cannot be pickled.
+
+        Example:
+            >>> import numpy as np
+            >>> with ResourcePool([2], backend="inprocess") as pool:
+            ...     group = WorkerGroup(pool, Worker)
+            ...     [len(part) for part in group.put(np.arange(10)).shuffle(seed=0).batches(4)]
+            [4, 4, 2]
+        """
+        return Future(PutRows(batch, self._submitter.site("put")), self)
 
     def describe(self) -> str:
         """Return a table with one line per rank: name, mesh coordinates, host, pid, device and channel.

@@ -8,13 +8,17 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from bandmaster.calls.kept_rows import KeptPart
+from bandmaster.calls.kept_rows import Held, KeptPart
 from bandmaster.calls.pending import CallSite, PendingCall
-from bandmaster.errors import RowsLost
-from bandmaster.plan.batch import detached
-from bandmaster.plan.handles import Table, assemble, pieces
+from bandmaster.codec import encode
+from bandmaster.contract import RowFacts
+from bandmaster.errors import ArgumentError, BatchError, RowsLost
+from bandmaster.failure import summary_of
+from bandmaster.plan.batch import KNOWN, as_batch, describe, detached
+from bandmaster.plan.columns import schema_of
+from bandmaster.plan.handles import Part, Result, Table, Taken, assemble, pieces
 
-__all__ = ["DerivedCall"]
+__all__ = ["DerivedCall", "PutRows"]
 
 
 class DerivedCall:
@@ -38,9 +42,13 @@ class DerivedCall:
     is_cancelled = False
 
     def __init__(self, parents: Sequence[Any], what: str, make: Callable[[], Table]) -> None:
-        self.parents = tuple(parents)
         first = parents[0]._call.site
-        self.site: CallSite = first._replace(method=f"{first.method}.{what}" if what != "rows" else first.method)
+        site = first._replace(method=f"{first.method}.{what}" if what != "rows" else first.method)
+        self._start(parents, site, make)
+
+    def _start(self, parents: Sequence[Any], site: CallSite, make: Callable[[], Table]) -> None:
+        self.parents = tuple(parents)
+        self.site = site
         self.error: BaseException | None = None
         self.outcome: Any = None
         self._make: Callable[[], Table] | None = make
@@ -120,3 +128,29 @@ class DerivedCall:
 
 def _itself(part: Any) -> Any:
     return part.kept
+
+
+class PutRows(DerivedCall):
+    """Rows of the controller's own.
+
+    Args:
+        batch: The rows.
+        site: What messages say about them.
+
+    Raises:
+        BatchError: It has no rows.
+        ArgumentError: It cannot be pickled.
+    """
+
+    def __init__(self, batch: Any, site: CallSite) -> None:
+        found = as_batch(batch)
+        if found is None:
+            raise BatchError(f"{site.method} takes a batch, got {describe(batch)}; batches are {KNOWN}")
+        try:
+            payload = encode(batch).private()
+        except Exception as error:
+            raise ArgumentError(f"the batch ({type(batch).__name__}) cannot be pickled: {summary_of(error)}") from error
+        facts = RowFacts(found.n_rows, payload.nbytes, schema_of(batch))
+        part = Part(None, facts.n_rows, facts.nbytes, KeptPart(site.method, None, Held(payload, facts), None))
+        result = Result(site.method, (part,), facts.schema)
+        self._start((), site, lambda: Taken(result, range(result.n_rows)))

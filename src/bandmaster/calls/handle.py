@@ -23,13 +23,13 @@ class Place(NamedTuple):
 
     Attributes:
         method: The method that made them, ``"Class.method"``.
-        rank: The rank that did.
+        rank: The rank that did; None for the controller's own rows.
         host: Its host.
         n_rows: How many of them.
     """
 
     method: str
-    rank: int
+    rank: int | None
     host: str
     n_rows: int
 

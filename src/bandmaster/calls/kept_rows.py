@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from bandmaster.plan.columns import schema_of
 from bandmaster.plan.handles import Part, Result, Taken
 from bandmaster.plan.rows import RealRows
 
-__all__ = ["KeptPart", "KeptRows"]
+__all__ = ["Held", "KeptPart", "KeptRows"]
 
 
 class KeptPart:
@@ -26,17 +28,29 @@ class KeptPart:
         method: ``"Class.method"``, for messages.
         rank: The rank.
         kept: The rows; small ones as they came.
-        workers: The workers of the group.
+        workers: The workers of the group; None for rows of the controller.
     """
 
-    def __init__(self, method: str, rank: int, kept: Kept | Payload, workers: Workers) -> None:
+    def __init__(self, method: str, rank: int | None, kept: Kept | Payload, workers: Workers | None) -> None:
         self.method, self._rank, self._workers = method, rank, workers
         self._kept: Kept | Payload | None = kept
+        self._placed: WeakKeyDictionary[Workers, Any] = WeakKeyDictionary()
 
     @property
     def host(self) -> str:
         """Where the rank is."""
-        return self._workers.records[self._rank].host
+        return socket.gethostname() if self._workers is None else self._workers.records[self._rank or 0].host
+
+    def placed(self, workers: Workers) -> Any:
+        """The rows as the calls of some workers name them.
+
+        Raises:
+            RowsLost: They were released.
+            ResourceError: There is no memory or no descriptor for them.
+        """
+        if workers not in self._placed:
+            self._placed[workers] = workers.put([self.get()])[0]
+        return self._placed[workers]
 
     @property
     def is_here(self) -> bool:
@@ -78,6 +92,22 @@ class KeptPart:
     def release(self) -> None:
         """Let go of the rows."""
         self._kept = None
+        self._placed.clear()
+
+
+class Held:
+    """Rows of the controller's own, as a copy that nobody else has; see `bandmaster.contract.Kept`.
+
+    Attributes:
+        facts: What is known of the rows.
+    """
+
+    def __init__(self, payload: Payload, facts: RowFacts) -> None:
+        self.facts, self._payload = facts, payload
+
+    def payload(self) -> Payload:
+        """The encoded rows, in memory of the reader's own."""
+        return self._payload.private()
 
 
 class KeptRows:
@@ -131,7 +161,7 @@ class KeptRows:
         if any(part.n_rows != padded for part in parts):
             return None
         real = [
-            np.arange(self._real_rows.counts[part.rank]) + start
+            np.arange(self._real_rows.counts[part.rank or 0]) + start
             for part, start in zip(parts, result.starts[:-1], strict=True)
         ]
         return Taken(result, np.concatenate(real))

@@ -14,11 +14,12 @@ from typing import Any
 from bandmaster.calls.encoding import encode_group
 from bandmaster.calls.exports import Exporter, exports_are_on
 from bandmaster.calls.future import Future, table_of
+from bandmaster.calls.kept_rows import KeptPart
 from bandmaster.calls.later import LaterCall, LaterCalls
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import CallSite, Collection, OpenCalls, PendingCall
 from bandmaster.codec import Payload
-from bandmaster.contract import Call, Kept, Reply, Ticket, Workers
+from bandmaster.contract import Call, Reply, Ticket, Workers
 from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.failure import Failure
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
@@ -168,7 +169,7 @@ class Submitter:
             return call
 
         later = self.traffic.later
-        call = LaterCall(self._site(method, options), keeps_rows, parents, send, later)
+        call = LaterCall(self.site(method, options), keeps_rows, parents, send, later)
         future: Future[Any] = Future(call, owner)
         later.add(call, parents)
         return future
@@ -177,7 +178,7 @@ class Submitter:
         self, method: str, collection: Collection, options: CallOptions | None, keeps_rows: bool
     ) -> PendingCall:
         workers = self._workers()
-        site, dead = self._site(method, options), dict(workers.deaths)
+        site, dead = self.site(method, options), dict(workers.deaths)
         return PendingCall(workers, site, collection, self._open_calls, dead, keeps_rows)
 
     def _send(
@@ -215,7 +216,7 @@ class Submitter:
         for rank, ticket in tickets.items():
             if isinstance(ticket, Ticket):
                 collection = Collection(Only(), (rank,))
-                call = PendingCall(workers, self._site(method, None), collection, self._open_calls, failures)
+                call = PendingCall(workers, self.site(method), collection, self._open_calls, failures)
                 call.tickets[rank] = ticket
                 self._open_calls.add(call)
                 ticket = Future(call, owner)
@@ -244,7 +245,8 @@ class Submitter:
         """Forget what is known of the worker of a rank: there is a new one."""
         self.traffic.forget(rank)
 
-    def _site(self, method: str, options: CallOptions | None) -> CallSite:
+    def site(self, method: str, options: CallOptions | None = None) -> CallSite:
+        """What messages say about a call of a method."""
         site = self._sites.get(method)
         if site is None:
             mesh = self.meshes.get(method, self.mesh)
@@ -279,7 +281,7 @@ class Submitter:
                 payloads.append(encode_group(group, self.label(method), exporter))
                 receivers.append(group.ranks)
         parts = workers.put(payloads) if payloads else ()
-        rows = workers.put(elsewhere.kept) if elsewhere is not None else ()
+        rows = [part.placed(workers) for part in elsewhere.parts] if elsewhere is not None else ()
         calls, name = [], self._prefix + method
         for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
             answer = reply if is_collected else Reply.DROP
@@ -292,11 +294,11 @@ class RowsElsewhere:
     """The kept rows that the arguments of a call refer to.
 
     Attributes:
-        kept: The rows; their labels count from 0.
+        parts: The rows; their labels count from 0.
     """
 
     def __init__(self) -> None:
-        self.kept: list[Kept | Payload] = []
+        self.parts: list[KeptPart] = []
         self._labels: dict[int, int] = {}  # by identity of the part, which the futures keep
         self._needed: dict[int, set[int]] = {}  # by number of the argument group
 
@@ -312,8 +314,8 @@ class RowsElsewhere:
         def label(part: Part) -> int:
             found = self._labels.get(id(part))
             if found is None:
-                self.kept.append(part.kept.get())
-                found = self._labels[id(part)] = len(self.kept) - 1
+                self.parts.append(part.kept)
+                found = self._labels[id(part)] = len(self.parts) - 1
             needed.add(found)
             return found
 

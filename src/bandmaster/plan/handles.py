@@ -57,13 +57,13 @@ class Part(NamedTuple):
     """What one rank has kept of a result.
 
     Attributes:
-        rank: The rank.
+        rank: The rank; None for rows of the controller.
         n_rows: Number of rows.
         nbytes: Their encoded size.
         kept: Where they lie, as the backend knows it.
     """
 
-    rank: int
+    rank: int | None
     n_rows: int
     nbytes: int
     kept: Any

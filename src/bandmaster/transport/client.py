@@ -126,13 +126,14 @@ class WorkerClient:
         """
         if isinstance(payload, KeptSegment):
             return self._payloads.adopt(payload)
+        is_kept = not isinstance(payload, Payload)
         if not isinstance(payload, Payload):
             payload = payload.payload()
         if payload.nbytes <= INLINE_NBYTES:
             return inline(payload)
         if self.is_stopped:
             raise ClosedError(self._why_closed)
-        return self._payloads.put(payload)
+        return self._payloads.put(payload, is_kept)
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """As `contract.Workers.call`."""
@@ -183,17 +184,22 @@ class WorkerClient:
 
     def _that_fits(self, call: Call) -> Call:
         """A call that fits into one message: parts that are too large together have gone into segments."""
-        parts = self._that_fit([*call.parts, *(part for _, part in call.rows)])
         n, labels = len(call.parts), [label for label, _ in call.rows]
+        parts = self._that_fit([*call.parts, *(part for _, part in call.rows)], n)
         return call._replace(parts=tuple(parts[:n]), rows=tuple(zip(labels, parts[n:], strict=True)))
 
-    def _that_fit(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """The parts of one message; those that are too large together have gone into segments, the largest first."""
+    def _that_fit(self, parts: Sequence[Any], n_arguments: int) -> Sequence[Any]:
+        """The parts of one message; those that are too large together have gone into segments, the largest first.
+
+        Args:
+            parts: The parts.
+            n_arguments: How many of them, the first ones, are not kept rows.
+        """
         sizes = [0 if isinstance(part, SharedPayload) else Payload(*part).nbytes for part in parts]
         fitting = list(parts)
         while sum(sizes) > MAX_PARTS_NBYTES:
             largest = sizes.index(max(sizes))
-            fitting[largest] = self._payloads.put(Payload(*parts[largest]))
+            fitting[largest] = self._payloads.put(Payload(*parts[largest]), is_kept=largest >= n_arguments)
             sizes[largest] = 0
         return fitting
 

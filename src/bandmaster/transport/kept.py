@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-from weakref import WeakKeyDictionary
-
 from bandmaster.codec import Payload
 from bandmaster.contract import RowFacts
 from bandmaster.transport.segments import Lease
@@ -18,12 +15,10 @@ class KeptSegment:
     Attributes:
         facts: What is known of the rows.
         lease: The claim on the segment.
-        placed: By the `SharedPayloads` of a group, the payload by which its workers know the segment.
     """
 
     def __init__(self, lease: Lease, facts: RowFacts) -> None:
         self.lease, self.facts = lease, facts
-        self.placed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def payload(self) -> Payload:
         """The encoded rows, in private memory that is mapped anew."""

@@ -40,15 +40,20 @@ class SharedPayloads:
         self._writer = writer
         self._written: ReferenceQueue[Segment] = ReferenceQueue()
 
-    def put(self, payload: Payload) -> SharedPayload:
+    def put(self, payload: Payload, is_kept: bool = False) -> SharedPayload:
         """Reserve a segment for a payload, whose memory is read when `SharedPayload.segment` is first asked for.
+
+        Args:
+            payload: The payload.
+            is_kept: Whether readers may read it several times, as rows that are kept.
 
         Raises:
             ResourceError: There is no memory or no descriptor for it.
         """
         self.let_go()
         try:
-            segment = self._writer.reserve([memoryview(chunk).nbytes for chunk in (payload.head, *payload.buffers)])
+            sizes = [memoryview(chunk).nbytes for chunk in (payload.head, *payload.buffers)]
+            segment = self._writer.reserve(sizes, is_kept)
         except OSError as error:
             raise ResourceError(
                 f"cannot share {payload.nbytes:,} bytes with the workers ({error}); free memory, or raise the "
@@ -57,12 +62,9 @@ class SharedPayloads:
         return self._watched(SharedPayload(segment, payload))
 
     def adopt(self, kept: KeptSegment) -> SharedPayload:
-        """The segment of kept rows, which another process has written, as one of this writer's while they are known."""
+        """The segment of kept rows, which another process has written, as one of this writer's."""
         self.let_go()
-        if self not in kept.placed:
-            kept.placed[self] = self._watched(SharedPayload(self._writer.adopt(kept.lease), None))
-        found: SharedPayload = kept.placed[self]
-        return found
+        return self._watched(SharedPayload(self._writer.adopt(kept.lease), None))
 
     def let_go(self) -> None:
         """Let go of the segments of payloads that were collected."""
