@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import threading
 import time
 
@@ -74,6 +75,9 @@ class Rows(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def everywhere(self):
         return self.rank
+
+    def process(self):
+        return os.getpid()
 
     @register(Dispatch.DP_PROTO)
     def make_when(self, ids, gate, fails=False):
@@ -463,3 +467,34 @@ def test_rows_go_from_one_backend_to_another(two, three):
         for _ in range(2):
             assert three.who(rows[::-1])["id"].tolist() == list(range(6, -1, -1))
         assert here.who(made(two))["id"].tolist() == list(range(7))
+
+
+@without_waiting
+def test_rows_outlive_the_worker_that_made_them(backend, three):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        rows = made(group)
+        assert len(rows) == 7
+        os.kill(group.execute_all_sync("process")[1], signal.SIGKILL)
+        with pytest.raises(bm.WorkerDied):
+            group.everywhere()
+        assert three.who(rows)["id"].tolist() == list(range(7))
+        group.restart()
+        assert group.who(rows[::-1])["id"].tolist() == list(range(6, -1, -1))
+
+
+@without_waiting
+def test_a_restart_gives_up_calls_that_wait_for_rows(backend, two, gate):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        rows = two.make_when.submit(np.arange(7), str(gate))
+        seen = group.who.submit(rows)
+        group.restart()
+        with pytest.raises(bm.CallCancelled, match=r"Rows.who was not sent, as its group was closed or restarted"):
+            seen.result()
+        late = group.who.submit(rows)
+        group.close()
+        gate.touch()
+        with pytest.raises(bm.CallCancelled, match=r"Rows.who was not sent"):
+            late.result()
+        assert len(rows) == 7

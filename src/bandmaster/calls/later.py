@@ -14,13 +14,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.errors import CallCancelled
-
-if TYPE_CHECKING:
-    from bandmaster.calls.handle import Handle
 
 __all__ = ["LaterCall", "LaterCalls"]
 
@@ -156,12 +153,24 @@ class LaterCalls:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def add(self, call: LaterCall, parents: Sequence[Handle]) -> None:
-        """Send a call when its rows, and all calls before it, are there."""
+    def add(self, call: LaterCall, is_waited_for: bool) -> None:
+        """Send a call when its rows, and all calls before it, are there.
+
+        Args:
+            call: The call.
+            is_waited_for: Whether a thread waits for it, which sends it.
+
+        Raises:
+            ResourceError: The system allows no more threads or descriptors.
+        """
         with self._lock:
             self._calls.append(call)
-        for parent in parents:
-            parent.add_done_callback(lambda _: self.advance())  # type: ignore[attr-defined]
+        try:
+            for parent in () if is_waited_for else call.parents:
+                parent.add_done_callback(lambda _: self.advance())
+        except BaseException:
+            call.cancel()
+            raise
 
     def up_to(self, call: LaterCall) -> list[LaterCall]:
         """The calls that are sent before a call, and the call itself; none if it is not waiting."""

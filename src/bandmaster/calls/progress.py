@@ -21,6 +21,7 @@ from collections import deque
 from typing import Protocol
 
 from bandmaster.contract import Workers
+from bandmaster.errors import ResourceError
 from bandmaster.platform.limits import start_thread
 
 __all__ = ["Progress", "Watch", "progress"]
@@ -61,7 +62,10 @@ class Progress:
         """
         with self._lock:
             if self._wake < 0:
-                self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                try:
+                    self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                except OSError as error:
+                    raise ResourceError(f"there is no descriptor to wait in the background with ({error})") from error
                 try:
                     start_thread("bandmaster-progress", self._run)
                 except BaseException:

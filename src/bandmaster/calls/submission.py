@@ -132,7 +132,7 @@ class Submitter:
         is_later = bool(parents or self.traffic.later)
         call = None if is_later else self._new_call(method, collection, options, keeps_rows)
         if call is None:
-            future = self._submit_later(owner, method, plan, ranks, collection, options, keeps_rows, parents)
+            future = self._submit_later(owner, method, plan, ranks, collection, options, waits, keeps_rows, parents)
         else:
             future = Future(call, owner)
         try:
@@ -153,6 +153,7 @@ class Submitter:
         ranks: tuple[int, ...],
         collection: Collection,
         options: CallOptions | None,
+        waits: bool,
         keeps_rows: bool,
         parents: Sequence[Future[Any]],
     ) -> Future[Any]:
@@ -171,7 +172,7 @@ class Submitter:
         later = self.traffic.later
         call = LaterCall(self.site(method, options), keeps_rows, parents, send, later)
         future: Future[Any] = Future(call, owner)
-        later.add(call, parents)
+        later.add(call, waits)
         return future
 
     def _new_call(
@@ -236,8 +237,8 @@ class Submitter:
     def _give_up_later(self) -> None:
         self.traffic.later.give_up(
             lambda method: CallCancelled(
-                f"{method} was not sent, as its group was restarted or one of its ranks replaced before the rows "
-                "that it takes were there; make the call again"
+                f"{method} was not sent, as its group was closed or restarted, or one of its ranks replaced, before "
+                "the rows that it takes were there; make the call again"
             )
         )
 

@@ -38,6 +38,7 @@ __all__ = ["OWNER", "Lease", "Segment", "SegmentReader", "SegmentWriter", "fill"
 ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
 MAX_FREE_NBYTES = 512 << 20  # of segments that are kept for reuse
 MAX_FREE = 64  # segments that are kept for reuse: each may have a descriptor
+MAX_FREE_KEPT = 8  # of them, kept segments, whose descriptors their readers hold
 MAX_FREE_AGE = 256  # a free segment that was passed over by so many writes is closed
 WRITES_PER_LOOK = 16  # for such segments
 
@@ -138,7 +139,7 @@ class SegmentWriter:
             segment = self._segments.get(number)
             if segment is not None:
                 segment.readers.discard(reader)
-                if not segment.readers and segment.is_spoiled:
+                if not segment.readers and (segment.is_spoiled or (segment.is_kept and self._has_enough_kept())):
                     self._close(segment)
                 elif not segment.readers:
                     self._free[number] = segment
@@ -161,6 +162,9 @@ class SegmentWriter:
         self._free.clear()
         for segment in list(self._segments.values()):
             self._close(segment)
+
+    def _has_enough_kept(self) -> bool:
+        return sum(segment.is_kept for segment in self._free.values()) >= MAX_FREE_KEPT
 
     def _take(self, nbytes: int, is_kept: bool) -> Segment:
         self._n_writes += 1
