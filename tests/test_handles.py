@@ -498,3 +498,16 @@ def test_a_restart_gives_up_calls_that_wait_for_rows(backend, two, gate):
         with pytest.raises(bm.CallCancelled, match=r"Rows.who was not sent"):
             late.result()
         assert len(rows) == 7
+
+
+def test_an_operation_cannot_be_cancelled_nor_changed_by_its_arguments(two):
+    index = np.array([2, 0])
+    rows = made(two)[index]
+    index[:] = 1
+    assert not rows.cancel()
+    assert rows.result()["id"].tolist() == [2, 0]
+    own = two.put(np.arange(4))
+    with own:
+        part = own[1:]
+    with pytest.raises(bm.RowsLost, match=r"Rows.put has left were released"):
+        part.result()

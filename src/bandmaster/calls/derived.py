@@ -111,9 +111,6 @@ class DerivedCall:
         for parent in self.parents:
             parent._call.drive()
 
-    def cancel(self) -> None:
-        """Nothing: the other calls may be wanted for something else."""
-
     def _settle(self) -> None:
         with self._lock:
             make, self._make = self._make, None
@@ -151,6 +148,10 @@ class PutRows(DerivedCall):
         except Exception as error:
             raise ArgumentError(f"the batch ({type(batch).__name__}) cannot be pickled: {summary_of(error)}") from error
         facts = RowFacts(found.n_rows, payload.nbytes, schema_of(batch))
-        part = Part(None, facts.n_rows, facts.nbytes, KeptPart(site.method, None, Held(payload, facts), None))
-        result = Result(site.method, (part,), facts.schema)
+        self._kept = KeptPart(site.method, None, Held(payload, facts), None)
+        result = Result(site.method, (Part(None, facts.n_rows, facts.nbytes, self._kept),), facts.schema)
         self._start((), site, lambda: Taken(result, range(result.n_rows)))
+
+    def release(self) -> None:
+        """Let go of the rows."""
+        self._kept.release()

@@ -118,13 +118,14 @@ class Future(Handle, Generic[T]):
         the group.
 
         Returns:
-            True if the call was cancelled, False if it had already ended.
+            True if the call was cancelled; False if it had already ended, or if this future is that of an operation on
+            the rows of others, which may be wanted for something else.
 
         Raises:
             UsageError: A signal handler called this during an operation of the group.
         """
         self._call.drive()  # what has been answered counts
-        if self._call.is_done or self._call.is_over:
+        if self._call.is_done or self._call.is_over or isinstance(self._call, DerivedCall):
             return False
         self._call.cancel()
         return True

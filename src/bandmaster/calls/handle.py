@@ -91,7 +91,8 @@ class Handle:
                 f"the rows of a future are selected by a slice, an array of numbers or a boolean mask, got {rows!r}; "
                 "rows[i:i+1] is a single one"
             )
-        return self._derived("rows", (), lambda tables: handles.take(tables[0], index_of(rows, tables[0].n_rows)))
+        chosen = rows if isinstance(rows, slice) else np.array(rows)  # which the caller may change
+        return self._derived("rows", (), lambda tables: handles.take(tables[0], index_of(chosen, tables[0].n_rows)))
 
     def select(self, *names: str) -> Self:
         """The rows with these columns alone, in this order."""

@@ -64,9 +64,10 @@ class KeptPart:
             RowsLost: They were released.
         """
         if self._kept is None:
+            on = "" if self._rank is None else f" on rank {self._rank}"
             raise RowsLost(
-                f"the rows that {self.method} has left on rank {self._rank} were released; use them before release() "
-                "or the end of the with block"
+                f"the rows that {self.method} has left{on} were released; use them before release() or the end of the "
+                "with block"
             )
         return self._kept
 
