@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-verl lint soak bench bench-verl clean
+.PHONY: demo test test-verl test-verl-fast lint soak bench bench-verl clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -50,6 +50,13 @@ ON ?= bandmaster
 
 test-verl: $(VERL)/.ready
 	$(VERL)/bin/python tests/verl/run.py $(VERL) $(ON) $(VERL_TESTS)
+
+# Those of them that take a few seconds each.
+FAST_VERL_TESTS := test_get_set_dispatch_collect_cpu test_fused_workers_on_cpu test_driverfunc_to_worker \
+	test_auto_padding_on_cpu test_decorator_on_cpu test_ray_local_envs_on_cpu test_device_mesh_register
+
+test-verl-fast:
+	$(MAKE) test-verl VERL_TESTS="$(FAST_VERL_TESTS)"
 
 bench-verl: $(VERL)/.ready  ## the calls of verl's trainers on verl and on bandmaster, in turn
 	$(VERL)/bin/python tests/verl/figures.py

@@ -201,13 +201,11 @@ class Rows(NamedTuple):
 
 
 class Kept(Protocol):
-    """The rows that one rank has kept, on the controller's side.
+    """The rows that one rank has kept, on the controller's side."""
 
-    Attributes:
-        facts: What is known of them.
-    """
-
-    facts: RowFacts
+    @property
+    def facts(self) -> RowFacts | None:
+        """What is known of them; None for a value that has no rows."""
 
     def payload(self) -> Payload:
         """The encoded rows, in memory of the reader's own.

@@ -21,6 +21,26 @@ from bandmaster.plan.rows import RealRows
 __all__ = ["Held", "KeptPart", "KeptRows"]
 
 
+class Held:
+    """Rows that the controller has in hand, as a copy that nobody else has; see `bandmaster.contract.Kept`."""
+
+    def __init__(self, payload: Payload, facts: RowFacts | None = None) -> None:
+        self._payload, self._facts = payload, facts
+
+    def payload(self) -> Payload:
+        """The encoded rows, in memory of the reader's own."""
+        return self._payload.private()
+
+    @property
+    def facts(self) -> RowFacts | None:
+        """What is known of the rows; None for a value without rows."""
+        if self._facts is None:
+            value = decode(self.payload())
+            batch = as_batch(value)
+            self._facts = None if batch is None else RowFacts(batch.n_rows, self._payload.nbytes, schema_of(value))
+        return self._facts
+
+
 class KeptPart:
     """The rows of one rank, until they are released.
 
@@ -33,7 +53,7 @@ class KeptPart:
 
     def __init__(self, method: str, rank: int | None, kept: Kept | Payload, workers: Workers | None) -> None:
         self.method, self._rank, self._workers = method, rank, workers
-        self._kept: Kept | Payload | None = kept
+        self._kept: Kept | None = Held(kept) if isinstance(kept, Payload) else kept
         self._placed: WeakKeyDictionary[Workers, Any] = WeakKeyDictionary()
 
     @property
@@ -49,20 +69,15 @@ class KeptPart:
             ResourceError: There is no memory or no descriptor for them.
         """
         if workers not in self._placed:
-            self._placed[workers] = workers.put([self.get()])[0]
+            self._placed[workers] = workers.put([self._get()])[0]
         return self._placed[workers]
 
     @property
     def is_here(self) -> bool:
         """Whether the rows came with the reply."""
-        return isinstance(self._kept, Payload)
+        return isinstance(self._kept, Held)
 
-    def get(self) -> Kept | Payload:
-        """The rows, as `bandmaster.contract.Workers.put` takes them.
-
-        Raises:
-            RowsLost: They were released.
-        """
+    def _get(self) -> Kept:
         if self._kept is None:
             on = "" if self._rank is None else f" on rank {self._rank}"
             raise RowsLost(
@@ -77,38 +92,17 @@ class KeptPart:
         Raises:
             RowsLost: They are gone.
         """
-        kept = self.get()
-        return decode(kept.private() if isinstance(kept, Payload) else kept.payload())
+        return decode(self._get().payload())
 
-    @cached_property
+    @property
     def facts(self) -> RowFacts | None:
         """What is known of the rows; None for a value without rows."""
-        kept = self.get()
-        if not isinstance(kept, Payload):
-            return kept.facts
-        value = self.value()
-        batch = as_batch(value)
-        return None if batch is None else RowFacts(batch.n_rows, kept.nbytes, schema_of(value))
+        return self._get().facts
 
     def release(self) -> None:
         """Let go of the rows."""
         self._kept = None
         self._placed.clear()
-
-
-class Held:
-    """Rows of the controller's own, as a copy that nobody else has; see `bandmaster.contract.Kept`.
-
-    Attributes:
-        facts: What is known of the rows.
-    """
-
-    def __init__(self, payload: Payload, facts: RowFacts) -> None:
-        self.facts, self._payload = facts, payload
-
-    def payload(self) -> Payload:
-        """The encoded rows, in memory of the reader's own."""
-        return self._payload.private()
 
 
 class KeptRows:
