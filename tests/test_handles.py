@@ -223,7 +223,7 @@ def test_wrong_uses_are_refused_in_words(two, three):
         bm.concat([rows.select("id"), rows]).result()
     with pytest.raises(bm.BatchError, match=r"no named columns"):
         two.echo.submit(np.arange(4)).select("id").result()
-    with pytest.raises(bm.UsageError, match=r"Rows.everywhere has no rows on the ranks"):
+    with pytest.raises(bm.ArgumentError, match=r"Rows.everywhere leaves no rows on the ranks"):
         three.echo(two.everywhere.submit())
     with pytest.raises(bm.ArgumentError, match=r"'rows' .*cannot be pickled.*not inside of another value"):
         three.echo([rows])

@@ -15,7 +15,7 @@ from bandmaster.calls.later import LaterCall
 from bandmaster.calls.pending import PendingCall
 from bandmaster.calls.progress import progress
 from bandmaster.contract import Ticket, Workers
-from bandmaster.errors import CallTimeout, UsageError
+from bandmaster.errors import ArgumentError, CallTimeout, UsageError
 from bandmaster.plan import handles
 from bandmaster.plan.batch import register_batch_type
 from bandmaster.plan.handles import Table
@@ -231,13 +231,13 @@ def table_of(future: Future[Any]) -> Table:
     """The rows of a future; waits for its call.
 
     Raises:
-        UsageError: It has no rows.
+        ArgumentError: It has no rows.
         Exception: As `Future.result`.
     """
     if not future._call.keeps_rows:
-        raise UsageError(
-            f"the result of {future._call.site.method} has no rows on the ranks, since its protocol does not "
-            "concatenate any; use the value of future.result()"
+        raise ArgumentError(
+            f"the call of {future._call.site.method} leaves no rows on the ranks, since its protocol does not "
+            "concatenate any; pass the value of future.result()"
         )
     error = future.exception()
     if error is not None:

@@ -20,7 +20,7 @@ from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import CallSite, Collection, OpenCalls, PendingCall
 from bandmaster.codec import Payload
 from bandmaster.contract import Call, Reply, Ticket, Workers
-from bandmaster.errors import CallCancelled, CallTimeout
+from bandmaster.errors import ArgumentError, CallCancelled, CallTimeout
 from bandmaster.failure import Failure
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
 from bandmaster.plan.handles import Elsewhere, Part, pieces
@@ -278,7 +278,7 @@ class Submitter:
             if group.items:
                 if any(type(value) is Future for _, value in group.items):
                     elsewhere = elsewhere or RowsElsewhere()
-                    group = elsewhere.without_rows(group, len(payloads))
+                    group = elsewhere.without_rows(group, len(payloads), self.label(method))
                 payloads.append(encode_group(group, self.label(method), exporter))
                 receivers.append(group.ranks)
         parts = workers.put(payloads) if payloads else ()
@@ -303,11 +303,16 @@ class RowsElsewhere:
         self._labels: dict[int, int] = {}  # by identity of the part, which the futures keep
         self._needed: dict[int, set[int]] = {}  # by number of the argument group
 
-    def without_rows(self, group: ArgumentGroup, number: int) -> ArgumentGroup:
+    def without_rows(self, group: ArgumentGroup, number: int, method: str) -> ArgumentGroup:
         """An argument group in which `Elsewhere` stands for the rows of futures.
 
+        Args:
+            group: The argument group.
+            number: Its number in the call.
+            method: ``"Class.method"``, for messages.
+
         Raises:
-            UsageError: A future has no rows.
+            ArgumentError: A future has no rows.
             Exception: That of a future whose call has failed.
         """
         needed = self._needed.setdefault(number, set())
@@ -320,10 +325,15 @@ class RowsElsewhere:
             needed.add(found)
             return found
 
-        items = [
-            (key, Elsewhere(pieces(table_of(value), label)) if type(value) is Future else value)
-            for key, value in group.items
-        ]
+        items = []
+        for (key, value), name in zip(group.items, group.names, strict=False):
+            if type(value) is Future:
+                try:
+                    value = Elsewhere(pieces(table_of(value), label))
+                except ArgumentError as error:
+                    what = f"argument {name!r} of {method} (Future) cannot be pickled: {error}"
+                    raise ArgumentError(what) from None
+            items.append((key, value))
         return group._replace(items=tuple(items))
 
     def needed(self, numbers: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
