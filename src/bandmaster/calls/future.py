@@ -43,7 +43,7 @@ class Future(Handle, Generic[T]):
 
     def __init__(self, call: PendingCall | DerivedCall | LaterCall, owner: object = None) -> None:
         self._call = call
-        if isinstance(call, LaterCall):
+        if type(call) is LaterCall:
             call.on_sent = partial(setattr, self, "_call")
         self._owner = owner  # lives as long as this
         self._callbacks: list[Callable[[Future[T]], object]] = []

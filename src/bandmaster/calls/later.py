@@ -143,15 +143,16 @@ _LOCK = threading.RLock()  # of all groups: the calls of two may take rows of ea
 
 
 class LaterCalls:
-    """The calls to the same workers that were not sent yet, in the order in which they were submitted."""
+    """The calls to the same workers that were not sent yet.
+
+    Attributes:
+        calls: In the order in which they were submitted.
+    """
 
     def __init__(self) -> None:
-        self._calls: deque[LaterCall] = deque()
+        self.calls: deque[LaterCall] = deque()
         self._lock = _LOCK
         self._is_advancing = False
-
-    def __bool__(self) -> bool:
-        return bool(self._calls)
 
     def add(self, call: LaterCall, is_waited_for: bool) -> None:
         """Send a call when its rows, and all calls before it, are there.
@@ -164,7 +165,7 @@ class LaterCalls:
             ResourceError: The system allows no more threads or descriptors.
         """
         with self._lock:
-            self._calls.append(call)
+            self.calls.append(call)
         try:
             for parent in () if is_waited_for else call.parents:
                 parent.add_done_callback(lambda _: self.advance())
@@ -175,7 +176,7 @@ class LaterCalls:
     def up_to(self, call: LaterCall) -> list[LaterCall]:
         """The calls that are sent before a call, and the call itself; none if it is not waiting."""
         with self._lock:
-            calls = list(self._calls)
+            calls = list(self.calls)
         return calls[: calls.index(call) + 1] if call in calls else []
 
     def advance(self) -> None:
@@ -185,22 +186,22 @@ class LaterCalls:
                 return
             self._is_advancing = True
             try:
-                while self._calls and (self._calls[0].is_done or self._calls[0].is_ready()):
-                    self._calls.popleft().send()
+                while self.calls and (self.calls[0].is_done or self.calls[0].is_ready()):
+                    self.calls.popleft().send()
             finally:
                 self._is_advancing = False
 
     def wait(self) -> None:
         """Wait until all of them were sent, or will not be."""
-        while self._calls:
-            for parent in list(self._calls[0].parents):
+        while self.calls:
+            for parent in list(self.calls[0].parents):
                 parent._call.wait(None)
             self.advance()
 
     def give_up(self, why: Callable[[str], BaseException]) -> None:
         """Send none of them; ``why`` returns the reason for a method."""
         with self._lock:
-            calls = list(self._calls)
-            self._calls.clear()
+            calls = list(self.calls)
+            self.calls.clear()
         for call in calls:
             call.give_up(why(call.site.method))

@@ -259,14 +259,15 @@ class GroupMethod(Generic[P, C, G]):
         """Send the call; its future, or its result if the caller ``waits``."""
         spec, protocol = self._spec, self._spec.registration.protocol
         collection = spec.collection
-        parents = self._not_there(args, kwargs)
+        has_futures = Future in map(type, args) or (kwargs and Future in map(type, kwargs.values()))
+        parents = self._not_there(args, kwargs) if has_futures else ()
         plan: CallPlan | Callable[[], CallPlan]
         if isinstance(protocol, Custom):
             self._submitter.traffic.later.wait()  # its functions have to see the arguments now
             arguments = bind_per_rank(spec.label, spec.signature, self._group, protocol, args, kwargs)
             plan = CallPlan(tuple(scatter(arguments, len(spec.ranks), spec.label)))
             collection = collection._replace(finish=partial(protocol.collect, self._group))
-        elif parents or self._submitter.traffic.later:
+        elif parents or self._submitter.traffic.later.calls:
             bind(spec.label, spec.signature, args, kwargs)  # mistakes are errors now
             if not waits:
                 args, kwargs = [_as_it_is(value) for value in args], {k: _as_it_is(v) for k, v in kwargs.items()}
@@ -281,8 +282,7 @@ class GroupMethod(Generic[P, C, G]):
     @staticmethod
     def _not_there(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Future[Any]]:
         """The futures among the arguments of which the rows are not there."""
-        given = (*args, *kwargs.values()) if kwargs else args
-        return [value for value in given if type(value) is Future and not value.done()]
+        return [value for value in (*args, *kwargs.values()) if type(value) is Future and not value.done()]
 
     def __repr__(self) -> str:
         return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

@@ -282,7 +282,8 @@ class PendingCall:
             self._collection = NOTHING  # which may refer to the group, that has the list of its calls
         elif self._others is not None:
             self._others.forget(self)  # else the rows would stay until the next call of the group
-        self._tell()
+        if self.on_done is not None:
+            self._tell()
 
     def bring_rows(self) -> None:
         """Make the result, or the error, of rows that were kept; the call is done."""

@@ -129,8 +129,9 @@ class Submitter:
         Returns:
             The future, or its result if the caller waits for it.
         """
-        is_later = bool(parents or self.traffic.later)
-        call = None if is_later else self._new_call(method, collection, options, keeps_rows)
+        call = None
+        if not parents and not self.traffic.later.calls:
+            call = self._new_call(method, collection, options, keeps_rows)
         if call is None:
             future = self._submit_later(owner, method, plan, ranks, collection, options, waits, keeps_rows, parents)
         else:
@@ -276,9 +277,11 @@ class Submitter:
         elsewhere: RowsElsewhere | None = None
         for group in plan.groups:
             if group.items:
-                if any(type(value) is Future for _, value in group.items):
-                    elsewhere = elsewhere or RowsElsewhere()
-                    group = elsewhere.without_rows(group, len(payloads), self.label(method))
+                for _, value in group.items:
+                    if type(value) is Future:
+                        elsewhere = elsewhere or RowsElsewhere()
+                        group = elsewhere.without_rows(group, len(payloads), self.label(method))
+                        break
                 payloads.append(encode_group(group, self.label(method), exporter))
                 receivers.append(group.ranks)
         parts = workers.put(payloads) if payloads else ()

@@ -142,7 +142,8 @@ class WorkerClient:
 
     def send_calls(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """As `call`; the lock is held."""
-        self._payloads.let_go()
+        if self._payloads.released:
+            self._payloads.let_go()
         messages = [call if len(call.parts) < 2 and not call.rows else self._that_fits(call) for call in calls]
         for call in messages:
             self._send_call(call, tickets)
@@ -172,8 +173,8 @@ class WorkerClient:
             if not ranks:
                 return  # nor is there a segment any more, if the channels were closed
         segments: list[Segment] = []
-        named = [_named(part, segments) for part in call.parts]
-        rows = [(label, _named(part, segments)) for label, part in call.rows]
+        named = [_named(part, segments) if type(part) is SharedPayload else part for part in call.parts]
+        rows = [(label, _named(part, segments)) for label, part in call.rows] if call.rows else ()
         message = call_message(number, call.method, call.reply, named, rows)
         for rank in ranks:
             tickets[rank] = ticket = LaneTicket(number)

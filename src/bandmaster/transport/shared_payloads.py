@@ -33,12 +33,16 @@ class SharedPayload:
 class SharedPayloads:
     """Puts the payloads of one writer into segments. Not thread-safe: its owner holds a lock.
 
-    The segment of a `SharedPayload` that was collected becomes free when the next payload comes.
+    The segment of a `SharedPayload` that was collected becomes free when the next payload comes, or with `let_go`.
+
+    Attributes:
+        released: True, as a collection that is not empty, when `let_go` would let go of any.
     """
 
     def __init__(self, writer: SegmentWriter) -> None:
         self._writer = writer
         self._written: ReferenceQueue[Segment] = ReferenceQueue()
+        self.released = self._written.has_records
 
     def put(self, payload: Payload, is_kept: bool = False) -> SharedPayload:
         """Reserve a segment for a payload, whose memory is read when `SharedPayload.segment` is first asked for.
@@ -68,7 +72,7 @@ class SharedPayloads:
 
     def let_go(self) -> None:
         """Let go of the segments of payloads that were collected."""
-        if self._written.has_records:
+        if self.released:
             self._writer.end_leases([segment.id for segment in self._written.drain()], OWNER)
 
     def _watched(self, shared: SharedPayload) -> SharedPayload:
