@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple, Protocol
 
-from bandmaster.codec import Payload
+from bandmaster.codec import Payload, decode
 from bandmaster.errors import CallTimeout
 from bandmaster.failure import Failure
-from bandmaster.plan.columns import Schema
+from bandmaster.plan.columns import RowFacts, facts_of
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.placement import Node, Request
 from bandmaster.worker import WorkerContext
@@ -33,6 +33,7 @@ __all__ = [
     "Backend",
     "Call",
     "Kept",
+    "KeptCopy",
     "Launch",
     "Lifetime",
     "Reply",
@@ -174,20 +175,6 @@ class Reply(IntEnum):
     KEEP = 3  # it stays on the worker's host until somebody reads its rows; a small one, or one without rows, comes
 
 
-class RowFacts(NamedTuple):
-    """What is known of rows without looking at them.
-
-    Attributes:
-        n_rows: Number of rows.
-        nbytes: Their encoded size.
-        schema: The columns.
-    """
-
-    n_rows: int
-    nbytes: int
-    schema: Schema
-
-
 class Rows(NamedTuple):
     """A value with rows, encoded in the worker that keeps it.
 
@@ -213,6 +200,29 @@ class Kept(Protocol):
         Raises:
             RowsLost: They are gone.
         """
+
+
+class KeptCopy:
+    """Rows as a copy in this process that nobody else has; see `Kept`.
+
+    Args:
+        payload: The copy.
+        facts: What is known of the rows; by default it is found out when it is asked for.
+    """
+
+    def __init__(self, payload: Payload, facts: RowFacts | None = None) -> None:
+        self._payload, self._facts = payload, facts
+
+    @property
+    def facts(self) -> RowFacts | None:
+        """What is known of the rows; None for a value that has none."""
+        if self._facts is None:
+            self._facts = facts_of(decode(self.payload()), self._payload.nbytes)
+        return self._facts
+
+    def payload(self) -> Payload:
+        """The encoded rows, in memory of the reader's own."""
+        return self._payload.private()
 
 
 class Call(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, Call, Kept, Launch, RowFacts, Rows, WorkerRecord
+from bandmaster.contract import CLOSED, Call, Kept, KeptCopy, Launch, Rows, WorkerRecord
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held
 from bandmaster.worker_process.executor import Executor
@@ -87,7 +87,7 @@ class InProcessWorkers:
         rows = {label: partial(_private, part) for label, part in call.rows}
         outcome = self._executors[rank].call(call.method, call.reply, parts, rows)
         if isinstance(outcome, Rows):
-            return KeptHere(outcome.payload.private(), outcome.facts)
+            return KeptCopy(outcome.payload.private(), outcome.facts)
         return outcome.private() if isinstance(outcome, Payload) else outcome
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
@@ -162,21 +162,6 @@ class InProcessTicket(contract.Ticket):
     def __init__(self, outcome: Payload | Kept | Failure | None) -> None:
         super().__init__()
         self.outcome = outcome
-
-
-class KeptHere:
-    """Rows that a worker has kept, as a copy that nobody else has; see `bandmaster.contract.Kept`.
-
-    Attributes:
-        facts: What is known of the rows.
-    """
-
-    def __init__(self, payload: Payload, facts: RowFacts) -> None:
-        self.facts, self._payload = facts, payload
-
-    def payload(self) -> Payload:
-        """The encoded rows, in memory of the reader's own."""
-        return self._payload.private()
 
 
 def _private(part: Payload | Kept) -> Payload:

@@ -29,13 +29,13 @@ from bandmaster.platform.hardware import count_gpus
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.processes import end_descendants
 from bandmaster.transport.control_page import WorkerIdentity
+from bandmaster.transport.kept import RowReaders
 from bandmaster.transport.lane import Lane
 from bandmaster.transport.listener import connect, peer_pid
 from bandmaster.transport.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.kept_rows import RowReaders
 from bandmaster.worker_process.loop import serve
 from bandmaster.worker_process.rendezvous import Rendezvous, listening_socket
 

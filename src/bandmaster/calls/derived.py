@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from bandmaster.calls.kept_rows import Held, KeptPart
+from bandmaster.calls.encoding import encode_argument
+from bandmaster.calls.kept_rows import KeptPart
 from bandmaster.calls.pending import CallSite, PendingCall
-from bandmaster.codec import encode
-from bandmaster.contract import RowFacts
-from bandmaster.errors import ArgumentError, BatchError, RowsLost
-from bandmaster.failure import summary_of
-from bandmaster.plan.batch import KNOWN, as_batch, describe, detached
-from bandmaster.plan.columns import schema_of
+from bandmaster.contract import KeptCopy
+from bandmaster.errors import BatchError, RowsLost
+from bandmaster.plan.batch import KNOWN, describe, detached
+from bandmaster.plan.columns import facts_of
 from bandmaster.plan.handles import Part, Result, Table, Taken, assemble, pieces
 
 __all__ = ["DerivedCall", "PutRows"]
@@ -140,15 +139,12 @@ class PutRows(DerivedCall):
     """
 
     def __init__(self, batch: Any, site: CallSite) -> None:
-        found = as_batch(batch)
+        found = facts_of(batch, 0)
         if found is None:
             raise BatchError(f"{site.method} takes a batch, got {describe(batch)}; batches are {KNOWN}")
-        try:
-            payload = encode(batch).private()
-        except Exception as error:
-            raise ArgumentError(f"the batch ({type(batch).__name__}) cannot be pickled: {summary_of(error)}") from error
-        facts = RowFacts(found.n_rows, payload.nbytes, schema_of(batch))
-        self._kept = KeptPart(site.method, None, Held(payload, facts), None)
+        payload = encode_argument(batch, "batch", site.method).private()
+        facts = found._replace(nbytes=payload.nbytes)
+        self._kept = KeptPart(site.method, None, KeptCopy(payload, facts), None)
         result = Result(site.method, (Part(None, facts.n_rows, facts.nbytes, self._kept),), facts.schema)
         self._start((), site, lambda: Taken(result, range(result.n_rows)))
 

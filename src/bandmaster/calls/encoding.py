@@ -14,7 +14,7 @@ from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.worker import Worker
 
-__all__ = ["encode_constructor", "encode_group"]
+__all__ = ["encode_argument", "encode_constructor", "encode_group"]
 
 
 def encode_group(group: ArgumentGroup, method: str, exporter: Exporter | None = None) -> Payload:
@@ -36,6 +36,18 @@ def encode_group(group: ArgumentGroup, method: str, exporter: Exporter | None = 
         raise _unpicklable(
             error, method, [(f"argument {name!r} of {method}", value) for name, (_, value) in named]
         ) from error
+
+
+def encode_argument(value: Any, name: str, method: str) -> Payload:
+    """Encode a single argument of a method of the group itself.
+
+    Raises:
+        ArgumentError: It cannot be pickled.
+    """
+    try:
+        return encode(value)
+    except BaseException as error:
+        raise _unpicklable(error, method, [(f"argument {name!r} of {method}", value)]) from error
 
 
 def encode_constructor(cls: type[Worker], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Payload:

@@ -11,34 +11,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Kept, RowFacts, Workers
+from bandmaster.contract import Kept, KeptCopy, RowFacts, Workers
 from bandmaster.errors import RowsLost
-from bandmaster.plan.batch import as_batch
-from bandmaster.plan.columns import schema_of
 from bandmaster.plan.handles import Part, Result, Taken
 from bandmaster.plan.rows import RealRows
 
-__all__ = ["Held", "KeptPart", "KeptRows"]
-
-
-class Held:
-    """Rows that the controller has in hand, as a copy that nobody else has; see `bandmaster.contract.Kept`."""
-
-    def __init__(self, payload: Payload, facts: RowFacts | None = None) -> None:
-        self._payload, self._facts = payload, facts
-
-    def payload(self) -> Payload:
-        """The encoded rows, in memory of the reader's own."""
-        return self._payload.private()
-
-    @property
-    def facts(self) -> RowFacts | None:
-        """What is known of the rows; None for a value without rows."""
-        if self._facts is None:
-            value = decode(self.payload())
-            batch = as_batch(value)
-            self._facts = None if batch is None else RowFacts(batch.n_rows, self._payload.nbytes, schema_of(value))
-        return self._facts
+__all__ = ["KeptPart", "KeptRows"]
 
 
 class KeptPart:
@@ -53,7 +31,8 @@ class KeptPart:
 
     def __init__(self, method: str, rank: int | None, kept: Kept | Payload, workers: Workers | None) -> None:
         self.method, self._rank, self._workers = method, rank, workers
-        self._kept: Kept | None = Held(kept) if isinstance(kept, Payload) else kept
+        self._came = isinstance(kept, Payload)
+        self._kept: Kept | None = KeptCopy(kept) if isinstance(kept, Payload) else kept
         self._placed: WeakKeyDictionary[Workers, Any] = WeakKeyDictionary()
 
     @property
@@ -75,7 +54,7 @@ class KeptPart:
     @property
     def is_here(self) -> bool:
         """Whether the rows came with the reply."""
-        return isinstance(self._kept, Held)
+        return self._came and self._kept is not None
 
     def _get(self) -> Kept:
         if self._kept is None:
@@ -136,7 +115,7 @@ class KeptRows:
         """All rows, without those that were computed from padding; None if they cannot be one batch.
 
         Raises:
-            BatchError: The value of a rank is no batch.
+            BatchError: The value of a rank mixes batches with other values.
         """
         facts = {rank: part.facts for rank, part in self._parts.items()}
         known = {rank: fact for rank, fact in facts.items() if fact is not None}

@@ -272,10 +272,7 @@ class PendingCall:
             kept = {rank: KeptPart(self.site.method, rank, value, self.workers) for rank, value in self._values.items()}
             self._kept_rows = KeptRows(self.site.method, self._collection.ranks, kept, self.real_rows)
         elif self.error is None:
-            try:
-                self.outcome = self._collected(self._values)
-            except Exception as error:  # what collecting says, or the user's code
-                self.error = error
+            self._collect(self._values)
         self.is_done = True
         self._values = {}
         if self._kept_rows is None:
@@ -302,10 +299,7 @@ class PendingCall:
                     self._has_failed = True
             self.error = self._error()
             if self.error is None:
-                try:
-                    self.outcome = self._collected(values)
-                except Exception as error:
-                    self.error = error
+                self._collect(values)
             self._is_collected = True
 
     @property
@@ -340,6 +334,13 @@ class PendingCall:
                 self._kept_rows.release()
             self.outcome = None
             self._is_collected = not self.keeps_rows
+
+    def _collect(self, by_rank: Mapping[int, Any]) -> None:
+        """Make the outcome of the values, or the error."""
+        try:
+            self.outcome = self._collected(by_rank)
+        except Exception as error:  # what collecting says, or the user's code
+            self.error = error
 
     def _collected(self, by_rank: Mapping[int, Any]) -> Any:
         incoming, ranks, finish = self._collection

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from bandmaster.calls.encoding import encode_group
@@ -129,12 +130,16 @@ class Submitter:
         Returns:
             The future, or its result if the caller waits for it.
         """
-        call = None
-        if not parents and not self.traffic.later.calls:
-            call = self._new_call(method, collection, options, keeps_rows)
-        if call is None:
-            future = self._submit_later(owner, method, plan, ranks, collection, options, waits, keeps_rows, parents)
+        call, later = None, self.traffic.later
+        future: Future[Any]
+        if parents or later.calls:
+            self._workers()  # raises if the group was closed
+            send = partial(self._sent, method, plan, ranks, collection, options, keeps_rows)
+            waiting = LaterCall(self.site(method, options), keeps_rows, parents, send, later)
+            future = Future(waiting, owner)
+            later.add(waiting, waits)
         else:
+            call = self._new_call(method, collection, options, keeps_rows)
             future = Future(call, owner)
         try:
             if call is not None:
@@ -146,35 +151,23 @@ class Submitter:
             future.cancel()
             raise
 
-    def _submit_later(
+    def _sent(
         self,
-        owner: object,
         method: str,
         plan: CallPlan | Callable[[], CallPlan],
         ranks: tuple[int, ...],
         collection: Collection,
         options: CallOptions | None,
-        waits: bool,
         keeps_rows: bool,
-        parents: Sequence[Future[Any]],
-    ) -> Future[Any]:
-        """The future of a call that is sent when the rows that it takes, and the calls before it, are there."""
-        self._workers()  # raises if the group was closed
-
-        def send() -> PendingCall:
-            call = self._new_call(method, collection, options, keeps_rows)
-            try:
-                self._send(call, method, plan, ranks, collection.ranks)
-            except BaseException:
-                Future(call).cancel()
-                raise
-            return call
-
-        later = self.traffic.later
-        call = LaterCall(self.site(method, options), keeps_rows, parents, send, later)
-        future: Future[Any] = Future(call, owner)
-        later.add(call, waits)
-        return future
+    ) -> PendingCall:
+        """Send a call that was submitted before."""
+        call = self._new_call(method, collection, options, keeps_rows)
+        try:
+            self._send(call, method, plan, ranks, collection.ranks)
+        except BaseException:
+            Future(call).cancel()
+            raise
+        return call
 
     def _new_call(
         self, method: str, collection: Collection, options: CallOptions | None, keeps_rows: bool

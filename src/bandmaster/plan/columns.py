@@ -9,10 +9,20 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from bandmaster.plan.batch import concat_rows, slice_rows
+from bandmaster.plan.batch import as_batch, concat_rows, slice_rows
 from bandmaster.plan.batch_types import rebuilt
 
-__all__ = ["Column", "Schema", "choose_columns", "column_of", "join_columns", "schema_of", "take_rows"]
+__all__ = [
+    "Column",
+    "RowFacts",
+    "Schema",
+    "choose_columns",
+    "column_of",
+    "facts_of",
+    "join_columns",
+    "schema_of",
+    "take_rows",
+]
 
 
 class Column(NamedTuple):
@@ -33,6 +43,30 @@ class Column(NamedTuple):
 
 
 Schema = Mapping[str | None, Column]  # by name; None is the name of the only column of a value without columns
+
+
+class RowFacts(NamedTuple):
+    """What is known of rows without looking at them.
+
+    Attributes:
+        n_rows: Number of rows.
+        nbytes: Their encoded size.
+        schema: The columns.
+    """
+
+    n_rows: int
+    nbytes: int
+    schema: Schema
+
+
+def facts_of(value: Any, nbytes: int) -> RowFacts | None:
+    """What is known of the rows of a value whose encoded size is ``nbytes``; None if it is not a batch.
+
+    Raises:
+        BatchError: In the cases of `as_batch`.
+    """
+    batch = as_batch(value)
+    return None if batch is None else RowFacts(batch.n_rows, nbytes, schema_of(value))
 
 
 def schema_of(value: Any) -> dict[str | None, Column]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 from bandmaster.codec import Payload
 from bandmaster.contract import RowFacts
 from bandmaster.transport.segments import Lease
 
-__all__ = ["KeptSegment", "payload_in"]
+__all__ = ["NO_ROWS", "KeptSegment", "RowReaders", "payload_in"]
+
+RowReaders = Mapping[int, Callable[[], Payload]]  # what reads the kept rows of a call, by the labels of its arguments
+NO_ROWS: RowReaders = MappingProxyType({})
 
 
 class KeptSegment:

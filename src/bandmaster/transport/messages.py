@@ -15,13 +15,12 @@ import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Kept, Reply, RowFacts
 from bandmaster.failure import Failure
-from bandmaster.transport.kept import KeptSegment, payload_in
+from bandmaster.transport.kept import NO_ROWS, KeptSegment, RowReaders, payload_in
 from bandmaster.transport.segments import Lease
 
 __all__ = [
@@ -96,13 +95,12 @@ def control_message(kind: int, content: Mapping[str, str] | None = None) -> byte
     return _START.pack(0, kind, UNANSWERED) + (b"" if content is None else pickle.dumps(dict(content)))
 
 
-_NO_ROWS: Mapping[int, Callable[[], Payload]] = MappingProxyType({})
 _names: dict[bytes, str] = {}  # so that a method's name is the same object every time, which Python finds sooner
 
 
 def read_call(
     kind: int, body: memoryview, channel: Unpacks
-) -> tuple[str, int, Sequence[Payload] | memoryview, Mapping[int, Callable[[], Payload]]]:
+) -> tuple[str, int, Sequence[Payload] | memoryview, RowReaders]:
     """The worker's end of `call_message`: method, reply, the parts' payloads, and what reads kept rows, by label.
 
     In place of the payloads it is the pickle stream of the only one where that has no buffers.
@@ -110,7 +108,7 @@ def read_call(
     if kind == _SMALL_CALL:
         end = _SMALL_NBYTES + body[HEADER_NBYTES + 1]
         name = bytes(body[_SMALL_NBYTES:end])
-        return _names.get(name) or _names.setdefault(name, name.decode()), body[HEADER_NBYTES], body[end:], _NO_ROWS
+        return _names.get(name) or _names.setdefault(name, name.decode()), body[HEADER_NBYTES], body[end:], NO_ROWS
     method, reply, parts, rows = pickle.loads(body[HEADER_NBYTES:])
     return method, reply, [channel.unpack(part) for part in parts], {at: _kept(part, channel) for at, part in rows}
 

@@ -14,13 +14,16 @@ from typing import Any
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.codec.cuda_ipc import CAN_OPEN, can_open
 from bandmaster.contract import CONSTRUCT, KEPT_FROM_NBYTES, Reply, Rows
+from bandmaster.errors import BatchError
 from bandmaster.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
+from bandmaster.plan.columns import facts_of
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.roles import Roles
+from bandmaster.transport.kept import NO_ROWS, RowReaders
 from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
 from bandmaster.worker_process.control_page import Interrupted
-from bandmaster.worker_process.kept_rows import NO_ROWS, RowReaders, facts_of, with_rows
+from bandmaster.worker_process.kept_rows import with_rows
 from bandmaster.worker_process.rendezvous import Rendezvous
 
 __all__ = ["Executor"]
@@ -121,8 +124,9 @@ class Executor:
         try:
             payload = encode(value)
             if reply == Reply.KEEP and payload.nbytes > KEPT_FROM_NBYTES:
-                facts = facts_of(value, payload.nbytes)
-                return payload if facts is None else Rows(payload, facts)
+                with suppress(BatchError):  # the controller says so
+                    facts = facts_of(value, payload.nbytes)
+                    return payload if facts is None else Rows(payload, facts)
             return payload
         except KeyboardInterrupt:
             raise

@@ -1,32 +1,16 @@
-"""Rows that were kept where they were made: read as arguments of a call, and described as its result."""
+"""Rows that were kept where they were made, read as arguments of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 from bandmaster.codec import Payload
-from bandmaster.contract import RowFacts
-from bandmaster.errors import BatchError
-from bandmaster.plan.batch import as_batch
-from bandmaster.plan.columns import schema_of
 from bandmaster.plan.handles import Elsewhere, assemble
+from bandmaster.transport.kept import RowReaders
 
-__all__ = ["NO_ROWS", "RowReaders", "facts_of", "with_rows"]
-
-RowReaders = Mapping[int, Callable[[], Payload]]  # by the label that arguments refer to
-NO_ROWS: RowReaders = MappingProxyType({})
-
-
-def facts_of(value: Any, nbytes: int) -> RowFacts | None:
-    """What is known of a value's rows; None if it is not a batch, which the controller then says."""
-    try:
-        batch = as_batch(value)
-    except BatchError:
-        return None
-    return None if batch is None else RowFacts(batch.n_rows, nbytes, schema_of(value))
+__all__ = ["with_rows"]
 
 
 def with_rows(
