@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tensordict import TensorClass, TensorDict, lazy_stack, tensorclass
 
 from bandmaster import BatchError, UsageError, register_batch_type
-from bandmaster.plan.batch import concat_rows, count_rows, pad_rows, slice_rows
+from bandmaster.plan.batch import concat_rows, count_rows, pad_rows, slice_rows, take_rows
 
 
 @tensorclass
@@ -142,7 +142,7 @@ def batches():
 def plain(value):
     """The rows of a batch as lists, dicts and numbers, so that they can be compared."""
     if isinstance(value, np.ma.MaskedArray):
-        return list(zip(value.data.tolist(), value.mask.tolist(), strict=True))
+        return list(zip(value.data.tolist(), np.ma.getmaskarray(value).tolist(), strict=True))
     if isinstance(value, torch.Tensor):
         return [row.tolist() for row in (value.to_dense() if value.is_sparse else value).unbind()]
     if isinstance(value, np.ndarray):
@@ -186,6 +186,18 @@ def test_no_rows_are_a_batch_too(kind):
     assert count_rows(nothing) == 0
     assert count_rows(concat_rows([nothing, nothing])) == 0
     assert plain(concat_rows([batch, nothing])) == plain(batch)
+
+
+@every_kind
+@pytest.mark.parametrize("numbers", [[3, 0, 1, 1, 4], [2], []])
+def test_rows_are_taken_by_number(kind, numbers):
+    batch = batches()[kind]
+    taken = take_rows(batch, np.array(numbers, dtype=np.int64))
+
+    assert count_rows(taken) == len(numbers)
+    expected = concat_rows([slice_rows(batch, n, n + 1) for n in numbers] or [slice_rows(batch, 0, 0)])
+    assert type(taken) is type(expected)
+    assert plain(taken) == plain(expected)
 
 
 @every_kind
@@ -355,6 +367,7 @@ def test_a_registration_holds_for_subclasses_and_comes_before_what_they_derive_f
     [
         (Prompts([]), {}, "the first argument of register_batch_type must be a class, got <"),
         (Prompts, {"split": None}, "split of register_batch_type must be callable, got None"),
+        (Prompts, {"take": 3}, "take of register_batch_type must be callable, got 3"),
     ],
 )
 def test_mistakes_in_a_registration(cls, functions, message):

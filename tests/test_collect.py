@@ -10,6 +10,10 @@ from bandmaster.plan.collection import collect
 from bandmaster.plan.rows import RealRows, on_mesh, sources
 
 
+def rows_of(counts, size=None):
+    return RealRows(tuple(map(range, counts)), size)
+
+
 def concat(values, ranks=None, real_rows=None):
     ranks = range(len(values)) if ranks is None else ranks
     return collect(Concat("dp"), ranks, values, "Actor.step", real_rows)
@@ -27,7 +31,7 @@ def test_concat_joins_in_the_order_given():
 
 def test_concat_of_nones_is_none():
     assert concat([None, None]) is None
-    assert concat([None, None], real_rows=RealRows((2, 0), 2)) is None
+    assert concat([None, None], real_rows=rows_of((2, 0), 2)) is None
 
 
 def test_gather_lists_and_only_takes_one():
@@ -67,19 +71,19 @@ def tensor_in(value):
     ids=["list", "array", "tensor", "dict", "TensorDict"],
 )  # fmt: skip
 def test_padding_is_removed_exactly(make):
-    joined = concat([make([1, 2]), make([3, 1]), make([1, 2])], real_rows=RealRows((2, 1, 0), 2))
+    joined = concat([make([1, 2]), make([3, 1]), make([1, 2])], real_rows=rows_of((2, 1, 0), 2))
 
     rows = joined["x"] if hasattr(joined, "keys") else joined
     assert (rows if isinstance(rows, list) else rows.tolist()) == [1, 2, 3]
 
 
 def test_real_rows_are_those_of_the_collected_ranks():
-    assert concat([[1, 2], [3, 1]], ranks=[1, 3], real_rows=RealRows((9, 2, 9, 1), 2)) == [1, 2, 3]
+    assert concat([[1, 2], [3, 1]], ranks=[1, 3], real_rows=rows_of((9, 2, 9, 1), 2)) == [1, 2, 3]
 
 
 def test_padding_that_cannot_be_told_from_rows_is_refused():
     with pytest.raises(CollectError) as caught:
-        concat([[1, 2], [3]], ranks=[0, 2], real_rows=RealRows((2, 2, 1), 2))
+        concat([[1, 2], [3]], ranks=[0, 2], real_rows=rows_of((2, 2, 1), 2))
     assert str(caught.value) == (
         "Actor.step failed on rank 2: returned 1 rows for 2, 1 of them padding, so the padding cannot be "
         "identified; return one row for each row, or split without pad=True"
@@ -89,7 +93,7 @@ def test_padding_that_cannot_be_told_from_rows_is_refused():
 def test_padding_that_cannot_be_cut_off_is_the_ranks_failure():
     rows = torch.eye(2).to_sparse_csr()
     with pytest.raises(CollectError) as caught:
-        concat([rows, rows], real_rows=RealRows((2, 1), 2))
+        concat([rows, rows], real_rows=rows_of((2, 1), 2))
     start = "Actor.step failed on rank 1: returned rows whose padding cannot be removed: torch cannot cut or join rows"
     assert str(caught.value).startswith(start)
 
@@ -154,27 +158,27 @@ def weighted(values, rows, ranks=None):
     [float, int, np.float32, np.int64, np.array, torch.tensor, lambda x: {"loss": torch.tensor([x])}["loss"]],
 )
 def test_the_mean_is_weighted_by_the_rows_of_each_collected_rank(make):
-    assert weighted([make(1), make(5)], RealRows((3, 1))) == 2
-    assert weighted([make(1), make(5)], RealRows((9, 3, 9, 1)), ranks=[1, 3]) == 2
-    assert weighted([{"a": {"b": make(1)}}, {"a": {"b": make(5)}}], RealRows((3, 1))) == {"a": {"b": 2}}
+    assert weighted([make(1), make(5)], rows_of((3, 1))) == 2
+    assert weighted([make(1), make(5)], rows_of((9, 3, 9, 1)), ranks=[1, 3]) == 2
+    assert weighted([{"a": {"b": make(1)}}, {"a": {"b": make(5)}}], rows_of((3, 1))) == {"a": {"b": 2}}
 
 
 def test_equal_rows_weigh_as_if_there_were_no_weights():
     values = [0.1, 0.2, 0.7]
 
-    assert weighted(values, RealRows((7, 7, 7))) == reduced("mean", values)
+    assert weighted(values, rows_of((7, 7, 7))) == reduced("mean", values)
 
 
 def test_padding_does_not_count_and_ranks_without_rows_are_left_out():
-    assert weighted([1.0, 5.0, float("nan")], RealRows((3, 1, 0), 3)) == 2
-    assert weighted([1.0, 5.0, None], RealRows((3, 1, 0))) == 2
-    assert weighted([1.0, 5.0], RealRows((0, 0))) == 3, "no rank has rows: all count alike"
+    assert weighted([1.0, 5.0, float("nan")], rows_of((3, 1, 0), 3)) == 2
+    assert weighted([1.0, 5.0, None], rows_of((3, 1, 0))) == 2
+    assert weighted([1.0, 5.0], rows_of((0, 0))) == 3, "no rank has rows: all count alike"
 
 
 def test_many_rows_do_not_overflow_a_small_dtype():
     losses = [torch.tensor(60_000.0, dtype=torch.float16), torch.tensor(2.0, dtype=torch.float16)]
 
-    assert weighted(losses, RealRows((1000, 3000))).item() == pytest.approx(15_001.5, rel=1e-3)
+    assert weighted(losses, rows_of((1000, 3000))).item() == pytest.approx(15_001.5, rel=1e-3)
 
 
 # --- several collects ---------------------------------------------------------------------------------------------
@@ -190,7 +194,7 @@ def test_each_item_of_a_tuple_has_its_own_collect():
     incoming = (Concat("dp", tp=1), Gather(tp=0), Reduce("mean", weights="rows"), Only(dp=-1))
     values = [([rank], rank, {"loss": float(rank)}, f"rank {rank}") for rank in range(4)]
 
-    made = collected(incoming, Mesh(dp=2, tp=2), values, RealRows((3, 3, 1, 1)))
+    made = collected(incoming, Mesh(dp=2, tp=2), values, rows_of((3, 3, 1, 1)))
 
     assert made == ([1, 3], [0, 2], {"loss": 1.0}, "rank 2")
 
@@ -199,7 +203,7 @@ def test_padding_is_removed_from_what_is_joined_alone():
     incoming = (Concat("dp"), Gather("dp"), Reduce("sum"), Reduce("mean", weights="rows"))
     values = [([1, 2], [1, 2], 2, 1.0), ([3, 1], [3, 1], 2, 5.0), ([1, 2], [1, 2], 2, 9.0)]
 
-    made = collected(incoming, Mesh(dp=3), values, RealRows((2, 1, 0), 2))
+    made = collected(incoming, Mesh(dp=3), values, rows_of((2, 1, 0), 2))
 
     assert made == ([1, 2, 3], [[1, 2], [3, 1], [1, 2]], 6, pytest.approx(7 / 3))
 

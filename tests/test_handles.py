@@ -33,6 +33,11 @@ class Rows(bm.Worker):
     def echo_padded(self, rows):
         return rows
 
+    @register(bm.TransferProtocol(bm.Split("dp", balance="id"), bm.Concat("dp")))
+    def echo_balanced(self, rows):
+        assert rows["id"].sum() == 7  # 0 to 6 in three parts
+        return rows
+
     @register(Dispatch.DP_PROTO)
     def who(self, rows):
         return {"id": rows["id"], "rank": np.full(len(rows["id"]), self.rank), "width": rows["wide"][:, 0]}
@@ -174,6 +179,16 @@ def test_padding_is_for_the_ranks_alone(three, two):
     assert padded.result()["id"].tolist() == list(range(7))
     assert two.who(padded)["id"].tolist() == list(range(7))
     assert len(padded) == 7
+
+
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_rows_that_were_split_by_cost_are_in_their_order(three, two, width):
+    rows = made(two, 7, width)[[6, 0, 3, 1, 5, 2, 4]]
+    balanced = three.echo_balanced.submit(rows)
+    assert balanced.result()["id"].tolist() == [6, 0, 3, 1, 5, 2, 4]
+    assert two.who(balanced)["id"].tolist() == [6, 0, 3, 1, 5, 2, 4]
+    with pytest.raises(bm.BatchError, match="neither a column of 'rows' nor an argument is called 'id'"):
+        three.echo_balanced(rows.drop("id"))
 
 
 def test_tensors_and_ragged_columns(two, three):

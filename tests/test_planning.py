@@ -13,6 +13,7 @@ from bandmaster import (
     ArgumentError,
     BatchError,
     Broadcast,
+    CollectError,
     Concat,
     Dispatch,
     Gather,
@@ -29,7 +30,7 @@ from bandmaster import (
 from bandmaster.plan.arguments import BoundArgument as Bound
 from bandmaster.plan.arguments import plan_call
 from bandmaster.plan.collection import collect
-from bandmaster.plan.rows import RealRows, row_ranges, sources
+from bandmaster.plan.rows import row_ranges, sources
 
 THREE_D = Mesh(pp=2, dp=2, tp=2)
 MICRO_TP = THREE_D.refine(gen_pp=2, gen_tp=1)
@@ -373,26 +374,31 @@ def test_what_the_user_declared_is_not_asked_for_a_batch():
 # --- padding ----------------------------------------------------------------------------------------------------
 
 
+def counts_of(sent_by):
+    """The rows of each rank without padding, and with it."""
+    return sent_by.real_rows.counts, sent_by.real_rows.padded_to
+
+
 @pytest.mark.parametrize(
-    ("rows", "parts", "real_rows"),
+    ("rows", "parts", "counts"),
     [
-        ([1, 2, 3, 4, 5], [[1, 2], [3, 4], [5, 1], [1, 2]], RealRows((2, 2, 1, 0), 2)),
-        ([1], [[1], [1], [1], [1]], RealRows((1, 0, 0, 0), 1)),
-        ([1, 2, 3, 4], [[1], [2], [3], [4]], RealRows((1, 1, 1, 1), 1)),
-        ([], [[], [], [], []], RealRows((0, 0, 0, 0), 0)),
+        ([1, 2, 3, 4, 5], [[1, 2], [3, 4], [5, 1], [1, 2]], ((2, 2, 1, 0), 2)),
+        ([1], [[1], [1], [1], [1]], ((1, 0, 0, 0), 1)),
+        ([1, 2, 3, 4], [[1], [2], [3], [4]], ((1, 1, 1, 1), 1)),
+        ([], [[], [], [], []], ((0, 0, 0, 0), 0)),
     ],
 )
-def test_padding_repeats_rows_from_the_start(rows, parts, real_rows):
+def test_padding_repeats_rows_from_the_start(rows, parts, counts):
     before = list(rows)
     sent_by = pack_one(rows, Mesh(dp=4), Split("dp", pad=True))
 
     assert [arguments(sent_by, rank)[0] for rank in range(4)] == parts
-    assert sent_by.real_rows == real_rows
+    assert counts_of(sent_by) == counts
     assert rows == before
 
 
 def test_the_rows_of_each_rank_are_known():
-    assert pack_one([1, 2, 3], Mesh(dp=2, tp=2)).real_rows == RealRows((2, 2, 1, 1))
+    assert pack_one([1, 2, 3], Mesh(dp=2, tp=2)).real_rows.numbers == (range(2), range(2), range(2, 3), range(2, 3))
     assert pack_one([1, 2, 3], Mesh(dp=2), Broadcast()).real_rows is None
 
 
@@ -400,7 +406,7 @@ def test_the_rows_that_are_padded_count_where_there_are_several_splits():
     bound = [Bound(0, "x", [1, 2, 3]), Bound(1, "y", [1, 2]), Bound(2, "z", [1])]
     sent_by = plan_call(bound, SPLIT, {"y": Split("tp", pad=True), "z": Split("tp")}, Mesh(dp=2, tp=2), "C.m")
 
-    assert sent_by.real_rows == RealRows((1, 1, 1, 1), 1)
+    assert counts_of(sent_by) == ((1, 1, 1, 1), 1)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -417,7 +423,7 @@ def test_replicas_are_padded_alike():
     sent_by = pack_one(np.arange(3), Mesh(dp=2, tp=2), Split("dp", pad=True))
 
     assert [arguments(sent_by, rank)[0].tolist() for rank in range(4)] == [[0, 1], [0, 1], [2, 0], [2, 0]]
-    assert sent_by.real_rows == RealRows((2, 2, 1, 1), 2)
+    assert counts_of(sent_by) == ((2, 2, 1, 1), 2)
 
 
 @given(st.integers(0, 30), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.sampled_from([list, np.array]))
@@ -432,6 +438,78 @@ def test_what_goes_out_comes_back(n_rows, dp, tp, pad, make):
 
     assert type(back) is type(batch)
     assert list(back) == list(batch)
+
+
+# --- costs ------------------------------------------------------------------------------------------------------
+
+
+def pack_balanced(batch, dp, **options):
+    return pack_one(batch, Mesh(dp=dp), Split("dp", balance="cost", **options))
+
+
+@given(st.lists(st.floats(0, 1e9), max_size=40), st.integers(1, 5), st.booleans())
+def test_what_was_split_by_cost_comes_back_in_order(costs, dp, pad):
+    sent_by = pack_balanced({"cost": np.array(costs), "row": list(range(len(costs)))}, dp, pad=pad)
+    parts = [arguments(sent_by, rank)[0] for rank in range(dp)]
+
+    back = collect(Concat("dp"), range(dp), parts, "C.m", sent_by.real_rows)
+
+    assert back["row"] == list(range(len(costs)))
+    assert back["cost"].tolist() == costs
+    assert counts_of(sent_by) == counts_of(pack_one(costs, Mesh(dp=dp), Split("dp", pad=pad)))
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=60), st.integers(1, 6))
+def test_parts_cost_about_the_same(costs, dp):
+    sent_by = pack_balanced({"cost": np.array(costs)}, dp)
+    loads = [int(arguments(sent_by, rank)[0]["cost"].sum()) for rank in range(dp)]
+
+    assert max(loads) <= sum(costs) / dp + 2 * max(costs)
+
+
+def test_rows_keep_their_order_within_a_part():
+    sent_by = pack_balanced({"cost": [5, 1, 4, 2], "row": [0, 1, 2, 3]}, 2)
+
+    assert [arguments(sent_by, rank)[0]["row"] for rank in (0, 1)] == [[0, 1], [2, 3]]
+
+
+def test_costs_may_be_an_argument_of_their_own():
+    bound = [Bound(0, "x", ["a", "b", "c", "d"]), Bound(1, "cost", torch.tensor([9.0, 1, 8, 1]))]
+    sent_by = plan_call(bound, Split("dp", balance="cost"), {}, Mesh(dp=2), "C.m")
+
+    assert [arguments(sent_by, rank)[0] for rank in (0, 1)] == [["a", "d"], ["b", "c"]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"x": [1, 2]},
+            r"C.m is split by Split\('dp', balance='cost'\), but neither a column of 'x' nor an argument .*",
+        ),
+        ([1, 2], r"C.m is split by .*, but neither a column of 'x' nor an argument is called 'cost'; add one .*"),
+        ({"cost": [1, -2]}, r".* is not one number of 0 or more for each of 2 rows: it has 2 values of dtype int64"),
+        ({"cost": np.ones((2, 3))}, r".* for each of 2 rows: it has 6 values of dtype float64"),
+        ({"cost": ["a", "b"]}, r".* for each of 2 rows: it has 2 values of dtype <U1"),
+        ({"cost": [1, float("nan")]}, r".* is not one number of 0 or more for each of 2 rows.*"),
+    ],
+)
+def test_costs_that_are_none_are_refused(batch, message):
+    with pytest.raises(BatchError, match=f"^{message}$"):
+        pack_balanced(batch, 2)
+
+
+def test_the_order_cannot_be_restored_if_rows_are_missing():
+    sent_by = pack_balanced({"cost": [3, 2, 1]}, 2)
+    with pytest.raises(CollectError, match=r"returned 1 rows for 2 rows of a batch that was not sent in its order"):
+        collect(Concat("dp"), [0, 1], [[1], [2]], "C.m", sent_by.real_rows)
+
+
+@pytest.mark.parametrize("balance", [1, "", ["cost"]])
+def test_a_split_is_balanced_by_a_name(balance):
+    with pytest.raises(ProtocolError, match=r"balance of Split must be the name of a column or of an argument, got"):
+        Split("dp", balance=balance)
+    assert repr(Split("dp", pad=True, balance="n")) == "Split('dp', pad=True, balance='n')"
 
 
 def test_a_lazy_stack_of_fewer_rows_than_ranks_comes_back():

@@ -18,6 +18,7 @@ from bandmaster.contract import Ticket, Workers
 from bandmaster.errors import ArgumentError, CallTimeout, UsageError
 from bandmaster.plan import handles
 from bandmaster.plan.batch import register_batch_type
+from bandmaster.plan.columns import column_of
 from bandmaster.plan.handles import Table
 
 if TYPE_CHECKING:
@@ -268,7 +269,18 @@ def concat(futures: Sequence[Future[Any]]) -> Future[Any]:
     )
 
 
-register_batch_type(Future, rows=len, split=lambda rows, start, stop: rows[start:stop], concat=concat)
+def _column(rows: Future[Any], name: str) -> Any:
+    return column_of(rows.select(name).result(), name) if name in rows.schema else None
+
+
+register_batch_type(
+    Future,
+    rows=len,
+    split=lambda rows, start, stop: rows[start:stop],
+    concat=concat,
+    take=lambda rows, numbers: rows[numbers],
+    column=_column,
+)
 
 
 class _CallWatch:

@@ -129,16 +129,17 @@ class KeptRows:
         nbytes = {name: sum(fact.schema[name].nbytes for fact in with_rows) for name in columns}
         schema = {name: column._replace(nbytes=nbytes[name]) for name, column in columns.items()}
         result = Result(self._method, parts, schema)
-        padded = self._real_rows and self._real_rows.padded_to
-        if padded is None or self._real_rows is None:
+        real_rows, ranks = self._real_rows, list(self._parts)
+        order = None if real_rows is None else real_rows.order(ranks)
+        if real_rows is None or (real_rows.padded_to is None and order is None):
             return Taken(result, range(result.n_rows))
-        if any(part.n_rows != padded for part in parts):
+        counts = [len(real_rows.numbers[rank]) for rank in ranks]
+        sent = counts if real_rows.padded_to is None else [real_rows.padded_to] * len(ranks)
+        if [part.n_rows for part in parts] != sent:
             return None
-        real = [
-            np.arange(self._real_rows.counts[part.rank or 0]) + start
-            for part, start in zip(parts, result.starts[:-1], strict=True)
-        ]
-        return Taken(result, np.concatenate(real))
+        real = [np.arange(n) + start for n, start in zip(counts, result.starts[:-1], strict=True)]
+        index = np.concatenate(real)
+        return Taken(result, index if order is None else index[order])
 
     def release(self) -> None:
         """Let go of all rows."""

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from bandmaster.errors import ArgumentError, BatchError
 from bandmaster.plan.batch import KNOWN, Batch, as_batch, describe
 from bandmaster.plan.mesh import Mesh
@@ -130,7 +132,9 @@ def plan_call(
             groups += scatter(members, mesh.size, method)
         else:
             found = [batches[argument.key] for argument in members]
-            cut = cut_rows(mesh, rule, _common_rows(members, found, method))
+            n_rows = _common_rows(members, found, method)
+            costs = None if rule.balance is None else _costs(rule, members, found, arguments, n_rows, method)
+            cut = cut_rows(mesh, rule, n_rows, costs)
             columns = [_parts(argument, batch, cut, method) for argument, batch in zip(members, found, strict=True)]
             groups += _groups(members, zip(*columns, strict=True), cut.receivers)
             if real_rows is None or rule.pad:
@@ -238,14 +242,48 @@ def _common_rows(arguments: Sequence[BoundArgument], batches: Sequence[Batch | N
     return n_rows
 
 
+def _costs(
+    rule: Split,
+    members: Sequence[BoundArgument],
+    batches: Sequence[Batch | None],
+    arguments: Sequence[BoundArgument],
+    n_rows: int,
+    method: str,
+) -> np.ndarray[Any, Any]:
+    """What each row costs that a split balances: a column of one of its batches, or an argument of that name.
+
+    Raises:
+        BatchError: There is none, or it is not one number of 0 or more for each row.
+    """
+    assert rule.balance is not None, "the caller has looked"
+    named = (batch.column(rule.balance) for batch in batches if batch is not None)
+    found = next((column for column in named if column is not None), None)
+    if found is None:
+        found = next((argument.value for argument in arguments if argument.name == rule.balance), None)
+    if found is None:
+        names = ", ".join(repr(argument.name) for argument in members)
+        raise BatchError(
+            f"{method} is split by {rule!r}, but neither a column of {names} nor an argument is called "
+            f"{rule.balance!r}; add one with the cost of each row"
+        )
+    costs = np.asarray(found.cpu() if hasattr(found, "cpu") else found).reshape(-1)
+    is_number = np.issubdtype(costs.dtype, np.number) or costs.dtype == bool or not len(costs)
+    if not is_number or len(costs) != n_rows or not (costs >= 0).all():
+        raise BatchError(
+            f"{method} is split by {rule!r}, but {rule.balance!r} is not one number of 0 or more for each of {n_rows} "
+            f"rows: it has {len(costs)} values of dtype {costs.dtype}"
+        )
+    return costs
+
+
 def _parts(argument: BoundArgument, batch: Batch | None, cut: Cut, method: str) -> list[Any]:
     """The argument's value for each part of a split, padded if the split pads."""
     assert batch is not None, "_common_rows refuses arguments that are not batches"
     size, name = cut.real_rows.padded_to, argument.name
     try:
         if size is None:
-            return [batch.cut(start, stop) for start, stop in cut.ranges]
-        return [batch.padded(start, stop, size) for start, stop in cut.ranges]
+            return [batch.rows(numbers) for numbers in cut.numbers]
+        return [batch.padded(numbers, size) for numbers in cut.numbers]
     except BatchError as error:
         raise BatchError(
             f"argument {name!r} of {method}: {error}; pass another type of batch, define how to split this one with "

@@ -19,7 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from bandmaster.errors import BatchError, UsageError
 from bandmaster.plan.batch_types import (
@@ -30,6 +33,7 @@ from bandmaster.plan.batch_types import (
     TENSORDICT,
     BatchType,
     ColumnsType,
+    Index,
     columns_of,
     is_named_tuple,
     rebuilt,
@@ -48,6 +52,7 @@ __all__ = [
     "pad_rows",
     "register_batch_type",
     "slice_rows",
+    "take_rows",
 ]
 
 KNOWN = (
@@ -63,6 +68,8 @@ def register_batch_type(
     rows: Callable[[Any], int],
     split: Callable[[Any, int, int], Any],
     concat: Callable[[Sequence[Any]], Any],
+    take: Callable[[Any, Any], Any] | None = None,
+    column: Callable[[Any, str], Any] | None = None,
 ) -> None:
     """Make instances of ``cls`` and its subclasses batches. Only the controller has to call it.
 
@@ -72,6 +79,10 @@ def register_batch_type(
         split: ``split(value, start, stop)`` returns the rows start … stop-1; they may share memory with ``value``.
         concat: ``concat(values)`` returns one value with the rows of all ``values`` in order; ``values`` is never
             empty.
+        take: ``take(value, numbers)`` returns the rows with these numbers, a one-dimensional int64 array, in that
+            order. Without it the rows are split off range by range and concatenated, which is slower.
+        column: ``column(value, name)`` returns a column as an array, or raises KeyError; for types whose columns have
+            names.
 
     Raises:
         UsageError: ``cls`` is not a class, or one of the functions is not callable.
@@ -91,10 +102,11 @@ def register_batch_type(
     """
     if not isinstance(cls, type):
         raise UsageError(f"the first argument of register_batch_type must be a class, got {cls!r}")
-    for name, function in (("rows", rows), ("split", split), ("concat", concat)):
-        if not callable(function):
+    required, optional = {"rows": rows, "split": split, "concat": concat}, {"take": take, "column": column}
+    for name, function in (*required.items(), *optional.items()):
+        if not (callable(function) or (name in optional and function is None)):
             raise UsageError(f"{name} of register_batch_type must be callable, got {function!r}")
-    _registered[cls] = BatchType(rows, split, concat)
+    _registered[cls] = BatchType(rows, split, concat, take, column)
     _kind_of.cache_clear()
 
 
@@ -127,16 +139,55 @@ class Batch:
             if isinstance(kind, BatchType):
                 return kind.split(self.value, start, stop)
             columns = {key: column.cut(start, stop) for key, column in self._items()}
-            return kind.cut(self.value, columns, start, stop)
+            return kind.cut(self.value, columns, range(start, stop))
         except BatchError:
             raise
         except Exception as error:
             raise BatchError(f"cannot split the rows of {_name(self.value)}: {error}") from error
 
-    def padded(self, start: int, stop: int, size: int) -> Any:
-        """The rows start … stop-1, followed by rows from the start of ``value`` up to ``size`` rows in total."""
-        missing = size - (stop - start)
-        parts = [self.cut(start, stop)] if start < stop or not missing else []
+    def take(self, numbers: np.ndarray[Any, Any]) -> Any:
+        """The rows with these numbers, in their order, as a value of the batch's type.
+
+        Raises:
+            BatchError: The rows of this value cannot be split.
+        """
+        kind = self._kind
+        try:
+            if isinstance(kind, ColumnsType):
+                return kind.cut(self.value, {key: column.take(numbers) for key, column in self._items()}, numbers)
+            return self._by_runs(numbers) if kind.take is None else kind.take(self.value, numbers)
+        except BatchError:
+            raise
+        except Exception as error:
+            raise BatchError(f"cannot take rows of {_name(self.value)} by number: {error}") from error
+
+    def _by_runs(self, numbers: np.ndarray[Any, Any]) -> Any:
+        """Rows by number of a type that can only split off ranges of rows: as few ranges as possible."""
+        if not len(numbers):
+            return self.cut(0, 0)
+        ends = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
+        parts = [self.cut(int(numbers[start]), int(numbers[stop - 1]) + 1) for start, stop in pairwise(ends)]
+        return concat_rows(parts)
+
+    def rows(self, numbers: Index) -> Any:
+        """The rows with these numbers: `cut` for a range, `take` for an array."""
+        return self.cut(numbers.start, numbers.stop) if isinstance(numbers, range) else self.take(numbers)
+
+    def column(self, name: str) -> Any:
+        """A column by its name; None if there is none, or columns of this type have no names."""
+        kind = self._kind
+        if isinstance(kind, ColumnsType):
+            found = dict(self._items()).get(name)
+            return None if found is None else found.value
+        try:
+            return None if kind.column is None else kind.column(self.value, name)
+        except KeyError:
+            return None
+
+    def padded(self, numbers: Index, size: int) -> Any:
+        """The rows with these numbers, followed by rows from the start of ``value`` up to ``size`` rows in total."""
+        missing = size - len(numbers)
+        parts = [self.rows(numbers)] if len(numbers) or not missing else []
         while missing > 0:
             parts.append(self.cut(0, min(missing, self.n_rows)))
             missing -= self.n_rows
@@ -202,6 +253,15 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
     return _required(value).cut(start, stop)
 
 
+def take_rows(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
+    """The rows of a batch with these numbers, in their order.
+
+    Raises:
+        BatchError: ``value`` is not a batch, or its rows cannot be split.
+    """
+    return _required(value).take(numbers)
+
+
 def concat_rows(values: Sequence[Any]) -> Any:
     """One batch with the rows of all ``values`` in order.
 
@@ -229,7 +289,7 @@ def pad_rows(value: Any, rows: int) -> Any:
         BatchError: ``value`` is not a batch, or its rows cannot be split.
     """
     batch = _required(value)
-    return batch.padded(0, batch.n_rows, rows) if 0 < batch.n_rows < rows else value
+    return batch.padded(range(batch.n_rows), rows) if 0 < batch.n_rows < rows else value
 
 
 def is_same_kind(first: Any, second: Any) -> bool:

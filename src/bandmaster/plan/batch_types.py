@@ -22,25 +22,35 @@ __all__ = [
     "TENSORDICT",
     "BatchType",
     "ColumnsType",
+    "Index",
     "columns_of",
     "is_named_tuple",
     "rebuilt",
 ]
 
 
+Index = range | np.ndarray  # numbers of rows, in order; a range has step 1
+
+
 @dataclass(frozen=True)
 class BatchType:
-    """How the rows of one type of values are counted, split and concatenated.
+    """How the rows of one type of values are counted, split, concatenated and taken by number.
 
     Attributes:
         rows: ``rows(value)`` returns the number of rows, None for a value of the type without a row dim.
         split: ``split(value, start, stop)`` returns the rows start … stop-1.
         concat: ``concat(values)`` returns one value with the rows of all ``values`` in order.
+        take: ``take(value, numbers)`` returns the rows with these numbers, an int64 array, in that order; None for a
+            type of which only ranges of rows can be split off.
+        column: ``column(value, name)`` returns a column as an array; raises KeyError if there is none. None for a type
+            without names for columns.
     """
 
     rows: Callable[[Any], int | None]
     split: Callable[[Any, int, int], Any]
     concat: Callable[[Sequence[Any]], Any]
+    take: Callable[[Any, np.ndarray[Any, Any]], Any] | None = None
+    column: Callable[[Any, str], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,18 +59,26 @@ class ColumnsType:
 
     Attributes:
         is_record: Whether a single field that is not a batch makes the value a config, which is not a batch.
-        cut: ``cut(like, columns, start, stop)`` returns a value of the type of ``like`` with ``columns``, which hold
-            the rows start … stop-1 of it.
+        cut: ``cut(like, columns, numbers)`` returns a value of the type of ``like`` with ``columns``, which hold the
+            rows of it with these numbers.
         join: ``join(values, columns)`` returns a value of the type of ``values`` with their joined ``columns``.
     """
 
     is_record: bool
-    cut: Callable[[Any, dict[Any, Any], int, int], Any]
+    cut: Callable[[Any, dict[Any, Any], Index], Any]
     join: Callable[[Sequence[Any], dict[Any, Any]], Any]
 
 
 def _slice(value: Any, start: int, stop: int) -> Any:
     return value[start:stop]
+
+
+def _pick(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
+    return value[numbers]
+
+
+def _get(value: Any, name: str) -> Any:
+    return value[name]
 
 
 def _array_rows(value: Any) -> int | None:
@@ -72,6 +90,18 @@ def _tensor_split(value: Any, start: int, stop: int) -> Any:
         return _nested_split(value, start, stop)
     try:
         return value.narrow_copy(0, start, stop - start) if value.is_sparse else value[start:stop]
+    except (RuntimeError, NotImplementedError) as error:
+        raise _refused([value]) or error from None
+
+
+def _tensor_take(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
+    torch = sys.modules["torch"]
+    if value.is_nested:
+        rows = value.unbind()
+        picked = [rows[number] for number in numbers.tolist()]
+        return torch.nested.as_nested_tensor(picked, layout=value.layout) if picked else _nested_split(value, 0, 0)
+    try:
+        return value.index_select(0, torch.from_numpy(numbers).to(value.device))
     except (RuntimeError, NotImplementedError) as error:
         raise _refused([value]) or error from None
 
@@ -130,6 +160,18 @@ def _tensordict_split(value: Any, start: int, stop: int) -> Any:
     return part
 
 
+def _tensordict_take(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
+    nested, index = _nested_keys(value), sys.modules["torch"].from_numpy(numbers)
+    part = value.exclude(*nested)[index] if nested else value[index]
+    for key in nested:
+        part.set(key, _tensor_take(value.get(key), numbers))
+    return part
+
+
+def _tensordict_column(value: Any, name: str) -> Any:
+    return value.get(name)
+
+
 def _tensordict_concat(values: Sequence[Any]) -> Any:
     torch, nested = sys.modules["torch"], _nested_keys(values[0])
     if not nested:
@@ -157,6 +199,14 @@ def _array_concat(values: Sequence[Any]) -> Any:
 
 def _list_concat(values: Sequence[list[Any]]) -> list[Any]:
     return list(chain.from_iterable(values))
+
+
+def _list_take(value: list[Any], numbers: np.ndarray[Any, Any]) -> list[Any]:
+    return [value[number] for number in numbers.tolist()]
+
+
+def _frame_take(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
+    return value.iloc[numbers]
 
 
 def _frame_split(value: Any, start: int, stop: int) -> Any:
@@ -245,7 +295,7 @@ def _rebuilt_mapping(like: Mapping[Any, Any], columns: dict[Any, Any]) -> Mappin
     return made if is_whole else columns
 
 
-def _cut_like(like: Any, columns: dict[Any, Any], start: int, stop: int) -> Any:
+def _cut_like(like: Any, columns: dict[Any, Any], numbers: Index) -> Any:
     return rebuilt(like, columns)
 
 
@@ -253,10 +303,10 @@ def _join_like(values: Sequence[Any], columns: dict[Any, Any]) -> Any:
     return rebuilt(values[0], columns)
 
 
-def _encoding_cut(like: Any, columns: dict[Any, Any], start: int, stop: int) -> Any:
+def _encoding_cut(like: Any, columns: dict[Any, Any], numbers: Index) -> Any:
     known = like.encodings  # the details that a fast tokenizer keeps for each row
     is_whole = known is not None and all(len(column) == len(known) for column in like.values())
-    return type(like)(columns, known[start:stop] if is_whole else None)
+    return type(like)(columns, [known[number] for number in numbers] if is_whole else None)
 
 
 def _encoding_join(values: Sequence[Any], columns: dict[Any, Any]) -> Any:
@@ -266,12 +316,12 @@ def _encoding_join(values: Sequence[Any], columns: dict[Any, Any]) -> Any:
 
 MAPPING = ColumnsType(False, _cut_like, _join_like)
 RECORD = ColumnsType(True, _cut_like, _join_like)
-TENSOR = BatchType(_tensor_rows, _tensor_split, _tensor_concat)
-TENSORDICT = BatchType(_tensordict_rows, _tensordict_split, _tensordict_concat)
-_FRAME = BatchType(len, _frame_split, _frame_concat)
+TENSOR = BatchType(_tensor_rows, _tensor_split, _tensor_concat, _tensor_take)
+TENSORDICT = BatchType(_tensordict_rows, _tensordict_split, _tensordict_concat, _tensordict_take, _tensordict_column)
+_FRAME = BatchType(len, _frame_split, _frame_concat, _frame_take, _get)
 KNOWN_BY_NAME: dict[tuple[str, str], BatchType | ColumnsType] = {  # names, because a lookup must not import
-    ("numpy", "ndarray"): BatchType(_array_rows, _slice, _array_concat),
-    ("builtins", "list"): BatchType(len, _slice, _list_concat),
+    ("numpy", "ndarray"): BatchType(_array_rows, _slice, _array_concat, _pick),
+    ("builtins", "list"): BatchType(len, _slice, _list_concat, _list_take),
     ("builtins", "dict"): MAPPING,
     ("torch", "Tensor"): TENSOR,
     ("tensordict.base", "TensorDictBase"): TENSORDICT,
@@ -280,6 +330,6 @@ KNOWN_BY_NAME: dict[tuple[str, str], BatchType | ColumnsType] = {  # names, beca
     ("pandas", "Series"): _FRAME,
     ("pandas.core.frame", "DataFrame"): _FRAME,  # their names before pandas 3
     ("pandas.core.series", "Series"): _FRAME,
-    ("datasets.arrow_dataset", "Dataset"): BatchType(len, _dataset_split, _dataset_concat),
+    ("datasets.arrow_dataset", "Dataset"): BatchType(len, _dataset_split, _dataset_concat, column=_get),
     ("transformers.tokenization_utils_base", "BatchEncoding"): ColumnsType(False, _encoding_cut, _encoding_join),
 }

@@ -13,7 +13,7 @@ import numpy as np
 
 from bandmaster.errors import BatchError, CollectError
 from bandmaster.failure import Failure, FailureKind
-from bandmaster.plan.batch import KNOWN, Batch, as_batch, concat, detached, is_same_kind
+from bandmaster.plan.batch import KNOWN, Batch, as_batch, concat, detached, is_same_kind, take_rows
 from bandmaster.plan.rows import CollectEach, RealRows
 from bandmaster.plan.transfer import Concat, Gather, Incoming, Only, Reduce
 
@@ -84,10 +84,27 @@ def _concat(ranks: Sequence[int], values: Sequence[Any], method: str, real_rows:
             _without_padding(rank, batch, real_rows.padded_to, real_rows.counts[rank], method)
             for rank, batch in zip(ranks, batches, strict=True)
         ]
+    order = None if real_rows is None else real_rows.order(ranks)
+    if order is not None:
+        assert real_rows is not None, "it has an order"
+        _check_counts(ranks, batches, real_rows, method)
     rows = [batch.n_rows for batch in batches]
     if not all(rows) and any(rows):  # the result of 0 rows, such as np.array([]), must not determine the type
         ranks, batches = list(compress(ranks, rows)), list(compress(batches, rows))
-    return _join(ranks, batches, method)
+    joined = _join(ranks, batches, method)
+    return joined if order is None else take_rows(joined, order)
+
+
+def _check_counts(ranks: Sequence[int], batches: Sequence[Batch], real_rows: RealRows, method: str) -> None:
+    """Raise CollectError unless every rank has returned one row for each row that it received."""
+    for rank, batch in zip(ranks, batches, strict=True):
+        if batch.n_rows != (sent := len(real_rows.numbers[rank])):
+            raise _error(
+                rank,
+                method,
+                f"returned {batch.n_rows} rows for {sent} rows of a batch that was not sent in its order, so the order "
+                "cannot be restored; return one row for each row, or split without balance",
+            )
 
 
 def _batch_of(rank: int, value: Any, method: str) -> Batch:

@@ -1,15 +1,12 @@
-"""Rows by number and columns by name: taken, selected and joined in values that are batches. Pure."""
+"""Columns by name: described, selected and joined in values that are batches. Pure."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeGuard
 
-import numpy as np
-
-from bandmaster.plan.batch import as_batch, concat_rows, slice_rows
+from bandmaster.plan.batch import as_batch
 from bandmaster.plan.batch_types import rebuilt
 
 __all__ = [
@@ -21,7 +18,6 @@ __all__ = [
     "facts_of",
     "join_columns",
     "schema_of",
-    "take_rows",
 ]
 
 
@@ -81,25 +77,6 @@ def column_of(value: Any, name: str | None) -> Any:
     return value if columns is None or name is None else columns[name]
 
 
-def take_rows(value: Any, rows: np.ndarray[Any, Any]) -> Any:
-    """The rows of a batch with these numbers, in their order, in memory of its own.
-
-    Raises:
-        BatchError: The value is not a batch, or its rows cannot be cut.
-    """
-    if _is_mapping(value):
-        return rebuilt(value, {name: take_rows(column, rows) for name, column in value.items()})
-    if isinstance(value, np.ndarray):
-        return value[rows]
-    if isinstance(value, list):
-        return [value[row] for row in rows.tolist()]
-    if _is_of(value, "torch", "Tensor") and not value.is_nested and value.layout is sys.modules["torch"].strided:
-        return value[sys.modules["torch"].from_numpy(rows)]
-    if hasattr(value, "iloc"):
-        return value.iloc[rows]
-    return _by_runs(value, rows)
-
-
 def choose_columns(value: Any, names: Mapping[str, str]) -> Any:
     """A batch with some of the columns of another, which it does not copy.
 
@@ -153,15 +130,6 @@ def _column(value: Any) -> Column:
 
 def _short(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _by_runs(value: Any, rows: np.ndarray[Any, Any]) -> Any:
-    """Rows by number of a type that can only cut ranges of rows: as few ranges as possible."""
-    if not len(rows):
-        return slice_rows(value, 0, 0)
-    ends = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
-    parts = [slice_rows(value, int(rows[start]), int(rows[stop - 1]) + 1) for start, stop in pairwise(ends)]
-    return concat_rows(parts)
 
 
 def _is_of(value: Any, module: str, name: str) -> bool:

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bandmaster.errors import BatchError
-from bandmaster.plan.batch import concat_rows, slice_rows
-from bandmaster.plan.columns import Schema, choose_columns, join_columns, take_rows
+from bandmaster.plan.batch import concat_rows, slice_rows, take_rows
+from bandmaster.plan.batch_types import Index
+from bandmaster.plan.columns import Schema, choose_columns, join_columns
 
 __all__ = [
     "Elsewhere",
@@ -49,7 +50,6 @@ __all__ = [
     "take",
 ]
 
-Index = range | np.ndarray  # numbers of rows, in order; a range has step 1
 Names = Mapping[str, str]  # by the new name of a column, its name before
 
 

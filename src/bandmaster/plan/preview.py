@@ -36,7 +36,8 @@ class TransferPlan:
         protocol: The previewed transfer protocol.
         mesh: The mesh of the call.
         rows: Number of rows of the batch.
-        received: For each rank ``(start, stop)`` of its rows; None for every rank if the protocol does not split.
+        received: For each rank ``(start, stop)`` of its rows, of which only the number counts if the split balances;
+            None for every rank if the protocol does not split.
         collected: The collected ranks, in order; for a tuple of collect rules, the ranks that any of them collects.
     """
 
@@ -68,8 +69,10 @@ class TransferPlan:
         if received is None or first is None:
             return "its own value" if isinstance(outgoing, PerRank) else "everything"
         (start, stop), largest = received, first[1] - first[0]
-        padding = largest - (stop - start) if isinstance(outgoing, Split) and outgoing.pad else 0
-        return f"rows {start}:{stop}" + (f" + {padding} padding" if padding else "")
+        assert isinstance(outgoing, Split), "only a split sends ranges of rows"
+        padding = largest - (stop - start) if outgoing.pad else 0
+        rows = f"rows {start}:{stop}" if outgoing.balance is None else f"{stop - start} rows by {outgoing.balance}"
+        return rows + (f" + {padding} padding" if padding else "")
 
     def _gives(self, rank: int) -> str:
         """Describe the use of the rank's value in each collect, "-" if the rank is not collected."""

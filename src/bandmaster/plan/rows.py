@@ -6,11 +6,16 @@ not have them, in any protocol. Every other axis that the mesh does not have is 
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from bandmaster.errors import MeshError
+from bandmaster.plan.batch_types import Index
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.transfer import Dispatch, Gather, Incoming, Reduce, Split
 
@@ -18,6 +23,7 @@ __all__ = [
     "CollectEach",
     "Cut",
     "RealRows",
+    "balanced",
     "cut_rows",
     "on_mesh",
     "part_numbers",
@@ -30,15 +36,34 @@ TABLE_AXES = frozenset(axis for dispatch in Dispatch for axis in dispatch.value.
 
 
 class RealRows(NamedTuple):
-    """The number of rows that each rank of a worker group receives.
+    """The rows that each rank of a worker group receives.
 
     Attributes:
-        counts: Number of rows of each rank, without padding.
+        numbers: For each rank the numbers of its rows, without padding: a range, or an array if the split balances.
         padded_to: Number of rows of each rank with padding; None if the split does not pad.
     """
 
-    counts: tuple[int, ...]
+    numbers: tuple[Index, ...]
     padded_to: int | None = None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of rows of each rank, without padding."""
+        return tuple(map(len, self.numbers))
+
+    def order(self, ranks: Sequence[int]) -> np.ndarray[Any, Any] | None:
+        """The order that the rows had before the split.
+
+        Args:
+            ranks: The ranks whose rows are concatenated.
+
+        Returns:
+            The number of each row in that concatenation; None if the split has left the rows in their order.
+        """
+        numbers = [self.numbers[rank] for rank in ranks]
+        if all(isinstance(one, range) for one in numbers):
+            return None
+        return np.argsort(np.concatenate(numbers), kind="stable")
 
 
 class Cut(NamedTuple):
@@ -46,12 +71,12 @@ class Cut(NamedTuple):
 
     Attributes:
         receivers: For each part, the ranks that receive it.
-        ranges: For each part, ``(start, stop)`` of its rows.
+        numbers: For each part, the numbers of its rows.
         real_rows: The number of rows of each rank.
     """
 
     receivers: tuple[tuple[int, ...], ...]
-    ranges: tuple[tuple[int, int], ...]
+    numbers: tuple[Index, ...]
     real_rows: RealRows
 
 
@@ -83,6 +108,34 @@ def row_ranges(rows: int, parts: int, pad: bool = False) -> tuple[tuple[int, int
     return tuple(pairwise(starts))
 
 
+def balanced(costs: np.ndarray[Any, Any], sizes: Sequence[int]) -> tuple[np.ndarray[Any, Any], ...]:
+    """Choose rows for parts of given sizes so that the sums of their costs are about equal.
+
+    The dearest rows are chosen first; each goes to the part with the least cost so far that is not full.
+
+    Args:
+        costs: The cost of each row, 0 or more.
+        sizes: The number of rows of each part; their sum is the number of rows.
+
+    Returns:
+        For each part the numbers of its rows, ascending.
+
+    Example:
+        >>> [part.tolist() for part in balanced(np.array([9, 1, 2, 8]), [2, 2])]
+        [[0, 1], [2, 3]]
+    """
+    chosen: list[list[int]] = [[] for _ in sizes]
+    lightest = [(0.0, part) for part, size in enumerate(sizes) if size]
+    for row in np.argsort(-costs, kind="stable").tolist():
+        cost, part = lightest[0]
+        chosen[part].append(row)
+        if len(chosen[part]) < sizes[part]:
+            heapq.heapreplace(lightest, (cost + float(costs[row]), part))
+        else:
+            heapq.heappop(lightest)
+    return tuple([np.array(sorted(rows), dtype=np.int64) for rows in chosen])
+
+
 @lru_cache(maxsize=1024)
 def part_numbers(mesh: Mesh, split: Split) -> tuple[int, ...]:
     """For each rank, the index of the part of a split that it receives.
@@ -103,14 +156,33 @@ def shards(mesh: Mesh, split: Split) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, parts))
 
 
-@lru_cache(maxsize=64)
-def cut_rows(mesh: Mesh, split: Split, rows: int) -> Cut:
-    """Split ``rows`` rows over the ranks of a mesh. Raises MeshError in the cases of `part_numbers`."""
+def cut_rows(mesh: Mesh, split: Split, rows: int, costs: np.ndarray[Any, Any] | None = None) -> Cut:
+    """Split ``rows`` rows over the ranks of a mesh.
+
+    Args:
+        mesh: The mesh.
+        split: The split.
+        rows: Number of rows.
+        costs: The cost of each row, if the split balances.
+
+    Raises:
+        MeshError: In the cases of `part_numbers`.
+    """
+    return _cut_in_order(mesh, split, rows) if costs is None else _cut(mesh, split, rows, costs)
+
+
+def _cut(mesh: Mesh, split: Split, rows: int, costs: np.ndarray[Any, Any] | None = None) -> Cut:
     receivers = shards(mesh, split)
     ranges = row_ranges(rows, len(receivers), split.pad)
-    sizes = [stop - start for start, stop in ranges]
-    counts = tuple(sizes[number] for number in part_numbers(mesh, split))
-    return Cut(receivers, ranges, RealRows(counts, sizes[0] if split.pad else None))  # the first part is the largest
+    numbers: Sequence[Index] = [range(start, stop) for start, stop in ranges]
+    size = len(numbers[0]) if split.pad else None  # the first part is the largest
+    if costs is not None:
+        numbers = balanced(costs, [len(part) for part in numbers])
+    real = RealRows(tuple([numbers[number] for number in part_numbers(mesh, split)]), size)
+    return Cut(receivers, tuple(numbers), real)
+
+
+_cut_in_order = lru_cache(maxsize=64)(_cut)
 
 
 @lru_cache(maxsize=1024)

@@ -67,21 +67,38 @@ class Split:
         pad: Repeat rows from the start of the batch until all parts have equal row counts. `Concat` removes the copies
             from the result, which requires one result row for each row. Other collect rules in a tuple combine what
             the ranks computed from rows and copies together.
+        balance: Name of a column of the batch, or of another argument with one number per row, that says what each row
+            costs. Parts then have the same sizes as without it, but about equal costs; within a part rows keep their
+            order. `Concat` puts the rows of the result back into the order of the batch, which requires one result row
+            for each row.
 
     Raises:
-        ProtocolError: There is no axis, an axis is not a string, or an axis is named twice.
+        ProtocolError: There is no axis, an axis is not a string or is named twice, or ``balance`` is not a string.
+
+    Example:
+        >>> import bandmaster as bm
+        >>> class Trainer(bm.Worker):
+        ...     @bm.register(bm.TransferProtocol(Split("dp", balance="n_tokens"), bm.Gather()))
+        ...     def tokens(self, rows): return sum(rows["n_tokens"])
+        >>> with bm.ResourcePool([2], backend="inprocess") as pool:
+        ...     bm.WorkerGroup(pool, Trainer).tokens({"n_tokens": [900, 800, 100, 200]})
+        [1000, 1000]
     """
 
     axes: tuple[str, ...]
     pad: bool
+    balance: str | None
 
-    def __init__(self, *axes: str, pad: bool = False) -> None:
+    def __init__(self, *axes: str, pad: bool = False, balance: str | None = None) -> None:
         if not axes:
             raise ProtocolError('Split requires at least one axis, for example Split("dp")')
-        _set(self, axes=_axis_names("Split", axes), pad=bool(pad))
+        if balance is not None and not (isinstance(balance, str) and balance):
+            raise ProtocolError(f"balance of Split must be the name of a column or of an argument, got {balance!r}")
+        _set(self, axes=_axis_names("Split", axes), pad=bool(pad), balance=balance)
 
     def __repr__(self) -> str:
-        return _written("Split", self.axes, {"pad": True} if self.pad else {})
+        options = {"pad": self.pad, "balance": self.balance}
+        return _written("Split", self.axes, {name: value for name, value in options.items() if value})
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,9 @@ def chunk(n: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Parts:
         elif batch is None:
             parts.append([value] * n)
         elif size is None:
-            parts.append([batch.cut(start, stop) for start, stop in cut.ranges])
+            parts.append([batch.rows(numbers) for numbers in cut.numbers])
         else:
-            parts.append([batch.padded(start, stop, size) for start, stop in cut.ranges])
+            parts.append([batch.padded(numbers, size) for numbers in cut.numbers])
     n_padding = 0 if size is None else size * n - n_rows
     return Parts(parts[: len(args)], dict(zip(kwargs, parts[len(args) :], strict=True)), n_padding)
 
