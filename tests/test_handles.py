@@ -382,6 +382,16 @@ def test_calls_are_sent_though_nobody_waits_for_them(two, three, gate):
 
 
 @without_waiting
+def test_callbacks_of_a_call_behind_one_that_waits_for_rows(two, three, gate):
+    rows = two.make_when.submit(np.arange(5), str(gate))
+    behind, called = [three.echo.submit(rows), three.everywhere.submit()], threading.Event()
+    behind[-1].add_done_callback(lambda _: called.set())
+    gate.touch()
+    assert called.wait(20)
+    assert behind[-1].result() == [0, 1, 2]
+
+
+@without_waiting
 def test_a_call_waits_for_the_calls_before_it(two, three, gate):
     rows = two.make_when.submit(np.arange(7), str(gate))
     logged = three.log_rows.submit(rows, "before")

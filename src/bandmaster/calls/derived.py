@@ -10,9 +10,10 @@ from typing import Any
 
 from bandmaster.calls.encoding import encode_argument
 from bandmaster.calls.kept_rows import KeptPart
+from bandmaster.calls.outcome import late
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.contract import KeptCopy
-from bandmaster.errors import BatchError, RowsLost
+from bandmaster.errors import BatchError, CallTimeout, RowsLost
 from bandmaster.plan.batch import KNOWN, describe, detached
 from bandmaster.plan.columns import facts_of
 from bandmaster.plan.handles import Part, Result, Table, Taken, assemble, pieces
@@ -82,6 +83,19 @@ class DerivedCall:
                 return False
         self._settle()
         return True
+
+    def cancel(self) -> bool:
+        """Nothing: the other calls may be wanted for something else."""
+        return False
+
+    def late(self, timeout_s: float) -> CallTimeout:
+        """The error for who has waited for so long."""
+        return late(self.site, timeout_s, self.awaited, "takes its rows")
+
+    def watch(self, when_done: Callable[[], object]) -> None:
+        """Call a function when one of the other calls is done."""
+        for parent in self.parents:
+            parent.add_done_callback(lambda _: when_done())
 
     def table(self) -> Table:
         """The rows; the other calls are done, without an error."""

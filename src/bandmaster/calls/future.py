@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
@@ -12,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 from bandmaster.calls.derived import DerivedCall
 from bandmaster.calls.handle import Handle
 from bandmaster.calls.later import LaterCall
+from bandmaster.calls.outcome import Outcome
 from bandmaster.calls.pending import PendingCall
-from bandmaster.calls.progress import progress
-from bandmaster.contract import Ticket, Workers
 from bandmaster.errors import ArgumentError, CallTimeout, UsageError
 from bandmaster.plan import handles
 from bandmaster.plan.batch import register_batch_type
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Future", "concat", "derived", "table_of"]
-
-PATIENCE_S = 0.02
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -42,7 +38,7 @@ class Future(Handle, Generic[T]):
     future itself as an argument of another call: each rank reads only its own rows, from where they lie.
     """
 
-    def __init__(self, call: PendingCall | DerivedCall | LaterCall, owner: object = None) -> None:
+    def __init__(self, call: Outcome, owner: object = None) -> None:
         self._call = call
         if type(call) is LaterCall:
             call.on_sent = partial(setattr, self, "_call")
@@ -91,15 +87,7 @@ class Future(Handle, Generic[T]):
         return self._call.error
 
     def _late(self, timeout_s: float) -> CallTimeout:
-        call, awaited, method = self._call, self._call.awaited, self._call.site.method
-        if isinstance(call, PendingCall):
-            error = CallTimeout(method, call.missing, timeout_s, call.stacks())
-        elif awaited is None:
-            error = CallTimeout(method, (), timeout_s)
-        else:
-            why = "takes its rows" if call.parents else "was submitted behind a call that takes its rows"
-            what_next = f"{method} {why}, and so was not sent; wait for it again, or cancel both"
-            error = CallTimeout(awaited.site.method, awaited.missing, timeout_s, awaited.stacks(), what_next)
+        error = self._call.late(timeout_s)
         error.future = self
         return error
 
@@ -126,10 +114,9 @@ class Future(Handle, Generic[T]):
             UsageError: A signal handler called this during an operation of the group.
         """
         self._call.drive()  # what has been answered counts
-        if self._call.is_done or self._call.is_over or isinstance(self._call, DerivedCall):
+        if self._call.is_done or self._call.is_over:
             return False
-        self._call.cancel()
-        return True
+        return self._call.cancel()
 
     def cancelled(self) -> bool:
         """Whether the call was cancelled before it ended."""
@@ -170,17 +157,12 @@ class Future(Handle, Generic[T]):
 
     def _watch(self) -> None:
         """Have the callbacks run when the call is done, though no thread waits for it."""
-        call = self._call
-        if isinstance(call, PendingCall):
-            progress.add(_CallWatch(call, self._run_callbacks))
-            return
-        for parent in call.parents:  # a call to come is sent when these are done, and is watched from then on
-            parent.add_done_callback(lambda _: self._look_again(call))
+        self._call.watch(partial(self._look_again, self._call))
 
-    def _look_again(self, before: DerivedCall | LaterCall) -> None:
+    def _look_again(self, before: Outcome) -> None:
         if self.done():
             self._run_callbacks()
-        elif self._call is not before:
+        elif self._call is not before:  # which was to be sent later, and now is
             self._watch()
 
     def _run_callbacks(self) -> None:
@@ -218,7 +200,7 @@ class Future(Handle, Generic[T]):
         )
 
     def __repr__(self) -> str:
-        call = self._call
+        call: Any = self._call
         if not isinstance(call, PendingCall):
             state = "done" if call.is_done else "waiting for the rows that it takes"
         elif call.is_done or not call.missing:
@@ -281,28 +263,3 @@ register_batch_type(
     take=lambda rows, numbers: rows[numbers],
     column=_column,
 )
-
-
-class _CallWatch:
-    """Has a call be done, and then something be called, though no thread waits for it."""
-
-    def __init__(self, call: PendingCall, when_done: Callable[[], object]) -> None:
-        self.workers: Workers = call.workers
-        self.due: float | None = None
-        self._call = call
-        self._when_done = when_done
-        look = partial(progress.look_at, self)
-        call.on_done = look
-        for ticket in list(call.tickets.values()):
-            if isinstance(ticket, Ticket):
-                ticket.on_done = look
-
-    def look(self) -> bool:
-        """Read what has arrived for the call."""
-        if self._call.wait(0):
-            self._call.on_done = None  # which refers to this, so that rows would stay until garbage is collected
-            self._when_done()
-            return True
-        due = self._call.due
-        self.due = None if due is None else max(due, time.monotonic() + PATIENCE_S)  # another thread may be at it
-        return False

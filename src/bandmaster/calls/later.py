@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bandmaster.calls.outcome import late
 from bandmaster.calls.pending import CallSite, PendingCall
-from bandmaster.errors import CallCancelled
+from bandmaster.errors import CallCancelled, CallTimeout
 
 __all__ = ["LaterCall", "LaterCalls"]
 
@@ -57,6 +58,7 @@ class LaterCall:
         self.is_cancelled = False
         self.on_sent: Callable[[PendingCall], None] = lambda call: None
         self._sent: PendingCall | None = None
+        self._watchers: list[Callable[[], object]] = []
         self._send: Callable[[], PendingCall] | None = send
         self._others = others
 
@@ -104,19 +106,36 @@ class LaterCall:
         else:
             self.on_sent(self._sent)
 
-    def cancel(self) -> None:
+    def cancel(self) -> bool:
         """Do not send it."""
         if self._sent is not None:
-            self._sent.cancel()
-            return
+            return self._sent.cancel()
         self.is_cancelled = True
         self.give_up(CallCancelled(f"{self.site.method} was cancelled before it was sent; make the call again"))
+        return True
+
+    def late(self, timeout_s: float) -> CallTimeout:
+        """The error for who has waited for so long."""
+        why = "takes its rows" if self.parents else "was submitted behind a call that takes its rows"
+        return late(self.site, timeout_s, self.awaited, why)
+
+    def watch(self, when_done: Callable[[], object]) -> None:
+        """Call a function when it was sent, or will not be."""
+        self._watchers.append(when_done)
+        if self._sent is not None or self.is_done:  # another thread was faster
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell who watches that it was sent, or will not be."""
+        while self._watchers:
+            self._watchers.pop()()
 
     def give_up(self, why: BaseException) -> None:
         """Do not send it, for a reason."""
         self.error = self.error or why
         self._send, self.parents = None, ()
         self._others.advance()
+        self.tell()
 
     @property
     def awaited(self) -> PendingCall | None:
@@ -181,15 +200,20 @@ class LaterCalls:
 
     def advance(self) -> None:
         """Send the first calls as far as their rows are there."""
+        sent: list[LaterCall] = []
         with self._lock:
             if self._is_advancing:  # by this thread, which asks a call for its rows that takes rows of another one here
                 return
             self._is_advancing = True
             try:
                 while self.calls and (self.calls[0].is_done or self.calls[0].is_ready()):
-                    self.calls.popleft().send()
+                    call = self.calls.popleft()
+                    sent.append(call)
+                    call.send()
             finally:
                 self._is_advancing = False
+        for call in sent:  # not under the lock, as it may run callbacks
+            call.tell()
 
     def wait(self) -> None:
         """Wait until all of them were sent, or will not be."""

@@ -24,9 +24,11 @@ from typing import Any, NamedTuple
 from bandmaster.calls.escalation import Escalation, Step
 from bandmaster.calls.kept_rows import KeptPart, KeptRows
 from bandmaster.calls.options import CallOptions, default_options
+from bandmaster.calls.outcome import CallWatch
+from bandmaster.calls.progress import progress
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Workers
-from bandmaster.errors import CallCancelled, CollectError, RemoteError, RowsLost, UsageError, WorkerDied
+from bandmaster.errors import CallCancelled, CallTimeout, CollectError, RemoteError, RowsLost, UsageError, WorkerDied
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.plan.collection import collect
 from bandmaster.plan.handles import Table
@@ -181,7 +183,15 @@ class PendingCall:
         """The Python stacks of the ranks that have not replied."""
         return self.workers.stacks(dict(self.tickets))
 
-    def cancel(self) -> None:
+    def late(self, timeout_s: float) -> CallTimeout:
+        """The error for who has waited for so long."""
+        return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks())
+
+    def watch(self, when_done: Callable[[], object]) -> None:
+        """Read replies in the background, and call a function when the call is done."""
+        progress.add(CallWatch(self, when_done))
+
+    def cancel(self) -> bool:
         """Interrupt the call where it runs, and have it skipped where it does not run yet. From any thread."""
         before = self._cancelled_at
         self._cancelled_at = before or time.monotonic()
@@ -190,6 +200,7 @@ class PendingCall:
         except UsageError:
             self._cancelled_at = before
             raise
+        return True
 
     def wait(self, timeout_s: float | None) -> bool:
         """Read replies until all are there, and make the result; False when the time is over before."""
