@@ -25,11 +25,16 @@ from bandmaster.worker import WorkerContext
 
 __all__ = [
     "CLOSED",
+    "CLOSE_STREAM",
     "CONSTRUCT",
     "KEPT_FROM_NBYTES",
+    "METHOD",
+    "NEXT",
     "NOT_STARTED",
+    "OPEN_STREAM",
     "QUEUED",
     "START_ADVICE",
+    "STREAM",
     "Backend",
     "Call",
     "Kept",
@@ -53,7 +58,13 @@ START_ADVICE = (
     "them so long"
 )
 KEPT_FROM_NBYTES = 64 * 1024  # smaller values travel inside the reply: a segment would cost more than they do
-CONSTRUCT = "bandmaster.construct"  # the method of the first call on a worker: its argument is ``(cls, args, kwargs)``
+
+# What calls may name in place of one of the user's methods:
+CONSTRUCT = "bandmaster.construct"  # the first call on a worker: its argument is ``(cls, args, kwargs)``
+OPEN_STREAM = "bandmaster.open"  # begin a generator method: to its arguments come its name and the stream's, by keyword
+NEXT = "bandmaster.next"  # the next item of a stream, by the stream's name; no value where there is none any more
+CLOSE_STREAM = "bandmaster.close"  # close the generator of a stream, by the stream's name
+STREAM, METHOD = "bandmaster.stream", "bandmaster.method"  # the keywords that `OPEN_STREAM` adds
 
 
 @dataclass(frozen=True)
@@ -307,7 +318,10 @@ class Workers(Protocol):
         """
 
     def fetch(self, ticket: Any) -> Payload | Kept | Failure | None:
-        """The reply of a ticket that is done: the encoded value, the failure, or None for a value that was dropped."""
+        """The reply of a ticket that is done: the encoded value, the failure, or None where there is no value.
+
+        That is a value that was dropped, and the end of a stream.
+        """
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
         """Interrupt calls, by rank, where they run; a rank that has not come to its call skips it.

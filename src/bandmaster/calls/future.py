@@ -16,6 +16,7 @@ from bandmaster.calls.pending import PendingCall
 from bandmaster.errors import ArgumentError, CallTimeout, UsageError
 from bandmaster.plan import handles
 from bandmaster.plan.batch import register_batch_type
+from bandmaster.plan.batch_types import Index
 from bandmaster.plan.columns import column_of
 from bandmaster.plan.handles import Table
 
@@ -36,6 +37,11 @@ class Future(Handle, Generic[T]):
 
     If the protocol concatenates rows, they stay on the ranks that made them until `result` brings them here. Pass the
     future itself as an argument of another call: each rank reads only its own rows, from where they lie.
+
+    Attributes:
+        rank: The rank that made it, if it comes from a stream; else None.
+        numbers: The numbers of the rows that it belongs to, in the batch that was passed, if it comes from a stream and
+            the call has split one; else None.
     """
 
     def __init__(self, call: Outcome, owner: object = None) -> None:
@@ -43,6 +49,8 @@ class Future(Handle, Generic[T]):
         if type(call) is LaterCall:
             call.on_sent = partial(setattr, self, "_call")
         self._owner = owner  # lives as long as this
+        self.rank: int | None = None
+        self.numbers: Index | None = None
         self._callbacks: list[Callable[[Future[T]], object]] = []
         self._is_watched = False
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from bandmaster.calls.future import Future
-from bandmaster.calls.options import CallOptions, Limits, default_options
+from bandmaster.calls.options import CallOptions, FlowOptions, MethodOptions, default_options
 from bandmaster.calls.pending import Collection
+from bandmaster.calls.stream import ItemCall, ItemFeed, ShareFeed, Stream
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import decode, encode
-from bandmaster.errors import BatchError, MeshError
+from bandmaster.contract import CLOSE_STREAM, METHOD, NEXT, OPEN_STREAM, STREAM
+from bandmaster.errors import BatchError, MeshError, UsageError
 from bandmaster.plan.arguments import (
     ArgumentGroup,
     BoundArgument,
@@ -26,6 +29,7 @@ from bandmaster.plan.arguments import (
 from bandmaster.plan.binding import bind, bind_per_rank, signature_without_self
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import on_mesh, shards, sources
+from bandmaster.plan.shares import Share, of_one_rank, shares
 from bandmaster.plan.transfer import (
     Broadcast,
     Concat,
@@ -46,6 +50,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupMethod", "MethodSpec", "specs_of"]
 
+FLOW = FlowOptions()
+FLOW_NAMES = [field.name for field in fields(FlowOptions)]
+
 P = ParamSpec("P")  # the method's parameters
 C = TypeVar("C", covariant=True)  # what a call returns: its result, or its future
 G = TypeVar("G", covariant=True)  # the result
@@ -62,6 +69,7 @@ class MethodSpec:
         signature: Without ``self``.
         positional: Names of its parameters where all of them can go by position and none is ``*args``; else None.
         n_required: How many have no default.
+        is_generator: Whether it yields items.
         is_for_zero: Whether it runs on rank 0 alone.
         goes_everywhere: Whether all arguments go, as they are, to every rank that it runs on.
         registration: What `register` was told.
@@ -75,6 +83,7 @@ class MethodSpec:
     signature: inspect.Signature
     positional: tuple[str, ...] | None
     n_required: int
+    is_generator: bool
     is_for_zero: bool
     goes_everywhere: bool
     registration: Registration
@@ -123,6 +132,7 @@ class MethodSpec:
             signature,
             positional,
             n_required,
+            inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function),
             is_for_zero,
             goes_everywhere,
             registration,
@@ -218,12 +228,18 @@ class GroupMethod(Generic[P, C, G]):
     """A registered method of a worker group: call it, or `submit` it to get a `Future`."""
 
     def __init__(
-        self, group: object, submitter: Submitter, spec: MethodSpec, options: CallOptions | None = None
+        self,
+        group: object,
+        submitter: Submitter,
+        spec: MethodSpec,
+        options: CallOptions | None = None,
+        flow: FlowOptions = FLOW,
     ) -> None:
         self._group = group
         self._submitter = submitter
         self._spec = spec
         self._options = options
+        self._flow = flow
         self.__dict__.update(spec.described)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> C:
@@ -231,19 +247,24 @@ class GroupMethod(Generic[P, C, G]):
         result: C = self._send(args, kwargs, waits=self._spec.registration.is_blocking)
         return result
 
-    def options(self, /, **options: Unpack[Limits]) -> GroupMethod[P, C, G]:
+    def options(self, /, **options: Unpack[MethodOptions]) -> GroupMethod[P, C, G]:
         """A copy of this group method with other options.
 
         Args:
             **options: ``timeout``: seconds that a wait for the result may take before `CallTimeout`; None sets no
                 limit. ``grace``: seconds from the interruption of the call, after a cancel or the failure of a rank,
-                until ranks that still run it are ended; None never ends one.
+                until ranks that still run it are ended; None never ends one. ``maxsize``: how many items of each rank a
+                stream of a generator method has made before they are taken, 2 by default.
 
         Raises:
-            UsageError: An option is unknown, or its value is not a non-negative number or None.
+            UsageError: An option is unknown, or its value is invalid.
         """
-        base = self._options or default_options().but(self._submitter.options)
-        return type(self)(self._group, self._submitter, self._spec, base.but(options))
+        limits = {name: value for name, value in options.items() if name not in FLOW_NAMES}
+        flow = {name: value for name, value in options.items() if name in FLOW_NAMES}
+        base = self._options
+        if limits:
+            base = (base or default_options().but(self._submitter.options)).but(limits)
+        return type(self)(self._group, self._submitter, self._spec, base, self._flow.but(flow))
 
     def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
         """Send the call and return its `Future` without waiting.
@@ -255,17 +276,103 @@ class GroupMethod(Generic[P, C, G]):
         future: Future[G] = self._send(args, kwargs, waits=False)
         return future
 
+    def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream:
+        """Send the call, and return an iterator over the results of the ranks as they come.
+
+        The items are futures that are done, one for each rank whose value the protocol collects. If the method is a
+        generator (``yield``), they are its items, each of which is made when the ones before it are taken: see
+        ``maxsize`` of `options`. Other calls may be made meanwhile; a rank runs them between two items.
+
+        Waits until the rows of futures among the arguments are there.
+
+        Raises:
+            UsageError: The arguments do not fit the method or its protocol; nothing was sent.
+            ResourceError: No memory or descriptor is left for the arguments.
+
+        Example:
+            >>> import bandmaster as bm
+            >>> class Generator(bm.Worker):
+            ...     @bm.register(bm.Dispatch.DP_PROTO)
+            ...     def squares(self, numbers):
+            ...         for number in numbers:
+            ...             yield number**2
+            >>> with bm.ResourcePool([2], backend="inprocess") as pool:
+            ...     group = bm.WorkerGroup(pool, Generator)
+            ...     sorted((item.rank, item.result()) for item in group.squares.stream([1, 2, 3]))
+            [(0, 1), (0, 4), (1, 9)]
+        """
+        spec, submitter = self._spec, self._submitter
+        submitter.traffic.later.wait()
+        plan = self._plan(args, kwargs)
+        found = shares(spec.ranks, [group.ranks for group in plan.groups], spec.collection.ranks)
+        if spec.is_generator:
+            self._check_no_padding(plan)
+            return self._stream_items(plan, found)
+        collections = {
+            share: Collection(of_one_rank(spec.collection.incoming, share.rank), (share.rank,)) for share in found
+        }
+        futures = submitter.submit_shares(self._group, spec.name, plan, collections, self._options)
+        by_share = dict(zip(futures, found, strict=True))
+        for future, share in by_share.items():
+            _label(future, share, plan)
+        return Stream(ShareFeed(by_share, submitter.workers))
+
+    def _stream_items(self, plan: CallPlan, found: Sequence[Share]) -> Stream:
+        """A stream of the items that generators yield."""
+        spec, submitter, name = self._spec, self._submitter, uuid.uuid4().hex
+        which = ArgumentGroup(
+            ((STREAM, name), (METHOD, submitter.worker_method(spec.name))), ("stream", "method"), spec.ranks
+        )
+        alone = {share: Collection(Only(), (share.rank,)) for share in found}
+
+        def call(shares: Sequence[Share], what: str) -> list[Future[Any]]:
+            asked = tuple([rank for share in shares for rank in share.ranks])
+            plan = CallPlan((ArgumentGroup(((0, name),), ("stream",), asked),))
+            chosen = {share: alone[share] for share in shares}
+            return submitter.submit_shares(self._group, spec.name, plan, chosen, self._options, what, ItemCall)
+
+        def ask(share: Share) -> Future[Any]:
+            (future,) = call([share], NEXT)
+            _label(future, share, plan)
+            return future
+
+        def close(shares: Sequence[Share]) -> None:
+            call(shares, CLOSE_STREAM)
+
+        begin = CallPlan((*plan.groups, which))
+        opened = submitter.submit_shares(self._group, spec.name, begin, alone, self._options, OPEN_STREAM)
+        return Stream(
+            ItemFeed(dict(zip(opened, found, strict=True)), ask, close, self._flow.maxsize, submitter.workers)
+        )
+
+    def _check_no_padding(self, plan: CallPlan) -> None:
+        if plan.real_rows is not None and plan.real_rows.padded_to is not None:
+            raise UsageError(
+                f"{self._spec.label} yields items, so that padding cannot be removed from them; split without pad=True"
+            )
+
+    def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
+        """Decide which argument goes where; the rows of futures among them are there."""
+        spec, protocol = self._spec, self._spec.registration.protocol
+        if not isinstance(protocol, Custom):
+            return spec.plan(args, kwargs, protocol.outgoing)
+        arguments = bind_per_rank(spec.label, spec.signature, self._group, protocol, args, kwargs)
+        return CallPlan(tuple(scatter(arguments, len(spec.ranks), spec.label)))
+
     def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
         """Send the call; its future, or its result if the caller ``waits``."""
         spec, protocol = self._spec, self._spec.registration.protocol
         collection = spec.collection
+        if spec.is_generator:
+            raise UsageError(
+                f"{spec.label} is a generator: iterate over {spec.name}.stream(...), or return a value instead of yield"
+            )
         has_futures = Future in map(type, args) or (kwargs and Future in map(type, kwargs.values()))
         parents = self._not_there(args, kwargs) if has_futures else ()
         plan: CallPlan | Callable[[], CallPlan]
         if isinstance(protocol, Custom):
             self._submitter.traffic.later.wait()  # its functions have to see the arguments now
-            arguments = bind_per_rank(spec.label, spec.signature, self._group, protocol, args, kwargs)
-            plan = CallPlan(tuple(scatter(arguments, len(spec.ranks), spec.label)))
+            plan = self._plan(args, kwargs)
             collection = collection._replace(finish=partial(protocol.collect, self._group))
         elif parents or self._submitter.traffic.later.calls:
             bind(spec.label, spec.signature, args, kwargs)  # mistakes are errors now
@@ -273,7 +380,7 @@ class GroupMethod(Generic[P, C, G]):
                 args, kwargs = [_as_it_is(value) for value in args], {k: _as_it_is(v) for k, v in kwargs.items()}
             plan = partial(spec.plan, args, kwargs, protocol.outgoing)
         else:
-            plan = spec.plan(args, kwargs, protocol.outgoing)
+            plan = self._plan(args, kwargs)
         keeps = not waits and isinstance(collection.incoming, Concat) and collection.finish is None
         return self._submitter.submit(
             self._group, spec.name, plan, spec.ranks, collection, self._options, waits, keeps, parents
@@ -286,6 +393,12 @@ class GroupMethod(Generic[P, C, G]):
 
     def __repr__(self) -> str:
         return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"
+
+
+def _label(future: Future[Any], share: Share, plan: CallPlan) -> None:
+    """Note whose result it is, and of which rows."""
+    future.rank = share.rank
+    future.numbers = None if plan.real_rows is None else plan.real_rows.numbers[share.rank]
 
 
 def _as_it_is(value: Any) -> Any:

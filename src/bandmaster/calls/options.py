@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
 from bandmaster.errors import UsageError
 
-__all__ = ["CallOptions", "Limits", "check_seconds", "default_options", "set_default_options"]
+__all__ = [
+    "CallOptions",
+    "FlowOptions",
+    "Limits",
+    "MethodOptions",
+    "check_seconds",
+    "default_options",
+    "set_default_options",
+]
 
 
 def check_seconds(name: str, value: Any) -> None:
@@ -31,6 +39,35 @@ class Limits(TypedDict, total=False):
 
     timeout: float | None
     grace: float | None
+
+
+class MethodOptions(Limits, total=False):
+    """The keywords of `GroupMethod.options`, for type checkers."""
+
+    maxsize: int
+
+
+@dataclass(frozen=True)
+class FlowOptions:
+    """How the results of a single call flow; `GroupMethod.options` takes them as keywords.
+
+    Attributes:
+        maxsize: How many items of each rank a stream has made before they are taken.
+    """
+
+    maxsize: int = 2
+
+    def but(self, changes: Mapping[str, Any]) -> FlowOptions:
+        """A copy with some options changed.
+
+        Raises:
+            UsageError: A value is invalid.
+        """
+        for name in ("maxsize",):
+            value = changes.get(name, 1)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"{name} must be a whole number of 1 or more, got {value!r}")
+        return replace(self, **changes) if changes else self
 
 
 @dataclass(frozen=True)
@@ -56,7 +93,11 @@ class CallOptions:
             return self
         for name, value in changes.items():
             if name not in ("timeout", "grace"):
-                raise UsageError(f"a call has no option {name!r}; its options are timeout and grace, both in seconds")
+                flow = [field.name for field in fields(FlowOptions)]
+                where = f"; {name} is for group.method.options(...)" if name in flow else ""
+                raise UsageError(
+                    f"a call has no option {name!r}; its options are timeout and grace, both in seconds{where}"
+                )
             check_seconds(name, value)
         known = {"timeout": self.timeout, "grace": self.grace}
         return CallOptions(**{**known, **changes})

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from bandmaster.failure import Failure
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
 from bandmaster.plan.handles import Elsewhere, Part, pieces
 from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.shares import Share
 from bandmaster.plan.transfer import Only
 
 __all__ = ["Submitter", "Traffic"]
@@ -191,7 +192,8 @@ class Submitter:
             plan = plan()
         call.real_rows = plan.real_rows
         reply = Reply.KEEP if call.keeps_rows else Reply.RETURN
-        outgoing, call.kept = self._encode(call.workers, method, plan, ranks, collected, reply)
+        label, name = self.label(method), self._prefix + method
+        outgoing, call.kept = self._encode(call.workers, label, name, plan, ranks, collected, reply)
         with call.reading:
             self._open_calls.add(call)
             call.workers.call(outgoing, call.tickets)
@@ -199,23 +201,70 @@ class Submitter:
     def submit_for_each(self, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Any]:
         """Send a call; for each rank what the backend's own users read its value from, or a future of its own."""
         self.traffic.later.wait()
-        workers, tickets = self._workers(), dict[int, Any]()
-        outgoing, _ = self._encode(workers, method, plan, ranks, ranks, Reply.NATIVE)
-        try:
-            workers.call(outgoing, tickets)
-        except BaseException:  # Ctrl-C
-            workers.interrupt(tickets)
-            raise
-        failures: dict[int, Failure] = {}  # which all know, so that none is left in a collective with one that failed
+        shares = {Share(rank, (rank,)): Collection(Only(), (rank,)) for rank in ranks}
+        failures: dict[int, Failure] = {}
+        return self._submit_shares(
+            owner, self.site(method), self._prefix + method, plan, shares, failures, Reply.NATIVE
+        )
+
+    def submit_shares(
+        self,
+        owner: object,
+        method: str,
+        plan: CallPlan,
+        shares: Mapping[Share, Collection],
+        options: CallOptions | None,
+        name: str | None = None,
+        kind: type[PendingCall] = PendingCall,
+    ) -> list[Future[Any]]:
+        """Send a call, with a future for each share of the ranks, whose rows stay where they are made.
+
+        Args:
+            owner: The group, which lives as long as the futures.
+            method: Name of the method.
+            plan: Its arguments.
+            shares: How the value of each becomes the result.
+            options: How long it may take; by default as the group says.
+            name: What the workers are asked for, if it is not the method.
+            kind: The class of the calls.
+        """
+        self.traffic.later.wait()
+        name, failures = name or self._prefix + method, dict(self._workers().deaths)
+        site = self.site(method, options)
+        return self._submit_shares(owner, site, name, plan, shares, failures, Reply.KEEP, kind)
+
+    def _submit_shares(
+        self,
+        owner: object,
+        site: CallSite,
+        name: str,
+        plan: CallPlan,
+        shares: Mapping[Share, Collection],
+        failures: dict[int, Failure],  # which all know, so that none is left in a collective with one that failed
+        reply: Reply,
+        kind: type[PendingCall] = PendingCall,
+    ) -> list[Any]:
+        """For each share a future, or what the backend's own users read its value from."""
+        workers, tickets, kept = self._workers(), dict[int, Any](), list[Any]()
+        if not failures:
+            ranks = tuple([rank for share in shares for rank in share.ranks])
+            collected = tuple([rank for collection in shares.values() for rank in collection.ranks])
+            outgoing, kept = self._encode(workers, site.method, name, plan, ranks, collected, reply)
+            try:
+                workers.call(outgoing, tickets)
+            except BaseException:  # Ctrl-C
+                workers.interrupt(tickets)
+                raise
         results: list[Any] = []
-        for rank, ticket in tickets.items():
-            if isinstance(ticket, Ticket):
-                collection = Collection(Only(), (rank,))
-                call = PendingCall(workers, self.site(method), collection, self._open_calls, failures)
-                call.tickets[rank] = ticket
-                self._open_calls.add(call)
-                ticket = Future(call, owner)
-            results.append(ticket)
+        for share, collection in shares.items():
+            if share.rank in tickets and not isinstance(tickets[share.rank], Ticket) and reply is Reply.NATIVE:
+                results.append(tickets[share.rank])
+                continue
+            call = kind(workers, site, collection, self._open_calls, failures, reply is Reply.KEEP)
+            call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
+            call.kept, call.real_rows = kept, plan.real_rows
+            self._open_calls.add(call)
+            results.append(Future(call, owner))
         return results
 
     def begin_anew(self) -> None:
@@ -227,6 +276,15 @@ class Submitter:
         """Cancel the calls that are not over, and wait until they are: at most for the grace of each."""
         self._give_up_later()
         self._open_calls.cancel_all()
+
+    @property
+    def workers(self) -> Workers:
+        """The workers; raises if the group was closed."""
+        return self._workers()
+
+    def worker_method(self, method: str) -> str:
+        """The workers' name of a method."""
+        return self._prefix + method
 
     def _give_up_later(self) -> None:
         self.traffic.later.give_up(
@@ -251,7 +309,8 @@ class Submitter:
     def _encode(
         self,
         workers: Workers,
-        method: str,
+        label: str,
+        name: str,
         plan: CallPlan,
         ranks: tuple[int, ...],
         collected: tuple[int, ...],
@@ -273,13 +332,13 @@ class Submitter:
                 for _, value in group.items:
                     if type(value) is Future:
                         elsewhere = elsewhere or RowsElsewhere()
-                        group = elsewhere.without_rows(group, len(payloads), self.label(method))
+                        group = elsewhere.without_rows(group, len(payloads), label)
                         break
-                payloads.append(encode_group(group, self.label(method), exporter))
+                payloads.append(encode_group(group, label, exporter))
                 receivers.append(group.ranks)
         parts = workers.put(payloads) if payloads else ()
         rows = [part.placed(workers) for part in elsewhere.parts] if elsewhere is not None else ()
-        calls, name = [], self._prefix + method
+        calls = []
         for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
             answer = reply if is_collected else Reply.DROP
             named = elsewhere.needed(numbers, rows) if elsewhere is not None else ()

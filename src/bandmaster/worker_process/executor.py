@@ -13,7 +13,17 @@ from typing import Any
 
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.codec.cuda_ipc import CAN_OPEN, can_open
-from bandmaster.contract import CONSTRUCT, KEPT_FROM_NBYTES, Reply, Rows
+from bandmaster.contract import (
+    CLOSE_STREAM,
+    CONSTRUCT,
+    KEPT_FROM_NBYTES,
+    METHOD,
+    NEXT,
+    OPEN_STREAM,
+    STREAM,
+    Reply,
+    Rows,
+)
 from bandmaster.errors import BatchError
 from bandmaster.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
 from bandmaster.plan.columns import facts_of
@@ -25,6 +35,7 @@ from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
 from bandmaster.worker_process.control_page import Interrupted
 from bandmaster.worker_process.kept_rows import with_rows
 from bandmaster.worker_process.rendezvous import Rendezvous
+from bandmaster.worker_process.streams import END, Streams
 
 __all__ = ["Executor"]
 
@@ -51,6 +62,7 @@ class Executor:
         self.worker: Worker | None = None
         self._context: WorkerContext | None = None
         self._loop: _EventLoopThread | None = None
+        self._streams = Streams()
 
     def prepare(self, context: WorkerContext) -> None:
         """Set the attributes that the worker has before its constructor runs."""
@@ -106,7 +118,14 @@ class Executor:
     def _value(self, method: str, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
         """What a method returns, a coroutine if it is async."""
         if method in _OWN:
-            return _OWN[method](self, parts)
+            return _OWN[method](self, parts, rows)
+        args, kwargs = self._arguments(parts, rows)
+        return getattr(self.worker, method)(*args, **kwargs)
+
+    def _arguments(
+        self, parts: Sequence[Payload] | memoryview, rows: RowReaders = NO_ROWS
+    ) -> tuple[list[Any], dict[Any, Any]]:
+        """The arguments of a call, by position and by keyword."""
         args: list[Any] = []
         kwargs: dict[Any, Any] = {}
         is_stream = type(parts) is memoryview and self.device == "cpu"
@@ -116,10 +135,10 @@ class Executor:
                 args.append(argument)
             else:
                 kwargs[key] = argument
-        return getattr(self.worker, method)(*args, **kwargs)
+        return args, kwargs
 
     def _encoded(self, value: Any, reply: int) -> Payload | Rows | Failure | None:
-        if reply == Reply.DROP:
+        if reply == Reply.DROP or value is END:
             return None
         try:
             payload = encode(value)
@@ -135,14 +154,27 @@ class Executor:
             what = f"the returned {type(value).__name__} cannot be pickled: {summary_of(error)}"
             return self.failure(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
 
-    def _construct(self, parts: Sequence[Payload] | memoryview) -> None:
+    def _construct(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> None:
         assert self._context is not None, "it was set before the first call"
         with ClassLoading():
             cls, args, kwargs = self._merge(parts)
         self.worker = make_worker(cls, self._context, args, kwargs)
 
-    def _can_open(self, parts: Sequence[Payload] | memoryview) -> bool:
+    def _can_open(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> bool:
         return can_open(self.device, *(value for _, value in self._merge(parts)))
+
+    def _open_stream(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> None:
+        args, kwargs = self._arguments(parts, rows)
+        stream, method = kwargs.pop(STREAM), kwargs.pop(METHOD)
+        self._streams.open(stream, getattr(self.worker, method)(*args, **kwargs))
+
+    def _next(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
+        (stream,), _ = self._arguments(parts)
+        return self._streams.next(stream)
+
+    def _close_stream(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
+        (stream,), _ = self._arguments(parts)
+        return self._streams.close(stream)
 
     def _merge(self, parts: Sequence[Payload] | memoryview) -> Sequence[Any]:
         """The items of all parts: keyword arguments first, then positional arguments in order, as within each part."""
@@ -205,6 +237,7 @@ class Executor:
         if isinstance(self.worker, Roles):
             self.worker.let_go()
         self.worker = self._loop = self.rendezvous = None
+        self._streams = Streams()
 
     def _hand_over(self) -> None:
         assert self.rendezvous is not None, "the caller has looked"
@@ -212,8 +245,11 @@ class Executor:
             self.rendezvous = None
 
 
-_OWN: dict[str, Callable[[Executor, Sequence[Payload] | memoryview], Any]] = {
+_OWN: dict[str, Callable[[Executor, Sequence[Payload] | memoryview, RowReaders], Any]] = {
     CONSTRUCT: Executor._construct,
+    OPEN_STREAM: Executor._open_stream,
+    NEXT: Executor._next,
+    CLOSE_STREAM: Executor._close_stream,
     CAN_OPEN: Executor._can_open,
 }
 
