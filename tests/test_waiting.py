@@ -23,7 +23,9 @@ class Waits(bm.Worker):
         raise ValueError("planned")
 
     @register(Dispatch.ONE_TO_ALL)
-    def sleep(self, seconds):
+    def sleep(self, seconds, begun=None):
+        if begun:
+            open(begun[self.rank], "w").close()
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(0.01)
@@ -154,3 +156,15 @@ def test_futures_in_an_event_loop(groups):
         return await one.add.submit(4)
 
     assert asyncio.run(main()) == [4, 5]
+
+
+def test_callbacks_run_though_another_thread_reads_at_the_same_moment(groups, tmp_path):
+    for n in range(30):
+        begun = [tmp_path / f"{n}-{rank}" for rank in range(2)]
+        future, called = groups[0].sleep.submit(30, [str(path) for path in begun]), threading.Event()
+        future.add_done_callback(lambda _, called=called: called.set())
+        while not all(path.exists() for path in begun):
+            pass
+        future.cancel()
+        groups[0].add(1)  # reads the replies to the earlier call as well
+        assert called.wait(5)

@@ -5,6 +5,8 @@ The public names, by the module that each comes from; `README.md` has the tour.
 
 from bandmaster.calls.future import Future, concat
 from bandmaster.calls.options import CallOptions, set_default_options
+from bandmaster.calls.pull import FailedRows, PartialResult
+from bandmaster.calls.stream import Stream
 from bandmaster.calls.waiting import as_completed, wait
 from bandmaster.colocation import ColocatedGroup, RoleGroup, colocate
 from bandmaster.errors import (
@@ -64,12 +66,14 @@ __all__ = [
     "ConstructorError",
     "Dispatch",
     "Execute",
+    "FailedRows",
     "Future",
     "Gather",
     "GroupOf",
     "Mesh",
     "MeshError",
     "Only",
+    "PartialResult",
     "PerRank",
     "PlacementError",
     "ProtocolError",
@@ -80,6 +84,7 @@ __all__ = [
     "RoleGroup",
     "RowsLost",
     "Split",
+    "Stream",
     "TransferPlan",
     "TransferProtocol",
     "UsageError",

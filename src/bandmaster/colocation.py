@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from bandmaster.calls.encoding import encode_constructor
-from bandmaster.calls.method import MethodSpec, specs_of
+from bandmaster.calls.spec import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import ArgumentError, MeshError, UsageError, WorkerDied
 from bandmaster.group import GroupOf, WorkerGroup

@@ -20,9 +20,10 @@ from bandmaster.backends import get_backend
 from bandmaster.calls.derived import PutRows
 from bandmaster.calls.encoding import encode_constructor
 from bandmaster.calls.future import Future
-from bandmaster.calls.method import GroupMethod, specs_of
+from bandmaster.calls.method import GroupMethod
 from bandmaster.calls.options import default_options
 from bandmaster.calls.pending import CallSite, Collection
+from bandmaster.calls.spec import specs_of
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import Launch
 from bandmaster.errors import ArgumentError, ClosedError, UsageError, WorkerDied

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 from bandmaster.calls.encoding import encode_argument
 from bandmaster.calls.kept_rows import KeptPart
-from bandmaster.calls.outcome import late
+from bandmaster.calls.later import wait_for_all
+from bandmaster.calls.outcome import Deadline, late
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.contract import KeptCopy
 from bandmaster.errors import BatchError, CallTimeout, RowsLost
@@ -77,10 +77,8 @@ class DerivedCall:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until the other calls are done; False when the time is over before."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for parent in self.parents:
-            if not parent._call.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return False
+        if not wait_for_all(self.parents, Deadline(timeout_s)):
+            return False
         self._settle()
         return True
 

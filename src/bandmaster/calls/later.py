@@ -11,16 +11,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, Protocol
 
-from bandmaster.calls.outcome import late
+from bandmaster.calls.outcome import Deadline, late
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.errors import CallCancelled, CallTimeout
 
-__all__ = ["LaterCall", "LaterCalls"]
+__all__ = ["LaterCall", "LaterCalls", "Waiting", "wait_for_all"]
 
 
 class LaterCall:
@@ -73,28 +73,31 @@ class LaterCall:
         """Wait until it was sent and is done, or will not be sent; False when the time is over before."""
         if self.is_done:
             return True
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
+        if not self._others.wait_up_to(self, deadline):
+            return False
+        return self.is_done if self._sent is None else self._sent.wait(deadline.left())
 
-        def left() -> float | None:
-            return None if deadline is None else max(0.0, deadline - time.monotonic())
+    def advance(self) -> bool:
+        """Send it if the rows that it takes are there; does not block. What goes wrong is its error."""
+        if not self.is_done:
+            if not all(parent._call.wait(0) for parent in self.parents):
+                return False
+            self._send_now()
+        return True
 
-        for earlier in self._others.up_to(self):
-            for parent in earlier.parents:
-                if not parent._call.wait(left()):
-                    return False
-        self._others.advance()
-        if self._sent is None:
-            return self.is_done
-        return self._sent.wait(left())
+    def wait_until_sent(self, timeout_s: float | None) -> bool:
+        """Wait until nothing is missing for it to be sent; False when the time is over before."""
+        return wait_for_all(self.parents, Deadline(timeout_s))
 
-    def is_ready(self) -> bool:
-        """Whether the rows that it takes are there; does not block."""
-        return all(parent._call.wait(0) for parent in self.parents)
+    @property
+    def blocker(self) -> PendingCall | None:
+        """The call that it waits for."""
+        return next((parent._call.awaited for parent in self.parents if not parent._call.is_done), None)
 
-    def send(self) -> None:
-        """Send it; what goes wrong is its error."""
+    def _send_now(self) -> None:
         send, self._send, self.parents = self._send, None, ()
-        if send is None or self.error is not None:
+        if send is None:
             return
         try:
             self._sent = send()
@@ -140,8 +143,8 @@ class LaterCall:
     @property
     def awaited(self) -> PendingCall | None:
         """The call whose ranks are waited for; it may be that of an earlier call."""
-        parents = [parent for call in self._others.up_to(self) for parent in call.parents]
-        return next((parent._call.awaited for parent in parents if not parent._call.is_done), None)
+        blockers = (call.blocker for call in self._others.up_to(self))
+        return next((blocker for blocker in blockers if blocker is not None), None)
 
     def drive(self) -> None:
         """Send what can be sent."""
@@ -158,6 +161,42 @@ class LaterCall:
         raise AssertionError("who asks has waited")
 
 
+class Waiting(Protocol):
+    """A call that holds up those that were submitted after it until it was sent.
+
+    Attributes:
+        site: What messages say about it.
+        parents: The futures of the rows that it takes, until it was sent.
+        blocker: The call that it waits for.
+    """
+
+    site: CallSite
+    parents: tuple[Any, ...]
+
+    @property
+    def blocker(self) -> PendingCall | None: ...  # noqa: D102
+
+    def advance(self) -> bool:
+        """Send what can be sent without waiting; whether the calls after it may be sent. The lock is held."""
+
+    def wait_until_sent(self, timeout_s: float | None) -> bool:
+        """Wait until nothing is missing for it to be sent; False when the time is over before."""
+
+    def tell(self) -> None:
+        """Tell who watches that it was sent."""
+
+    def give_up(self, why: BaseException) -> None:
+        """Do not send it, for a reason."""
+
+    def cancel(self) -> bool:
+        """Do not send it, as the user wants."""
+
+
+def wait_for_all(futures: Sequence[Any], deadline: Deadline) -> bool:
+    """Wait until the calls of futures are done; False when the time is over before."""
+    return all(future._call.wait(deadline.left()) for future in futures)
+
+
 _LOCK = threading.RLock()  # of all groups: the calls of two may take rows of each other
 
 
@@ -169,11 +208,11 @@ class LaterCalls:
     """
 
     def __init__(self) -> None:
-        self.calls: deque[LaterCall] = deque()
+        self.calls: deque[Waiting] = deque()
         self._lock = _LOCK
         self._is_advancing = False
 
-    def add(self, call: LaterCall, is_waited_for: bool) -> None:
+    def add(self, call: Waiting, is_waited_for: bool) -> None:
         """Send a call when its rows, and all calls before it, are there.
 
         Args:
@@ -192,7 +231,15 @@ class LaterCalls:
             call.cancel()
             raise
 
-    def up_to(self, call: LaterCall) -> list[LaterCall]:
+    def wait_up_to(self, call: Waiting, deadline: Deadline) -> bool:
+        """Wait until the calls before a call, and it itself, were sent; False when the time is over before."""
+        for earlier in self.up_to(call):
+            if not earlier.wait_until_sent(deadline.left()):
+                return False
+            self.advance()
+        return True
+
+    def up_to(self, call: Waiting) -> list[Waiting]:
         """The calls that are sent before a call, and the call itself; none if it is not waiting."""
         with self._lock:
             calls = list(self.calls)
@@ -200,16 +247,14 @@ class LaterCalls:
 
     def advance(self) -> None:
         """Send the first calls as far as their rows are there."""
-        sent: list[LaterCall] = []
+        sent: list[Waiting] = []
         with self._lock:
             if self._is_advancing:  # by this thread, which asks a call for its rows that takes rows of another one here
                 return
             self._is_advancing = True
             try:
-                while self.calls and (self.calls[0].is_done or self.calls[0].is_ready()):
-                    call = self.calls.popleft()
-                    sent.append(call)
-                    call.send()
+                while self.calls and self.calls[0].advance():
+                    sent.append(self.calls.popleft())
             finally:
                 self._is_advancing = False
         for call in sent:  # not under the lock, as it may run callbacks
@@ -218,8 +263,8 @@ class LaterCalls:
     def wait(self) -> None:
         """Wait until all of them were sent, or will not be."""
         while self.calls:
-            for parent in list(self.calls[0].parents):
-                parent._call.wait(None)
+            with suppress(IndexError):  # another thread was faster
+                self.calls[0].wait_until_sent(None)
             self.advance()
 
     def give_up(self, why: Callable[[str], BaseException]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from bandmaster.errors import UsageError
 
@@ -45,17 +45,26 @@ class MethodOptions(Limits, total=False):
     """The keywords of `GroupMethod.options`, for type checkers."""
 
     maxsize: int
+    pull: int | None
+    group_by: str | None
+    on_error: Literal["raise", "return"]
 
 
 @dataclass(frozen=True)
 class FlowOptions:
-    """How the results of a single call flow; `GroupMethod.options` takes them as keywords.
+    """How the rows of a single call flow; `GroupMethod.options` takes them as keywords.
 
     Attributes:
-        maxsize: How many items of each rank a stream has made before they are taken.
+        maxsize: How many items of each rank a stream has made before they are taken, and how many chunks of all.
+        pull: Rows of the chunks that go to whichever replica is free; None sends each replica one part.
+        group_by: The column whose equal values keep rows in one chunk.
+        on_error: ``"return"`` if chunks that fail are to come back as errors.
     """
 
-    maxsize: int = 2
+    maxsize: int | None = None
+    pull: int | None = None
+    group_by: str | None = None
+    on_error: str = "raise"
 
     def but(self, changes: Mapping[str, Any]) -> FlowOptions:
         """A copy with some options changed.
@@ -63,11 +72,21 @@ class FlowOptions:
         Raises:
             UsageError: A value is invalid.
         """
-        for name in ("maxsize",):
-            value = changes.get(name, 1)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        made = replace(self, **changes)
+        for name in ("maxsize", "pull"):
+            value = getattr(made, name)
+            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if value is not None and not is_number:
                 raise UsageError(f"{name} must be a whole number of 1 or more, got {value!r}")
-        return replace(self, **changes) if changes else self
+        if made.group_by is not None and not isinstance(made.group_by, str):
+            raise UsageError(f"group_by must be the name of a column or of an argument, got {made.group_by!r}")
+        if made.on_error not in ("raise", "return"):
+            raise UsageError(f"on_error must be 'raise' or 'return', got {made.on_error!r}")
+        if made.pull is None and (made.group_by is not None or made.on_error != "raise"):
+            raise UsageError(
+                "group_by and on_error are about chunks of rows; set pull= as well, to their number of rows"
+            )
+        return made
 
 
 @dataclass(frozen=True)

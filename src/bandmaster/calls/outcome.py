@@ -1,23 +1,31 @@
-"""What a future stands for, and how calls and rows are waited for where no thread does."""
+"""What a future stands for."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from bandmaster.calls.progress import progress
-from bandmaster.contract import Ticket, Workers
+from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.errors import CallTimeout
 from bandmaster.plan.handles import Table
 
-if TYPE_CHECKING:
-    from bandmaster.calls.pending import CallSite, PendingCall
+__all__ = ["Deadline", "Outcome", "late"]
 
-__all__ = ["CallWatch", "Outcome", "late"]
 
-PATIENCE_S = 0.02
+class Deadline:
+    """A moment until which is waited.
+
+    Args:
+        timeout_s: Seconds from now; None for no limit.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._moment = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def left(self) -> float | None:
+        """The seconds that are left, 0 or more; None for no limit."""
+        return None if self._moment is None else max(0.0, self._moment - time.monotonic())
 
 
 class Outcome(Protocol):
@@ -74,31 +82,6 @@ class Outcome(Protocol):
 
     def release(self) -> None:
         """Let go of the rows."""
-
-
-class CallWatch:
-    """Has a call be done, and then something be called, though no thread waits for it."""
-
-    def __init__(self, call: PendingCall, when_done: Callable[[], object]) -> None:
-        self.workers: Workers = call.workers
-        self.due: float | None = None
-        self._call = call
-        self._when_done = when_done
-        look = partial(progress.look_at, self)
-        call.on_done = look
-        for ticket in list(call.tickets.values()):
-            if isinstance(ticket, Ticket):
-                ticket.on_done = look
-
-    def look(self) -> bool:
-        """Read what has arrived for the call."""
-        if self._call.wait(0):
-            self._call.on_done = None  # which refers to this, so that rows would stay until garbage is collected
-            self._when_done()
-            return True
-        due = self._call.due
-        self.due = None if due is None else max(due, time.monotonic() + PATIENCE_S)  # another thread may be at it
-        return False
 
 
 def late(site: CallSite, timeout_s: float, awaited: PendingCall | None, why: str) -> CallTimeout:

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 from bandmaster.calls.escalation import Escalation, Step
 from bandmaster.calls.kept_rows import KeptPart, KeptRows
 from bandmaster.calls.options import CallOptions, default_options
-from bandmaster.calls.outcome import CallWatch
-from bandmaster.calls.progress import progress
+from bandmaster.calls.progress import CallWatch, progress
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Workers
 from bandmaster.errors import CallCancelled, CallTimeout, CollectError, RemoteError, RowsLost, UsageError, WorkerDied
@@ -121,6 +120,7 @@ class PendingCall:
         "_kept_rows",
         "_others",
         "_values",
+        "_was_missed",
         "due",
         "error",
         "failures",
@@ -153,7 +153,7 @@ class PendingCall:
         self.failures = {} if failures is None else failures
         self.real_rows: RealRows | None = None
         self.kept: Any = None  # until all ranks have replied
-        self.is_over = self.is_done = self._has_to_stop = False
+        self.is_over = self.is_done = self._has_to_stop = self._was_missed = False
         self.outcome: Any = None
         self.error: BaseException | None = None
         self.due: float | None = None
@@ -183,6 +183,11 @@ class PendingCall:
         """The Python stacks of the ranks that have not replied."""
         return self.workers.stacks(dict(self.tickets))
 
+    def fail(self, error: BaseException) -> None:
+        """It could not be sent."""
+        self.error = error
+        self.is_over = self.is_done = True
+
     def late(self, timeout_s: float) -> CallTimeout:
         """The error for who has waited for so long."""
         return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks())
@@ -210,13 +215,15 @@ class PendingCall:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         check_not_held(self.reading)
         if not self.reading.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            return False
+            self._was_missed = True
+            if not self.reading.acquire(blocking=False):
+                return False
         try:
             if not self.is_done and self._read(deadline):
                 self._conclude()
             return self.is_done
         finally:
-            self.reading.release()
+            self._let_others_read()
 
     def wait_for_all(self) -> None:
         """Read until every rank has replied or was ended; without making the result."""
@@ -237,8 +244,15 @@ class PendingCall:
             moment = self._escalate()
             return None if self._note_end() else moment
         finally:
-            self.reading.release()
+            self._let_others_read()
             self._have_the_result_made()
+
+    def _let_others_read(self) -> None:
+        """Release `reading`, and tell of what has arrived meanwhile: who came for it went away."""
+        self.reading.release()
+        if self._was_missed:
+            self._was_missed = False
+            self._tell()
 
     def _read(self, deadline: float | None, is_patient: bool = False) -> bool:
         """Read until all have replied; False when the time is over before.

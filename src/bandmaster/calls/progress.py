@@ -18,14 +18,17 @@ import select
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
-from bandmaster.contract import Workers
+from bandmaster.contract import Ticket, Workers
 from bandmaster.errors import ResourceError
 from bandmaster.platform.limits import start_thread
 
-__all__ = ["Progress", "Watch", "progress"]
+__all__ = ["CallWatch", "Progress", "Watch", "progress"]
 
+PATIENCE_S = 0.02
 LOOK_S = 0.1  # how often workers are asked that tell of nothing by themselves
 _log = logging.getLogger(__name__)
 
@@ -140,6 +143,43 @@ class Progress:
 
 
 progress = Progress()
+
+
+class Watched(Protocol):
+    """A call that can be watched; see `bandmaster.calls.pending.PendingCall`."""
+
+    workers: Workers
+    tickets: dict[int, object]
+    due: float | None
+    on_done: Callable[[], object] | None
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Read replies; whether all are there."""
+
+
+class CallWatch:
+    """Has a call be done, and then something be called, though no thread waits for it."""
+
+    def __init__(self, call: Watched, when_done: Callable[[], object]) -> None:
+        self.workers: Workers = call.workers
+        self.due: float | None = None
+        self._call = call
+        self._when_done = when_done
+        look = partial(progress.look_at, self)
+        call.on_done = look
+        for ticket in list(call.tickets.values()):
+            if isinstance(ticket, Ticket):
+                ticket.on_done = look
+
+    def look(self) -> bool:
+        """Read what has arrived for the call."""
+        if self._call.wait(0):
+            self._call.on_done = None  # which refers to this, so that rows would stay until garbage is collected
+            self._when_done()
+            return True
+        due = self._call.due
+        self.due = None if due is None else max(due, time.monotonic() + PATIENCE_S)  # another thread may be at it
+        return False
 
 
 def _begin_anew() -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import queue
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.outcome import Outcome
@@ -24,6 +25,8 @@ from bandmaster.plan.shares import Share
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+A = TypeVar("A")
 
 __all__ = ["Arrivals", "Feed", "ItemCall", "ItemFeed", "ShareFeed", "Stream"]
 
@@ -141,26 +144,26 @@ class _Closing:
         return True
 
 
-class Arrivals:
-    """Futures that are done, and that nobody has taken; any thread may put some in."""
+class Arrivals(Generic[A]):
+    """What has arrived, and nobody has taken; any thread may put something in."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[A] = queue.SimpleQueue()
         self._wake: Callable[[], object] | None = None
 
-    def put(self, future: Future[Any]) -> None:
+    def put(self, arrival: A) -> None:
         """Add one; it does not block."""
-        self._queue.put(future)
+        self._queue.put(arrival)
         wake = self._wake
         if wake is not None:
             with contextlib.suppress(RuntimeError):  # the event loop was closed
                 wake()
 
-    def get(self, timeout_s: float | None) -> Future[Any]:
+    def get(self, timeout_s: float | None) -> A:
         """Wait for the next one. Raises queue.Empty if there is none in time."""
         return self._queue.get(timeout=timeout_s)
 
-    async def get_async(self) -> Future[Any]:
+    async def get_async(self) -> A:
         """Wait for the next one in an event loop."""
         import asyncio  # as above
 
@@ -180,18 +183,18 @@ class Feed(Protocol):
     Attributes:
         site: What messages say about the call.
         workers: The workers that are asked.
-        arrived: The futures that are done.
+        arrived: What tells of futures that are done.
         is_open: Whether more are to come.
     """
 
     site: CallSite
     workers: Workers
-    arrived: Arrivals
+    arrived: Arrivals[Any]
 
     @property
     def is_open(self) -> bool: ...  # noqa: D102
 
-    def received(self, future: Future[Any]) -> Future[Any] | None:
+    def received(self, arrival: Any, /) -> Future[Any] | None:
         """Take a future that has arrived; it, if the user is to have it. Raises its error."""
 
     def pending(self) -> list[PendingCall]:
@@ -218,7 +221,7 @@ class ShareFeed:
     def __init__(self, futures: Mapping[Future[Any], Share], workers: Workers) -> None:
         self.site = next(iter(futures))._call.site
         self.workers = workers
-        self.arrived = Arrivals()
+        self.arrived: Arrivals[Future[Any]] = Arrivals()
         self._left = dict(futures)
         for future in futures:
             future.add_done_callback(self.arrived.put)
@@ -282,13 +285,14 @@ class ItemFeed:
     ) -> None:
         self.site = next(iter(opened))._call.site
         self.workers = workers
-        self.arrived = Arrivals()
+        self.arrived: Arrivals[Share] = Arrivals()
         self._opened = set(opened)
-        self._asked = dict(opened)
-        self._running = set(opened.values())
+        self._share_of = dict(opened)
+        self._asked = {share: deque([future]) for future, share in opened.items()}  # in the order of the items
+        self._ended: set[Share] = set()
         self._ask, self._close = ask, close
-        for future in opened:
-            future.add_done_callback(self.arrived.put)
+        for future, share in opened.items():
+            self._tell_when_done(future, share)
         try:
             for _ in range(maxsize):
                 for share in opened.values():
@@ -300,11 +304,15 @@ class ItemFeed:
     @property
     def is_open(self) -> bool:
         """Whether a generator has not ended."""
-        return bool(self._running)
+        return bool(self._share_of)
 
-    def received(self, future: Future[Any]) -> Future[Any] | None:
-        """As `Feed.received`; has the next item made."""
-        share = self._asked.pop(future)
+    def received(self, share: Share) -> Future[Any] | None:
+        """As `Feed.received`; has the next item made.
+
+        The items of a rank are done in their order, but may be told of in another.
+        """
+        future = self._asked[share].popleft()
+        del self._share_of[future]
         error = future.exception()
         if error is not None:
             raise error
@@ -312,26 +320,29 @@ class ItemFeed:
             self._opened.remove(future)
             return None
         if isinstance(future._call, ItemCall) and future._call.is_end:
-            self._running.discard(share)
+            self._ended.add(share)
             return None
-        if share in self._running:
+        if share not in self._ended:
             self._ask_for_one(share)
         return future
 
     def pending(self) -> list[PendingCall]:
         """As `Feed.pending`."""
-        return pending_calls(self._asked)
+        return pending_calls(self._share_of)
 
     def close(self) -> None:
         """As `Feed.close`."""
-        running, self._running = self._running, set()
-        for future in self._asked:
+        asked, self._share_of = self._share_of, {}
+        for future in asked:
             future.cancel()
-        self._asked = {}
         with contextlib.suppress(Exception):  # the group was closed, or has died
-            self._close(sorted(running))
+            self._close(sorted(set(self._asked) - self._ended))
 
     def _ask_for_one(self, share: Share) -> None:
         future = self._ask(share)
-        self._asked[future] = share
-        future.add_done_callback(self.arrived.put)
+        self._share_of[future] = share
+        self._asked[share].append(future)
+        self._tell_when_done(future, share)
+
+    def _tell_when_done(self, future: Future[Any], share: Share) -> None:
+        future.add_done_callback(lambda _: self.arrived.put(share))

@@ -233,6 +233,23 @@ class Submitter:
         site = self.site(method, options)
         return self._submit_shares(owner, site, name, plan, shares, failures, Reply.KEEP, kind)
 
+    def submit_chunk(
+        self,
+        owner: object,
+        method: str,
+        plan: CallPlan,
+        share: Share,
+        collection: Collection,
+        options: CallOptions | None,
+    ) -> Future[Any]:
+        """Send a call to some ranks at once; what goes wrong is its error. Its rows stay where they are made."""
+        call = self._new_call(method, collection, options, True)
+        try:
+            self._send(call, method, plan, share.ranks, collection.ranks)
+        except Exception as error:
+            call.fail(error)
+        return Future(call, owner)
+
     def _submit_shares(
         self,
         owner: object,

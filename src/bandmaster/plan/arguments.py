@@ -19,6 +19,9 @@ __all__ = [
     "BoundArgument",
     "CallPlan",
     "alike",
+    "by_dispatch_rule",
+    "column_called",
+    "common_rows",
     "everywhere",
     "first_ranks",
     "plan_call",
@@ -109,7 +112,38 @@ def plan_call(
         BatchError: A batch cannot be split as requested, or ``outgoing`` is a `Split` and no argument is a batch.
         MeshError: A rule names an axis that ``mesh`` does not have and that does not count as size 1.
     """
-    batches: dict[int | str, Batch | None] = {}  # by position or keyword, of arguments that may be split
+    by_rule, batches = by_dispatch_rule(arguments, outgoing, rules, method)
+    groups: list[ArgumentGroup] = []
+    real_rows = None
+    for rule, members in by_rule.items():
+        if isinstance(rule, Broadcast):
+            groups.append(everywhere(members, mesh.size))
+        elif isinstance(rule, PerRank):
+            groups += scatter(members, mesh.size, method)
+        else:
+            found = [batches[argument.key] for argument in members]
+            n_rows = common_rows(members, found, method)
+            costs = None if rule.balance is None else _costs(rule, members, found, arguments, n_rows, method)
+            cut = cut_rows(mesh, rule, n_rows, costs)
+            columns = [_parts(argument, batch, cut, method) for argument, batch in zip(members, found, strict=True)]
+            groups += _groups(members, zip(*columns, strict=True), cut.receivers)
+            if real_rows is None or rule.pad:
+                real_rows = cut.real_rows
+    return CallPlan(tuple(groups), real_rows)
+
+
+def by_dispatch_rule(
+    arguments: Sequence[BoundArgument], outgoing: Outgoing, rules: Mapping[str, Outgoing], method: str
+) -> tuple[dict[Outgoing, list[BoundArgument]], dict[int | str, Batch | None]]:
+    """Sort arguments by their dispatch rules, under which values that are no batches are broadcast unless declared.
+
+    Returns:
+        The arguments by rule, and those that are to be split as batches, by position or keyword.
+
+    Raises:
+        BatchError: An argument is half a batch, or ``outgoing`` is a `Split` and no argument is a batch.
+    """
+    batches: dict[int | str, Batch | None] = {}
     by_rule: dict[Outgoing, list[BoundArgument]] = {}
     all_get_the_same = True
     for argument in arguments:
@@ -123,23 +157,7 @@ def plan_call(
         by_rule.setdefault(rule, []).append(argument)
     if all_get_the_same and isinstance(outgoing, Split):
         _check_declared(arguments, outgoing, rules, method)
-    groups: list[ArgumentGroup] = []
-    real_rows = None
-    for rule, members in by_rule.items():
-        if isinstance(rule, Broadcast):
-            groups.append(everywhere(members, mesh.size))
-        elif isinstance(rule, PerRank):
-            groups += scatter(members, mesh.size, method)
-        else:
-            found = [batches[argument.key] for argument in members]
-            n_rows = _common_rows(members, found, method)
-            costs = None if rule.balance is None else _costs(rule, members, found, arguments, n_rows, method)
-            cut = cut_rows(mesh, rule, n_rows, costs)
-            columns = [_parts(argument, batch, cut, method) for argument, batch in zip(members, found, strict=True)]
-            groups += _groups(members, zip(*columns, strict=True), cut.receivers)
-            if real_rows is None or rule.pad:
-                real_rows = cut.real_rows
-    return CallPlan(tuple(groups), real_rows)
+    return by_rule, batches
 
 
 def everywhere(arguments: Sequence[BoundArgument], n_ranks: int) -> ArgumentGroup:
@@ -222,8 +240,8 @@ def _batch_of(argument: BoundArgument, method: str) -> Batch | None:
         ) from None
 
 
-def _common_rows(arguments: Sequence[BoundArgument], batches: Sequence[Batch | None], method: str) -> int:
-    """The row count of arguments that are split by the same rule; BatchError unless all of them have it."""
+def common_rows(arguments: Sequence[BoundArgument], batches: Sequence[Batch | None], method: str) -> int:
+    """The row count of arguments that are split alike; raises BatchError unless all of them have it."""
     n_rows = None
     for (_, name, value), batch in zip(arguments, batches, strict=True):
         if batch is None:
@@ -256,17 +274,8 @@ def _costs(
         BatchError: There is none, or it is not one number of 0 or more for each row.
     """
     assert rule.balance is not None, "the caller has looked"
-    named = (batch.column(rule.balance) for batch in batches if batch is not None)
-    found = next((column for column in named if column is not None), None)
-    if found is None:
-        found = next((argument.value for argument in arguments if argument.name == rule.balance), None)
-    if found is None:
-        names = ", ".join(repr(argument.name) for argument in members)
-        raise BatchError(
-            f"{method} is split by {rule!r}, but neither a column of {names} nor an argument is called "
-            f"{rule.balance!r}; add one with the cost of each row"
-        )
-    costs = np.asarray(found.cpu() if hasattr(found, "cpu") else found).reshape(-1)
+    found = column_called(rule.balance, members, batches, arguments, f"{method} is split by {rule!r}")
+    costs = found.reshape(-1)
     is_number = np.issubdtype(costs.dtype, np.number) or costs.dtype == bool or not len(costs)
     if not is_number or len(costs) != n_rows or not (costs >= 0).all():
         raise BatchError(
@@ -274,6 +283,38 @@ def _costs(
             f"rows: it has {len(costs)} values of dtype {costs.dtype}"
         )
     return costs
+
+
+def column_called(
+    name: str,
+    members: Sequence[BoundArgument],
+    batches: Sequence[Batch | None],
+    arguments: Sequence[BoundArgument],
+    why: str,
+) -> np.ndarray[Any, Any]:
+    """A column of the batches that are split, or else an argument of that name.
+
+    Args:
+        name: The name.
+        members: The arguments that are split.
+        batches: The same as batches.
+        arguments: All arguments of the call.
+        why: What needs it, for the message.
+
+    Raises:
+        BatchError: There is none.
+    """
+    named = (batch.column(name) for batch in batches if batch is not None)
+    found = next((column for column in named if column is not None), None)
+    if found is None:
+        found = next((argument.value for argument in arguments if argument.name == name), None)
+    if found is None:
+        names = ", ".join(repr(argument.name) for argument in members)
+        raise BatchError(
+            f"{why}, but neither a column of {names} nor an argument is called {name!r}; add one with a value for each "
+            "row"
+        )
+    return np.asarray(found.cpu() if hasattr(found, "cpu") else found)
 
 
 def _parts(argument: BoundArgument, batch: Batch | None, cut: Cut, method: str) -> list[Any]:

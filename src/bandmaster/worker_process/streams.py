@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Generator
 from typing import Any
 
@@ -14,6 +15,7 @@ class Streams:
     """The generators of this worker that have begun and not ended, by name."""
 
     def __init__(self) -> None:
+        self._turns: dict[str, asyncio.Lock] = {}  # where calls overlap, two may ask for the next item
         self._open: dict[str, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]] = {}
 
     def open(self, name: str, generator: Any) -> None:
@@ -36,18 +38,21 @@ class Streams:
             raise
 
     async def _next_of_async(self, name: str, generator: AsyncGenerator[Any, Any]) -> Any:
-        try:
-            return await anext(generator)
-        except BaseException as error:
-            self._open.pop(name, None)
-            if isinstance(error, StopAsyncIteration):
-                return END
-            raise
+        async with self._turns.setdefault(name, asyncio.Lock()):
+            try:
+                return await anext(generator)
+            except BaseException as error:
+                self._open.pop(name, None)
+                self._turns.pop(name, None)
+                if isinstance(error, StopAsyncIteration):
+                    return END
+                raise
 
     def close(self, name: str) -> Any:
         """Have a generator run its ``finally`` blocks; a coroutine that does so if it is async."""
         generator = self._open.pop(name, None)
         if isinstance(generator, AsyncGenerator):
+            self._turns.pop(name, None)
             return _closed(generator)
         if generator is not None:
             generator.close()

@@ -14,8 +14,8 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bandmaster.calls.method import MethodSpec
 from bandmaster.calls.pending import Collection
+from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Lifetime
