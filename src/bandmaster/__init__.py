@@ -4,6 +4,7 @@ The public names, by the module that each comes from; `README.md` has the tour.
 """
 
 from bandmaster.calls.future import Future, concat
+from bandmaster.calls.ledger import CallRecord, CallTable, RankTimes, Trace, trace
 from bandmaster.calls.options import CallOptions, set_default_options
 from bandmaster.calls.pull import FailedRows, PartialResult
 from bandmaster.calls.stream import Stream
@@ -57,6 +58,8 @@ __all__ = [
     "Broadcast",
     "CallCancelled",
     "CallOptions",
+    "CallRecord",
+    "CallTable",
     "CallTimeout",
     "ClassWithInitArgs",
     "ClosedError",
@@ -77,6 +80,7 @@ __all__ = [
     "PerRank",
     "PlacementError",
     "ProtocolError",
+    "RankTimes",
     "Reduce",
     "RemoteError",
     "ResourceError",
@@ -85,6 +89,7 @@ __all__ = [
     "RowsLost",
     "Split",
     "Stream",
+    "Trace",
     "TransferPlan",
     "TransferProtocol",
     "UsageError",
@@ -101,5 +106,6 @@ __all__ = [
     "register_batch_type",
     "set_default_options",
     "split_resource_pool",
+    "trace",
     "wait",
 ]

@@ -35,6 +35,7 @@ __all__ = [
     "QUEUED",
     "START_ADVICE",
     "STREAM",
+    "TIMED",
     "Backend",
     "Call",
     "Kept",
@@ -46,6 +47,7 @@ __all__ = [
     "Rows",
     "Slot",
     "Ticket",
+    "Timed",
     "WorkerRecord",
     "Workers",
 ]
@@ -186,6 +188,22 @@ class Reply(IntEnum):
     KEEP = 3  # it stays on the worker's host until somebody reads its rows; a small one, or one without rows, comes
 
 
+TIMED = 16  # added to a `Reply`: the outcome is to come as a `Timed`
+
+
+class Timed(NamedTuple):
+    """An outcome, and when a worker was done with what led to it.
+
+    Attributes:
+        outcome: The outcome.
+        times: Moments in ns by the host's monotonic clock: the call was begun, its arguments were decoded, the method
+            had run, the outcome was encoded.
+    """
+
+    outcome: Any
+    times: tuple[int, int, int, int]
+
+
 class Rows(NamedTuple):
     """A value with rows, encoded in the worker that keeps it.
 
@@ -199,7 +217,13 @@ class Rows(NamedTuple):
 
 
 class Kept(Protocol):
-    """The rows that one rank has kept, on the controller's side."""
+    """The rows that one rank has kept, on the controller's side.
+
+    Attributes:
+        place: Where they lie: ``"shared memory"``, ``"Ray"`` or ``"controller"``.
+    """
+
+    place: str
 
     @property
     def facts(self) -> RowFacts | None:
@@ -216,10 +240,15 @@ class Kept(Protocol):
 class KeptCopy:
     """Rows as a copy in this process that nobody else has; see `Kept`.
 
+    Attributes:
+        place: ``"controller"``.
+
     Args:
         payload: The copy.
         facts: What is known of the rows; by default it is found out when it is asked for.
     """
+
+    place = "controller"
 
     def __init__(self, payload: Payload, facts: RowFacts | None = None) -> None:
         self._payload, self._facts = payload, facts
@@ -245,6 +274,7 @@ class Call(NamedTuple):
         parts: Payloads as `Workers.put` returned them; each decodes to ``((position or keyword, value), ...)``.
         reply: What happens to the method's value.
         rows: Kept rows as `Workers.put` returned them, by the labels that arguments refer to them by.
+        is_timed: Whether the tickets are to tell the times.
     """
 
     ranks: Sequence[int]
@@ -252,6 +282,12 @@ class Call(NamedTuple):
     parts: tuple[Any, ...]
     reply: Reply
     rows: tuple[tuple[int, Any], ...] = ()
+    is_timed: bool = False
+
+    @property
+    def reply_code(self) -> int:
+        """The reply as workers are told, with `TIMED` where they are to tell the times."""
+        return self.reply + TIMED if self.is_timed else self.reply
 
 
 class Ticket:
@@ -259,9 +295,12 @@ class Ticket:
 
     Attributes:
         on_done: If it is set, the thread that receives the reply calls it; it must not block.
+        times: Those of `Timed`, and when the reply was received; only of calls that are timed, once they are done.
     """
 
-    __slots__ = ("on_done",)
+    __slots__ = ("on_done", "times")
+
+    times: tuple[int, int, int, int, int]
 
     def __init__(self) -> None:
         self.on_done: Callable[[], object] | None = None

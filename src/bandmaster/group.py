@@ -20,6 +20,7 @@ from bandmaster.backends import get_backend
 from bandmaster.calls.derived import PutRows
 from bandmaster.calls.encoding import encode_constructor
 from bandmaster.calls.future import Future
+from bandmaster.calls.ledger import CallTable, calls_of
 from bandmaster.calls.method import GroupMethod
 from bandmaster.calls.options import default_options
 from bandmaster.calls.pending import CallSite, Collection
@@ -256,6 +257,14 @@ class GroupOf(Generic[W]):
         records = self._ownership.workers().records
         facts = [{name: getattr(record, name) for name in ("host", "pid", "device", "channel")} for record in records]
         return text_table(repr(self), *self._table(facts))
+
+    def calls(self) -> CallTable:
+        """The calls of this group that the present or last `bandmaster.trace` has recorded; prints as a table.
+
+        Raises:
+            UsageError: Nothing was ever recorded.
+        """
+        return calls_of(self._name)
 
     @property
     def healthy(self) -> bool:

@@ -10,6 +10,7 @@ import os
 import pickle
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, Call, Kept, KeptCopy, Launch, Rows, WorkerRecord
+from bandmaster.contract import CLOSED, Call, Kept, KeptCopy, Launch, Rows, Timed, WorkerRecord
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held
 from bandmaster.worker_process.executor import Executor
@@ -78,17 +79,24 @@ class InProcessWorkers:
             with self._running:
                 for rank in sorted(by_rank):
                     dead = self.deaths.get(rank)
-                    tickets[rank] = InProcessTicket(dead if dead is not None else self._run(rank, by_rank[rank]))
+                    tickets[rank] = InProcessTicket(dead) if dead is not None else self._run(rank, by_rank[rank])
         finally:
             self._let_go_of_the_dead()
 
-    def _run(self, rank: int, call: Call) -> Payload | Kept | Failure | None:
+    def _run(self, rank: int, call: Call) -> InProcessTicket:
         parts = [part.private() for part in call.parts]
         rows = {label: partial(_private, part) for label, part in call.rows}
-        outcome = self._executors[rank].call(call.method, call.reply, parts, rows)
+        outcome = self._executors[rank].call(call.method, call.reply_code, parts, rows)
+        times = None
+        if isinstance(outcome, Timed):
+            outcome, times = outcome
         if isinstance(outcome, Rows):
-            return KeptCopy(outcome.payload.private(), outcome.facts)
-        return outcome.private() if isinstance(outcome, Payload) else outcome
+            ticket = InProcessTicket(KeptCopy(outcome.payload.private(), outcome.facts))
+        else:
+            ticket = InProcessTicket(outcome.private() if isinstance(outcome, Payload) else outcome)
+        if times is not None:
+            ticket.times = (*times, time.monotonic_ns())
+        return ticket
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """Return all tickets at once: a call has run by the time it is sent."""

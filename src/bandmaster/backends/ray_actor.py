@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import ray
 
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Reply, Rows
+from bandmaster.contract import TIMED, Reply, Rows, Timed
 from bandmaster.failure import Failure
 from bandmaster.plan.binding import signature_without_self
 from bandmaster.platform.hardware import count_gpus
@@ -166,7 +166,12 @@ class WorkerActor:
         return self._as_asked(self._run(number, method, reply, *arguments(labels, parts)), reply)
 
     @staticmethod
-    def _as_asked(outcome: Payload | Rows | Failure | None, reply: int) -> Any:
+    def _as_asked(outcome: Payload | Rows | Failure | Timed | None, reply: int) -> Any:
+        if isinstance(outcome, Timed):
+            asked = WorkerActor._as_asked(outcome.outcome, reply - TIMED)
+            if reply - TIMED == Reply.KEEP:
+                return outcome._replace(outcome=asked[0]), asked[1]
+            return outcome._replace(outcome=asked)
         if reply == Reply.KEEP:
             return (outcome.facts, outcome.payload) if isinstance(outcome, Rows) else (outcome, None)
         if reply != Reply.NATIVE:
@@ -227,7 +232,7 @@ class WorkerActor:
 
     def _run(
         self, number: int, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
-    ) -> Payload | Rows | Failure | None:
+    ) -> Payload | Rows | Failure | Timed | None:
         """Run a call so that it can be interrupted by its number."""
         with self._page.announce(number):
             try:

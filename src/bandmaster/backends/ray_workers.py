@@ -32,6 +32,7 @@ from bandmaster.contract import (
     Lifetime,
     Reply,
     RowFacts,
+    Timed,
     WorkerRecord,
 )
 from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, WorkerDied
@@ -288,7 +289,7 @@ class RayWorkers:
         method = self._method(self.actors[rank])
         if call.reply is Reply.KEEP:
             method = method.options(num_returns=2)
-        done = method.remote(number, call.method, int(call.reply), labels, *references)
+        done = method.remote(number, call.method, int(call.reply_code), labels, *references)
         if call.reply is Reply.NATIVE:
             return done
         return RayTicket(*((done[0], rank, number, done[1]) if call.reply is Reply.KEEP else (done, rank, number)))
@@ -333,6 +334,9 @@ class RayWorkers:
             return self.deaths.get(ticket.rank) or Failure(FailureKind.DIED, why)
         try:
             reply = ray.get(ticket.reference)
+            if isinstance(reply, Timed):
+                reply, times = reply
+                ticket.times = (*times, time.monotonic_ns())
             if isinstance(reply, RowFacts):
                 return KeptObject(ticket.rows, reply)
             return reply.private() if isinstance(reply, Payload) else reply
@@ -533,7 +537,10 @@ class KeptObject:
     Attributes:
         reference: ObjectRef of the payload.
         facts: What is known of the rows.
+        place: ``"Ray"``.
     """
+
+    place = "Ray"
 
     def __init__(self, reference: Any, facts: RowFacts) -> None:
         self.reference, self.facts = reference, facts

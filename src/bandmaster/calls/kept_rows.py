@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from bandmaster.calls.ledger import CallRecord
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Kept, KeptCopy, RowFacts, Workers
 from bandmaster.errors import RowsLost
@@ -27,13 +28,26 @@ class KeptPart:
         rank: The rank.
         kept: The rows; small ones as they came.
         workers: The workers of the group; None for rows of the controller.
+        record: The record of the call, if a trace has made one.
     """
 
-    def __init__(self, method: str, rank: int | None, kept: Kept | Payload, workers: Workers | None) -> None:
-        self.method, self._rank, self._workers = method, rank, workers
+    def __init__(
+        self,
+        method: str,
+        rank: int | None,
+        kept: Kept | Payload,
+        workers: Workers | None,
+        record: CallRecord | None = None,
+    ) -> None:
+        self.method, self._rank, self._workers, self.record = method, rank, workers, record
         self._came = isinstance(kept, Payload)
         self._kept: Kept | None = KeptCopy(kept) if isinstance(kept, Payload) else kept
         self._placed: WeakKeyDictionary[Workers, Any] = WeakKeyDictionary()
+
+    @property
+    def way(self) -> str:
+        """How ranks read the rows: "controller" if they are sent to them, else where they lie."""
+        return self._get().place
 
     @property
     def host(self) -> str:
@@ -71,7 +85,10 @@ class KeptPart:
         Raises:
             RowsLost: They are gone.
         """
-        return decode(self._get().payload())
+        payload = self._get().payload()
+        if self.record is not None and not self._came:
+            self.record.returned_nbytes += payload.nbytes
+        return decode(payload)
 
     @property
     def facts(self) -> RowFacts | None:

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 from bandmaster.calls.escalation import Escalation, Step
 from bandmaster.calls.kept_rows import KeptPart, KeptRows
+from bandmaster.calls.ledger import CallRecord
 from bandmaster.calls.options import CallOptions, default_options
 from bandmaster.calls.progress import CallWatch, progress
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Workers
+from bandmaster.contract import Kept, Workers
 from bandmaster.errors import CallCancelled, CallTimeout, CollectError, RemoteError, RowsLost, UsageError, WorkerDied
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.plan.collection import collect
@@ -132,6 +133,7 @@ class PendingCall:
         "outcome",
         "reading",
         "real_rows",
+        "record",
         "site",
         "tickets",
         "workers",
@@ -152,6 +154,7 @@ class PendingCall:
         self.tickets: dict[int, Any] = {}  # of ranks that have not replied
         self.failures = {} if failures is None else failures
         self.real_rows: RealRows | None = None
+        self.record: CallRecord | None = None  # if a trace records
         self.kept: Any = None  # until all ranks have replied
         self.is_over = self.is_done = self._has_to_stop = self._was_missed = False
         self.outcome: Any = None
@@ -294,11 +297,16 @@ class PendingCall:
         """Make the result. Ctrl-C while the user's own code collects it leaves it to be asked for again."""
         self.error = self._error()
         if self.error is None and self.keeps_rows:
-            kept = {rank: KeptPart(self.site.method, rank, value, self.workers) for rank, value in self._values.items()}
+            kept = {
+                rank: KeptPart(self.site.method, rank, value, self.workers, self.record)
+                for rank, value in self._values.items()
+            }
             self._kept_rows = KeptRows(self.site.method, self._collection.ranks, kept, self.real_rows)
         elif self.error is None:
             self._collect(self._values)
         self.is_done = True
+        if self.record is not None:
+            self.record.is_done()
         self._values = {}
         if self._kept_rows is None:
             self._collection = NOTHING  # which may refer to the group, that has the list of its calls
@@ -457,6 +465,9 @@ class PendingCall:
                 still[rank] = ticket
                 continue
             value = self.workers.fetch(ticket)
+            if self.record is not None:
+                self.record.came(rank, ticket)
+                self._note_nbytes(value)
             if type(value) is Payload and not self.keeps_rows:
                 try:
                     value = decode(value)
@@ -467,6 +478,14 @@ class PendingCall:
             else:
                 self._values[rank] = value
         self.tickets = still
+
+    def _note_nbytes(self, value: Payload | Kept | Failure | None) -> None:
+        """Note in the record what has come."""
+        assert self.record is not None, "the caller has looked"
+        if isinstance(value, Payload):
+            self.record.returned_nbytes += value.nbytes
+        elif value is not None and not isinstance(value, Failure) and value.facts is not None:
+            self.record.kept_nbytes += value.facts.nbytes
 
     def _unreadable(self, rank: int, error: BaseException) -> Failure:
         """The failure of a rank whose value raised as it was decoded; raises the error again if it is Ctrl-C's."""

@@ -17,6 +17,7 @@ from bandmaster.calls.exports import Exporter, exports_are_on
 from bandmaster.calls.future import Future, table_of
 from bandmaster.calls.kept_rows import KeptPart
 from bandmaster.calls.later import LaterCall, LaterCalls
+from bandmaster.calls.ledger import CallRecord, recording
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import CallSite, Collection, OpenCalls, PendingCall
 from bandmaster.codec import Payload
@@ -24,7 +25,7 @@ from bandmaster.contract import Call, Reply, Ticket, Workers
 from bandmaster.errors import ArgumentError, CallCancelled, CallTimeout
 from bandmaster.failure import Failure
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
-from bandmaster.plan.handles import Elsewhere, Part, pieces
+from bandmaster.plan.handles import Elsewhere, Part, Table, pieces, rows_by_part
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.shares import Share
 from bandmaster.plan.transfer import Only
@@ -193,10 +194,13 @@ class Submitter:
         call.real_rows = plan.real_rows
         reply = Reply.KEEP if call.keeps_rows else Reply.RETURN
         label, name = self.label(method), self._prefix + method
-        outgoing, call.kept = self._encode(call.workers, label, name, plan, ranks, collected, reply)
+        record = call.record = self._record(call.site, call.workers)
+        outgoing, call.kept = self._encode(call.workers, label, name, plan, ranks, collected, reply, record)
         with call.reading:
             self._open_calls.add(call)
             call.workers.call(outgoing, call.tickets)
+            if record is not None:
+                record.is_sent()
 
     def submit_for_each(self, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Any]:
         """Send a call; for each rank what the backend's own users read its value from, or a future of its own."""
@@ -263,12 +267,15 @@ class Submitter:
     ) -> list[Any]:
         """For each share a future, or what the backend's own users read its value from."""
         workers, tickets, kept = self._workers(), dict[int, Any](), list[Any]()
+        record = self._record(site, workers) if reply is Reply.KEEP else None
         if not failures:
             ranks = tuple([rank for share in shares for rank in share.ranks])
             collected = tuple([rank for collection in shares.values() for rank in collection.ranks])
-            outgoing, kept = self._encode(workers, site.method, name, plan, ranks, collected, reply)
+            outgoing, kept = self._encode(workers, site.method, name, plan, ranks, collected, reply, record)
             try:
                 workers.call(outgoing, tickets)
+                if record is not None:
+                    record.is_sent()
             except BaseException:  # Ctrl-C
                 workers.interrupt(tickets)
                 raise
@@ -279,7 +286,7 @@ class Submitter:
                 continue
             call = kind(workers, site, collection, self._open_calls, failures, reply is Reply.KEEP)
             call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
-            call.kept, call.real_rows = kept, plan.real_rows
+            call.kept, call.real_rows, call.record = kept, plan.real_rows, record
             self._open_calls.add(call)
             results.append(Future(call, owner))
         return results
@@ -302,6 +309,12 @@ class Submitter:
     def worker_method(self, method: str) -> str:
         """The workers' name of a method."""
         return self._prefix + method
+
+    @staticmethod
+    def _record(site: CallSite, workers: Workers) -> CallRecord | None:
+        """The record of a call that is about to be encoded, if a trace records."""
+        trace = recording.trace
+        return None if trace is None else trace.begin(site.group, site.method, workers)
 
     def _give_up_later(self) -> None:
         self.traffic.later.give_up(
@@ -332,6 +345,7 @@ class Submitter:
         ranks: tuple[int, ...],
         collected: tuple[int, ...],
         reply: Reply,
+        record: CallRecord | None = None,
     ) -> tuple[list[Call], list[Any]]:
         """Encode and put everything: what cannot be encoded is known before anything is sent.
 
@@ -359,7 +373,12 @@ class Submitter:
         for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
             answer = reply if is_collected else Reply.DROP
             named = elsewhere.needed(numbers, rows) if elsewhere is not None else ()
-            calls.append(Call(members, name, tuple([parts[number] for number in numbers]), answer, named))
+            named_parts = tuple([parts[number] for number in numbers])
+            calls.append(Call(members, name, named_parts, answer, named, record is not None))
+        if record is not None:
+            record.is_encoded(sum([payload.nbytes for payload in payloads]))
+            if elsewhere is not None:
+                elsewhere.note_in(record)
         return calls, [payload.exports for payload in payloads if payload.exports]
 
 
@@ -374,6 +393,7 @@ class RowsElsewhere:
         self.parts: list[KeptPart] = []
         self._labels: dict[int, int] = {}  # by identity of the part, which the futures keep
         self._needed: dict[int, set[int]] = {}  # by number of the argument group
+        self._tables: list[Table] = []
 
     def without_rows(self, group: ArgumentGroup, number: int, method: str) -> ArgumentGroup:
         """An argument group in which `Elsewhere` stands for the rows of futures.
@@ -401,12 +421,24 @@ class RowsElsewhere:
         for (key, value), name in zip(group.items, group.names, strict=False):
             if type(value) is Future:
                 try:
-                    value = Elsewhere(pieces(table_of(value), label))
+                    table = table_of(value)
+                    value = Elsewhere(pieces(table, label))
+                    self._tables.append(table)
                 except ArgumentError as error:
                     what = f"argument {name!r} of {method} (Future) cannot be pickled: {error}"
                     raise ArgumentError(what) from None
             items.append((key, value))
         return group._replace(items=tuple(items))
+
+    def note_in(self, record: CallRecord) -> None:
+        """Note in the record of the call what it takes, and from where."""
+        for table in self._tables:
+            for part, n in rows_by_part(table).values():
+                way = part.kept.way
+                nbytes = round(part.nbytes * n / (part.n_rows or 1))
+                record.read_nbytes[way] = record.read_nbytes.get(way, 0) + nbytes
+                if part.kept.record is not None and part.rank is not None:
+                    record.takes_from.add((part.kept.record.number, part.rank))
 
     def needed(self, numbers: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
         """The rows that some argument groups refer to, with their labels."""

@@ -33,6 +33,7 @@ from bandmaster.transport.messages import (
     control_message,
     header_of,
     read_reply,
+    split_times,
 )
 from bandmaster.transport.poller import HAS_ROOM, Event, Poller
 from bandmaster.transport.segments import Segment, SegmentWriter
@@ -175,7 +176,7 @@ class WorkerClient:
         segments: list[Segment] = []
         named = [_named(part, segments) if type(part) is SharedPayload else part for part in call.parts]
         rows = [(label, _named(part, segments)) for label, part in call.rows] if call.rows else ()
-        message = call_message(number, call.method, call.reply, named, rows)
+        message = call_message(number, call.method, call.reply_code, named, rows)
         for rank in ranks:
             tickets[rank] = ticket = LaneTicket(number)
             for segment in segments:
@@ -350,6 +351,12 @@ class WorkerClient:
             self._finish_with(ticket, kind, body, channel)
 
     def _finish_with(self, ticket: LaneTicket, kind: int, body: memoryview, channel: Channel) -> None:
+        if kind >= ReplyKind.TIMED:
+            kind, body, times = split_times(kind, body)
+            ticket.times = (*times, time.monotonic_ns())
+        if kind == _VALUE:
+            self._finish(ticket, Payload(bytes(body[HEADER_NBYTES:])))
+            return
         try:
             self._finish(ticket, read_reply(kind, body, channel))
         except BaseException as error:  # the user's exceptions may do anything when they are unpickled

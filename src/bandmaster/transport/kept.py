@@ -21,7 +21,10 @@ class KeptSegment:
     Attributes:
         facts: What is known of the rows.
         lease: The claim on the segment.
+        place: ``"shared memory"``.
     """
+
+    place = "shared memory"
 
     def __init__(self, lease: Lease, facts: RowFacts) -> None:
         self.lease, self.facts = lease, facts

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Kept, Reply, RowFacts
+from bandmaster.contract import Kept, RowFacts
 from bandmaster.failure import Failure
 from bandmaster.transport.kept import NO_ROWS, KeptSegment, RowReaders, payload_in
 from bandmaster.transport.segments import Lease
@@ -35,10 +35,12 @@ __all__ = [
     "read_call",
     "read_reply",
     "reply_message",
+    "split_times",
 ]
 
 _HEADER = struct.Struct("<BQ")  # of a body: kind and number
 _START = struct.Struct("<IBQ")  # of what is sent: no control, and the header
+_TIMES = struct.Struct("<QQQQ")
 _SMALL_START = struct.Struct("<IBQBB")
 HEADER_NBYTES = _HEADER.size
 _SMALL_NBYTES = HEADER_NBYTES + 2  # kind and number, then reply and length of the method's name
@@ -66,6 +68,7 @@ class ReplyKind:
     PART = 2  # pickled: the part that names the value's payload
     ROWS = 4  # pickled: the number of the kept segment with the value's payload, and its `RowFacts`
     FAILURE = 3  # pickled: the part that names the payload of a `Failure`
+    TIMED = 128  # added to the others: the times of the worker are behind what they say
 
 
 class Unpacks(Protocol):
@@ -79,7 +82,7 @@ class Unpacks(Protocol):
 
 
 def call_message(
-    number: int, method: str, reply: Reply, parts: Sequence[Any], rows: Sequence[tuple[int, Any]] = ()
+    number: int, method: str, reply: int, parts: Sequence[Any], rows: Sequence[tuple[int, Any]] = ()
 ) -> bytes:
     """A call, as `Lane.send` takes it: with four zero bytes before the body."""
     if not rows and len(parts) == 1 and type(parts[0]) is tuple and not parts[0][1]:
@@ -119,12 +122,28 @@ def _kept(part: Any, channel: Unpacks) -> Callable[[], Payload]:
     return partial(payload_in, channel.claim(part))
 
 
-def reply_message(number: int, kind: int, content: Any) -> bytes:
-    """A reply, as `Lane.send` takes it. ``content`` is the pickle stream of a value, else what is to be pickled."""
+def reply_message(number: int, kind: int, content: Any, times: tuple[int, int, int, int] | None = None) -> bytes:
+    """A reply, as `Lane.send` takes it.
+
+    Args:
+        number: Number of the call.
+        kind: A `ReplyKind`.
+        content: The pickle stream of a value, else what is to be pickled.
+        times: Those of a call that was timed.
+    """
     if kind == ReplyKind.VALUE:
-        stream: bytes = content
-        return _START.pack(0, kind, number) + stream
-    return _START.pack(0, kind, number) + (b"" if content is None else pickle.dumps(content, protocol=5))
+        said: bytes = content
+    else:
+        said = b"" if content is None else pickle.dumps(content, protocol=5)
+    if times is None:
+        return _START.pack(0, kind, number) + said
+    return _START.pack(0, kind | ReplyKind.TIMED, number) + said + _TIMES.pack(*times)
+
+
+def split_times(kind: int, body: memoryview) -> tuple[int, memoryview, tuple[int, int, int, int]]:
+    """Kind and body of a reply without its times, and the times."""
+    end = len(body) - _TIMES.size
+    return kind - ReplyKind.TIMED, body[:end], _TIMES.unpack_from(body, end)
 
 
 def read_reply(kind: int, body: memoryview, channel: Unpacks) -> Payload | Kept | Failure | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -21,8 +22,10 @@ from bandmaster.contract import (
     NEXT,
     OPEN_STREAM,
     STREAM,
+    TIMED,
     Reply,
     Rows,
+    Timed,
 )
 from bandmaster.errors import BatchError
 from bandmaster.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
@@ -63,6 +66,7 @@ class Executor:
         self._context: WorkerContext | None = None
         self._loop: _EventLoopThread | None = None
         self._streams = Streams()
+        self._marks: list[int] | None = None  # of a call that is timed: moments in ns
 
     def prepare(self, context: WorkerContext) -> None:
         """Set the attributes that the worker has before its constructor runs."""
@@ -70,24 +74,26 @@ class Executor:
 
     def call(
         self, method: str, reply: int, parts: Sequence[Payload] | memoryview, rows: RowReaders = NO_ROWS
-    ) -> Payload | Rows | Failure | None:
+    ) -> Payload | Rows | Failure | Timed | None:
         """Run one call.
 
         Args:
             method: Name of the method, or `CONSTRUCT`.
-            reply: What happens to the returned value, a `bandmaster.contract.Reply`.
+            reply: What happens to the returned value, a `bandmaster.contract.Reply`, perhaps with `TIMED` added.
             parts: The encoded arguments, in memory that the worker owns; a memoryview if they are a single pickle
                 stream without buffers.
             rows: What reads the kept rows that arguments refer to, by label.
 
         Returns:
             The encoded value, with what is known of its rows if they are kept; None if the value is dropped; or the
-            failure.
+            failure. A `Timed` of these for a call that is timed.
 
         Raises:
             KeyboardInterrupt: The call was interrupted, or the method raised it.
             BaseException: A signal handler raised it, to end the process.
         """
+        if reply >= TIMED:
+            return self._timed(method, reply - TIMED, parts, rows)
         try:
             value = self._value(method, parts, rows)
             if type(value) is CoroutineType or self.rendezvous is not None:
@@ -97,14 +103,31 @@ class Executor:
         except BaseException as error:  # the user's code may raise anything, SystemExit included
             reraise_if_from_signal(error)  # e.g. the SystemExit of a SIGTERM handler, which ends the process
             return self.failure(error)
+        if self._marks is not None:
+            self._marks.append(time.monotonic_ns())
         return self._encoded(value, reply)
+
+    def _timed(self, method: str, reply: int, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Timed:
+        marks = self._marks = [time.monotonic_ns()]
+        try:
+            outcome = self.call(method, reply, parts, rows)
+        finally:
+            self._marks = None
+        return _with_times(outcome, marks)
 
     async def call_beside(
         self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
-    ) -> Payload | Rows | Failure | None:
+    ) -> Payload | Rows | Failure | Timed | None:
         """As `call`, on the event loop of the caller, where calls of async methods overlap."""
+        if reply >= TIMED:
+            marks = self._marks = [time.monotonic_ns()]
+            outcome = await self.call_beside(method, reply - TIMED, parts, rows)
+            return _with_times(outcome, marks)
         try:
-            value = self._value(method, parts, rows)
+            try:
+                value = self._value(method, parts, rows)
+            finally:
+                self._marks = None  # other calls go on while this one waits
             if type(value) is CoroutineType:
                 value = await value
             if self.rendezvous is not None:
@@ -120,6 +143,8 @@ class Executor:
         if method in _OWN:
             return _OWN[method](self, parts, rows)
         args, kwargs = self._arguments(parts, rows)
+        if self._marks is not None:
+            self._marks.append(time.monotonic_ns())
         return getattr(self.worker, method)(*args, **kwargs)
 
     def _arguments(
@@ -252,6 +277,13 @@ _OWN: dict[str, Callable[[Executor, Sequence[Payload] | memoryview, RowReaders],
     CLOSE_STREAM: Executor._close_stream,
     CAN_OPEN: Executor._can_open,
 }
+
+
+def _with_times(outcome: Any, marks: list[int]) -> Timed:
+    """An outcome with four moments; a call that has failed, or is not one of a method of the user's, has fewer."""
+    end = time.monotonic_ns()
+    decoded = marks[1] if len(marks) > 1 else marks[0]
+    return Timed(outcome, (marks[0], decoded, marks[2] if len(marks) > 2 else end, end))
 
 
 def _follows_interruption(error: BaseException | None) -> bool:

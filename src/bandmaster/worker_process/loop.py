@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import Rows
+from bandmaster.contract import Rows, Timed
 from bandmaster.failure import Failure
 from bandmaster.transport.channel import INLINE_NBYTES, Closed
 from bandmaster.transport.lane import LENGTH_NBYTES, Lane
@@ -97,7 +97,7 @@ class _Loop:
             page.begin(number)
             outcome = executor.call(*read_call(kind, message, lane))
             page.end()
-            if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
+            if type(outcome) is Payload and _is_small(outcome):
                 lane.send(reply_message(number, ReplyKind.VALUE, outcome.head))  # the common case
             else:
                 outcomes = [outcome]
@@ -118,16 +118,17 @@ class _Loop:
             self._lane.body = None
 
 
-def _reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | None]) -> None:
+def _reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | Timed | None]) -> None:
     """Remove the only outcome from the list and send it.
 
     If a signal handler raises just after the reply was sent, the call is replied to again. The controller uses the
     first reply.
     """
+    times = outcomes[0].times if isinstance(outcomes[0], Timed) else None
     kind, content, segments = _packed(lane, outcomes.pop())
     lane.lease(segments)
     try:
-        lane.send(reply_message(number, kind, content), segments)
+        lane.send(reply_message(number, kind, content, times), segments)
     except OSError as error:  # for example, too many descriptors are in flight
         lane.end_leases(segments)
         kind, content, _ = _packed(lane, Failure.of(error))
@@ -136,13 +137,21 @@ def _reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | No
         lane.writer.end_leases([segment.id], OWNER)
 
 
-def _packed(lane: Lane, outcome: Payload | Rows | Failure | None) -> tuple[int, Any, list[Segment]]:
+def _is_small(payload: Payload) -> bool:
+    return not payload.buffers and len(payload.head) <= INLINE_NBYTES
+
+
+def _packed(lane: Lane, outcome: Payload | Rows | Failure | Timed | None) -> tuple[int, Any, list[Segment]]:
     """Kind and content of the reply with an outcome, and the segments that it names.
 
     The caller keeps no reference to the arguments or the outcome, so that leases on their segments end with the reply.
     """
+    if isinstance(outcome, Timed):
+        outcome = outcome.outcome
     if outcome is None:
         return ReplyKind.NOTHING, None, []
+    if type(outcome) is Payload and _is_small(outcome):
+        return ReplyKind.VALUE, outcome.head, []
     if isinstance(outcome, Payload | Rows):
         try:
             if isinstance(outcome, Rows):

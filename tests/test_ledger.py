@@ -1,0 +1,204 @@
+"""The ledger: what a trace knows of calls, ranks, bytes and the way that rows took."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, Mesh, register
+from bandmaster.calls.ledger import recording
+
+LARGE = 50_000  # columns of rows that stay where they are made
+
+
+class Timed(bm.Worker):
+    @register(Dispatch.DP_PROTO)
+    def make(self, ids, slow=None):
+        if self.rank == slow:
+            time.sleep(0.05)
+        return {"id": ids, "wide": np.repeat(ids[:, None], LARGE, 1).astype("f4")}
+
+    @register(Dispatch.DP_PROTO)
+    def use(self, rows):
+        return {"sum": rows["wide"].sum(1)}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    @register(Dispatch.DP_PROTO)
+    def items(self, rows):
+        yield from rows
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail(self):
+        raise ValueError("planned")
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def wait(self):
+        return self.rank
+
+
+@pytest.fixture(scope="module")
+def groups(backend):
+    with bm.ResourcePool([4], backend=backend) as four, bm.ResourcePool([3], backend=backend) as three:
+        made = bm.WorkerGroup(four, Timed, mesh=Mesh(dp=2, tp=2)), bm.WorkerGroup(three, Timed)
+        for group in made:
+            group.wait()  # so that each rank has its event loop
+        yield made
+
+
+@pytest.fixture
+def two(groups):
+    return groups[0]
+
+
+@pytest.fixture
+def three(groups):
+    return groups[1]
+
+
+@pytest.fixture(autouse=True)
+def no_trace_is_left():
+    yield
+    assert recording.trace is None
+    recording.last = None
+
+
+def test_what_a_call_has_cost_on_each_rank(three):
+    with bm.trace() as trace:
+        three.sleep(0.02)
+    (call,) = trace.calls
+    assert (call.method, sorted(call.ranks)) == ("Timed.sleep", [0, 1, 2])
+    assert all(0.02 <= times.ran < 10 for times in call.ranks.values())
+    assert all(seconds >= 0 for times in call.ranks.values() for seconds in times)
+    assert call.seconds >= max(times.ran for times in call.ranks.values())
+    assert call.begun <= call.encoded <= call.sent <= call.done
+    three.sleep(0)
+    assert len(trace.calls) == 1, "it was stopped"
+
+
+def test_stragglers(three):
+    with bm.trace() as trace:
+        three.make(np.arange(6), slow=1)
+        three.make(np.arange(6))
+    slow, even = trace.calls
+    assert slow.stragglers == (1,)
+    assert slow.skew > 0.02 > even.skew
+    assert "1 (5" in repr(trace.calls)
+
+
+def test_bytes_by_their_way(two, three, backend):
+    with bm.trace() as trace:
+        rows = two.make.submit(np.arange(8))
+        used = three.use.submit(rows.shuffle(0)[:4])
+        assert len(used.result()["sum"]) == 4
+        nbytes = rows.result()["wide"].nbytes
+    make, use = trace.calls
+    assert make.kept_nbytes > nbytes
+    assert nbytes < make.returned_nbytes < nbytes + 5000, "by result()"
+    assert make.sent_nbytes < 5000
+    assert use.sent_nbytes + use.returned_nbytes < 5000, "no row has passed through the controller"
+    ((way, read),) = use.read_nbytes.items()
+    assert nbytes / 2 <= read < nbytes / 2 + 5000
+    assert way == ("controller" if backend == "inprocess" else "shared memory")
+    assert use.takes_from == {(make.number, 0), (make.number, 2)}
+
+
+def test_calls_of_a_group(two, three):
+    with bm.trace():
+        two.sleep(0)
+        three.sleep(0)
+        two.wait()
+        assert [call.method for call in two.calls()] == ["Timed.sleep", "Timed.wait"]
+        assert [call.number for call in two.calls()[1:]] == [2]
+    assert len(three.calls()) == 1, "of the last trace"
+    assert repr(three.calls()).splitlines()[1].split() == (
+        ["call", "method", "at", "s", "ms", "queued", "decoded", "ran", "encoded", "moved", "stragglers", "bytes"]
+    )
+
+
+def test_calls_that_fail_and_calls_under_way(three):
+    with bm.trace() as trace:
+        with pytest.raises(bm.RemoteError):
+            three.fail()
+        future = three.sleep.submit(0)
+        assert "…" in repr(trace.calls) or future.done()
+        future.result()
+    fail, sleep = trace.calls
+    assert 0 in fail.ranks
+    assert fail.done is not None
+    assert sleep.done is not None
+
+
+def test_chunks_and_items_are_calls(three):
+    with bm.trace() as trace:
+        three.make.options(pull=2)(np.arange(5))
+        list(three.items.stream([1, 2, 3, 4]))
+    methods = [call.method for call in trace.calls]
+    assert methods.count("Timed.make") == 3
+    assert methods.count("Timed.items") >= 1 + 4
+    assert {rank for call in trace.calls for rank in call.ranks} == {0, 1, 2}
+
+
+def test_the_summary_of_methods(three):
+    with bm.trace() as trace:
+        for _ in range(3):
+            three.sleep(0.01)
+        three.use(three.make.submit(np.arange(3)))
+    lines = repr(trace).splitlines()
+    assert lines[1].split() == ["method", "calls", "s", "send", "wait", "run", "skew", "return", "bytes"]
+    (sleep,) = [line.split() for line in lines if line.startswith("Timed.sleep")]
+    assert sleep[1] == "3"
+    assert float(sleep[2]) >= 0.03
+    assert int(sleep[5].rstrip("%")) > 30
+    assert "read by reference" in next(line for line in lines if line.startswith("Timed.use"))
+
+
+def test_a_file_for_perfetto(two, three, tmp_path):
+    with bm.trace(tmp_path / "run.json"):
+        rows = two.make.submit(np.arange(8))
+        three.use.submit(rows).result()
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    tracks = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert tracks[0, None] == "controller"
+    assert sum(name.startswith("rank 1 (") for name in tracks.values()) == 2
+    slices = [(e["name"], e["pid"], e["tid"]) for e in events if e["ph"] == "X"]
+    assert slices.count(("Timed.make", 1, 3)) == slices.count(("Timed.use", 2, 2)) == 1
+    assert [name for name, pid, tid in slices if (pid, tid) == (2, 0)] == ["Timed.use", "decode", "run", "encode"]
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
+    assert starts.keys() == ends.keys()
+    assert {(e["tid"], ends[key]["tid"]) for key, e in starts.items()} == {(p, c) for p in (0, 2) for c in range(3)}
+    assert all(e["ts"] <= ends[key]["ts"] for key, e in starts.items())
+
+
+def test_one_trace_at_a_time(three):
+    with bm.trace() as trace:
+        with pytest.raises(bm.UsageError, match=r"a trace records already; stop\(\) it"):
+            bm.trace()
+        trace.stop()
+        with bm.trace() as second:
+            three.sleep(0)
+    assert (len(trace.calls), len(second.calls)) == (0, 1)
+
+
+def test_who_has_recorded_nothing_is_told_how(three):
+    with pytest.raises(bm.UsageError, match=r"no calls were recorded: make them in a block of `with bandmaster.trace"):
+        three.calls()
+
+
+@pytest.mark.backends("ray")
+def test_ranks_without_lanes_tell_their_times_too(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        far = bm.WorkerGroup(pool, Timed)
+        assert len(far.workers) == 2  # calls go by Ray from here on
+        with bm.trace() as trace:
+            rows = far.make.submit(np.arange(4))
+            far.use.submit(rows).result()
+            far.sleep(0.01)
+        make, use, sleep = trace.calls
+        assert sorted(make.ranks) == sorted(sleep.ranks) == [0, 1]
+        assert all(times.ran >= 0.01 for times in sleep.ranks.values())
+        assert list(use.read_nbytes) == ["Ray"]
