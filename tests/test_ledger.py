@@ -1,10 +1,10 @@
 """The ledger: what a trace knows of calls, ranks, bytes and the way that rows took."""
 
-import json
 import time
 
 import numpy as np
 import pytest
+from trace_processor import TraceProcessor
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
@@ -157,21 +157,30 @@ def test_the_summary_of_methods(three):
     assert "read by reference" in next(line for line in lines if line.startswith("Timed.use"))
 
 
-def test_a_file_for_perfetto(two, three, tmp_path):
+def test_perfetto_reads_the_file(two, three, tmp_path):
     with bm.trace(tmp_path / "run.json"):
         rows = two.make.submit(np.arange(8))
         three.use.submit(rows).result()
-    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
-    tracks = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"}
-    assert tracks[0, None] == "controller"
-    assert sum(name.startswith("rank 1 (") for name in tracks.values()) == 2
-    slices = [(e["name"], e["pid"], e["tid"]) for e in events if e["ph"] == "X"]
-    assert slices.count(("Timed.make", 1, 3)) == slices.count(("Timed.use", 2, 2)) == 1
-    assert [name for name, pid, tid in slices if (pid, tid) == (2, 0)] == ["Timed.use", "decode", "run", "encode"]
-    starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
-    assert starts.keys() == ends.keys()
-    assert {(e["tid"], ends[key]["tid"]) for key, e in starts.items()} == {(p, c) for p in (0, 2) for c in range(3)}
-    assert all(e["ts"] <= ends[key]["ts"] for key, e in starts.items())
+        three.make.options(pull=2)(np.arange(8))
+    with TraceProcessor(tmp_path / "run.json") as perfetto:
+        assert perfetto.query("select name, value from stats where severity = 'error' and value > 0") == []
+        tracks = perfetto.query(
+            "select process.name, thread.name from thread join process using (upid) where thread.name like 'rank 1 (%'"
+        )
+        assert sorted(group for group, _ in tracks) == sorted(
+            call.group for call in [*two.calls()[:1], *three.calls()[:1]]
+        )
+        slices = dict(perfetto.query("select name, count() from slice group by name"))
+        assert (slices["Timed.use"], slices["run"], slices["decode"]) == (1 + 3, 4 + 3 + 4, 11)
+        arrows = perfetto.query(
+            "select a.name, b.name, count() from flow join slice a on a.id = slice_out join slice b on b.id = slice_in "
+            "group by 1, 2"
+        )
+        assert arrows == [("encode", "decode", 2 * 3)]
+        (within,) = perfetto.query(
+            "select count() from slice a join slice b on b.parent_id = a.id where b.ts + b.dur > a.ts + a.dur"
+        )
+        assert within == (0,)
 
 
 def test_one_trace_at_a_time(three):

@@ -20,10 +20,11 @@ from bandmaster.backends import get_backend
 from bandmaster.calls.derived import PutRows
 from bandmaster.calls.encoding import encode_constructor
 from bandmaster.calls.future import Future
-from bandmaster.calls.ledger import CallTable, calls_of
+from bandmaster.calls.ledger import calls_of
 from bandmaster.calls.method import GroupMethod
 from bandmaster.calls.options import default_options
 from bandmaster.calls.pending import CallSite, Collection
+from bandmaster.calls.records import CallTable
 from bandmaster.calls.spec import specs_of
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import Launch

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from bandmaster.calls.ledger import CallRecord
+from bandmaster.calls.records import CallRecord
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Kept, KeptCopy, RowFacts, Workers
 from bandmaster.errors import RowsLost

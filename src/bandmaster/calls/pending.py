@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from bandmaster.calls.escalation import Escalation, Step
 from bandmaster.calls.kept_rows import KeptPart, KeptRows
-from bandmaster.calls.ledger import CallRecord
 from bandmaster.calls.options import CallOptions, default_options
 from bandmaster.calls.progress import CallWatch, progress
+from bandmaster.calls.records import CallRecord
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Kept, Workers
 from bandmaster.errors import CallCancelled, CallTimeout, CollectError, RemoteError, RowsLost, UsageError, WorkerDied

@@ -17,9 +17,10 @@ from bandmaster.calls.exports import Exporter, exports_are_on
 from bandmaster.calls.future import Future, table_of
 from bandmaster.calls.kept_rows import KeptPart
 from bandmaster.calls.later import LaterCall, LaterCalls
-from bandmaster.calls.ledger import CallRecord, recording
+from bandmaster.calls.ledger import recording
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import CallSite, Collection, OpenCalls, PendingCall
+from bandmaster.calls.records import CallRecord
 from bandmaster.codec import Payload
 from bandmaster.contract import Call, Reply, Ticket, Workers
 from bandmaster.errors import ArgumentError, CallCancelled, CallTimeout
