@@ -10,6 +10,7 @@ Backends import this module. It imports no backend, and knows nothing that only 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -36,6 +37,7 @@ __all__ = [
     "START_ADVICE",
     "STREAM",
     "TIMED",
+    "TIMES",
     "Backend",
     "Call",
     "Kept",
@@ -191,6 +193,9 @@ class Reply(IntEnum):
 TIMED = 16  # added to a `Reply`: the outcome is to come as a `Timed`
 
 
+TIMES = struct.Struct("<QQQQ")  # those of a `Timed`
+
+
 class Timed(NamedTuple):
     """An outcome, and when a worker was done with what led to it.
 
@@ -295,12 +300,13 @@ class Ticket:
 
     Attributes:
         on_done: If it is set, the thread that receives the reply calls it; it must not block.
-        times: Those of `Timed`, and when the reply was received; only of calls that are timed, once they are done.
+        times: Those of `Timed`, packed as `TIMES`, and when the reply was received; only of calls that are
+            timed, once they are done.
     """
 
     __slots__ = ("on_done", "times")
 
-    times: tuple[int, int, int, int, int]
+    times: tuple[bytes, int]
 
     def __init__(self) -> None:
         self.on_done: Callable[[], object] | None = None

@@ -18,7 +18,7 @@ from typing import Any
 from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, Call, Kept, KeptCopy, Launch, Rows, Timed, WorkerRecord
+from bandmaster.contract import CLOSED, TIMES, Call, Kept, KeptCopy, Launch, Rows, WorkerRecord
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held
 from bandmaster.worker_process.executor import Executor
@@ -87,15 +87,14 @@ class InProcessWorkers:
         parts = [part.private() for part in call.parts]
         rows = {label: partial(_private, part) for label, part in call.rows}
         outcome = self._executors[rank].call(call.method, call.reply_code, parts, rows)
-        times = None
-        if isinstance(outcome, Timed):
-            outcome, times = outcome
+        executor = self._executors[rank]
+        times = None if executor.marks is None else executor.times()
         if isinstance(outcome, Rows):
             ticket = InProcessTicket(KeptCopy(outcome.payload.private(), outcome.facts))
         else:
             ticket = InProcessTicket(outcome.private() if isinstance(outcome, Payload) else outcome)
         if times is not None:
-            ticket.times = (*times, time.monotonic_ns())
+            ticket.times = TIMES.pack(*times), time.monotonic_ns()
         return ticket
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:

@@ -239,9 +239,10 @@ class WorkerActor:
                 self._page.begin(number)
                 outcome = self._executor.call(method, reply, parts, rows)
                 self._page.end()
-                return outcome
+                return outcome if self._executor.marks is None else Timed(outcome, self._executor.times())
             except KeyboardInterrupt as error:  # interrupted, or raised by the method
                 self._page.end()
+                self._executor.marks = None
                 return self._executor.failure(error)
 
 

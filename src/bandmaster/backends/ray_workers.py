@@ -26,6 +26,7 @@ from bandmaster.contract import (
     CLOSED,
     NOT_STARTED,
     QUEUED,
+    TIMES,
     Call,
     Kept,
     Launch,
@@ -336,7 +337,7 @@ class RayWorkers:
             reply = ray.get(ticket.reference)
             if isinstance(reply, Timed):
                 reply, times = reply
-                ticket.times = (*times, time.monotonic_ns())
+                ticket.times = TIMES.pack(*times), time.monotonic_ns()
             if isinstance(reply, RowFacts):
                 return KeptObject(ticket.rows, reply)
             return reply.private() if isinstance(reply, Payload) else reply

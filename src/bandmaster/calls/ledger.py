@@ -42,8 +42,7 @@ class Trace:
 
     def begin(self, group: str, method: str, workers: Workers) -> CallRecord:
         """The record of a call that is being submitted."""
-        begun = (time.monotonic_ns() - self._origin_ns) / 1e9
-        record = CallRecord(next(self._numbers), group, method, begun, _origin_ns=self._origin_ns, _workers=workers)
+        record = CallRecord(next(self._numbers), group, method, self._origin_ns, workers)
         self._records.append(record)
         return record
 

@@ -27,7 +27,7 @@ from bandmaster.calls.options import CallOptions, default_options
 from bandmaster.calls.progress import CallWatch, progress
 from bandmaster.calls.records import CallRecord
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Kept, Workers
+from bandmaster.contract import Workers
 from bandmaster.errors import CallCancelled, CallTimeout, CollectError, RemoteError, RowsLost, UsageError, WorkerDied
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.plan.collection import collect
@@ -466,8 +466,7 @@ class PendingCall:
                 continue
             value = self.workers.fetch(ticket)
             if self.record is not None:
-                self.record.came(rank, ticket)
-                self._note_nbytes(value)
+                self.record.came(rank, ticket, value)
             if type(value) is Payload and not self.keeps_rows:
                 try:
                     value = decode(value)
@@ -478,14 +477,6 @@ class PendingCall:
             else:
                 self._values[rank] = value
         self.tickets = still
-
-    def _note_nbytes(self, value: Payload | Kept | Failure | None) -> None:
-        """Note in the record what has come."""
-        assert self.record is not None, "the caller has looked"
-        if isinstance(value, Payload):
-            self.record.returned_nbytes += value.nbytes
-        elif value is not None and not isinstance(value, Failure) and value.facts is not None:
-            self.record.kept_nbytes += value.facts.nbytes
 
     def _unreadable(self, rank: int, error: BaseException) -> Failure:
         """The failure of a rank whose value raised as it was decoded; raises the error again if it is Ctrl-C's."""

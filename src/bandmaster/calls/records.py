@@ -10,16 +10,19 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from time import monotonic_ns
+from types import MappingProxyType
 from typing import NamedTuple, overload
 
-from bandmaster.contract import Ticket, Workers
+from bandmaster.codec import Payload
+from bandmaster.contract import TIMES, Kept, Ticket, Workers
+from bandmaster.failure import Failure
 from bandmaster.plan.render import text_table
 
 __all__ = ["CallRecord", "CallTable", "RankTimes", "bytes_of", "mean_of"]
 
+NOTHING: Mapping[str, int] = MappingProxyType({})
 STRAGGLES, STRAGGLES_S = 1.5, 1e-3  # a rank that runs so much longer than the median is called a straggler
 
 
@@ -41,41 +44,75 @@ class RankTimes(NamedTuple):
     moved: float
 
 
-@dataclass(slots=True, eq=False)
 class CallRecord:
-    """One call.
+    """One call. Its times are in seconds since the trace began.
 
     Attributes:
         number: Its number in the trace, from 0.
         group: Name of the group.
         method: ``"Class.method"``.
-        begun: When it was submitted, in seconds since the trace began.
-        encoded: When its arguments were planned and encoded.
-        sent: When it was sent.
-        done: When its result was there; None if it is not.
         sent_nbytes: Bytes of arguments that the controller has encoded, each payload once.
         returned_nbytes: Bytes of values that came to the controller.
         kept_nbytes: Bytes of rows that have stayed where they were made.
         read_nbytes: Bytes of rows that ranks have read from where they lie, by the way: ``"shared memory"``, or
             ``"Ray"`` for its object store.
         takes_from: The numbers of the calls that made those rows, with the rank that did.
+
+    Args:
+        number: Its number in the trace.
+        group: Name of the group.
+        method: ``"Class.method"``.
+        origin_ns: When the trace began, by the monotonic clock.
+        workers: The workers that are asked.
     """
 
-    number: int
-    group: str
-    method: str
-    begun: float
-    encoded: float = 0.0
-    sent: float = 0.0
-    done: float | None = None
-    sent_nbytes: int = 0
-    returned_nbytes: int = 0
-    kept_nbytes: int = 0
-    read_nbytes: dict[str, int] = field(default_factory=dict)
-    takes_from: set[tuple[int, int]] = field(default_factory=set)
-    _origin_ns: int = 0
-    _workers: Workers | None = None
-    _raw: dict[int, tuple[int, int, int, int, int]] = field(default_factory=dict)
+    __slots__ = (
+        "_begun_ns",
+        "_done_ns",
+        "_encoded_ns",
+        "_origin_ns",
+        "_raw",
+        "_sent_ns",
+        "_workers",
+        "group",
+        "kept_nbytes",
+        "method",
+        "number",
+        "read_nbytes",
+        "returned_nbytes",
+        "sent_nbytes",
+        "takes_from",
+    )
+
+    def __init__(self, number: int, group: str, method: str, origin_ns: int, workers: Workers) -> None:
+        self.number, self.group, self.method = number, group, method
+        self._origin_ns, self._begun_ns = origin_ns, monotonic_ns()
+        self._encoded_ns = self._sent_ns = self._done_ns = 0
+        self.sent_nbytes = self.returned_nbytes = self.kept_nbytes = 0
+        self.read_nbytes: Mapping[str, int] = NOTHING
+        self.takes_from: Set[tuple[int, int]] = frozenset()
+        self._workers = workers
+        self._raw: dict[int, tuple[bytes, int]] = {}  # by rank, `Ticket.times`
+
+    @property
+    def begun(self) -> float:
+        """When it was submitted."""
+        return self._seconds(self._begun_ns)
+
+    @property
+    def encoded(self) -> float:
+        """When its arguments were planned and encoded."""
+        return self._seconds(self._encoded_ns or self._begun_ns)
+
+    @property
+    def sent(self) -> float:
+        """When it was sent; a rank may have replied before the last one was sent to."""
+        return self._seconds(self._sent_ns or self._encoded_ns or self._begun_ns)
+
+    @property
+    def done(self) -> float | None:
+        """When its result was there; None if it is not."""
+        return self._seconds(self._done_ns) if self._done_ns else None
 
     @property
     def ranks(self) -> dict[int, RankTimes]:
@@ -103,29 +140,47 @@ class CallRecord:
 
     def is_encoded(self, nbytes: int) -> None:
         """Its arguments were encoded."""
-        self.encoded, self.sent_nbytes = self._now(), nbytes
+        self._encoded_ns, self.sent_nbytes = monotonic_ns(), nbytes
 
     def is_sent(self) -> None:
         """It was sent."""
-        self.sent = self._now()
+        self._sent_ns = monotonic_ns()
 
     def is_done(self) -> None:
         """Its result is there, or its error."""
-        self.done = self._now()
+        self._done_ns = monotonic_ns()
 
-    def came(self, rank: int, ticket: Ticket) -> None:
+    def came(self, rank: int, ticket: Ticket, value: Payload | Kept | Failure | None) -> None:
         """The reply of a rank has come."""
-        times = getattr(ticket, "times", None)  # a worker that has died tells of none
-        if times is not None:
-            self._raw[rank] = times
+        try:
+            self._raw[rank] = ticket.times
+        except AttributeError:
+            self._raw.pop(rank, None)  # a worker that has died tells of none
+        if type(value) is Payload:
+            self.returned_nbytes += value.nbytes
+        elif value is not None and type(value) is not Failure and value.facts is not None:  # type: ignore[union-attr]
+            self.kept_nbytes += value.facts.nbytes  # type: ignore[union-attr]
 
-    def _now(self) -> float:
-        return (time.monotonic_ns() - self._origin_ns) / 1e9
+    def read(self, nbytes: int, way: str, source: CallRecord | None, rank: int | None) -> None:
+        """Ranks read rows that a rank has made in another call.
+
+        Args:
+            nbytes: Their bytes.
+            way: How.
+            source: The other call, if it was recorded.
+            rank: The rank that has made them; None for the controller.
+        """
+        self.read_nbytes = {**self.read_nbytes, way: self.read_nbytes.get(way, 0) + nbytes}
+        if source is not None and rank is not None:
+            self.takes_from |= {(source.number, rank)}
+
+    def _seconds(self, moment_ns: int) -> float:
+        return (moment_ns - self._origin_ns) / 1e9
 
     def _times(self, rank: int) -> RankTimes:
         begun, decoded, ran, encoded, received = self.moments(rank)
-        sent = self.sent or self.encoded  # a rank may reply before the last one was sent to
-        return RankTimes(max(0.0, begun - sent), decoded - begun, ran - decoded, encoded - ran, received - encoded)
+        waited = max(0.0, begun - self.sent)
+        return RankTimes(waited, decoded - begun, ran - decoded, encoded - ran, received - encoded)
 
     def moments(self, rank: int) -> list[float]:
         """When a rank had begun, decoded, run and encoded, and when the reply came: seconds since the trace began.
@@ -133,17 +188,17 @@ class CallRecord:
         The first four are by the clock of the rank's host. If it differs from the controller's, they are put into the
         middle of the time between sending and reply.
         """
-        *theirs, received = [(moment - self._origin_ns) / 1e9 for moment in self._raw[rank]]
-        sent = self.sent or self.encoded
+        times, received_ns = self._raw[rank]
+        theirs, received = [self._seconds(moment) for moment in TIMES.unpack(times)], self._seconds(received_ns)
         if theirs[0] < self.encoded or theirs[-1] > received:
-            shift = (sent + received - theirs[0] - theirs[-1]) / 2
+            shift = (self.sent + received - theirs[0] - theirs[-1]) / 2
             theirs = [moment + shift for moment in theirs]
         return [*theirs, received]
 
     def place(self, rank: int) -> str:
         """Where a rank is."""
-        known = self._workers.records[rank] if self._workers is not None else None
-        return f"rank {rank}" if known is None else f"rank {rank} ({known.host}, pid {known.pid}, {known.device})"
+        known = self._workers.records[rank]
+        return f"rank {rank} ({known.host}, pid {known.pid}, {known.device})"
 
 
 class CallTable(Sequence[CallRecord]):

@@ -435,11 +435,8 @@ class RowsElsewhere:
         """Note in the record of the call what it takes, and from where."""
         for table in self._tables:
             for part, n in rows_by_part(table).values():
-                way = part.kept.way
                 nbytes = round(part.nbytes * n / (part.n_rows or 1))
-                record.read_nbytes[way] = record.read_nbytes.get(way, 0) + nbytes
-                if part.kept.record is not None and part.rank is not None:
-                    record.takes_from.add((part.kept.record.number, part.rank))
+                record.read(nbytes, part.kept.way, part.kept.record, part.rank)
 
     def needed(self, numbers: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
         """The rows that some argument groups refer to, with their labels."""

@@ -18,16 +18,18 @@ from functools import partial
 from typing import Any, Protocol
 
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Kept, RowFacts
+from bandmaster.contract import TIMES, Kept, RowFacts
 from bandmaster.failure import Failure
 from bandmaster.transport.kept import NO_ROWS, KeptSegment, RowReaders, payload_in
 from bandmaster.transport.segments import Lease
 
 __all__ = [
     "HEADER_NBYTES",
+    "TIMES_NBYTES",
     "UNANSWERED",
     "Kind",
     "ReplyKind",
+    "Times",
     "Unpacks",
     "call_message",
     "control_message",
@@ -40,9 +42,9 @@ __all__ = [
 
 _HEADER = struct.Struct("<BQ")  # of a body: kind and number
 _START = struct.Struct("<IBQ")  # of what is sent: no control, and the header
-_TIMES = struct.Struct("<QQQQ")
 _SMALL_START = struct.Struct("<IBQBB")
 HEADER_NBYTES = _HEADER.size
+TIMES_NBYTES = TIMES.size
 _SMALL_NBYTES = HEADER_NBYTES + 2  # kind and number, then reply and length of the method's name
 UNANSWERED = 0  # number of messages that no reply is sent to
 header_of = _HEADER.unpack_from  # kind and number of a body
@@ -122,7 +124,10 @@ def _kept(part: Any, channel: Unpacks) -> Callable[[], Payload]:
     return partial(payload_in, channel.claim(part))
 
 
-def reply_message(number: int, kind: int, content: Any, times: tuple[int, int, int, int] | None = None) -> bytes:
+Times = tuple[int, int, int, int] | None  # those of a call that is timed
+
+
+def reply_message(number: int, kind: int, content: Any, times: Times = None) -> bytes:
     """A reply, as `Lane.send` takes it.
 
     Args:
@@ -137,13 +142,13 @@ def reply_message(number: int, kind: int, content: Any, times: tuple[int, int, i
         said = b"" if content is None else pickle.dumps(content, protocol=5)
     if times is None:
         return _START.pack(0, kind, number) + said
-    return _START.pack(0, kind | ReplyKind.TIMED, number) + said + _TIMES.pack(*times)
+    return _START.pack(0, kind | ReplyKind.TIMED, number) + said + TIMES.pack(*times)
 
 
-def split_times(kind: int, body: memoryview) -> tuple[int, memoryview, tuple[int, int, int, int]]:
-    """Kind and body of a reply without its times, and the times."""
-    end = len(body) - _TIMES.size
-    return kind - ReplyKind.TIMED, body[:end], _TIMES.unpack_from(body, end)
+def split_times(kind: int, body: memoryview) -> tuple[int, memoryview, bytes]:
+    """Kind and body of a reply without its times, and the times, packed."""
+    end = len(body) - TIMES.size
+    return kind - ReplyKind.TIMED, body[:end], bytes(body[end:])
 
 
 def read_reply(kind: int, body: memoryview, channel: Unpacks) -> Payload | Kept | Failure | None:

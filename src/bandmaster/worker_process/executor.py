@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from time import monotonic_ns
 from types import CoroutineType
 from typing import Any
 
@@ -48,6 +48,7 @@ class Executor:
 
     Attributes:
         device: The worker's device, to which tensors are decoded that the sender had on a GPU.
+        marks: Moments in ns of a call that is timed, until `times` is called; None if none is.
         hold: Returns a context manager that defers interrupts: `ControlPage.hold` if the worker has its own process,
             else a `SigintSafeLock`, which defers Ctrl-C.
         rendezvous: The group's rendezvous, on rank 0 of workers with their own processes; else None.
@@ -66,7 +67,7 @@ class Executor:
         self._context: WorkerContext | None = None
         self._loop: _EventLoopThread | None = None
         self._streams = Streams()
-        self._marks: list[int] | None = None  # of a call that is timed: moments in ns
+        self.marks: list[int] | None = None
 
     def prepare(self, context: WorkerContext) -> None:
         """Set the attributes that the worker has before its constructor runs."""
@@ -74,26 +75,27 @@ class Executor:
 
     def call(
         self, method: str, reply: int, parts: Sequence[Payload] | memoryview, rows: RowReaders = NO_ROWS
-    ) -> Payload | Rows | Failure | Timed | None:
+    ) -> Payload | Rows | Failure | None:
         """Run one call.
 
         Args:
             method: Name of the method, or `CONSTRUCT`.
-            reply: What happens to the returned value, a `bandmaster.contract.Reply`, perhaps with `TIMED` added.
+            reply: What happens to the returned value, a `bandmaster.contract.Reply`; with `TIMED` added, `times` is
+                to be called afterwards.
             parts: The encoded arguments, in memory that the worker owns; a memoryview if they are a single pickle
                 stream without buffers.
             rows: What reads the kept rows that arguments refer to, by label.
 
         Returns:
             The encoded value, with what is known of its rows if they are kept; None if the value is dropped; or the
-            failure. A `Timed` of these for a call that is timed.
+            failure.
 
         Raises:
             KeyboardInterrupt: The call was interrupted, or the method raised it.
             BaseException: A signal handler raised it, to end the process.
         """
         if reply >= TIMED:
-            return self._timed(method, reply - TIMED, parts, rows)
+            self.marks, reply = [monotonic_ns()], reply - TIMED
         try:
             value = self._value(method, parts, rows)
             if type(value) is CoroutineType or self.rendezvous is not None:
@@ -103,31 +105,32 @@ class Executor:
         except BaseException as error:  # the user's code may raise anything, SystemExit included
             reraise_if_from_signal(error)  # e.g. the SystemExit of a SIGTERM handler, which ends the process
             return self.failure(error)
-        if self._marks is not None:
-            self._marks.append(time.monotonic_ns())
+        if self.marks is not None:
+            self.marks.append(monotonic_ns())
         return self._encoded(value, reply)
 
-    def _timed(self, method: str, reply: int, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Timed:
-        marks = self._marks = [time.monotonic_ns()]
-        try:
-            outcome = self.call(method, reply, parts, rows)
-        finally:
-            self._marks = None
-        return _with_times(outcome, marks)
+    def times(self) -> tuple[int, int, int, int]:
+        """Those of `Timed`, of the call that has run last and was timed.
+
+        A call that has failed, or is not one of a method of the user's, has no moments in between.
+        """
+        marks, self.marks = self.marks, None
+        assert marks is not None, "the caller has looked"
+        end = monotonic_ns()
+        begun, decoded, ran = marks if len(marks) == 3 else (marks[0], marks[-1], end)
+        return begun, decoded, ran, end
 
     async def call_beside(
         self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
     ) -> Payload | Rows | Failure | Timed | None:
         """As `call`, on the event loop of the caller, where calls of async methods overlap."""
         if reply >= TIMED:
-            marks = self._marks = [time.monotonic_ns()]
+            begun = monotonic_ns()
             outcome = await self.call_beside(method, reply - TIMED, parts, rows)
-            return _with_times(outcome, marks)
+            end = monotonic_ns()  # what came in between was mixed with other calls
+            return Timed(outcome, (begun, begun, end, end))
         try:
-            try:
-                value = self._value(method, parts, rows)
-            finally:
-                self._marks = None  # other calls go on while this one waits
+            value = self._value(method, parts, rows)
             if type(value) is CoroutineType:
                 value = await value
             if self.rendezvous is not None:
@@ -143,8 +146,8 @@ class Executor:
         if method in _OWN:
             return _OWN[method](self, parts, rows)
         args, kwargs = self._arguments(parts, rows)
-        if self._marks is not None:
-            self._marks.append(time.monotonic_ns())
+        if self.marks is not None:
+            self.marks.append(monotonic_ns())
         return getattr(self.worker, method)(*args, **kwargs)
 
     def _arguments(
@@ -277,13 +280,6 @@ _OWN: dict[str, Callable[[Executor, Sequence[Payload] | memoryview, RowReaders],
     CLOSE_STREAM: Executor._close_stream,
     CAN_OPEN: Executor._can_open,
 }
-
-
-def _with_times(outcome: Any, marks: list[int]) -> Timed:
-    """An outcome with four moments; a call that has failed, or is not one of a method of the user's, has fewer."""
-    end = time.monotonic_ns()
-    decoded = marks[1] if len(marks) > 1 else marks[0]
-    return Timed(outcome, (marks[0], decoded, marks[2] if len(marks) > 2 else end, end))
 
 
 def _follows_interruption(error: BaseException | None) -> bool:

@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import Rows, Timed
+from bandmaster.contract import Rows
 from bandmaster.failure import Failure
 from bandmaster.transport.channel import INLINE_NBYTES, Closed
 from bandmaster.transport.lane import LENGTH_NBYTES, Lane
-from bandmaster.transport.messages import HEADER_NBYTES, Kind, ReplyKind, header_of, read_call, reply_message
+from bandmaster.transport.messages import HEADER_NBYTES, Kind, ReplyKind, Times, header_of, read_call, reply_message
 from bandmaster.transport.segments import OWNER, Segment
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
@@ -97,18 +97,20 @@ class _Loop:
             page.begin(number)
             outcome = executor.call(*read_call(kind, message, lane))
             page.end()
-            if type(outcome) is Payload and _is_small(outcome):
-                lane.send(reply_message(number, ReplyKind.VALUE, outcome.head))  # the common case
+            times = None if executor.marks is None else executor.times()
+            if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
+                lane.send(reply_message(number, ReplyKind.VALUE, outcome.head, times))  # the common case
             else:
                 outcomes = [outcome]
                 del outcome  # so that the leases on its segments end with the reply
-                _reply(lane, number, outcomes)
+                _reply(lane, number, outcomes, times)
             lane.body = None
         return True
 
     def _reply_with_the_error(self) -> None:
         """Fail the call during which an error was raised, for example because it was interrupted or memory ran out."""
         error, self._error = self._error, None
+        self._executor.marks = None
         assert error is not None, "the caller has looked"
         if self._lane.body is None:
             _log.warning("ignored an exception that a signal handler raised while no call was running", exc_info=error)
@@ -118,13 +120,12 @@ class _Loop:
             self._lane.body = None
 
 
-def _reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | Timed | None]) -> None:
+def _reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | None], times: Times = None) -> None:
     """Remove the only outcome from the list and send it.
 
     If a signal handler raises just after the reply was sent, the call is replied to again. The controller uses the
     first reply.
     """
-    times = outcomes[0].times if isinstance(outcomes[0], Timed) else None
     kind, content, segments = _packed(lane, outcomes.pop())
     lane.lease(segments)
     try:
@@ -137,21 +138,13 @@ def _reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | Ti
         lane.writer.end_leases([segment.id], OWNER)
 
 
-def _is_small(payload: Payload) -> bool:
-    return not payload.buffers and len(payload.head) <= INLINE_NBYTES
-
-
-def _packed(lane: Lane, outcome: Payload | Rows | Failure | Timed | None) -> tuple[int, Any, list[Segment]]:
+def _packed(lane: Lane, outcome: Payload | Rows | Failure | None) -> tuple[int, Any, list[Segment]]:
     """Kind and content of the reply with an outcome, and the segments that it names.
 
     The caller keeps no reference to the arguments or the outcome, so that leases on their segments end with the reply.
     """
-    if isinstance(outcome, Timed):
-        outcome = outcome.outcome
     if outcome is None:
         return ReplyKind.NOTHING, None, []
-    if type(outcome) is Payload and _is_small(outcome):
-        return ReplyKind.VALUE, outcome.head, []
     if isinstance(outcome, Payload | Rows):
         try:
             if isinstance(outcome, Rows):
