@@ -394,6 +394,10 @@ class Mine(bm.Worker):
     def pid(self):
         return os.getpid()
 
+    @bm.register(bm.Dispatch.DP_PROTO)
+    def rows(self, rows):
+        return rows
+
 
 @pytest.mark.backends("local", "ray")
 def test_a_group_is_shown_and_ended(make_pool, capsys):
@@ -405,6 +409,12 @@ def test_a_group_is_shown_and_ended(make_pool, capsys):
     line = line_of(group.name, capsys.readouterr().out)
     assert f" {os.getpid()} " in line and " 0-1 of 2 " in line and " MiB " in line
     assert line.endswith(" ".join(map(str, pids)))
+    assert "  -  " in line, "it holds no rows"
+    rows = group.rows.submit([[0] * 1_000_000] * 4)
+    assert len(rows) == 4
+    assert main(["ps"]) == 0
+    assert re.search(r"MiB  ([4-9]|1.) MiB  ", line_of(group.name, capsys.readouterr().out))
+    del rows
 
     assert main(["kill", group.name]) == 0
     assert f"group {group.name}@{os.getpid()}: ended {pids[0]} {pids[1]}\n" in capsys.readouterr().out
@@ -529,7 +539,7 @@ def test_which_are_chosen():
 
 def test_what_is_shown():
     assert shown(Discovered()) == "you have no groups on this machine"
-    assert "  0-2,5,7 of 8  15 MiB  " in shown(Discovered((made_up("actor", 1, False, ranks=(0, 1, 2, 5, 7)),)))
+    assert "  0-2,5,7 of 8  15 MiB  -  " in shown(Discovered((made_up("actor", 1, False, ranks=(0, 1, 2, 5, 7)),)))
     assert "  on another host  " in shown(Discovered((made_up("actor", 0, False),)))
 
 

@@ -325,6 +325,25 @@ def test_rows_are_freed_with_the_last_future(groups):
         gc.enable()
 
 
+def test_who_holds_how_many_bytes_is_shown(groups):
+    four, _ = groups
+
+    def held():
+        return [line.split("  ")[-1].strip() for line in four.describe().splitlines()[2:]]
+
+    assert held() == ["-"] * 4
+    rows = made(four, 8)
+    part = rows[:2]
+    assert len(rows) == 8
+    assert held()[1::2] == ["-", "-"], "tp=1 is not collected"
+    assert all(4 * 4 * LARGE < int(text.removesuffix(" B").replace(",", "")) < 5 * 4 * LARGE for text in held()[::2])
+    del rows
+    assert held() != ["-"] * 4, "some are still needed"
+    part.release()
+    del part
+    assert held() == ["-"] * 4
+
+
 @pytest.mark.backends("ray")
 def test_rows_go_through_rays_object_store_where_workers_have_no_lanes(groups, backend):
     four, three = groups

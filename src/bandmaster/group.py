@@ -20,6 +20,7 @@ from bandmaster.backends import get_backend
 from bandmaster.calls.derived import PutRows
 from bandmaster.calls.encoding import encode_constructor
 from bandmaster.calls.future import Future
+from bandmaster.calls.kept_rows import held_by
 from bandmaster.calls.ledger import calls_of
 from bandmaster.calls.method import GroupMethod
 from bandmaster.calls.options import default_options
@@ -250,13 +251,22 @@ class GroupOf(Generic[W]):
         return Future(PutRows(batch, self._submitter.site("put")), self)
 
     def describe(self) -> str:
-        """Return a table with one line per rank: name, mesh coordinates, host, pid, device and channel.
+        """Return a table with one line per rank: name, mesh coordinates, host, pid, device, channel, and rows held.
+
+        The last column says how many bytes of rows the rank has made that futures still hold; see `Future.release`.
 
         Raises:
             ClosedError: The group was closed.
         """
-        records = self._ownership.workers().records
-        facts = [{name: getattr(record, name) for name in ("host", "pid", "device", "channel")} for record in records]
+        workers = self._ownership.workers()
+        held = held_by(workers)
+        facts = [
+            {
+                **{name: getattr(record, name) for name in ("host", "pid", "device", "channel")},
+                "rows held": f"{held[rank]:,} B" if rank in held else "-",
+            }
+            for rank, record in enumerate(workers.records)
+        ]
         return text_table(repr(self), *self._table(facts))
 
     def calls(self) -> CallTable:

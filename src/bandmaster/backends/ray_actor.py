@@ -29,7 +29,7 @@ from bandmaster.platform.hardware import count_gpus
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.processes import end_descendants
 from bandmaster.transport.control_page import WorkerIdentity
-from bandmaster.transport.kept import RowReaders
+from bandmaster.transport.kept import RowReaders, kept_name
 from bandmaster.transport.lane import Lane
 from bandmaster.transport.listener import connect, peer_pid
 from bandmaster.transport.segments import SegmentWriter
@@ -190,7 +190,7 @@ class WorkerActor:
         sock = connect(name, introduction)
         if sock is not None:
             os.register_at_fork(after_in_child=sock.close)
-            self._lane = Lane(sock, SegmentWriter(), is_only_reader=True)
+            self._lane = Lane(sock, SegmentWriter(kept_name(os.getpid())), is_only_reader=True)
             if not self._ends_alone:
                 _end_with(peer_pid(sock))
         return sock is not None

@@ -21,6 +21,7 @@ from typing import Any
 from bandmaster.platform.math_threads import set_threads
 from bandmaster.platform.processes import Ended, MemoryPressure, Orphans, prctl
 from bandmaster.transport.control_page import WorkerIdentity
+from bandmaster.transport.kept import kept_name
 from bandmaster.transport.lane import Lane
 from bandmaster.transport.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
@@ -245,7 +246,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *lis
         listening = [socket.socket(fileno=fd) for fd in listening_fds]
         executor = Executor(page.hold, Rendezvous(listening[0]) if listening else None)
         executor.prepare(spawn.context)
-        lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(), is_only_reader=True)
+        lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())), is_only_reader=True)
         os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end
         serve(lane, executor, page)
         executor.close()

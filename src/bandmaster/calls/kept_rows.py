@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from bandmaster.errors import RowsLost
 from bandmaster.plan.handles import Part, Result, Taken
 from bandmaster.plan.rows import RealRows
 
-__all__ = ["KeptPart", "KeptRows"]
+__all__ = ["KeptPart", "KeptRows", "held_by"]
+
+_living: WeakSet[KeptPart] = WeakSet()  # that lie where they were made, or may
 
 
 class KeptPart:
@@ -43,6 +45,8 @@ class KeptPart:
         self._came = isinstance(kept, Payload)
         self._kept: Kept | None = KeptCopy(kept) if isinstance(kept, Payload) else kept
         self._placed: WeakKeyDictionary[Workers, Any] = WeakKeyDictionary()
+        if not self._came and workers is not None:
+            _living.add(self)
 
     @property
     def way(self) -> str:
@@ -99,6 +103,15 @@ class KeptPart:
         """Let go of the rows."""
         self._kept = None
         self._placed.clear()
+
+
+def held_by(workers: Workers) -> dict[int, int]:
+    """Bytes of rows that each rank has made and that futures hold, without those that came with the replies."""
+    held: dict[int, int] = {}
+    for part in list(_living):
+        if part._workers is workers and part._kept is not None and part._kept.facts is not None:
+            held[part._rank or 0] = held.get(part._rank or 0, 0) + part._kept.facts.nbytes
+    return held
 
 
 class KeptRows:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bandmaster.platform.proc import pids, stat
 from bandmaster.transport.control_page import WorkerIdentity, find_all
+from bandmaster.transport.kept import held_nbytes
 
 __all__ = ["Discovered", "Group", "Process", "discover"]
 
@@ -58,6 +59,7 @@ class Group:
         world_size: Number of workers of the group on all hosts.
         is_orphan: Whether the controller has ended.
         workers: Identity and process of each worker on this machine, by rank.
+        held_nbytes: Bytes of rows that these workers have made and their controller holds, in shared memory.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Group:
     world_size: int
     is_orphan: bool
     workers: tuple[tuple[WorkerIdentity, Process], ...]
+    held_nbytes: int = 0
 
     @property
     def full_name(self) -> str:
@@ -102,7 +105,9 @@ def _group(name: str, controller: int, world_size: int, members: list[tuple[Work
     living = Process.of(controller)
     oldest = min(process.started_s for _, process in workers)
     is_gone = living is None or living.started_s > oldest  # another process may have got the pid since
-    return Group(name, controller, world_size, controller != 0 and is_gone, workers)
+    held = held_nbytes(controller) if controller else {}
+    nbytes = sum(held.get(process.pid, 0) for _, process in workers)
+    return Group(name, controller, world_size, controller != 0 and is_gone, workers, nbytes)
 
 
 def _orphaned_zygotes() -> Iterator[Process]:

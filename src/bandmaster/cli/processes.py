@@ -61,7 +61,7 @@ def shown(discovered: Discovered) -> str:
     """Format the discovered groups and zygotes as tables for a terminal."""
     tables = []
     if discovered.groups:
-        header = ["group", "controller", "ranks", "memory", "age", "pids"]
+        header = ["group", "controller", "ranks", "memory", "rows held", "age", "pids"]
         tables.append(text_table("groups on this machine", header, [_row(group) for group in discovered.groups]))
     if discovered.orphaned_zygotes:
         rows = [[process.pid, _memory([process]), _age([process])] for process in discovered.orphaned_zygotes]
@@ -99,7 +99,8 @@ def _row(group: Group) -> list[object]:
     ranks = f"{_ranges([identity.rank for identity, _ in group.workers])} of {group.world_size}"
     controller = f"{group.controller} (gone)" if group.is_orphan else str(group.controller or "on another host")
     pids = " ".join(str(process.pid) for process in processes)
-    return [group.name, controller, ranks, _memory(processes), _age(processes), pids]
+    held = _mib(group.held_nbytes) if group.held_nbytes else "-"
+    return [group.name, controller, ranks, _memory(processes), held, _age(processes), pids]
 
 
 def _ranges(ranks: Sequence[int]) -> str:
@@ -109,7 +110,11 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 
 def _memory(processes: Sequence[Process]) -> str:
-    return f"{sum(process.rss_nbytes for process in processes) / (1 << 20):,.0f} MiB"
+    return _mib(sum(process.rss_nbytes for process in processes))
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.0f} MiB"
 
 
 def _age(processes: Sequence[Process]) -> str:

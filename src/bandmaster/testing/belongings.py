@@ -19,7 +19,7 @@ __all__ = ["KINDS", "HeldResources", "held_resources", "is_connected_to_ray"]
 
 KINDS = ("threads", "processes", "descriptors", "segments", "placements")
 
-_SEGMENT = "/memfd:bandmaster "  # a control page has a longer name
+_SEGMENTS = "/memfd:bandmaster ", "/memfd:bandmaster-rows "  # a control page has another name
 _ZYGOTE_WATCH = "bandmaster-zygote-watch"
 
 
@@ -88,9 +88,9 @@ def held_resources(kinds: Collection[str] = KINDS) -> HeldResources:
     return HeldResources(
         threads=tuple(_threads()) if "threads" in kinds else (),
         processes={process: command for process, command in processes if process[0] != zygote.pid},
-        descriptors={fd: target for fd, target in ours.items() if not target.startswith(_SEGMENT)},
+        descriptors={fd: target for fd, target in ours.items() if not target.startswith(_SEGMENTS)},
         segments={
-            **{fd: target for fd, target in ours.items() if target.startswith(_SEGMENT)},
+            **{fd: target for fd, target in ours.items() if target.startswith(_SEGMENTS)},
             **(dict(_mapped_segments()) if "segments" in kinds else {}),
         },
         placements=dict(_placements()) if "placements" in kinds else {},
@@ -126,7 +126,7 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 
 def _mapped_segments() -> Iterator[tuple[int, str]]:
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
-        if _SEGMENT in line:
+        if any(name in line for name in _SEGMENTS):
             yield int(line.partition("-")[0], 16), line.split(maxsplit=5)[5]
 
 
