@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import broadcast
+import chain
 import gather
 import idle
 import import_time
@@ -22,7 +23,7 @@ from harness.rows import Row, as_text, table
 from harness.stage import say, side_by_side
 from harness.targets import target_table
 
-ALL = (import_time, startup, noop, broadcast, split_concat, gather, memory, idle, scaling, many_calls)
+ALL = (import_time, startup, noop, broadcast, split_concat, gather, chain, memory, idle, scaling, many_calls)
 SIZED = (broadcast.QUESTION, split_concat.QUESTION, gather.QUESTION)
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -37,6 +38,8 @@ def measure(options: Options) -> Iterator[list[Row]]:
         yield side_by_side(options, n_workers, noop.cells(options) + scaling.cells(options, n_workers) + cells)
     if not options.is_smoke and options.n_workers is None:
         yield scaling.measure(options, least=max(sizes) + 1)
+    if options.is_smoke or options.n_workers is None:
+        yield chain.measure(options)
     yield idle.measure(options)
     yield memory.measure(options)
     yield many_calls.measure(options)

@@ -21,6 +21,7 @@ EXPECTED = {  # what each file measures, and for how many workers, in a smoke ru
     "broadcast": (SIZES | {"256 KiB, all of it read"}, {2}),
     "split_concat": (SIZES, {2}),
     "gather": (SIZES, {2}),
+    "chain": (SIZES, {2}),
     "memory": ({f"split, add 1, concatenate 1 MiB: {part}" for part in ("controller", "largest other process")}, {2}),
     "idle": ({"0.5 s of nothing"}, {2}),
     "scaling": ({"controller's processor time per rank and call"}, {2, 4}),

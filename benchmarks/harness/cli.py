@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,7 +46,11 @@ class Options:
         """The same without these peers, which are slow to start; with --full, with them."""
         if self.is_full:
             return self
-        peers = [replace(p, why_not=p.why_not or ONLY_FULL) if p.kind.name in names else p for p in self.peers]
+        return self.without(names, ONLY_FULL)
+
+    def without(self, names: Sequence[str], why_not: str) -> Options:
+        """The same without these peers, for a reason."""
+        peers = [replace(p, why_not=p.why_not or why_not) if p.kind.name in names else p for p in self.peers]
         return replace(self, peers=tuple(peers))
 
     def _too_many(self, found: Found, n_workers: int) -> str:

@@ -122,10 +122,22 @@ class Gather(Work):
         self.expect(np.allclose(sums, expected, rtol=1e-4), sums)
 
 
+class Chain(Work):
+    """Rows that n ranks make, n/2 others add 1 to, and the n ranks read: a sum from each."""
+
+    def call(self) -> Any:
+        return self.peer.chain(self.nbytes, self.n_calls % 1000)
+
+    def check(self, result: Any) -> None:
+        n_items = self.nbytes // self.n_workers // 4
+        self.expect(result == [float((self.n_calls % 1000 + 1) * n_items)] * self.n_workers, result)
+
+
 WORKS = {
     "noop": Noop,
     "broadcast": Broadcast,
     "broadcast_read_all": BroadcastReadAll,
     "split_inc_concat": SplitIncConcat,
     "gather": Gather,
+    "chain": Chain,
 }

@@ -9,5 +9,7 @@ Every `Peer` has these methods, and its workers do what `peers.desk.Desk` does, 
     broadcast_read_all(array)      the same, and every rank reads all of it
     split_inc_concat(array)        rows to the ranks, each adds 1, the results joined in order: one array
     gather(nbytes, token)          so many bytes from every rank, the first item being the token: a list of arrays
+    chain(nbytes, token)           rows of so many bytes in all that hold the token, made by the ranks; n/2 workers more
+                                   add 1; the ranks read them: a list of their sums. Not of Monarch and verl
     stop()
 """

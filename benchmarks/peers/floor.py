@@ -11,12 +11,14 @@ import mmap
 import os
 import pickle
 import socket
+from functools import cached_property
 
 import numpy as np
 
 from peers.desk import Desk
 
 MESSAGE_NBYTES = 65536
+MAX_FDS = 16  # in one message
 INLINE_NBYTES = 16 * 1024  # smaller arrays are pickled into the message
 
 
@@ -29,15 +31,7 @@ class Peer:
         self._segments: dict[int, Segment] = {}  # by size
         self._results: list[dict[int, mmap.mmap]] = [{} for _ in range(n_workers)]
         for rank in range(n_workers):
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            pid = os.fork()
-            if pid == 0:
-                for inherited in (*self._sockets, ours):
-                    inherited.close()
-                _serve(theirs, Desk(rank))
-            theirs.close()
-            self._sockets.append(ours)
-            self._pids.append(pid)
+            self._sockets.append(self._fork(rank))
 
     def noop(self) -> list[int]:
         return self._call_all(pickle.dumps(("noop", (1,))))
@@ -69,11 +63,54 @@ class Peer:
     def gather(self, nbytes: int, token: int) -> list[np.ndarray]:
         return self._call_all(pickle.dumps(("give", (nbytes, token))))
 
-    def stop(self) -> None:
+    def chain(self, nbytes: int, token: int) -> list[float]:
+        n, m = len(self._sockets), len(self._others)
+        each, part = n // m, nbytes // n
         for sock in self._sockets:
+            sock.send(pickle.dumps(("make", [], part, token)))
+        made = [self._receive_passed(sock) for sock in self._sockets]
+        for i, other in enumerate(self._others):
+            self._pass(other, "increment_joined", made[each * i : each * (i + 1)], 0, each * part)
+        changed = [self._receive_passed(other) for other in self._others]
+        for rank, sock in enumerate(self._sockets):
+            self._pass(sock, "exact_sum", [changed[rank // each]], rank % each * part, part)
+        return [pickle.loads(sock.recv(MESSAGE_NBYTES)) for sock in self._sockets]
+
+    @cached_property
+    def _others(self) -> list[socket.socket]:
+        """Half as many workers."""
+        return [self._fork(rank) for rank in range(max(1, len(self._sockets) // 2))]
+
+    def _receive_passed(self, sock: socket.socket) -> tuple[int, int, tuple[int, ...]]:
+        """Descriptor, size and shape of rows that lie in a worker's segment."""
+        data, fds, _, _ = socket.recv_fds(sock, MESSAGE_NBYTES, 1)
+        return (fds[0], *pickle.loads(data))
+
+    def _pass(self, sock: socket.socket, method: str, rows: list, start: int, nbytes: int) -> None:
+        """Pass rows on: some bytes of one segment, or all of several."""
+        places = [(size, shape) for _, size, shape in rows]
+        socket.send_fds(sock, [pickle.dumps((method, places, start, nbytes))], [fd for fd, _, _ in rows])
+        if start + nbytes == sum(size for _, size, _ in rows):  # nobody else needs them
+            for fd, _, _ in rows:
+                os.close(fd)
+
+    def stop(self) -> None:
+        for sock in [*self._sockets, *self.__dict__.get("_others", ())]:
             sock.close()
         for pid in self._pids:
             os.waitpid(pid, 0)
+
+    def _fork(self, rank: int) -> socket.socket:
+        """A worker, by the socket to it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            for inherited in (*self._sockets, ours):
+                inherited.close()
+            _serve(theirs, Desk(rank))
+        theirs.close()
+        self._pids.append(pid)
+        return ours
 
     def _call_all(self, body: bytes) -> list:
         for sock in self._sockets:
@@ -141,15 +178,53 @@ class ArrayInSegment:
         self.shape = shape
 
 
+def _serve_passed(
+    sock: socket.socket, desk: Desk, method: str, fds: list[int], places: list, start: int, nbytes: int
+) -> None:
+    """Rows that others have made come as descriptors; those that are made here go as one."""
+    if method == "make":
+        value = desk.make(start, nbytes)  # bytes and token
+    else:
+        maps = []
+        for fd, (size, _) in zip(fds, places, strict=True):
+            maps.append(mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+            os.close(fd)
+        parts = [np.frombuffer(one, np.float32).reshape(shape) for one, (_, shape) in zip(maps, places, strict=True)]
+        if method == "exact_sum":
+            (rows,) = parts
+            sock.send(pickle.dumps(desk.exact_sum(rows.reshape(-1)[start // 4 : (start + nbytes) // 4])))
+            return
+        value = desk.increment_joined(parts)
+    segment = _free_segment(value.nbytes)
+    segment.array(value.dtype)[:] = value.reshape(-1)
+    socket.send_fds(sock, [pickle.dumps((value.nbytes, value.shape))], [segment.fd])
+
+
+_passed: list[Segment] = []  # of this worker, by turns: the one before may still be read
+
+
+def _free_segment(nbytes: int) -> Segment:
+    if len(_passed) < 2 or _passed[0].nbytes != nbytes:
+        if _passed and _passed[0].nbytes != nbytes:
+            _passed.clear()
+        _passed.append(Segment(nbytes))
+        return _passed[-1]
+    _passed.append(_passed.pop(0))
+    return _passed[-1]
+
+
 def _serve(sock: socket.socket, desk: Desk) -> None:
     """The worker: answer until the other end is closed."""
     maps: dict[int, mmap.mmap] = {}
     result = Segment(1)
     while True:
-        data, fds, _, _ = socket.recv_fds(sock, MESSAGE_NBYTES, 1)
+        data, fds, _, _ = socket.recv_fds(sock, MESSAGE_NBYTES, MAX_FDS)
         if not data:
             os._exit(0)
         method, *rest = pickle.loads(data)
+        if method in ("make", "increment_joined", "exact_sum"):
+            _serve_passed(sock, desk, method, fds, *rest)
+            continue
         if len(rest) == 1:
             value = getattr(desk, method)(*rest[0])
         else:

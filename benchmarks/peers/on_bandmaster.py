@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 import bandmaster as bm
-from bandmaster import Dispatch, register
+from bandmaster import Broadcast, Concat, Dispatch, Gather, Split, TransferProtocol, register
 from peers.desk import Desk
 
 
@@ -34,6 +36,14 @@ class Player(bm.Worker):
     @register(Dispatch.DP_PROTO)
     def increment(self, rows):
         return self.desk.increment(rows)
+
+    @register(TransferProtocol(Broadcast(), Concat("dp")))
+    def make(self, nbytes, token):
+        return self.desk.make(nbytes, token)
+
+    @register(TransferProtocol(Split("dp"), Gather("dp")))
+    def exact_sum(self, rows):
+        return self.desk.exact_sum(rows)
 
     @register(Dispatch.ONE_TO_ALL)
     def give(self, nbytes, token):
@@ -67,5 +77,17 @@ class BandmasterPeer:
     def gather(self, nbytes: int, token: int) -> list[np.ndarray]:
         return self._group.give(nbytes, token)
 
+    def chain(self, nbytes: int, token: int) -> list[float]:
+        rows = self._group.make.submit(nbytes // self._group.world_size, token)
+        return self._group.exact_sum(self._others.increment.submit(rows))
+
+    @cached_property
+    def _others(self) -> bm.WorkerGroup:
+        """Half as many workers."""
+        self._other_pool = bm.ResourcePool([max(1, self._group.world_size // 2)], backend=self.backend)
+        return bm.WorkerGroup(self._other_pool, Player)
+
     def stop(self) -> None:
+        if "_others" in self.__dict__:
+            self._other_pool.close()
         self._pool.close()

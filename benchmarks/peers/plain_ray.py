@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any
+
 import numpy as np
 import ray
 
@@ -12,7 +15,16 @@ INLINE_NBYTES = 100 * 1024  # Ray carries smaller arguments inside the call
 
 def start_ray(n_workers: int) -> None:
     """A Ray of this process's own, with a CPU for every worker whatever the machine has."""
-    ray.init("local", num_cpus=n_workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    n_cpus = n_workers + max(1, n_workers // 2)  # for those that `chain` starts
+    ray.init("local", num_cpus=n_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+
+class Halfway:
+    """Between the ranks that make rows and those that read them: an object goes in and out for each."""
+
+    def increment_each(self, *parts: np.ndarray) -> Any:
+        changed = tuple([part + 1 for part in parts])
+        return changed if len(changed) > 1 else changed[0]
 
 
 class Peer:
@@ -44,6 +56,23 @@ class Peer:
 
     def gather(self, nbytes: int, token: int) -> list[np.ndarray]:
         return ray.get([actor.give.remote(nbytes, token) for actor in self._actors])
+
+    def chain(self, nbytes: int, token: int) -> list[float]:
+        n = len(self._actors)
+        made = [actor.make.remote(nbytes // n, token) for actor in self._actors]
+        each = n // len(self._others)  # parts for each of the others, who give one part back for each
+        changed = [
+            other.increment_each.options(num_returns=each).remote(*made[each * i : each * (i + 1)])
+            for i, other in enumerate(self._others)
+        ]
+        parts = [part for group in changed for part in (group if each > 1 else [group])]
+        return ray.get([actor.exact_sum.remote(part) for actor, part in zip(self._actors, parts, strict=True)])
+
+    @cached_property
+    def _others(self) -> list:
+        """Half as many workers."""
+        actor_class = ray.remote(num_cpus=1)(Halfway)
+        return [actor_class.remote() for _ in range(max(1, len(self._actors) // 2))]
 
     def stop(self) -> None:
         ray.shutdown()
