@@ -60,6 +60,10 @@ class Rows(bm.Worker):
             os.kill(os.getpid(), signal.SIGKILL)
         return rows
 
+    @register(TransferProtocol(Split("dp", balance="cost"), Concat("dp")))
+    def costly(self, rows):
+        return rows
+
     @register(Dispatch.DP_PROTO)
     def groups(self, rows):
         return {"uid": rows["uid"], "n": np.array([list(rows["uid"]).count(uid) for uid in rows["uid"]])}
@@ -378,6 +382,16 @@ def test_chunks_go_to_whoever_is_free(three, gate):
     assert held.result() == [0, 1, 2]
 
 
+def test_chunks_that_cost_most_come_first(three):
+    pulled = three.costly.options(pull=1)
+    cost = np.array([1, 5, 2, 9, 3])
+    assert pulled({"cost": cost})["cost"].tolist() == cost.tolist()
+    assert pulled.submit({"cost": cost})[1:3].result()["cost"].tolist() == [5, 2]
+    items = list(pulled.options(maxsize=1).stream({"cost": cost}))
+    assert [item.result()["cost"][0] for item in items] == [9, 5, 3, 2, 1]
+    assert [item.numbers[0] for item in items] == [3, 1, 4, 2, 0]
+
+
 def test_rows_of_a_group_stay_together(three):
     uid = np.array([3, 1, 3, 2, 1, 3, 2, 5])
     rows = three.groups.options(pull=3, group_by="uid")({"uid": uid})
@@ -528,8 +542,8 @@ class Odd(bm.Worker):
     @register(TransferProtocol(Split("dp"), Gather("dp")))
     def listed(self, rows): ...
 
-    @register(TransferProtocol(Split("dp", balance="n"), Concat("dp")))
-    def balanced(self, rows): ...
+    @register(TransferProtocol(Split("dp", pad=True), Concat("dp")))
+    def padded(self, rows): ...
 
     @register(TransferProtocol(Split("dp", "tp"), Concat("dp", tp=0)))
     def half(self, rows): ...
@@ -567,11 +581,7 @@ def odd():
     ("method", "args", "message"),
     [
         ("listed", [[1]], r"Odd.listed collects with Gather\('dp'\), but with pull= there is no value of each rank;"),
-        (
-            "balanced",
-            [[1]],
-            r"Odd.balanced is split by Split\('dp', balance='n'\), but with pull= chunks go to whoever",
-        ),
+        ("padded", [[1]], r"Odd.padded is split by Split\('dp', pad=True\), but with pull= there is no padding;"),
         ("half", [[1]], r"Odd.half collects from none of the ranks 1, which would take chunks with pull=;"),
         ("seeded", [[1], [1, 2, 3, 4]], r"argument 'seed' of Odd.seeded has a value for each rank, but with pull="),
         ("crossed", [[1], [1]], r"argument 'x' of Odd.crossed is split by Split\('tp'\) and others by Split\('dp'\)"),

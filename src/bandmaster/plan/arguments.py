@@ -22,6 +22,7 @@ __all__ = [
     "by_dispatch_rule",
     "column_called",
     "common_rows",
+    "costs_of_rows",
     "everywhere",
     "first_ranks",
     "plan_call",
@@ -123,7 +124,7 @@ def plan_call(
         else:
             found = [batches[argument.key] for argument in members]
             n_rows = common_rows(members, found, method)
-            costs = None if rule.balance is None else _costs(rule, members, found, arguments, n_rows, method)
+            costs = costs_of_rows(rule, members, found, arguments, n_rows, method)
             cut = cut_rows(mesh, rule, n_rows, costs)
             columns = [_parts(argument, batch, cut, method) for argument, batch in zip(members, found, strict=True)]
             groups += _groups(members, zip(*columns, strict=True), cut.receivers)
@@ -260,20 +261,32 @@ def common_rows(arguments: Sequence[BoundArgument], batches: Sequence[Batch | No
     return n_rows
 
 
-def _costs(
+def costs_of_rows(
     rule: Split,
     members: Sequence[BoundArgument],
     batches: Sequence[Batch | None],
     arguments: Sequence[BoundArgument],
     n_rows: int,
     method: str,
-) -> np.ndarray[Any, Any]:
+) -> np.ndarray[Any, Any] | None:
     """What each row costs that a split balances: a column of one of its batches, or an argument of that name.
 
+    Args:
+        rule: The split.
+        members: The arguments that are split.
+        batches: The same as batches.
+        arguments: All arguments of the call.
+        n_rows: Number of rows.
+        method: ``"Class.method"``, for messages.
+
+    Returns:
+        A number for each row; None if the split does not balance.
+
     Raises:
-        BatchError: There is none, or it is not one number of 0 or more for each row.
+        BatchError: There is no such column, or it is not one number of 0 or more for each row.
     """
-    assert rule.balance is not None, "the caller has looked"
+    if rule.balance is None:
+        return None
     found = column_called(rule.balance, members, batches, arguments, f"{method} is split by {rule!r}")
     costs = found.reshape(-1)
     is_number = np.issubdtype(costs.dtype, np.number) or costs.dtype == bool or not len(costs)

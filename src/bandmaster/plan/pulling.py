@@ -17,6 +17,7 @@ from bandmaster.plan.arguments import (
     by_dispatch_rule,
     column_called,
     common_rows,
+    costs_of_rows,
 )
 from bandmaster.plan.batch import Batch
 from bandmaster.plan.batch_types import Index
@@ -91,15 +92,15 @@ def replicas(protocol: TransferProtocol[Any, Any] | Custom, mesh: Mesh, method: 
     """The ranks that take a chunk together: those that a split would send the same part.
 
     Raises:
-        UsageError: The protocol does not split rows, pads or balances them, or does not join what comes back.
+        UsageError: The protocol does not split rows, pads them, or does not join what comes back.
     """
     if not isinstance(protocol, TransferProtocol) or not isinstance(protocol.outgoing, Split):
         raise UsageError(f"{method} splits no rows, so there are none to pull; register it with Dispatch.DP_PROTO")
     split = protocol.outgoing
-    if split.pad or split.balance:
+    if split.pad:
         raise UsageError(
-            f"{method} is split by {split!r}, but with pull= chunks go to whoever is free, without padding and "
-            "whatever they cost; register a method with a plain Split for that"
+            f"{method} is split by {split!r}, but with pull= there is no padding; register a method with a Split that "
+            "does not pad"
         )
     if not all(isinstance(each, Concat | Reduce) for each in protocol.collects):
         raise UsageError(
@@ -128,6 +129,8 @@ def plan_pull(
     group_by: str | None = None,
 ) -> PullPlan:
     """Decide which arguments are cut into chunks, and which go with each of them.
+
+    If the split balances, the chunks that cost most come first.
 
     Args:
         arguments: The bound arguments of the call.
@@ -167,7 +170,17 @@ def plan_pull(
         keys = column.tolist()
     whole = [argument for rule, others in by_rule.items() if rule != split for argument in others]
     batched = [(argument, batch) for argument, batch in zip(members, found, strict=True) if batch is not None]
-    return PullPlan(chunk_numbers(n_rows, size, keys), tuple(batched), tuple(whole))
+    chunks = chunk_numbers(n_rows, size, keys)
+    costs = costs_of_rows(split, members, found, arguments, n_rows, method)
+    if costs is not None:
+        chunks = _dearest_first(chunks, costs)
+    return PullPlan(chunks, tuple(batched), tuple(whole))
+
+
+def _dearest_first(chunks: Sequence[Index], costs: np.ndarray[Any, Any]) -> tuple[Index, ...]:
+    """The chunks in the order in which replicas that are free at unequal times end at about the same time."""
+    arrays = [np.asarray(numbers, dtype=np.int64) for numbers in chunks]
+    return tuple(sorted(arrays, key=lambda numbers: -costs[numbers].sum()))
 
 
 def collect_chunks(
