@@ -426,6 +426,63 @@ def test_failed_chunks_come_back_as_errors(three):
     assert pulled.submit(np.arange(2), bad=7).result().value.tolist() == [0, 1]
 
 
+def test_chunks_are_those_of_the_batch_as_it_was(three):
+    batch = np.arange(6)
+    stream = three.double.options(pull=1, maxsize=1).stream(batch)
+    pulled = three.double.options(pull=2).submit(batch)
+    batch += 100
+    assert sorted(item.result()["id"][0] for item in stream) == [0, 2, 4, 6, 8, 10]
+    assert pulled.result()["id"].tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def test_a_group_that_is_closed_ends_streams_and_pulled_calls(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        chunks = group.double.options(pull=1, maxsize=1).stream(np.arange(6))
+        items = group.endless.stream([1, 2])
+        assert len(next(chunks)) == 1
+        assert next(items).result() == 0
+        group.close()
+        for stream in (chunks, items):
+            with pytest.raises((bm.WorkerDied, bm.ClosedError)):
+                list(stream)
+            assert list(stream) == []
+        with pytest.raises(bm.ClosedError):
+            group.double.options(pull=1).submit(np.arange(3))
+
+
+def lost(rows):
+    """The error of who reads rows, without frames that refer to them."""
+    try:
+        rows.result()
+    except bm.RowsLost as error:
+        return error.with_traceback(None)
+
+
+def test_a_failed_call_can_be_released(three):
+    with three.fail_on.options(pull=2).submit(np.arange(6), bad=3) as failed:
+        assert isinstance(failed.exception(), bm.RemoteError)
+
+
+def test_rows_of_chunks_and_items_are_freed_with_the_last_future(three):
+    def use():
+        rows = three.wide.options(pull=2).submit(np.arange(6))
+        assert len(rows[2:4].result()["id"]) == 2
+        with three.wide.options(pull=2).submit(np.arange(6)) as more:
+            assert len(more) == 6
+        assert isinstance(more.exception() or lost(more), bm.RowsLost)
+        assert sum(len(item) for item in three.items.stream(np.arange(6))) == 6
+
+    use()
+    gc.collect()
+    gc.disable()  # nothing of them is left for it
+    try:
+        use()
+        assert {line.split("  ")[-1].strip() for line in three.describe().splitlines()[2:]} == {"-"}
+    finally:
+        gc.enable()
+
+
 @pytest.mark.backends("local")
 def test_a_death_fails_the_chunks_that_are_left(backend):
     with bm.ResourcePool([2], backend=backend) as pool:

@@ -106,6 +106,7 @@ class Flow:
     ) -> Future[Any]:
         """The future of all chunks."""
         takers, later = self._takers(), self.submitter.traffic.later
+        self.submitter.check_open()
         begin: Callable[[], Pull] = partial(self._pull, args, kwargs)
         if not parents:
             pull = begin()  # mistakes are errors now

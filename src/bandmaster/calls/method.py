@@ -123,7 +123,7 @@ class GroupMethod(Generic[P, C, G]):
         """
         self._submitter.traffic.later.wait()
         if self._flow.pull is not None:
-            return self._flow_now.chunks(args, kwargs)
+            return self._flow_now.chunks(*_as_they_are(args, kwargs))
         plan = self._plan(args, kwargs)
         return self._flow_now.items(plan) if self._spec.is_generator else self._flow_now.shares(plan)
 
@@ -159,7 +159,7 @@ class GroupMethod(Generic[P, C, G]):
         elif parents or self._submitter.traffic.later.calls:
             bind(spec.label, spec.signature, args, kwargs)  # mistakes are errors now
             if not waits:
-                args, kwargs = [_as_it_is(value) for value in args], {k: _as_it_is(v) for k, v in kwargs.items()}
+                args, kwargs = _as_they_are(args, kwargs)
             plan = partial(spec.plan, args, kwargs, protocol.outgoing)
         else:
             plan = self._plan(args, kwargs)
@@ -175,7 +175,7 @@ class GroupMethod(Generic[P, C, G]):
         if parents or self._submitter.traffic.later.calls:
             bind(self._spec.label, self._spec.signature, args, kwargs)  # mistakes are errors now
         if not waits:
-            args, kwargs = [_as_it_is(value) for value in args], {k: _as_it_is(v) for k, v in kwargs.items()}
+            args, kwargs = _as_they_are(args, kwargs)
         future = self._flow_now.pulled(args, kwargs, parents, waits)
         try:
             return future.result() if waits else future
@@ -194,8 +194,12 @@ class GroupMethod(Generic[P, C, G]):
         return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"
 
 
+def _as_they_are(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Arguments that later changes of the caller's do not reach."""
+    return [_as_it_is(value) for value in args], {name: _as_it_is(value) for name, value in kwargs.items()}
+
+
 def _as_it_is(value: Any) -> Any:
-    """A value that later changes of the caller's do not reach."""
     if value is None or isinstance(value, Future | str | int | float | bytes):
         return value
     return decode(encode(value).private())

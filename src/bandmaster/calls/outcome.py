@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -25,7 +26,9 @@ class Deadline:
 
     def left(self) -> float | None:
         """The seconds that are left, 0 or more; None for no limit."""
-        return None if self._moment is None else max(0.0, self._moment - time.monotonic())
+        if self._moment is None:
+            return None
+        return min(max(0.0, self._moment - time.monotonic()), threading.TIMEOUT_MAX)
 
 
 class Outcome(Protocol):

@@ -72,6 +72,7 @@ class Puller:
         send: Sends a chunk to a replica.
         maxsize: Number of chunks that may be running or done without being taken; None for no limit.
         on_done: Called with the future of each chunk that is done.
+        on_error: Called with what a chunk could not be sent for; then no more are sent.
         on_sent: Called when no chunk is left to be sent.
     """
 
@@ -82,6 +83,7 @@ class Puller:
         send: Callable[[int, Share], Future[Any]],
         maxsize: int | None,
         on_done: Callable[[Future[Any]], object],
+        on_error: Callable[[Exception], object],
         on_sent: Callable[[], object] = lambda: None,
     ) -> None:
         self.chunks = chunks
@@ -91,7 +93,7 @@ class Puller:
         self._todo = deque(range(len(chunks)))
         self._free = deque(replicas)
         self._room = float("inf") if maxsize is None else maxsize
-        self._send, self._on_done, self._on_sent = send, on_done, on_sent
+        self._send, self._on_done, self._on_error, self._on_sent = send, on_done, on_error, on_sent
         self._lock = threading.RLock()
         self._is_sending = False
 
@@ -106,7 +108,7 @@ class Puller:
             if self._is_sending:  # by this thread, and a chunk was done as soon as it was sent
                 return
             self._is_sending = True
-            had_some = bool(self._todo)
+            had_some, error = bool(self._todo), None
             try:
                 while self._todo and self._free and self._room > 0:
                     number, replica = self._todo.popleft(), self._free.popleft()
@@ -115,9 +117,14 @@ class Puller:
                     future.rank, future.numbers = replica.rank, self.chunks[number]
                     self.running[future] = replica
                     future.add_done_callback(partial(self._done, number))
+            except Exception as why:  # the group was closed, or rows cannot be cut
+                self._todo.clear()
+                error = why
             finally:
                 self._is_sending = False
             is_last = had_some and not self._todo
+        if error is not None:
+            self._on_error(error)
         if is_last:
             self._on_sent()
 
@@ -169,19 +176,25 @@ class ChunkFeed:
         returns_errors: bool,
     ) -> None:
         self.site, self.workers = site, workers
-        self.arrived: Arrivals[Future[Any]] = Arrivals()
+        self.arrived: Arrivals[Future[Any] | Exception] = Arrivals()
         self._n_to_take = len(chunks)
         self._returns_errors = returns_errors
-        self._puller = Puller(chunks, replicas, send, maxsize, self.arrived.put)
-        self._puller.go_on()
+        self._puller = Puller(chunks, replicas, send, maxsize, self.arrived.put, self.arrived.put)
+        try:
+            self._puller.go_on()
+        except BaseException:  # Ctrl-C
+            self._puller.stop()
+            raise
 
     @property
     def is_open(self) -> bool:
         """Whether a chunk was not taken."""
         return self._n_to_take > 0
 
-    def received(self, future: Future[Any]) -> Future[Any]:
+    def received(self, future: Future[Any] | Exception) -> Future[Any]:
         """As `Feed.received`; makes room for one more."""
+        if isinstance(future, Exception):
+            raise future
         self._n_to_take -= 1
         error = future.exception()
         if error is not None and not self._returns_errors:
@@ -255,7 +268,9 @@ class PulledCall:
         self._returns_errors, self._join, self._later = returns_errors, join, later
         self._begin: Callable[[], Pull] | None = begin
         self._replicas = replicas
-        self._puller: Puller | None = None
+        self._puller: Puller | None = None  # as long as chunks are left, lest both refer to each other
+        self._chunks: Sequence[Index] = ()
+        self._futures: Sequence[Future[Any]] = ()
         self._lock = threading.RLock()
         self._table: Table | None = None
         self._is_brought = False
@@ -270,8 +285,9 @@ class PulledCall:
             begin, self._begin, self.parents = self._begin, None, ()
             try:
                 pull = begin()
-                self._puller = Puller(pull.chunks, self._replicas, pull.send, None, self._chunk_done, self._all_sent)
-                self._puller.go_on()
+                tell = self._chunk_done, self._fail, self._all_sent
+                puller = self._puller = Puller(pull.chunks, self._replicas, pull.send, None, *tell)
+                puller.go_on()
             except BaseException as error:
                 self._fail(error)
                 if not isinstance(error, Exception):
@@ -287,9 +303,14 @@ class PulledCall:
     @property
     def blocker(self) -> PendingCall | None:
         """A call that it waits for."""
-        if self._puller is not None:
-            return next(iter(pending_calls(dict(self._puller.running))), None)
+        running = self._running()
+        if running:
+            return running[0]
         return next((parent._call.awaited for parent in self.parents if not parent._call.is_done), None)
+
+    def _running(self) -> list[PendingCall]:
+        puller = self._puller  # another thread may let go of it
+        return [] if puller is None else pending_calls(dict(puller.running))
 
     def tell(self) -> None:
         """Nothing: who watches it waits for the last chunk."""
@@ -340,7 +361,7 @@ class PulledCall:
 
     def late(self, timeout_s: float) -> CallTimeout:
         """The error for who has waited for so long."""
-        calls = [] if self._puller is None else pending_calls(dict(self._puller.running))
+        calls = self._running()
         if not calls:
             return late(self.site, timeout_s, self.awaited, "takes its rows, or was submitted behind it")
         missing = [rank for call in calls for rank in call.missing]
@@ -356,9 +377,8 @@ class PulledCall:
     def table(self) -> Table:
         """The rows, in the order of the batch; all chunks are done, without an error."""
         if self._table is None:
-            assert self._puller is not None, "it is done"
-            tables = [table_of(future) for future in self._puller.done]
-            self._table = stack_chunks(tables, self._puller.chunks, self.site.method)
+            tables = [table_of(future) for future in self._futures]
+            self._table = stack_chunks(tables, self._chunks, self.site.method)
         return self._table
 
     def bring_rows(self) -> None:
@@ -373,11 +393,10 @@ class PulledCall:
                 self.error = error
 
     def _joined(self) -> Any:
-        assert self._puller is not None, "it is done"
         values: list[Any] = []
         numbers: list[Index] = []
         failed: list[FailedRows] = []
-        for chunk, future in zip(self._puller.chunks, self._puller.done, strict=True):
+        for chunk, future in zip(self._chunks, self._futures, strict=True):
             try:
                 values.append(future.result())
                 numbers.append(chunk)
@@ -392,7 +411,7 @@ class PulledCall:
 
     def release(self) -> None:
         """Let go of the rows."""
-        for future in [] if self._puller is None else self._puller.done:
+        for future in self._futures:
             future.release()
         self._table = self.outcome = None
         self._is_brought = False
@@ -401,9 +420,14 @@ class PulledCall:
         error = future.exception()
         if error is not None and not self._returns_errors:
             self._fail(error)
-        elif self._puller is not None and not self._puller.n_left:
+            return
+        with self._lock:
+            puller = self._puller
+            if puller is None or puller.n_left:
+                return
+            self._chunks, self._futures, self._puller = puller.chunks, puller.done, None
             self._finished.set()
-            self._tell()
+        self._tell()
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -412,8 +436,9 @@ class PulledCall:
             self.error = error
             self._begin, self.parents = None, ()
             self._finished.set()
-        if self._puller is not None:
-            self._puller.stop()
+            puller, self._puller = self._puller, None
+        if puller is not None:
+            puller.stop()
         self._all_sent()
         self._tell()
 

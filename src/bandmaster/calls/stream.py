@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -161,7 +162,7 @@ class Arrivals(Generic[A]):
 
     def get(self, timeout_s: float | None) -> A:
         """Wait for the next one. Raises queue.Empty if there is none in time."""
-        return self._queue.get(timeout=timeout_s)
+        return self._queue.get(timeout=None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX))
 
     async def get_async(self) -> A:
         """Wait for the next one in an event loop."""

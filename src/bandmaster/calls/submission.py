@@ -136,7 +136,7 @@ class Submitter:
         call, later = None, self.traffic.later
         future: Future[Any]
         if parents or later.calls:
-            self._workers()  # raises if the group was closed
+            self.check_open()
             send = partial(self._sent, method, plan, ranks, collection, options, keeps_rows)
             waiting = LaterCall(self.site(method, options), keeps_rows, parents, send, later)
             future = Future(waiting, owner)
@@ -222,7 +222,9 @@ class Submitter:
         name: str | None = None,
         kind: type[PendingCall] = PendingCall,
     ) -> list[Future[Any]]:
-        """Send a call, with a future for each share of the ranks, whose rows stay where they are made.
+        """Send a call now, with a future for each share of the ranks, whose rows stay where they are made.
+
+        Calls that were not sent yet, since the rows that they take are not there, come after it.
 
         Args:
             owner: The group, which lives as long as the futures.
@@ -233,7 +235,6 @@ class Submitter:
             name: What the workers are asked for, if it is not the method.
             kind: The class of the calls.
         """
-        self.traffic.later.wait()
         name, failures = name or self._prefix + method, dict(self._workers().deaths)
         site = self.site(method, options)
         return self._submit_shares(owner, site, name, plan, shares, failures, Reply.KEEP, kind)
@@ -301,6 +302,10 @@ class Submitter:
         """Cancel the calls that are not over, and wait until they are: at most for the grace of each."""
         self._give_up_later()
         self._open_calls.cancel_all()
+
+    def check_open(self) -> None:
+        """Raise ClosedError if the group was closed."""
+        self._workers()
 
     @property
     def workers(self) -> Workers:
