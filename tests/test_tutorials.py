@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
@@ -123,6 +124,35 @@ def test_worker_groups(run):
         assert listed[protocol] == str(answer)
         assert results[f"drawing-{protocol}"].count(">rank ") == 8, "the drawing has a box for every rank"
     assert results["same-without-ray"].splitlines() == ["True", "True"]
+
+
+def test_rows_by_reference(run):
+    results = run("03-rows-by-reference.ipynb")
+    drawn = {
+        tag: re.findall(r">(rank \d|\d rows?|\w+)</text>", text) for tag, text in results.items() if "<svg" in text
+    }
+
+    assert "10 rows of {'prompt': int64[], 'tokens': int64[50000], 'length': int64[]}" in results["handle"]
+    assert "4 MB on ranks {0: 3, 1: 3, 2: 2, 3: 2}" in results["handle"]
+    ranks = ["rank 0", "3 rows", "rank 1", "3 rows", "rank 2", "2 rows", "rank 3", "2 rows"]
+    assert drawn["handle"] == ["generate", *ranks]
+    assert results["passed-on"].splitlines()[:2] == [
+        "read from shared memory: 4 MB",
+        "through the controller: less than 10 kB: True",
+    ]
+    assert drawn["passed-on"][-5:] == ["log_probs", "rank 0", "5 rows", "rank 1", "5 rows"]
+    assert results["chain"] == "True"
+    assert "[4 6 2 7] [4 6 2 7]" in results["operations"]
+    assert "generate" in drawn["operations"] and "log_probs" in drawn["operations"]
+    shuffled = np.random.default_rng(1).permutation(10)
+    assert results["mini-batches"].splitlines() == [
+        "[4, 4, 2]",
+        str([0.5 * (7 * n % 10 + n) for n in shuffled.tolist()]),
+    ]
+    assert results["lifetime"].splitlines()[0] == "[0 7 4]"
+    assert "the rows that Actor.generate has left on rank 0 were released" in results["lifetime"]
+    assert results["pull"].splitlines()[0] == "[0 1 2 3 4 5 6 7 8 9]"
+    assert results["pull"].count(": [") == 5
 
 
 def rows_by_rank(rows):

@@ -13,7 +13,7 @@ from bandmaster.calls.handle import Handle
 from bandmaster.calls.later import LaterCall
 from bandmaster.calls.outcome import Outcome
 from bandmaster.calls.pending import PendingCall
-from bandmaster.errors import ArgumentError, CallTimeout, UsageError
+from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, UsageError
 from bandmaster.plan import handles
 from bandmaster.plan.batch import register_batch_type
 from bandmaster.plan.batch_types import Index
@@ -206,6 +206,15 @@ class Future(Handle, Generic[T]):
             "a Future cannot be pickled: it belongs to its controller; pass it as an argument of its own, not inside "
             "of another value, or pass the value of future.result()"
         )
+
+    def _repr_svg_(self) -> str | None:
+        """Where its rows lie, for a notebook; None if there are none yet."""
+        if not (self.done() and self._call.keeps_rows and self._call.error is None):
+            return None
+        try:
+            return self._drawing()
+        except BandmasterError:  # they were released, or are no rows
+            return None
 
     def __repr__(self) -> str:
         call: Any = self._call

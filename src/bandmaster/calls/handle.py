@@ -12,11 +12,14 @@ from bandmaster.plan import handles
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.columns import Schema, column_of
 from bandmaster.plan.handles import Table
+from bandmaster.plan.render import Box, svg_bands
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Handle", "Place", "index_of"]
+
+MOST_BOXES = 64  # in a drawing
 
 
 class Place(NamedTuple):
@@ -80,6 +83,19 @@ class Handle:
         """The rank and host that keeps each part of the rows; waits for the call."""
         found = handles.rows_by_part(self._table()).values()
         return tuple([Place(part.kept.method, part.rank, part.kept.host, n) for part, n in found])
+
+    def _drawing(self) -> str | None:
+        """Where the rows lie, as an SVG; None if there are too many places for one."""
+        places = self.where
+        if not 0 < len(places) <= MOST_BOXES:
+            return None
+        methods = dict.fromkeys(place.method for place in places)
+        bands = [
+            (method.rpartition(".")[2], [_box(place) for place in places if place.method == method])
+            for method in methods
+        ]
+        columns = ", ".join(str(name) for name in self.schema if name is not None)
+        return svg_bands(f"{len(self)} rows", columns, bands)
 
     def __getitem__(self, rows: Any) -> Self:
         """Some of the rows.
@@ -174,6 +190,11 @@ def index_of(rows: Any, n_rows: int) -> Index:
     if len(wrong):
         raise BatchError(f"there is no row {wrong[0]} among {n_rows} rows")
     return np.where(index < 0, index + n_rows, index).astype(np.int64)
+
+
+def _box(place: Place) -> Box:
+    who = "controller" if place.rank is None else f"rank {place.rank}"
+    return Box((who, f"{place.n_rows} row{'s' if place.n_rows != 1 else ''}"), place.rank or 0)
 
 
 def _labels(what: str, n: int) -> list[str]:
