@@ -555,3 +555,29 @@ def test_an_operation_cannot_be_cancelled_nor_changed_by_its_arguments(two):
         part = own[1:]
     with pytest.raises(bm.RowsLost, match=r"Rows.put has left were released"):
         part.result()
+
+
+@pytest.mark.backends("local")
+def test_rows_are_right_and_freed_though_workers_are_killed_again_and_again(backend):
+    with bm.ResourcePool([2], backend=backend) as makers, bm.ResourcePool([3], backend=backend) as readers:
+        groups = bm.WorkerGroup(makers, Rows), bm.WorkerGroup(readers, Rows)
+        n_deaths = 0
+        for step in range(40):
+            group = groups[step % 2]
+            rows = made(groups[0], 6)
+            if step % 10 == 9:
+                assert len(rows) == 6
+                os.kill(group.execute_rank_zero_sync("process"), signal.SIGKILL)
+            try:
+                seen = groups[1].echo.submit(rows.shuffle(step))
+                again = groups[0].who.submit(seen[::2])
+                assert again.result(timeout=60)["id"].tolist() == seen.select("id").result()["id"][::2].tolist()
+            except bm.WorkerDied:
+                n_deaths += 1
+                group.restart()
+            assert rows[1:3].result()["wide"][:, -1].tolist() == [1.0, 2.0], "they outlive who made them"
+        assert n_deaths == 4
+        seen = again = rows = None
+        gc.collect()
+        for group in groups:
+            assert {line.split("  ")[-1].strip() for line in group.describe().splitlines()[2:]} == {"-"}
