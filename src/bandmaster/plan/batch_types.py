@@ -190,8 +190,9 @@ def _nested_keys(value: Any) -> list[Any]:
 
 
 def _array_concat(values: Sequence[Any]) -> Any:
-    if any(issubclass(kind, np.ma.MaskedArray) for kind in set(map(type, values))):
-        return np.ma.concatenate(values)  # type: ignore[no-untyped-call]  # np.concatenate drops the masks
+    masked = sys.modules.get("numpy.ma")  # which numpy imports when somebody asks for it
+    if masked is not None and any(issubclass(kind, masked.MaskedArray) for kind in set(map(type, values))):
+        return masked.concatenate(values)  # np.concatenate drops the masks
     dtypes = {value.dtype for value in values}
     joined = np.concatenate(values, dtype=dtypes.pop() if len(dtypes) == 1 else None)  # dtype= keeps the byte order
     return joined if type(joined) is type(values[0]) else joined.view(type(values[0]))

@@ -417,7 +417,7 @@ def _partition(
                 found.append((number, rows))
         return found, None
     owners = np.searchsorted(starts, index, "right") - 1
-    numbers = np.unique(owners)
+    numbers = np.flatnonzero(np.bincount(owners))  # np.unique would import masked arrays
     found = [(int(number), _as_range(index[owners == number] - starts[number])) for number in numbers]
     if (np.diff(owners) >= 0).all():
         return found, None
