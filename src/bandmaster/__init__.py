@@ -6,7 +6,7 @@ The public names, by the module that each comes from; `README.md` has the tour.
 from bandmaster.calls.future import Future, concat
 from bandmaster.calls.ledger import Trace, trace
 from bandmaster.calls.options import CallOptions, set_default_options
-from bandmaster.calls.pull import FailedRows, PartialResult
+from bandmaster.calls.pulled import FailedRows, PartialResult
 from bandmaster.calls.records import CallRecord, CallTable, RankTimes
 from bandmaster.calls.stream import Stream
 from bandmaster.calls.waiting import as_completed, wait

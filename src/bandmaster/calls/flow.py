@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from bandmaster.calls.feeds import ItemCall, ItemFeed, ShareFeed
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import CallOptions, FlowOptions
 from bandmaster.calls.pending import Collection
-from bandmaster.calls.pull import ChunkFeed, Pull, PulledCall
+from bandmaster.calls.pull import ChunkFeed, Pull
+from bandmaster.calls.pulled import PulledCall
 from bandmaster.calls.spec import MethodSpec
-from bandmaster.calls.stream import ItemCall, ItemFeed, ShareFeed, Stream
+from bandmaster.calls.stream import Stream
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import CLOSE_STREAM, METHOD, NEXT, OPEN_STREAM, STREAM
 from bandmaster.errors import UsageError

@@ -1,0 +1,270 @@
+"""`PulledCall`: all chunks of a call, in the place that a call has in its future."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from bandmaster.calls.feeds import pending_calls
+from bandmaster.calls.future import Future, table_of
+from bandmaster.calls.later import LaterCalls, wait_for_all
+from bandmaster.calls.outcome import Deadline, late
+from bandmaster.calls.pending import CallSite, PendingCall
+from bandmaster.calls.pull import Pull, Puller
+from bandmaster.errors import CallCancelled, CallTimeout
+from bandmaster.plan.batch_types import Index
+from bandmaster.plan.handles import Table
+from bandmaster.plan.pulling import stack_chunks
+from bandmaster.plan.shares import Share
+
+__all__ = ["FailedRows", "PartialResult", "PulledCall"]
+
+
+class FailedRows(NamedTuple):
+    """Rows of which the chunk has failed.
+
+    Attributes:
+        numbers: The numbers of the rows in the batch.
+        error: Why they have no results.
+    """
+
+    numbers: Index
+    error: BaseException
+
+
+class PartialResult(NamedTuple):
+    """The result of a call with ``on_error="return"``.
+
+    Attributes:
+        value: The results of the chunks that have not failed, in the order of the batch; None if all have failed.
+        numbers: The numbers of their rows in the batch.
+        failed: The chunks that have failed.
+    """
+
+    value: Any
+    numbers: list[int]
+    failed: tuple[FailedRows, ...]
+
+
+class PulledCall:
+    """All chunks of a call, in the place that a call has in its future.
+
+    Calls that are submitted after it are sent when its last chunk was.
+
+    Attributes:
+        site: What messages say about it.
+        keeps_rows: Whether its rows stay where they are made.
+        parents: The futures of the rows that it takes, until it has begun.
+        error: What is to be raised, once it is done; None if there is a result.
+        outcome: The result, once it was brought.
+        is_cancelled: Whether it was cancelled.
+
+    Args:
+        site: What messages say about it.
+        keeps_rows: Whether its rows stay where they are made.
+        returns_errors: Whether chunks that have failed come back as errors.
+        parents: The futures of the rows that it takes.
+        begin: Plans it; the rows are there by then.
+        replicas: The ranks that take a chunk together.
+        join: Makes the result of the values of chunks, whose numbers of rows come first.
+        later: The calls to the same workers that were not sent yet.
+    """
+
+    rows_are_here = False
+
+    def __init__(
+        self,
+        site: CallSite,
+        keeps_rows: bool,
+        returns_errors: bool,
+        parents: Sequence[Any],
+        begin: Callable[[], Pull],
+        replicas: Sequence[Share],
+        join: Callable[[Sequence[Index], Sequence[Any]], Any],
+        later: LaterCalls,
+    ) -> None:
+        self.site, self.keeps_rows, self.parents = site, keeps_rows and not returns_errors, tuple(parents)
+        self.error: BaseException | None = None
+        self.outcome: Any = None
+        self.is_cancelled = False
+        self._returns_errors, self._join, self._later = returns_errors, join, later
+        self._begin: Callable[[], Pull] | None = begin
+        self._replicas = replicas
+        self._puller: Puller | None = None  # as long as chunks are left, lest both refer to each other
+        self._chunks: Sequence[Index] = ()
+        self._futures: Sequence[Future[Any]] = ()
+        self._lock = threading.RLock()
+        self._table: Table | None = None
+        self._is_brought = False
+        self._watchers: list[Callable[[], object]] = []
+        self._sent, self._finished = threading.Event(), threading.Event()
+
+    # --- in the queue of calls that were not sent yet ---
+
+    def advance(self) -> bool:
+        """Begin if the rows that it takes are there; whether all chunks were sent."""
+        if self._begin is not None and all(parent._call.wait(0) for parent in self.parents):
+            begin, self._begin, self.parents = self._begin, None, ()
+            try:
+                pull = begin()
+                tell = self._chunk_done, self._fail, self._all_sent
+                puller = self._puller = Puller(pull.chunks, self._replicas, pull.send, None, *tell)
+                puller.go_on()
+            except BaseException as error:
+                self._fail(error)
+                if not isinstance(error, Exception):
+                    raise
+        return self._sent.is_set()
+
+    def wait_until_sent(self, timeout_s: float | None) -> bool:
+        """Wait until all chunks were sent; False when the time is over before."""
+        if self._begin is not None:
+            return wait_for_all(self.parents, Deadline(timeout_s))
+        return self._sent.wait(timeout_s)
+
+    @property
+    def blocker(self) -> PendingCall | None:
+        """A call that it waits for."""
+        running = self._running()
+        if running:
+            return running[0]
+        return next((parent._call.awaited for parent in self.parents if not parent._call.is_done), None)
+
+    def _running(self) -> list[PendingCall]:
+        puller = self._puller  # another thread may let go of it
+        return [] if puller is None else pending_calls(dict(puller.running))
+
+    def tell(self) -> None:
+        """Nothing: who watches it waits for the last chunk."""
+
+    def give_up(self, why: BaseException) -> None:
+        """Send no more, for a reason."""
+        self._fail(why)
+
+    def _all_sent(self) -> None:
+        self._sent.set()
+        self._later.advance()
+
+    # --- in its future ---
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all chunks are done, or one has failed."""
+        return self._finished.is_set()
+
+    is_over = is_done
+
+    @property
+    def awaited(self) -> PendingCall | None:
+        """A call whose ranks are waited for."""
+        blockers = (call.blocker for call in [*self._later.up_to(self), self])
+        return next((blocker for blocker in blockers if blocker is not None), None)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until all chunks are done, or one has failed; False when the time is over before."""
+        deadline = Deadline(timeout_s)
+        if self._begin is not None:
+            self._later.wait_up_to(self, deadline)
+        if not self._finished.wait(deadline.left()):
+            return False
+        if not self.keeps_rows:
+            self.bring_rows()
+        return True
+
+    def drive(self) -> None:
+        """Send what can be sent."""
+        self._later.advance()
+
+    def cancel(self) -> bool:
+        """Cancel the chunks that run, and do not send the others."""
+        self.is_cancelled = True
+        self._fail(CallCancelled(f"{self.site.method} was cancelled; make the call again"))
+        return True
+
+    def late(self, timeout_s: float) -> CallTimeout:
+        """The error for who has waited for so long."""
+        calls = self._running()
+        if not calls:
+            return late(self.site, timeout_s, self.awaited, "takes its rows, or was submitted behind it")
+        missing = [rank for call in calls for rank in call.missing]
+        stacks = {rank: stack for call in calls for rank, stack in call.stacks().items()}
+        return CallTimeout(self.site.method, tuple(missing), timeout_s, stacks)
+
+    def watch(self, when_done: Callable[[], object]) -> None:
+        """Call a function when it is done."""
+        self._watchers.append(when_done)
+        if self.is_done:  # another thread was faster
+            self._tell()
+
+    def table(self) -> Table:
+        """The rows, in the order of the batch; all chunks are done, without an error."""
+        if self._table is None:
+            tables = [table_of(future) for future in self._futures]
+            self._table = stack_chunks(tables, self._chunks, self.site.method)
+        return self._table
+
+    def bring_rows(self) -> None:
+        """Make the result, or the error; all chunks are done."""
+        with self._lock:
+            if self._is_brought or self.error is not None:
+                return
+            try:
+                self.outcome = self._joined()
+                self._is_brought = True
+            except Exception as error:  # of a chunk whose value cannot be read, or of values that cannot be joined
+                self.error = error
+
+    def _joined(self) -> Any:
+        values: list[Any] = []
+        numbers: list[Index] = []
+        failed: list[FailedRows] = []
+        for chunk, future in zip(self._chunks, self._futures, strict=True):
+            try:
+                values.append(future.result())
+                numbers.append(chunk)
+            except Exception as error:
+                if not self._returns_errors:
+                    raise
+                failed.append(FailedRows(chunk, error))
+        if not self._returns_errors:
+            return self._join(numbers, values)
+        value = self._join(numbers, values) if values else None
+        return PartialResult(value, sorted(int(row) for chunk in numbers for row in chunk), tuple(failed))
+
+    def release(self) -> None:
+        """Let go of the rows."""
+        for future in self._futures:
+            future.release()
+        self._table = self.outcome = None
+        self._is_brought = False
+
+    def _chunk_done(self, future: Future[Any]) -> None:
+        error = future.exception()
+        if error is not None and not self._returns_errors:
+            self._fail(error)
+            return
+        with self._lock:
+            puller = self._puller
+            if puller is None or puller.n_left:
+                return
+            self._chunks, self._futures, self._puller = puller.chunks, puller.done, None
+            self._finished.set()
+        self._tell()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self.is_done:
+                return
+            self.error = error
+            self._begin, self.parents = None, ()
+            self._finished.set()
+            puller, self._puller = self._puller, None
+        if puller is not None:
+            puller.stop()
+        self._all_sent()
+        self._tell()
+
+    def _tell(self) -> None:
+        while self._watchers:
+            self._watchers.pop()()
