@@ -532,6 +532,13 @@ def test_a_manager_has_the_pool_of_each_role(ray_cluster):
 
 
 @inprocess
+def test_streams_and_chunks_are_not_for_verls_dispatch(actor):
+    with pytest.raises(bm.UsageError, match=r"Actor.double cannot be streamed from a RayWorkerGroup; use a bandmaster"):
+        actor.double.stream(np.arange(4))
+    with pytest.raises(bm.UsageError, match=r"Actor.double has a dispatch function of its own, which pull= cannot cut"):
+        actor.double.options(pull=2)(np.arange(4))
+
+
 def test_a_group_is_freed_as_soon_as_nobody_has_it(make_pool):
     pool = make_pool([2], max_colocate_count=1)
     for _ in range(2):

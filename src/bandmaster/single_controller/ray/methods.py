@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from bandmaster.calls.method import GroupMethod
 from bandmaster.calls.pending import Collection
+from bandmaster.errors import UsageError
 from bandmaster.plan.arguments import CallPlan
 from bandmaster.plan.binding import dispatched
 from bandmaster.plan.transfer import Custom, Gather
@@ -40,11 +41,23 @@ class RayMethod(GroupMethod[..., Any, Any]):
         references = self._submitter.submit_for_each(self._group, self._spec.name, plan, self._spec.ranks)
         return protocol.collect(self._group, references)
 
+    def stream(self, /, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: verl's collect functions join the values of all ranks.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(f"{self._spec.label} cannot be streamed from a RayWorkerGroup; use a bandmaster.WorkerGroup")
+
     def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
         spec, protocol = self._spec, self._spec.registration.protocol
         args, kwargs = tuple(map(resolved, args)), {key: resolved(value) for key, value in kwargs.items()}
         if not isinstance(protocol, Custom):
             return super()._send(args, kwargs, waits)
+        if self._flow.pull is not None:
+            raise UsageError(
+                f"{self._spec.label} has a dispatch function of its own, which pull= cannot cut into chunks"
+            )
         plan, n_padding = self._dispatched(protocol, args, kwargs)
         ranks = self._collected(protocol)
         finish = partial(self._collect, protocol.collect, ranks, n_padding)
