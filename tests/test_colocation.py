@@ -36,6 +36,10 @@ class Actor(bm.Worker):
         return value, self.rank
 
     @register(Dispatch.ONE_TO_ALL)
+    def counted(self, n):
+        yield from range(n)
+
+    @register(Dispatch.ONE_TO_ALL)
     def fail_on(self, ranks):
         if self.rank in ranks:
             raise ValueError("a bad batch")
@@ -138,6 +142,7 @@ def test_a_role_is_called_in_all_ways_that_a_group_is(group):
     assert actor.execute_all_sync("unregistered", [1, 2]) == [("actor", 1, 0), ("actor", 2, 1)]
     assert actor.execute_rank_zero_sync("unregistered", 1) == ("actor", 1, 0)
     assert actor.update.options(timeout=30)(by=1) == [actor.execute_rank_zero_sync("update", 1) - 1] * 2
+    assert sorted((item.rank, item.result()) for item in actor.counted.stream(2)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert group.critic.execute_all_sync("told_so_far") == [[], []]
     references = actor.execute_all_async("unregistered", [1, 2])
     if isinstance(references[0], bm.Future):
