@@ -14,7 +14,7 @@ import pytest
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import get_backend, register_backend
-from bandmaster.backends.inprocess import InProcessBackend, InProcessWorkers
+from bandmaster.backends.inprocess import InProcessBackend, InProcessTicket, InProcessWorkers
 from bandmaster.contract import Reply
 from bandmaster.testing import (
     BackendContract,
@@ -449,7 +449,7 @@ class Sharing(Tiny):
 
 class SharingWorkers(InProcessWorkers):
     def _run(self, rank, call):
-        return self._executors[rank].call(call.method, Reply.RETURN, call.parts)
+        return InProcessTicket(self._executors[rank].call(call.method, Reply.RETURN, call.parts))
 
 
 register_backend("sharing", Sharing)
