@@ -1,5 +1,7 @@
 """What has rows, by type and never by length: counting, cutting and joining rows of every kind of batch."""
 
+import subprocess
+import sys
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields, is_dataclass
@@ -452,3 +454,11 @@ def test_what_cannot_be_cut_names_the_type_and_the_reason():
 
     with pytest.raises(BatchError, match=r"cannot split the rows of test_batch\..*Tokenized: .*InitVar 'tokenizer'"):
         slice_rows(Tokenized([1, 2], None), 0, 1)
+
+
+def test_joining_arrays_does_not_import_masked_ones():
+    code = (
+        "import sys, numpy as np; from bandmaster.plan.batch import concat_rows; "
+        "concat_rows([np.ones(2), np.ones(3)]); sys.exit('numpy.ma' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
