@@ -212,3 +212,23 @@ def _taken_on_ray():
     reserved = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
     taken = {name: round(total.get(name, 0) - free.get(name, 0) - reserved[name], 3) for name in reserved}
     return {name: amount for name, amount in taken.items() if amount}
+
+
+@pytest.fixture
+def two(groups):
+    """The first of a module's two `groups`: dp=2, tp=2."""
+    return groups[0]
+
+
+@pytest.fixture
+def three(groups):
+    """The other one, of three ranks."""
+    return groups[1]
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """A file that methods wait for, and at the latest find when the test has ended."""
+    path = tmp_path / "gate"
+    yield path
+    path.touch()

@@ -108,16 +108,6 @@ def groups(backend):
         yield bm.WorkerGroup(four, Rows, mesh=Mesh(dp=2, tp=2)), bm.WorkerGroup(three, Rows)
 
 
-@pytest.fixture
-def two(groups):
-    return groups[0]
-
-
-@pytest.fixture
-def three(groups):
-    return groups[1]
-
-
 def made(group, n=7, width=LARGE):
     return group.make.submit(np.arange(n), width)
 
@@ -356,14 +346,6 @@ def test_rows_go_through_rays_object_store_where_workers_have_no_lanes(groups, b
         seen = far.who(rows[3:].join(three.who.submit(rows[3:]).select("rank")))
         assert seen["id"].tolist() == rows[3:].result()["id"].tolist() == [3, 4, 5, 6]
     assert rows.result()["wide"][:, 0].tolist() == list(range(7))
-
-
-@pytest.fixture
-def gate(tmp_path):
-    """A file that `Rows.make_when` waits for, and at the latest finds when the test has ended."""
-    path = tmp_path / "gate"
-    yield path
-    path.touch()
 
 
 without_waiting = pytest.mark.backends("local", "ray")

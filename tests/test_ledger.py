@@ -51,16 +51,6 @@ def groups(backend):
         yield made
 
 
-@pytest.fixture
-def two(groups):
-    return groups[0]
-
-
-@pytest.fixture
-def three(groups):
-    return groups[1]
-
-
 @pytest.fixture(autouse=True)
 def no_trace_is_left():
     yield

@@ -86,8 +86,8 @@ class InProcessWorkers:
     def _run(self, rank: int, call: Call) -> InProcessTicket:
         parts = [part.private() for part in call.parts]
         rows = {label: partial(_private, part) for label, part in call.rows}
-        outcome = self._executors[rank].call(call.method, call.reply_code, parts, rows)
         executor = self._executors[rank]
+        outcome = executor.call(call.method, call.reply_code, parts, rows)
         times = None if executor.marks is None else executor.times()
         if isinstance(outcome, Rows):
             ticket = InProcessTicket(KeptCopy(outcome.payload.private(), outcome.facts))

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.encoding import encode_argument
 from bandmaster.calls.kept_rows import KeptPart
-from bandmaster.calls.later import wait_for_all
-from bandmaster.calls.outcome import Deadline, late
+from bandmaster.calls.outcome import first_awaited, late, wait_for_all
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.contract import KeptCopy
 from bandmaster.errors import BatchError, CallTimeout, RowsLost
@@ -73,7 +73,7 @@ class DerivedCall:
     @property
     def awaited(self) -> PendingCall | None:
         """The call whose ranks are waited for."""
-        return next((parent._call.awaited for parent in self.parents if not parent._call.is_done), None)
+        return first_awaited(self.parents)
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until the other calls are done; False when the time is over before."""

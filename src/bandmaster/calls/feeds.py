@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from bandmaster.calls.future import Future
@@ -17,9 +17,9 @@ from bandmaster.plan.shares import Share
 __all__ = ["ItemCall", "ItemFeed", "ShareFeed", "pending_calls"]
 
 
-def pending_calls(futures: Mapping[Future[Any], Any]) -> list[PendingCall]:
-    """The calls of some futures that are not done."""
-    calls: list[Outcome] = [future._call for future in futures]
+def pending_calls(futures: Iterable[Future[Any]]) -> list[PendingCall]:
+    """The calls of some futures that are not done; another thread may change what holds the futures."""
+    calls: list[Outcome] = [future._call for future in list(futures)]
     return [call for call in calls if isinstance(call, PendingCall) and not call.is_done]
 
 

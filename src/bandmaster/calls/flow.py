@@ -51,8 +51,7 @@ class Flow:
     def shares(self, plan: CallPlan) -> Stream:
         """A stream of the values of the ranks."""
         found = self._shares_of(plan)
-        incoming = self.spec.collection.incoming
-        alone = {share: Collection(of_one_rank(incoming, share.rank), (share.rank,)) for share in found}
+        alone = {share: self._alone(share) for share in found}
         futures = self.submitter.submit_shares(self.group, self.spec.name, plan, alone, self.options)
         for future, share in zip(futures, found, strict=True):
             _label(future, share, plan)
@@ -146,9 +145,12 @@ class Flow:
 
     def _send_chunk(self, plan: PullPlan, number: int, share: Share) -> Future[Any]:
         spec = self.spec
-        collection = Collection(of_one_rank(spec.collection.incoming, share.rank), (share.rank,))
         chunk = plan.of(number, share.ranks)
-        return self.submitter.submit_chunk(self.group, spec.name, chunk, share, collection, self.options)
+        return self.submitter.submit_chunk(self.group, spec.name, chunk, share, self._alone(share), self.options)
+
+    def _alone(self, share: Share) -> Collection:
+        """How the value of a share becomes a result of its own."""
+        return Collection(of_one_rank(self.spec.collection.incoming, share.rank), (share.rank,))
 
 
 def _label(future: Future[Any], share: Share, plan: CallPlan) -> None:

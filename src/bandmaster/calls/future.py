@@ -15,9 +15,8 @@ from bandmaster.calls.outcome import Outcome
 from bandmaster.calls.pending import PendingCall
 from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, UsageError
 from bandmaster.plan import handles
-from bandmaster.plan.batch import register_batch_type
+from bandmaster.plan.batch import column_of, register_batch_type
 from bandmaster.plan.batch_types import Index
-from bandmaster.plan.columns import column_of
 from bandmaster.plan.handles import Table
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ import numpy as np
 
 from bandmaster.errors import BatchError, UsageError
 from bandmaster.plan import handles
+from bandmaster.plan.batch import column_of
 from bandmaster.plan.batch_types import Index
-from bandmaster.plan.columns import Schema, column_of
+from bandmaster.plan.columns import Schema
 from bandmaster.plan.handles import Table
 from bandmaster.plan.render import Box, svg_bands
 

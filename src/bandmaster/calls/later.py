@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from bandmaster.calls.outcome import Deadline, late
+from bandmaster.calls.deadline import Deadline
+from bandmaster.calls.outcome import Watchers, first_awaited, late, wait_for_all
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.errors import CallCancelled, CallTimeout
 
-__all__ = ["LaterCall", "LaterCalls", "Waiting", "wait_for_all"]
+__all__ = ["LaterCall", "LaterCalls", "Waiting"]
 
 
 class LaterCall:
@@ -58,7 +59,7 @@ class LaterCall:
         self.is_cancelled = False
         self.on_sent: Callable[[PendingCall], None] = lambda call: None
         self._sent: PendingCall | None = None
-        self._watchers: list[Callable[[], object]] = []
+        self._watchers = Watchers()
         self._send: Callable[[], PendingCall] | None = send
         self._others = others
 
@@ -81,7 +82,7 @@ class LaterCall:
     def advance(self) -> bool:
         """Send it if the rows that it takes are there; does not block. What goes wrong is its error."""
         if not self.is_done:
-            if not all(parent._call.wait(0) for parent in self.parents):
+            if not wait_for_all(self.parents, Deadline(0.0)):
                 return False
             self._send_now()
         return True
@@ -93,7 +94,7 @@ class LaterCall:
     @property
     def blocker(self) -> PendingCall | None:
         """The call that it waits for."""
-        return next((parent._call.awaited for parent in self.parents if not parent._call.is_done), None)
+        return first_awaited(self.parents)
 
     def _send_now(self) -> None:
         send, self._send, self.parents = self._send, None, ()
@@ -124,14 +125,11 @@ class LaterCall:
 
     def watch(self, when_done: Callable[[], object]) -> None:
         """Call a function when it was sent, or will not be."""
-        self._watchers.append(when_done)
-        if self._sent is not None or self.is_done:  # another thread was faster
-            self.tell()
+        self._watchers.add(when_done, self._sent is not None or self.is_done)
 
     def tell(self) -> None:
         """Tell who watches that it was sent, or will not be."""
-        while self._watchers:
-            self._watchers.pop()()
+        self._watchers.tell()
 
     def give_up(self, why: BaseException) -> None:
         """Do not send it, for a reason."""
@@ -143,8 +141,7 @@ class LaterCall:
     @property
     def awaited(self) -> PendingCall | None:
         """The call whose ranks are waited for; it may be that of an earlier call."""
-        blockers = (call.blocker for call in self._others.up_to(self))
-        return next((blocker for blocker in blockers if blocker is not None), None)
+        return self._others.blocker_of(self)
 
     def drive(self) -> None:
         """Send what can be sent."""
@@ -192,11 +189,6 @@ class Waiting(Protocol):
         """Do not send it, as the user wants."""
 
 
-def wait_for_all(futures: Sequence[Any], deadline: Deadline) -> bool:
-    """Wait until the calls of futures are done; False when the time is over before."""
-    return all(future._call.wait(deadline.left()) for future in futures)
-
-
 _LOCK = threading.RLock()  # of all groups: the calls of two may take rows of each other
 
 
@@ -238,6 +230,11 @@ class LaterCalls:
                 return False
             self.advance()
         return True
+
+    def blocker_of(self, call: Waiting) -> PendingCall | None:
+        """The call that a call, or one before it, waits for."""
+        blockers = (waiting.blocker for waiting in self.up_to(call))
+        return next((blocker for blocker in blockers if blocker is not None), None)
 
     def up_to(self, call: Waiting) -> list[Waiting]:
         """The calls that are sent before a call, and the call itself; none if it is not waiting."""

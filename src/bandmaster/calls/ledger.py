@@ -33,7 +33,7 @@ class Trace:
         self._records: list[CallRecord] = []
         self._numbers = itertools.count()
         self._origin_ns = time.monotonic_ns()
-        self._end: float | None = None
+        self._is_stopped = False
 
     @property
     def calls(self) -> CallTable:
@@ -50,10 +50,9 @@ class Trace:
         """Record no more, and write the file if there is a path. Stopping twice does nothing."""
         if recording.trace is self:
             recording.trace = None
-        if self._end is None:
-            self._end = (time.monotonic_ns() - self._origin_ns) / 1e9
-            if self._path is not None:
-                self.save(self._path)
+        was_stopped, self._is_stopped = self._is_stopped, True
+        if not was_stopped and self._path is not None:
+            self.save(self._path)
 
     def __enter__(self) -> Self:
         return self
@@ -142,9 +141,10 @@ def _shares(records: Sequence[CallRecord]) -> list[str]:
     """The columns of a method in the summary."""
     total = sum(record.seconds or 0.0 for record in records)
     send = sum((record.sent or record.encoded) - record.begun for record in records)
-    wait = sum(max(times.queued for times in record.ranks.values()) for record in records)
-    run = sum(mean_of(record, "ran") or 0.0 for record in records)
-    skew = sum(record.skew for record in records)
+    ranks = [record.ranks.values() for record in records]
+    wait = sum(max(times.queued for times in each) for each in ranks)
+    run = sum(mean_of(each, "ran") or 0.0 for each in ranks)
+    skew = sum(max(times.ran for times in each) for each in ranks) - run
     parts = [send, wait, run, skew, max(0.0, total - send - wait - run - skew)]
     nbytes = sum(record.sent_nbytes + record.returned_nbytes for record in records)
     read = sum(sum(record.read_nbytes.values()) for record in records)

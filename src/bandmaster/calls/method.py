@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from bandmaster.calls.flow import Flow
 from bandmaster.calls.future import Future
-from bandmaster.calls.options import CallOptions, FlowOptions, MethodOptions, default_options
+from bandmaster.calls.options import FLOW_NAMES, CallOptions, FlowOptions, MethodOptions, default_options
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.stream import Stream
 from bandmaster.calls.submission import Submitter
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["GroupMethod"]
 
 FLOW = FlowOptions()
-FLOW_NAMES = [field.name for field in fields(FlowOptions)]
 
 P = ParamSpec("P")  # the method's parameters
 C = TypeVar("C", covariant=True)  # what a call returns: its result, or its future

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 from bandmaster.errors import UsageError
 
 __all__ = [
+    "FLOW_NAMES",
     "CallOptions",
     "FlowOptions",
     "Limits",
@@ -89,6 +90,9 @@ class FlowOptions:
         return made
 
 
+FLOW_NAMES = tuple(field.name for field in fields(FlowOptions))
+
+
 @dataclass(frozen=True)
 class CallOptions:
     """The limits of a call. `GroupMethod.options` and `set_default_options` take them as keywords.
@@ -112,8 +116,7 @@ class CallOptions:
             return self
         for name, value in changes.items():
             if name not in ("timeout", "grace"):
-                flow = [field.name for field in fields(FlowOptions)]
-                where = f"; {name} is for group.method.options(...)" if name in flow else ""
+                where = f"; {name} is for group.method.options(...)" if name in FLOW_NAMES else ""
                 raise UsageError(
                     f"a call has no option {name!r}; its options are timeout and grace, both in seconds{where}"
                 )

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.errors import CallTimeout
 from bandmaster.plan.handles import Table
 
-__all__ = ["Deadline", "Outcome", "late"]
-
-
-class Deadline:
-    """A moment until which is waited.
-
-    Args:
-        timeout_s: Seconds from now; None for no limit.
-    """
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._moment = None if timeout_s is None else time.monotonic() + timeout_s
-
-    def left(self) -> float | None:
-        """The seconds that are left, 0 or more; None for no limit."""
-        if self._moment is None:
-            return None
-        return min(max(0.0, self._moment - time.monotonic()), threading.TIMEOUT_MAX)
+__all__ = ["Outcome", "Watchers", "first_awaited", "late", "wait_for_all"]
 
 
 class Outcome(Protocol):
@@ -85,6 +67,34 @@ class Outcome(Protocol):
 
     def release(self) -> None:
         """Let go of the rows."""
+
+
+class Watchers:
+    """Functions to be called when something has come to an end."""
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[[], object]] = []
+
+    def add(self, function: Callable[[], object], is_over: bool) -> None:
+        """Call a function at the end, which may have come: then ``is_over``."""
+        self._functions.append(function)
+        if is_over:  # another thread was faster
+            self.tell()
+
+    def tell(self) -> None:
+        """It has come to its end: call each once."""
+        while self._functions:
+            self._functions.pop()()
+
+
+def wait_for_all(futures: Sequence[Any], deadline: Deadline) -> bool:
+    """Wait until the calls of futures are done; False when the time is over before."""
+    return all(future._call.wait(deadline.left()) for future in futures)
+
+
+def first_awaited(futures: Sequence[Any]) -> PendingCall | None:
+    """The call that the first of some futures waits for which is not done; None if there is none."""
+    return next((future._call.awaited for future in futures if not future._call.is_done), None)
 
 
 def late(site: CallSite, timeout_s: float, awaited: PendingCall | None, why: str) -> CallTimeout:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bandmaster.calls.records import CallRecord, bytes_of
+from bandmaster.calls.records import CallRecord, RankTimes, bytes_of
 
 __all__ = ["events"]
 
@@ -31,14 +31,14 @@ def events(records: Sequence[CallRecord]) -> Iterator[Event]:
     for record in records:
         process = processes[record.group]
         yield from _in_the_controller(record, _track(CONTROLLER, process))
-        for rank in record.ranks:
+        for rank, times in record.ranks.items():
             if (process, rank) not in named:
                 named.add((process, rank))
                 yield _name("thread_name", _track(process, rank), record.place(rank))
-            yield from _on_a_rank(record, rank, _track(process, rank))
+            yield from _on_a_rank(record, rank, times, _track(process, rank))
         for number, rank in sorted(record.takes_from):
             source = by_number.get(number)
-            if source is not None and rank in source.ranks:
+            if source is not None and rank in source.replied:
                 yield from _arrows(source, rank, record, processes, numbers)
 
 
@@ -58,10 +58,10 @@ def _in_the_controller(record: CallRecord, track: Mapping[str, Any]) -> Iterator
     yield {"ph": "e", **who, "ts": _us(end)}
 
 
-def _on_a_rank(record: CallRecord, rank: int, track: Mapping[str, Any]) -> Iterator[Event]:
+def _on_a_rank(record: CallRecord, rank: int, times: RankTimes, track: Mapping[str, Any]) -> Iterator[Event]:
     begun, decoded, ran, encoded, _ = record.moments(rank)
-    times = {f"{name} ms": 1000 * seconds for name, seconds in record.ranks[rank]._asdict().items()}
-    yield _slice(record.method, track, begun, encoded, {"call": record.number, **times})
+    facts = {f"{name} ms": 1000 * seconds for name, seconds in times._asdict().items()}
+    yield _slice(record.method, track, begun, encoded, {"call": record.number, **facts})
     for name, start, stop in (("decode", begun, decoded), ("run", decoded, ran), ("encode", ran, encoded)):
         yield _slice(name, track, start, stop, {})
 
@@ -71,7 +71,7 @@ def _arrows(
 ) -> Iterator[Event]:
     """From where a rank has encoded rows to where ranks have decoded some."""
     _, _, ran, encoded, _ = source.moments(rank)
-    for other in target.ranks:
+    for other in sorted(target.replied):
         begun, decoded, *_ = target.moments(other)
         arrow = {"name": "rows", "cat": "rows", "id": next(numbers)}
         yield {"ph": "s", **arrow, **_track(processes[source.group], rank), "ts": _us((ran + encoded) / 2)}

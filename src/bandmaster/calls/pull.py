@@ -43,7 +43,7 @@ class Puller:
         maxsize: Number of chunks that may be running or done without being taken; None for no limit.
         on_done: Called with the future of each chunk that is done.
         on_error: Called with what a chunk could not be sent for; then no more are sent.
-        on_sent: Called when no chunk is left to be sent.
+        on_sent: Called when the last chunk was sent.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Puller:
             is_last = had_some and not self._todo
         if error is not None:
             self._on_error(error)
-        if is_last:
+        elif is_last:
             self._on_sent()
 
     def taken(self) -> None:
@@ -111,7 +111,6 @@ class Puller:
             running = list(self.running)
         for future in running:
             future.cancel()
-        self._on_sent()
 
     def _done(self, number: int, future: Future[Any]) -> None:
         with self._lock:
@@ -174,7 +173,7 @@ class ChunkFeed:
 
     def pending(self) -> list[PendingCall]:
         """As `Feed.pending`."""
-        return pending_calls(dict(self._puller.running))
+        return pending_calls(self._puller.running)
 
     def close(self) -> None:
         """As `Feed.close`."""

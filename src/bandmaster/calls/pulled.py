@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.feeds import pending_calls
 from bandmaster.calls.future import Future, table_of
-from bandmaster.calls.later import LaterCalls, wait_for_all
-from bandmaster.calls.outcome import Deadline, late
+from bandmaster.calls.later import LaterCalls
+from bandmaster.calls.outcome import Watchers, first_awaited, late, wait_for_all
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.calls.pull import Pull, Puller
 from bandmaster.errors import CallCancelled, CallTimeout
@@ -97,14 +98,14 @@ class PulledCall:
         self._lock = threading.RLock()
         self._table: Table | None = None
         self._is_brought = False
-        self._watchers: list[Callable[[], object]] = []
+        self._watchers = Watchers()
         self._sent, self._finished = threading.Event(), threading.Event()
 
     # --- in the queue of calls that were not sent yet ---
 
     def advance(self) -> bool:
         """Begin if the rows that it takes are there; whether all chunks were sent."""
-        if self._begin is not None and all(parent._call.wait(0) for parent in self.parents):
+        if self._begin is not None and wait_for_all(self.parents, Deadline(0.0)):
             begin, self._begin, self.parents = self._begin, None, ()
             try:
                 pull = begin()
@@ -126,14 +127,11 @@ class PulledCall:
     @property
     def blocker(self) -> PendingCall | None:
         """A call that it waits for."""
-        running = self._running()
-        if running:
-            return running[0]
-        return next((parent._call.awaited for parent in self.parents if not parent._call.is_done), None)
+        return next(iter(self._running()), None) or first_awaited(self.parents)
 
     def _running(self) -> list[PendingCall]:
         puller = self._puller  # another thread may let go of it
-        return [] if puller is None else pending_calls(dict(puller.running))
+        return [] if puller is None else pending_calls(puller.running)
 
     def tell(self) -> None:
         """Nothing: who watches it waits for the last chunk."""
@@ -158,8 +156,7 @@ class PulledCall:
     @property
     def awaited(self) -> PendingCall | None:
         """A call whose ranks are waited for."""
-        blockers = (call.blocker for call in [*self._later.up_to(self), self])
-        return next((blocker for blocker in blockers if blocker is not None), None)
+        return self._later.blocker_of(self) or self.blocker
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until all chunks are done, or one has failed; False when the time is over before."""
@@ -193,9 +190,7 @@ class PulledCall:
 
     def watch(self, when_done: Callable[[], object]) -> None:
         """Call a function when it is done."""
-        self._watchers.append(when_done)
-        if self.is_done:  # another thread was faster
-            self._tell()
+        self._watchers.add(when_done, self.is_done)
 
     def table(self) -> Table:
         """The rows, in the order of the batch; all chunks are done, without an error."""
@@ -250,7 +245,7 @@ class PulledCall:
                 return
             self._chunks, self._futures, self._puller = puller.chunks, puller.done, None
             self._finished.set()
-        self._tell()
+        self._watchers.tell()
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -263,8 +258,4 @@ class PulledCall:
         if puller is not None:
             puller.stop()
         self._all_sent()
-        self._tell()
-
-    def _tell(self) -> None:
-        while self._watchers:
-            self._watchers.pop()()
+        self._watchers.tell()

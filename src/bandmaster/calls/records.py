@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from time import monotonic_ns
 from types import MappingProxyType
 from typing import NamedTuple, overload
@@ -113,6 +113,11 @@ class CallRecord:
     def done(self) -> float | None:
         """When its result was there; None if it is not."""
         return self._seconds(self._done_ns) if self._done_ns else None
+
+    @property
+    def replied(self) -> Collection[int]:
+        """The ranks that have replied, and were not lost."""
+        return self._raw.keys()
 
     @property
     def ranks(self) -> dict[int, RankTimes]:
@@ -219,28 +224,29 @@ class CallTable(Sequence[CallRecord]):
 
     def __repr__(self) -> str:
         header = ["call", "method", "at s", "ms", "queued", "decoded", "ran", "encoded", "moved", "stragglers", "bytes"]
-        rows = [
-            [
-                record.number,
-                record.method,
-                f"{record.begun:.3f}",
-                "…" if record.seconds is None else milliseconds(record.seconds),
-                *(milliseconds(mean_of(record, name)) for name in RankTimes._fields),
-                ", ".join(f"{rank} ({milliseconds(record.ranks[rank].ran)})" for rank in record.stragglers) or "-",
-                bytes_of(record),
-            ]
-            for record in self._records
-        ]
-        return text_table("calls; means of the ranks in ms", header, rows)
+        return text_table("calls; means of the ranks in ms", header, [_row(record) for record in self._records])
 
 
-def mean_of(record: CallRecord, name: str) -> float | None:
-    """The mean of one field of `RankTimes` over the ranks of a call; None if none has replied."""
-    values = [getattr(times, name) for times in record.ranks.values()]
+def _row(record: CallRecord) -> list[object]:
+    ranks = record.ranks
+    return [
+        record.number,
+        record.method,
+        f"{record.begun:.3f}",
+        "…" if record.seconds is None else _ms(record.seconds),
+        *(_ms(mean_of(ranks.values(), name)) for name in RankTimes._fields),
+        ", ".join(f"{rank} ({_ms(ranks[rank].ran)})" for rank in record.stragglers) or "-",
+        bytes_of(record),
+    ]
+
+
+def mean_of(ranks: Iterable[RankTimes], name: str) -> float | None:
+    """The mean of one field over some ranks; None if there is none."""
+    values = [getattr(times, name) for times in ranks]
     return statistics.fmean(values) if values else None
 
 
-def milliseconds(seconds: float | None) -> str:
+def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1000 * seconds:.3g}"
 
 

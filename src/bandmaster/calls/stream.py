@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.future import Future
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.calls.progress import progress
@@ -55,21 +55,11 @@ class Stream:
             RemoteError, WorkerDied, CallCancelled: As `Future.result`; the stream is closed.
         """
         timeout_s = self._feed.site.limits().timeout
-        try:
+        with self._waits(timeout_s):
             while self._feed.is_open:
-                try:
-                    arrived = self._feed.arrived.get(timeout_s)
-                except queue.Empty:
-                    assert timeout_s is not None, "only a deadline ends the wait early"
-                    raise self._late(timeout_s) from None
-                found = self._feed.received(arrived)
+                found = self._feed.received(self._feed.arrived.get(timeout_s))
                 if found is not None:
                     return found
-        except CallTimeout:
-            raise
-        except BaseException:  # the error of the call, or Ctrl-C
-            self.close()
-            raise
         raise StopIteration
 
     def __aiter__(self) -> Self:
@@ -80,22 +70,30 @@ class Stream:
         import asyncio  # here, as it takes a third of the time that the import of everything takes
 
         timeout_s = self._feed.site.limits().timeout
-        try:
+        with self._waits(timeout_s):
             while self._feed.is_open:
                 try:
                     arrived = await asyncio.wait_for(self._feed.arrived.get_async(), timeout_s)
                 except asyncio.TimeoutError:
-                    assert timeout_s is not None, "only a deadline ends the wait early"
-                    raise self._late(timeout_s) from None
+                    raise queue.Empty from None
                 found = self._feed.received(arrived)
                 if found is not None:
                     return found
+        raise StopAsyncIteration
+
+    @contextlib.contextmanager
+    def _waits(self, timeout_s: float | None) -> Iterator[None]:
+        """An error of the call, or Ctrl-C, closes the stream; queue.Empty is the end of a wait, and does not."""
+        try:
+            yield
+        except queue.Empty:
+            assert timeout_s is not None, "only a deadline ends the wait early"
+            raise self._late(timeout_s) from None
         except CallTimeout:
             raise
         except BaseException:
             self.close()
             raise
-        raise StopAsyncIteration
 
     def close(self) -> None:
         """Cancel what has not been made; generators run their ``finally`` blocks. Closing twice does nothing."""
@@ -159,7 +157,7 @@ class Arrivals(Generic[A]):
 
     def get(self, timeout_s: float | None) -> A:
         """Wait for the next one. Raises queue.Empty if there is none in time."""
-        return self._queue.get(timeout=None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX))
+        return self._queue.get(timeout=Deadline(timeout_s).left())
 
     async def get_async(self) -> A:
         """Wait for the next one in an event loop."""

@@ -165,12 +165,23 @@ class Submitter:
     ) -> PendingCall:
         """Send a call that was submitted before."""
         call = self._new_call(method, collection, options, keeps_rows)
+        self._send_or_cancel(call, method, plan, ranks, collection.ranks)
+        return call
+
+    def _send_or_cancel(
+        self,
+        call: PendingCall,
+        method: str,
+        plan: CallPlan | Callable[[], CallPlan],
+        ranks: tuple[int, ...],
+        collected: tuple[int, ...],
+    ) -> None:
+        """Send a call; the ranks that were asked do not wait for those that were not, if that goes wrong."""
         try:
-            self._send(call, method, plan, ranks, collection.ranks)
+            self._send(call, method, plan, ranks, collected)
         except BaseException:
             Future(call).cancel()
             raise
-        return call
 
     def _new_call(
         self, method: str, collection: Collection, options: CallOptions | None, keeps_rows: bool
@@ -251,7 +262,7 @@ class Submitter:
         """Send a call to some ranks at once; what goes wrong is its error. Its rows stay where they are made."""
         call = self._new_call(method, collection, options, True)
         try:
-            self._send(call, method, plan, share.ranks, collection.ranks)
+            self._send_or_cancel(call, method, plan, share.ranks, collection.ranks)
         except Exception as error:
             call.fail(error)
         return Future(call, owner)

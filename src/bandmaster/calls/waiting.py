@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import queue
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
 from typing import Any, NamedTuple
 
+from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import check_seconds
 from bandmaster.errors import UsageError
@@ -54,7 +52,7 @@ def wait(
         raise UsageError(f"return_when of wait must be one of {', '.join(map(repr, known))}, got {return_when!r}")
     not_done = _checked(futures, timeout, "wait")
     done: set[Future[Any]] = set()
-    for future in _as_they_come(not_done, _deadline(timeout)):
+    for future in _as_they_come(not_done, Deadline(timeout)):
         done.add(future)
         is_enough = return_when == FIRST_COMPLETED or (
             return_when == FIRST_EXCEPTION and future.exception() is not None
@@ -79,14 +77,10 @@ def as_completed(futures: Iterable[Future[Any]], timeout: float | None = None) -
     Source: `concurrent.futures.as_completed`.
     """
     waiting = _checked(futures, timeout, "as_completed")
-    return _all_of(waiting, timeout, _deadline(timeout))
+    return _all_of(waiting, timeout, Deadline(timeout))
 
 
-def _deadline(timeout: float | None) -> float:
-    return math.inf if timeout is None or timeout > threading.TIMEOUT_MAX else time.monotonic() + timeout
-
-
-def _all_of(waiting: set[Future[Any]], timeout: float | None, deadline: float) -> Iterator[Future[Any]]:
+def _all_of(waiting: set[Future[Any]], timeout: float | None, deadline: Deadline) -> Iterator[Future[Any]]:
     n_done = 0
     for future in _as_they_come(waiting, deadline):
         n_done += 1
@@ -95,15 +89,14 @@ def _all_of(waiting: set[Future[Any]], timeout: float | None, deadline: float) -
         raise TimeoutError(f"{len(waiting) - n_done} of {len(waiting)} futures were not done in {timeout:g} s")
 
 
-def _as_they_come(futures: set[Future[Any]], deadline: float) -> Iterator[Future[Any]]:
+def _as_they_come(futures: set[Future[Any]], deadline: Deadline) -> Iterator[Future[Any]]:
     """Futures as they are done, until the deadline."""
     done: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
     for future in futures:
         future.add_done_callback(done.put)
     for _ in futures:
-        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         try:
-            yield done.get(timeout=left)
+            yield done.get(timeout=deadline.left())
         except queue.Empty:
             return
 

@@ -25,8 +25,10 @@ __all__ = [
     "costs_of_rows",
     "everywhere",
     "first_ranks",
+    "groups_by_rank",
     "plan_call",
     "scatter",
+    "to_ranks",
 ]
 
 
@@ -85,15 +87,21 @@ def alike(
     Returns:
         For each set ``(ranks, indices of the argument groups that they receive, whether they are collected)``.
     """
-    numbers_of: dict[int, tuple[int, ...]] = dict.fromkeys(ranks, ())
-    for number, members in enumerate(receivers):
-        for rank in members:
-            numbers_of[rank] += (number,)
+    numbers_of = groups_by_rank(ranks, receivers)
     same: dict[tuple[tuple[int, ...], bool], list[int]] = {}
     wanted = set(collected)
     for rank, numbers in numbers_of.items():
         same.setdefault((numbers, rank in wanted), []).append(rank)
     return tuple((tuple(members), numbers, is_collected) for (numbers, is_collected), members in same.items())
+
+
+def groups_by_rank(ranks: Sequence[int], receivers: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """For each rank the indices of the argument groups that it receives, of which item i goes to ``receivers[i]``."""
+    numbers_of: dict[int, tuple[int, ...]] = dict.fromkeys(ranks, ())
+    for number, members in enumerate(receivers):
+        for rank in members:
+            numbers_of[rank] += (number,)
+    return numbers_of
 
 
 def plan_call(
@@ -163,8 +171,13 @@ def by_dispatch_rule(
 
 def everywhere(arguments: Sequence[BoundArgument], n_ranks: int) -> ArgumentGroup:
     """One argument group that sends all arguments to ranks 0 … n_ranks-1."""
+    return to_ranks(arguments, first_ranks(n_ranks))
+
+
+def to_ranks(arguments: Sequence[BoundArgument], ranks: tuple[int, ...]) -> ArgumentGroup:
+    """One argument group that sends all arguments to some ranks."""
     items = tuple([(argument.key, argument.value) for argument in arguments])
-    return ArgumentGroup(items, tuple([argument.name for argument in arguments]), first_ranks(n_ranks))
+    return ArgumentGroup(items, tuple([argument.name for argument in arguments]), ranks)
 
 
 @lru_cache(maxsize=64)

@@ -43,6 +43,7 @@ __all__ = [
     "KNOWN",
     "Batch",
     "as_batch",
+    "column_of",
     "concat",
     "concat_rows",
     "count_rows",
@@ -251,6 +252,11 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
         BatchError: ``value`` is not a batch, or its rows cannot be split.
     """
     return _required(value).cut(start, stop)
+
+
+def column_of(value: Any, name: str) -> Any:
+    """A column of a batch by its name; None if there is none. Raises BatchError if ``value`` is not a batch."""
+    return _required(value).column(name)
 
 
 def take_rows(value: Any, numbers: np.ndarray[Any, Any]) -> Any:

@@ -14,7 +14,6 @@ __all__ = [
     "RowFacts",
     "Schema",
     "choose_columns",
-    "column_of",
     "facts_of",
     "join_columns",
     "schema_of",
@@ -69,12 +68,6 @@ def schema_of(value: Any) -> dict[str | None, Column]:
     """The columns of a batch, by name; the name is None for a value without named columns."""
     columns = _columns(value)
     return {None: _column(value)} if columns is None else {name: _column(part) for name, part in columns.items()}
-
-
-def column_of(value: Any, name: str | None) -> Any:
-    """A column of a batch by its name in the schema."""
-    columns = _columns(value)
-    return value if columns is None or name is None else columns[name]
 
 
 def choose_columns(value: Any, names: Mapping[str, str]) -> Any:

@@ -11,13 +11,13 @@ import numpy as np
 from bandmaster.errors import ArgumentError, BatchError, UsageError
 from bandmaster.plan import handles
 from bandmaster.plan.arguments import (
-    ArgumentGroup,
     BoundArgument,
     CallPlan,
     by_dispatch_rule,
     column_called,
     common_rows,
     costs_of_rows,
+    to_ranks,
 )
 from bandmaster.plan.batch import Batch
 from bandmaster.plan.batch_types import Index
@@ -80,12 +80,9 @@ class PullPlan:
 
     def of(self, chunk: int, ranks: tuple[int, ...]) -> CallPlan:
         """The arguments of a chunk, for the ranks of a replica."""
-        rows = tuple([(argument.key, batch.rows(self.chunks[chunk])) for argument, batch in self.split])
-        groups = [ArgumentGroup(rows, tuple([argument.name for argument, _ in self.split]), ranks)]
-        if self.whole:
-            items = tuple([(argument.key, argument.value) for argument in self.whole])
-            groups.append(ArgumentGroup(items, tuple([argument.name for argument in self.whole]), ranks))
-        return CallPlan(tuple(groups))
+        rows = [argument._replace(value=batch.rows(self.chunks[chunk])) for argument, batch in self.split]
+        whole = (to_ranks(self.whole, ranks),) if self.whole else ()
+        return CallPlan((to_ranks(rows, ranks), *whole))
 
 
 def replicas(protocol: TransferProtocol[Any, Any] | Custom, mesh: Mesh, method: str) -> tuple[Share, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from bandmaster.plan.arguments import groups_by_rank
 from bandmaster.plan.rows import CollectEach
 from bandmaster.plan.transfer import Concat, Incoming, Only
 
@@ -38,10 +39,7 @@ def shares(ranks: Sequence[int], receivers: Sequence[Sequence[int]], collected: 
         >>> shares([0, 1, 2, 3], [[0, 1], [2, 3]], [0, 2])
         (Share(rank=0, ranks=(0, 1)), Share(rank=2, ranks=(2, 3)))
     """
-    received: dict[int, tuple[int, ...]] = dict.fromkeys(ranks, ())
-    for number, members in enumerate(receivers):
-        for rank in members:
-            received[rank] += (number,)
+    received = groups_by_rank(ranks, receivers)
     leaders: dict[tuple[int, ...], int] = {}
     for rank in collected:
         leaders.setdefault(received[rank], rank)

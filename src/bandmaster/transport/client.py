@@ -27,7 +27,6 @@ from bandmaster.transport.channel import INLINE_NBYTES, MAX_PARTS_NBYTES, Buffer
 from bandmaster.transport.kept import KeptSegment
 from bandmaster.transport.messages import (
     HEADER_NBYTES,
-    TIMES_NBYTES,
     Kind,
     ReplyKind,
     call_message,
@@ -62,8 +61,7 @@ class LaneTicket(contract.Ticket):
 
 
 MAX_UNANSWERED = min(256, control_page.N_SLOTS // 2)  # messages to one worker: each needs a slot on its control page
-_TIMED_VALUE = ReplyKind.VALUE + ReplyKind.TIMED
-_VALUES = (ReplyKind.VALUE, _TIMED_VALUE)
+_VALUE, _TIMED = ReplyKind.VALUE, ReplyKind.TIMED
 _Outgoing = tuple[bytes, Sequence[Segment], LaneTicket | None]  # a message, and the ticket of its reply if it has one
 
 
@@ -345,21 +343,18 @@ class WorkerClient:
             return  # a worker that was interrupted as it replied has replied twice
         if error is not None:
             self._finish(ticket, Failure.of(error))
-        elif kind in _VALUES:  # as most are
-            end = None
-            if kind == _TIMED_VALUE:
-                end = -TIMES_NBYTES
-                ticket.times = bytes(body[end:]), time.monotonic_ns()
-            ticket.outcome, ticket.is_done = Payload(bytes(body[HEADER_NBYTES:end])), True
+            return
+        if kind >= _TIMED:
+            kind, body, times = split_times(kind, body)
+            ticket.times = times, time.monotonic_ns()
+        if kind == _VALUE:  # as most are
+            ticket.outcome, ticket.is_done = Payload(bytes(body[HEADER_NBYTES:])), True
             if ticket.on_done is not None:
                 ticket.on_done()
         else:
             self._finish_with(ticket, kind, body, channel)
 
     def _finish_with(self, ticket: LaneTicket, kind: int, body: memoryview, channel: Channel) -> None:
-        if kind >= ReplyKind.TIMED:
-            kind, body, times = split_times(kind, body)
-            ticket.times = times, time.monotonic_ns()
         try:
             self._finish(ticket, read_reply(kind, body, channel))
         except BaseException as error:  # the user's exceptions may do anything when they are unpickled

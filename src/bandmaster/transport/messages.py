@@ -25,7 +25,6 @@ from bandmaster.transport.segments import Lease
 
 __all__ = [
     "HEADER_NBYTES",
-    "TIMES_NBYTES",
     "UNANSWERED",
     "Kind",
     "ReplyKind",
@@ -44,7 +43,6 @@ _HEADER = struct.Struct("<BQ")  # of a body: kind and number
 _START = struct.Struct("<IBQ")  # of what is sent: no control, and the header
 _SMALL_START = struct.Struct("<IBQBB")
 HEADER_NBYTES = _HEADER.size
-TIMES_NBYTES = TIMES.size
 _SMALL_NBYTES = HEADER_NBYTES + 2  # kind and number, then reply and length of the method's name
 UNANSWERED = 0  # number of messages that no reply is sent to
 header_of = _HEADER.unpack_from  # kind and number of a body

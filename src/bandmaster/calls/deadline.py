@@ -1,0 +1,25 @@
+"""How long is left to wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+__all__ = ["Deadline"]
+
+
+class Deadline:
+    """A moment until which is waited.
+
+    Args:
+        timeout_s: Seconds from now; None for no limit.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._moment = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def left(self) -> float | None:
+        """The seconds that are left, 0 or more; None for no limit."""
+        if self._moment is None:
+            return None
+        return min(max(0.0, self._moment - time.monotonic()), threading.TIMEOUT_MAX)
