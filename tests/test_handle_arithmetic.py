@@ -19,7 +19,7 @@ def kept(values):
 
 
 def read(table):
-    plan = handles.pieces(table, lambda part: id(part.kept))
+    plan = handles.addressed(table, lambda part: id(part.kept))
     values = {id(part.kept): part.kept for result in handles.results_of(table) for part in result.parts}
     return handles.assemble(plan, values.__getitem__)
 
@@ -27,7 +27,8 @@ def read(table):
 @st.composite
 def chains(draw):
     """A table and the plain value that it stands for."""
-    sizes = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    scale = draw(st.sampled_from([1, handles.FEW_ROWS]))
+    sizes = [scale * n for n in draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))]
     starts = np.cumsum([0, *sizes])
     whole = {"a": np.arange(starts[-1]), "b": [f"row {i}" for i in range(starts[-1])]}
     values = [{"a": whole["a"][i:j], "b": whole["b"][i:j]} for i, j in pairwise(starts)]

@@ -53,6 +53,14 @@ class Rows(bm.Worker):
         self.kept = rows
         return float(rows["wide"].sum())
 
+    @register(bm.TransferProtocol(bm.Split("dp"), bm.Gather("dp")))
+    def write_own(self, rows):
+        before = [float(rows["wide"].sum()), *rows["name"]]
+        rows["wide"] += 1
+        rows["name"].append("mine")
+        self.kept = rows
+        return before
+
     @register(Dispatch.DP_PROTO)
     def kept_one(self, ids):
         self.array = np.zeros((len(ids), LARGE))
@@ -208,6 +216,21 @@ def test_rows_are_a_snapshot_and_readers_have_their_own(two, three):
     assert rows.result()["wide"].sum() == total
     assert rows.result()["name"] == ["row 0", "row 1", "row 2"]
     assert not kept.result().any()
+
+
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_mini_batches_of_shuffled_rows_are_each_readers_own(two, three, width):
+    rows = made(two, 10, width)
+    for _ in range(2):
+        for batch in rows.shuffle(seed=1).batches(4):
+            own = np.array_split(batch.select("id").result()["id"], 3)
+            assert three.write_own(batch) == [[sum(ids) * width, *[f"row {i}" for i in ids]] for ids in own]
+
+
+def test_the_memory_of_released_rows_can_be_that_of_others(two, three):
+    for fill in range(4):
+        with two.put({"wide": np.full((6, LARGE), fill, "f4"), "name": [str(fill)] * 6}) as rows:
+            assert three.write_own(rows[[5, 0, 4, 1, 3, 2]]) == [[2.0 * LARGE * fill, str(fill), str(fill)]] * 3
 
 
 def test_wrong_uses_are_refused_in_words(two, three):

@@ -21,6 +21,7 @@ from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, TIMES, Call, Kept, KeptCopy, Launch, Rows, WorkerRecord
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held
+from bandmaster.transport.kept import RowReader
 from bandmaster.worker_process.executor import Executor
 
 __all__ = ["InProcessBackend", "InProcessTicket", "InProcessWorkers"]
@@ -85,7 +86,7 @@ class InProcessWorkers:
 
     def _run(self, rank: int, call: Call) -> InProcessTicket:
         parts = [part.private() for part in call.parts]
-        rows = {label: partial(_private, part) for label, part in call.rows}
+        rows = {label: RowReader(partial(_private, part)) for label, part in call.rows}
         executor = self._executors[rank]
         outcome = executor.call(call.method, call.reply_code, parts, rows)
         times = None if executor.marks is None else executor.times()

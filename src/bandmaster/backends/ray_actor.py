@@ -29,7 +29,7 @@ from bandmaster.platform.hardware import count_gpus
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.processes import end_descendants
 from bandmaster.transport.control_page import WorkerIdentity
-from bandmaster.transport.kept import RowReaders, kept_name
+from bandmaster.transport.kept import RowReader, RowReaders, kept_name
 from bandmaster.transport.lane import Lane
 from bandmaster.transport.listener import connect, peer_pid
 from bandmaster.transport.segments import SegmentWriter
@@ -250,7 +250,7 @@ def arguments(labels: Sequence[int], parts: Sequence[Payload]) -> tuple[list[Pay
     """The parts of a call's arguments, in memory of this process, and what reads its kept rows."""
     n = len(parts) - len(labels)
     return [part.private() for part in parts[:n]], {
-        label: part.private for label, part in zip(labels, parts[n:], strict=True)
+        label: RowReader(part.private) for label, part in zip(labels, parts[n:], strict=True)
     }
 
 

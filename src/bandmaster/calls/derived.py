@@ -16,7 +16,7 @@ from bandmaster.contract import KeptCopy
 from bandmaster.errors import BatchError, CallTimeout, RowsLost
 from bandmaster.plan.batch import KNOWN, describe, detached
 from bandmaster.plan.columns import facts_of
-from bandmaster.plan.handles import Part, Result, Table, Taken, assemble, pieces
+from bandmaster.plan.handles import Part, Result, Table, Taken, addressed, assemble
 
 __all__ = ["DerivedCall", "PutRows"]
 
@@ -107,7 +107,7 @@ class DerivedCall:
             if self._is_brought or self.error is not None:
                 return
             try:
-                self.outcome = detached(assemble(pieces(self.table(), _itself), cache(KeptPart.value)))
+                self.outcome = detached(assemble(addressed(self.table(), _itself), cache(KeptPart.value)))
                 self._is_brought = True
             except Exception as error:
                 self.error = error

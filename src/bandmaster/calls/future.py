@@ -15,8 +15,8 @@ from bandmaster.calls.outcome import Outcome
 from bandmaster.calls.pending import PendingCall
 from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, UsageError
 from bandmaster.plan import handles
-from bandmaster.plan.batch import column_of, register_batch_type
-from bandmaster.plan.batch_types import Index
+from bandmaster.plan.batch import add_batch_type, column_of
+from bandmaster.plan.batch_types import BatchType, Index
 from bandmaster.plan.handles import Table
 
 if TYPE_CHECKING:
@@ -272,11 +272,14 @@ def _column(rows: Future[Any], name: str) -> Any:
     return column_of(rows.select(name).result(), name) if name in rows.schema else None
 
 
-register_batch_type(
+add_batch_type(
     Future,
-    rows=len,
-    split=lambda rows, start, stop: rows[start:stop],
-    concat=concat,
-    take=lambda rows, numbers: rows[numbers],
-    column=_column,
+    BatchType(
+        rows=len,
+        split=lambda rows, start, stop: rows[start:stop],
+        concat=concat,
+        take=lambda rows, numbers: rows[numbers],
+        column=_column,
+        is_elsewhere=True,
+    ),
 )

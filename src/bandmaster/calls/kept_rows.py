@@ -167,7 +167,7 @@ class KeptRows:
         sent = counts if real_rows.padded_to is None else [real_rows.padded_to] * len(ranks)
         if [part.n_rows for part in parts] != sent:
             return None
-        real = [np.arange(n) + start for n, start in zip(counts, result.starts[:-1], strict=True)]
+        real = [np.arange(n) + start for n, start in zip(counts, result.starts, strict=True)]
         index = np.concatenate(real)
         return Taken(result, index if order is None else index[order])
 

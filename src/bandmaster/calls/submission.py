@@ -14,19 +14,17 @@ from typing import Any
 
 from bandmaster.calls.encoding import encode_group
 from bandmaster.calls.exports import Exporter, exports_are_on
-from bandmaster.calls.future import Future, table_of
-from bandmaster.calls.kept_rows import KeptPart
+from bandmaster.calls.future import Future
 from bandmaster.calls.later import LaterCall, LaterCalls
 from bandmaster.calls.ledger import recording
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import CallSite, Collection, OpenCalls, PendingCall
 from bandmaster.calls.records import CallRecord
-from bandmaster.codec import Payload
+from bandmaster.calls.rows_elsewhere import RowsElsewhere, refers_to_rows
 from bandmaster.contract import Call, Reply, Ticket, Workers
-from bandmaster.errors import ArgumentError, CallCancelled, CallTimeout
+from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.failure import Failure
-from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
-from bandmaster.plan.handles import Elsewhere, Part, Table, pieces, rows_by_part
+from bandmaster.plan.arguments import CallPlan, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.shares import Share
 from bandmaster.plan.transfer import Only
@@ -372,22 +370,16 @@ class Submitter:
         exporter = None
         if self.traffic.has_exports and reply is not Reply.NATIVE:
             exporter = self.traffic.exporter_to(workers)
-        payloads: list[Payload] = []
-        receivers: list[tuple[int, ...]] = []
-        elsewhere: RowsElsewhere | None = None
-        for group in plan.groups:
-            if group.items:
-                for _, value in group.items:
-                    if type(value) is Future:
-                        elsewhere = elsewhere or RowsElsewhere()
-                        group = elsewhere.without_rows(group, len(payloads), label)
-                        break
-                payloads.append(encode_group(group, label, exporter))
-                receivers.append(group.ranks)
+        groups, elsewhere = [group for group in plan.groups if group.items], None
+        if refers_to_rows(groups):
+            elsewhere = RowsElsewhere(label)
+            groups = elsewhere.addressed(groups)
+        payloads = [encode_group(group, label, exporter) for group in groups]
+        receivers = tuple([group.ranks for group in groups])
         parts = workers.put(payloads) if payloads else ()
         rows = [part.placed(workers) for part in elsewhere.parts] if elsewhere is not None else ()
         calls = []
-        for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
+        for members, numbers, is_collected in alike(ranks, receivers, collected):
             answer = reply if is_collected else Reply.DROP
             named = elsewhere.needed(numbers, rows) if elsewhere is not None else ()
             named_parts = tuple([parts[number] for number in numbers])
@@ -397,64 +389,3 @@ class Submitter:
             if elsewhere is not None:
                 elsewhere.note_in(record)
         return calls, [payload.exports for payload in payloads if payload.exports]
-
-
-class RowsElsewhere:
-    """The kept rows that the arguments of a call refer to.
-
-    Attributes:
-        parts: The rows; their labels count from 0.
-    """
-
-    def __init__(self) -> None:
-        self.parts: list[KeptPart] = []
-        self._labels: dict[int, int] = {}  # by identity of the part, which the futures keep
-        self._needed: dict[int, set[int]] = {}  # by number of the argument group
-        self._tables: list[Table] = []
-
-    def without_rows(self, group: ArgumentGroup, number: int, method: str) -> ArgumentGroup:
-        """An argument group in which `Elsewhere` stands for the rows of futures.
-
-        Args:
-            group: The argument group.
-            number: Its number in the call.
-            method: ``"Class.method"``, for messages.
-
-        Raises:
-            ArgumentError: A future has no rows.
-            Exception: That of a future whose call has failed.
-        """
-        needed = self._needed.setdefault(number, set())
-
-        def label(part: Part) -> int:
-            found = self._labels.get(id(part))
-            if found is None:
-                self.parts.append(part.kept)
-                found = self._labels[id(part)] = len(self.parts) - 1
-            needed.add(found)
-            return found
-
-        items = []
-        for (key, value), name in zip(group.items, group.names, strict=False):
-            if type(value) is Future:
-                try:
-                    table = table_of(value)
-                    value = Elsewhere(pieces(table, label))
-                    self._tables.append(table)
-                except ArgumentError as error:
-                    what = f"argument {name!r} of {method} (Future) cannot be pickled: {error}"
-                    raise ArgumentError(what) from None
-            items.append((key, value))
-        return group._replace(items=tuple(items))
-
-    def note_in(self, record: CallRecord) -> None:
-        """Note in the record of the call what it takes, and from where."""
-        for table in self._tables:
-            for part, n in rows_by_part(table).values():
-                nbytes = round(part.nbytes * n / (part.n_rows or 1))
-                record.read(nbytes, part.kept.way, part.kept.record, part.rank)
-
-    def needed(self, numbers: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
-        """The rows that some argument groups refer to, with their labels."""
-        labels = sorted({label for number in numbers for label in self._needed.get(number, ())})
-        return tuple([(label, parts[label]) for label in labels])

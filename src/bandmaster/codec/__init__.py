@@ -7,6 +7,6 @@
                         └── cuda_ipc             exported tensors: GPU memory that other processes open
 """
 
-from bandmaster.codec.pickling import Payload, add_reducer, decode, encode
+from bandmaster.codec.pickling import Payload, add_plain, add_reducer, decode, encode
 
-__all__ = ["Payload", "add_reducer", "decode", "encode"]
+__all__ = ["Payload", "add_plain", "add_reducer", "decode", "encode"]

@@ -25,7 +25,7 @@ import numpy as np
 from bandmaster.codec import tensors
 from bandmaster.codec.arrays import is_bare, reduce_array
 
-__all__ = ["Payload", "add_reducer", "decode", "encode"]
+__all__ = ["Payload", "add_plain", "add_reducer", "decode", "encode"]
 
 OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
 MAX_ITEMS = 100  # that `_contents` inspects
@@ -35,6 +35,7 @@ Reducer = Callable[..., Any]  # called with a value and, if there is one, a `ten
 _OURS = {"bandmaster.codec.arrays", "bandmaster.codec.tensors"}
 _reducers: dict[type, Reducer] = {np.ndarray: reduce_array}
 _bare: dict[type, Callable[[Any], bool]] = {np.ndarray: is_bare}  # whether pickling the value needs no other reducer
+_plain_classes: set[type] = set()
 
 
 class Payload:
@@ -130,6 +131,11 @@ def add_reducer(kind: type, reducer: Callable[[Any], Any]) -> None:
     _reducers.setdefault(kind, reduce)
 
 
+def add_plain(*kinds: type) -> None:
+    """Have dataclasses pickled sooner: values of exactly these types consist of their fields alone."""
+    _plain_classes.update(kinds)
+
+
 def decode(payload: Payload, device: str = "cpu") -> Any:
     """Decode a payload. Arrays and tensors of the value share memory with the payload's buffers.
 
@@ -146,7 +152,7 @@ def decode(payload: Payload, device: str = "cpu") -> Any:
         return pickle.loads(payload.head, buffers=payload.buffers)
 
 
-_PLAIN = {int, float, bool, str, type(None)}
+_PLAIN = {int, float, bool, str, type(None), range}
 _BYTES = {bytes, bytearray}
 _CONTAINERS = {tuple, list, dict}
 _MAY_HOLD_BYTES = _BYTES | _CONTAINERS
@@ -176,6 +182,8 @@ def _contents(value: Any) -> _Contents:
             found += item
             if kind is dict:
                 found += item.values()
+        elif kind in _plain_classes:
+            found += vars(item).values()
         else:
             return _Contents.ANY
     return contents

@@ -134,8 +134,7 @@ def plan_call(
             n_rows = common_rows(members, found, method)
             costs = costs_of_rows(rule, members, found, arguments, n_rows, method)
             cut = cut_rows(mesh, rule, n_rows, costs)
-            columns = [_parts(argument, batch, cut, method) for argument, batch in zip(members, found, strict=True)]
-            groups += _groups(members, zip(*columns, strict=True), cut.receivers)
+            groups += _cut_groups(members, found, cut, method)
             if real_rows is None or rule.pad:
                 real_rows = cut.real_rows
     return CallPlan(tuple(groups), real_rows)
@@ -222,6 +221,23 @@ def _groups(
         ArgumentGroup(tuple(zip(keys, values, strict=True)), names, tuple(ranks))
         for values, ranks in zip(rows, receivers, strict=True)
     ]
+
+
+def _cut_groups(
+    arguments: Sequence[BoundArgument], batches: Sequence[Batch | None], cut: Cut, method: str
+) -> list[ArgumentGroup]:
+    """An argument group per part of a split; rows that lie elsewhere have groups of their own, which can be shared."""
+    groups: list[ArgumentGroup] = []
+    for is_elsewhere in (False, True):
+        members = [
+            (argument, batch)
+            for argument, batch in zip(arguments, batches, strict=True)
+            if (batch is not None and batch.is_elsewhere) is is_elsewhere
+        ]
+        if members:
+            columns = [_parts(argument, batch, cut, method) for argument, batch in members]
+            groups += _groups([argument for argument, _ in members], zip(*columns, strict=True), cut.receivers)
+    return groups
 
 
 def _declared(argument: BoundArgument, rules: Mapping[str, Outgoing]) -> Outgoing | None:
@@ -349,7 +365,7 @@ def _parts(argument: BoundArgument, batch: Batch | None, cut: Cut, method: str) 
     size, name = cut.real_rows.padded_to, argument.name
     try:
         if size is None:
-            return [batch.rows(numbers) for numbers in cut.numbers]
+            return [batch.sent(numbers) for numbers in cut.numbers]
         return [batch.padded(numbers, size) for numbers in cut.numbers]
     except BatchError as error:
         raise BatchError(

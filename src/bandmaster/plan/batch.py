@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,16 +42,21 @@ from bandmaster.plan.batch_types import (
 __all__ = [
     "KNOWN",
     "Batch",
+    "Portion",
+    "add_batch_type",
     "as_batch",
     "column_of",
     "concat",
     "concat_rows",
+    "copies_rows",
     "count_rows",
     "describe",
     "detached",
     "is_same_kind",
+    "join_rows",
     "pad_rows",
     "register_batch_type",
+    "required_batch",
     "slice_rows",
     "take_rows",
 ]
@@ -60,6 +65,7 @@ KNOWN = (
     "arrays and tensors with a row dim, list, TensorDict, pandas DataFrame and Series, Hugging Face Dataset, "
     "registered types, and mappings, NamedTuples and dataclasses of equally long batches"
 )
+_CONSTANTS = {str, bytes, int, float, bool, type(None)}  # types whose values nobody can change
 _registered: dict[type, BatchType] = {}
 
 
@@ -107,8 +113,25 @@ def register_batch_type(
     for name, function in (*required.items(), *optional.items()):
         if not (callable(function) or (name in optional and function is None)):
             raise UsageError(f"{name} of register_batch_type must be callable, got {function!r}")
-    _registered[cls] = BatchType(rows, split, concat, take, column)
+    add_batch_type(cls, BatchType(rows, split, concat, take, column))
+
+
+def add_batch_type(cls: type, kind: BatchType) -> None:
+    """Make instances of ``cls`` and its subclasses batches."""
+    _registered[cls] = kind
     _kind_of.cache_clear()
+
+
+class Portion(NamedTuple):
+    """Some rows of a batch whose rows lie elsewhere.
+
+    Attributes:
+        value: The batch.
+        numbers: The rows.
+    """
+
+    value: Any
+    numbers: Index
 
 
 class Batch:
@@ -173,6 +196,15 @@ class Batch:
     def rows(self, numbers: Index) -> Any:
         """The rows with these numbers: `cut` for a range, `take` for an array."""
         return self.cut(numbers.start, numbers.stop) if isinstance(numbers, range) else self.take(numbers)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the value stands for rows that lie elsewhere."""
+        return isinstance(self._kind, BatchType) and self._kind.is_elsewhere
+
+    def sent(self, numbers: Index) -> Any:
+        """What ranks are sent that get these rows: the rows, or a `Portion` if they lie elsewhere."""
+        return Portion(self.value, numbers) if self.is_elsewhere else self.rows(numbers)
 
     def column(self, name: str) -> Any:
         """A column by its name; None if there is none, or columns of this type have no names."""
@@ -251,12 +283,12 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
     Raises:
         BatchError: ``value`` is not a batch, or its rows cannot be split.
     """
-    return _required(value).cut(start, stop)
+    return required_batch(value).cut(start, stop)
 
 
 def column_of(value: Any, name: str) -> Any:
     """A column of a batch by its name; None if there is none. Raises BatchError if ``value`` is not a batch."""
-    return _required(value).column(name)
+    return required_batch(value).column(name)
 
 
 def take_rows(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
@@ -265,7 +297,7 @@ def take_rows(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
     Raises:
         BatchError: ``value`` is not a batch, or its rows cannot be split.
     """
-    return _required(value).take(numbers)
+    return required_batch(value).take(numbers)
 
 
 def concat_rows(values: Sequence[Any]) -> Any:
@@ -277,13 +309,43 @@ def concat_rows(values: Sequence[Any]) -> Any:
     Raises:
         BatchError: The values are not batches of one type (both types are named), or cannot be joined.
     """
-    first, batches = _required(values[0]), []
+    first, batches = required_batch(values[0]), []
     for index, value in enumerate(values):
         batch = first if value is values[0] else _as_batch(value)
         if batch is None:
             raise BatchError(f"cannot join {_name(values[0])} (part 0) and {_name(value)} (part {index})")
         batches.append(batch)
     return concat(batches)
+
+
+def join_rows(parts: Sequence[tuple[Batch, Index]]) -> Any:
+    """One value with some rows of each of several batches in order: as `concat_rows` of `Batch.rows`, but sooner.
+
+    Raises:
+        BatchError: The batches have different types, or cannot be split or joined.
+    """
+    first = parts[0][0]
+    if len(parts) > 1 and _are_alike([batch for batch, _ in parts]):
+        if not isinstance(first._kind, ColumnsType):
+            return concat([Batch(batch.rows(numbers), batch._kind, len(numbers)) for batch, numbers in parts])
+        of_each = [(dict(batch._items()), numbers) for batch, numbers in parts]
+        joined = {key: join_rows([(each[key], numbers) for each, numbers in of_each]) for key, _ in first._items()}
+        return rebuilt(first.value, joined)
+    return concat_rows([batch.rows(numbers) for batch, numbers in parts])
+
+
+def _are_alike(batches: Sequence[Batch]) -> bool:
+    """Whether batches have one type, and the same columns in it, of which each can be joined by itself."""
+    kind, columns = batches[0]._kind, batches[0]._columns
+    if isinstance(kind, ColumnsType):
+        return kind is MAPPING and all(
+            batch._kind is kind
+            and batch._columns is not None
+            and columns is not None
+            and batch._columns.keys() == columns.keys()
+            for batch in batches
+        )
+    return all(batch._kind is kind for batch in batches)
 
 
 def pad_rows(value: Any, rows: int) -> Any:
@@ -294,7 +356,7 @@ def pad_rows(value: Any, rows: int) -> Any:
     Raises:
         BatchError: ``value`` is not a batch, or its rows cannot be split.
     """
-    batch = _required(value)
+    batch = required_batch(value)
     return batch.padded(range(batch.n_rows), rows) if 0 < batch.n_rows < rows else value
 
 
@@ -321,6 +383,28 @@ def detached(value: Any) -> Any:
     return value if is_same else rebuilt(value, without)
 
 
+def copies_rows(value: Any) -> bool:
+    """Whether rows of a value that are joined, or taken by number, share nothing with it that can be written to.
+
+    True for arrays and tensors, lists of strings and numbers, and dicts and TensorDicts of those. False is also the
+    answer for values of which that is not known.
+    """
+    kind = type(value)
+    if kind is np.ndarray:
+        return not value.dtype.hasobject
+    if kind is list:
+        return _CONSTANTS.issuperset(map(type, value))
+    if kind is dict:
+        return all(map(copies_rows, value.values()))
+    if kind.__module__ == "torch":
+        return kind.__name__ == "Tensor" and not value.is_nested
+    return (
+        kind.__module__.startswith("tensordict.")
+        and kind.__name__ == "TensorDict"
+        and all(map(copies_rows, value.values()))
+    )
+
+
 def describe(value: Any) -> str:
     """Name the type of a value that is not a batch, and for a NamedTuple or dataclass a field that is not a batch."""
     columns = columns_of(value) if _kind_of(type(value)) is RECORD else {}  # type: ignore[arg-type]  # as above
@@ -332,7 +416,8 @@ def describe(value: Any) -> str:
     return _name(value)
 
 
-def _required(value: Any) -> Batch:
+def required_batch(value: Any) -> Batch:
+    """The value as a `Batch`. Raises BatchError if it is none."""
     batch = as_batch(value)
     if batch is None:
         raise BatchError(f"{_name(value)} has no rows; batches are {KNOWN}")

@@ -44,6 +44,7 @@ class BatchType:
             type of which only ranges of rows can be split off.
         column: ``column(value, name)`` returns a column as an array; raises KeyError if there is none. None for a type
             without names for columns.
+        is_elsewhere: Whether a value stands for rows that lie elsewhere, so that ranks are sent portions of it.
     """
 
     rows: Callable[[Any], int | None]
@@ -51,6 +52,7 @@ class BatchType:
     concat: Callable[[Sequence[Any]], Any]
     take: Callable[[Any, np.ndarray[Any, Any]], Any] | None = None
     column: Callable[[Any, str], Any] | None = None
+    is_elsewhere: bool = False
 
 
 @dataclass(frozen=True)

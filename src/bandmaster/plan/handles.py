@@ -7,13 +7,15 @@ A *table* is an expression over kept results. Its leaves say which rows of a res
         Joined ─┬─ Renamed {b: a} ── Taken(result, range(10, 20))
                 └─ Taken(other, range(0, 10))
 
-Taking rows changes the leaves only, so that a table stays as large as its joins and concatenations. `pieces` says what
-a receiver needs of each part of each result; `assemble` makes the rows of that, where the receiver is.
+Taking rows changes the leaves only, so that a table stays as large as its joins and concatenations. What a receiver
+gets is the table again, with `Addressed` leaves: these know no result, but the parts that the receiver needs, by the
+labels of their payloads. `assemble` makes the rows of that, where the receiver is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -22,26 +24,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bandmaster.errors import BatchError
-from bandmaster.plan.batch import concat_rows, slice_rows, take_rows
+from bandmaster.plan.batch import Batch, concat_rows, join_rows, required_batch, take_rows
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.columns import Schema, choose_columns, join_columns
 
 __all__ = [
+    "Addressed",
     "Elsewhere",
     "Joined",
     "Part",
-    "Pieces",
     "Renamed",
     "Result",
     "Stacked",
     "Table",
     "Taken",
+    "addressed",
     "assemble",
     "check_named",
     "concat",
+    "is_in_order",
     "join",
     "nbytes_of",
-    "pieces",
     "repeated",
     "results_of",
     "rows_by_part",
@@ -51,6 +54,7 @@ __all__ = [
 ]
 
 Names = Mapping[str, str]  # by the new name of a column, its name before
+FEW_ROWS = 32  # that are looked up one by one, and sliced, sooner than by numpy
 
 
 class Part(NamedTuple):
@@ -84,14 +88,14 @@ class Result:
     schema: Schema
 
     @cached_property
-    def starts(self) -> np.ndarray[Any, Any]:
-        """Number of the first row of each part; and the number of rows as the last item."""
-        return np.array([0, *accumulate(part.n_rows for part in self.parts)])
+    def starts(self) -> tuple[int, ...]:
+        """Number of the first row of each part."""
+        return _starts(part.n_rows for part in self.parts)
 
-    @property
+    @cached_property
     def n_rows(self) -> int:
         """Number of rows."""
-        return int(self.starts[-1])
+        return sum(part.n_rows for part in self.parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,23 +181,44 @@ class Stacked:
         }
 
 
+@dataclass(frozen=True, eq=False)
+class Addressed:
+    """Some rows of a result, as a receiver sees it.
+
+    Attributes:
+        starts: Number of the first row of each part that the receiver needs.
+        labels: What it calls the payload of each.
+        index: The rows.
+    """
+
+    starts: tuple[int, ...]
+    labels: tuple[Hashable, ...]
+    index: Index
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows."""
+        return len(self.index)
+
+
 Table = Taken | Renamed | Joined | Stacked
 
 
 # --- operations ---
 
 
-def take(table: Table, index: Index) -> Table:
-    """The rows of a table with these numbers, all of which it has."""
+def take(table: Any, index: Index) -> Any:
+    """The rows of a table, which may have `Addressed` leaves, with these numbers, all of which it has."""
     if isinstance(table, Taken):
         return Taken(table.result, _compose(table.index, index))
+    if isinstance(table, Addressed):
+        return Addressed(table.starts, table.labels, _compose(table.index, index))
     if isinstance(table, Renamed):
         return Renamed(take(table.table, index), table.names)
     if isinstance(table, Joined):
         return Joined(tuple([take(one, index) for one in table.tables]))
     whole = index if table.order is None else _compose(table.order, index)
-    starts = np.array([0, *accumulate(one.n_rows for one in table.tables)])
-    found, order = _partition(whole, starts)
+    found, order = _partition(whole, _starts(one.n_rows for one in table.tables))
     tables = tuple([take(table.tables[number], rows) for number, rows in found or [(0, range(0))]])
     return tables[0] if len(tables) == 1 and order is None else Stacked(tables, order)
 
@@ -277,68 +302,96 @@ def check_named(table: Table, label: str, what: str) -> None:
 # --- what a receiver needs ---
 
 
-class Pieces(NamedTuple):
-    """Rows of parts of one result, for a receiver.
+@dataclass(frozen=True, eq=False)
+class Elsewhere:
+    """Stands for rows among the arguments that are sent to ranks.
 
     Attributes:
-        parts: For each part the label of its payload, and the rows of it: ``(start, stop)`` or their numbers.
-        order: For each row its number in the concatenation of the parts' rows; None for that order.
+        table: What `addressed` has returned.
+        shares: For each rank the ``(start, stop)`` of its rows; None if all rows are for all of them.
     """
 
-    parts: tuple[tuple[Hashable, tuple[int, int] | np.ndarray[Any, Any]], ...]
-    order: np.ndarray[Any, Any] | None = None
+    table: Any
+    shares: Mapping[int, tuple[int, int]] | None = None
+
+    def share(self, rank: int) -> Any:
+        """The table of a rank."""
+        return self.table if self.shares is None else take(self.table, range(*self.shares[rank]))
 
 
-class Elsewhere(NamedTuple):
-    """Stands for rows among the arguments that are sent to a rank.
-
-    Attributes:
-        plan: What `pieces` has returned.
-    """
-
-    plan: Any
-
-
-def pieces(table: Table, label: Callable[[Part], Hashable]) -> Any:
-    """The table with `Pieces` as leaves, which `assemble` understands.
+def addressed(table: Table, label: Callable[[Part], Hashable]) -> Any:
+    """The table with `Addressed` leaves, which `assemble` understands.
 
     Args:
         table: The table.
         label: Called with every part that is needed; returns the label of its payload.
     """
     if isinstance(table, Taken):
-        found, order = _partition(table.index, table.result.starts)
-        if not found:  # an empty part tells the type of the rows
-            found = [(0, range(0))]
-        parts = table.result.parts
-        return Pieces(tuple([(label(parts[number]), _packed(rows)) for number, rows in found]), order)
+        result = table.result
+        needed = _parts_of(table.index, result.starts) or [0]  # an empty part tells the type of the rows
+        starts = tuple([result.starts[number] for number in needed])
+        return Addressed(starts, tuple([label(result.parts[number]) for number in needed]), table.index)
     if isinstance(table, Renamed):
-        return Renamed(pieces(table.table, label), table.names)
-    inner = tuple([pieces(one, label) for one in table.tables])
+        return Renamed(addressed(table.table, label), table.names)
+    inner = tuple([addressed(one, label) for one in table.tables])
     return Joined(inner) if isinstance(table, Joined) else Stacked(inner, table.order)
 
 
-def assemble(plan: Any, payloads: Callable[[Hashable], Any]) -> Any:
-    """The rows that `pieces` has planned, as one value.
+def assemble(
+    table: Any, payloads: Callable[[Hashable], Any], views: Callable[[Hashable], Batch | None] | None = None
+) -> Any:
+    """The rows of a table with `Addressed` leaves, as one value.
 
     Args:
-        plan: What `pieces` returned.
+        table: The table.
         payloads: Returns the value of the part with a label.
+        views: As ``payloads``, but returns batches, of which only copies become part of the result; where it returns
+            None, the value is had from ``payloads``.
     """
-    if isinstance(plan, Pieces):
-        values = [_rows_of(payloads(label), rows) for label, rows in plan.parts]
-        return _in_order(values, plan.order)
-    if isinstance(plan, Renamed):
-        return choose_columns(assemble(plan.table, payloads), plan.names)
-    values = [assemble(one, payloads) for one in plan.tables]
-    return join_columns(values) if isinstance(plan, Joined) else _in_order(values, plan.order)
+    if isinstance(table, Addressed):
+        found, order = _pieces(table)
+        is_copied = len(found) > 1 or not isinstance(found[0][1], range)
+        parts = {}
+        for number in dict(found):
+            view = views(table.labels[number]) if is_copied and views is not None else None
+            parts[number] = view or required_batch(payloads(table.labels[number]))
+        return _reordered(join_rows([(parts[number], rows) for number, rows in found]), order)
+    if isinstance(table, Renamed):
+        return choose_columns(assemble(table.table, payloads, views), table.names)
+    values = [assemble(one, payloads, views) for one in table.tables]
+    return join_columns(values) if isinstance(table, Joined) else _reordered(concat_rows(values), table.order)
+
+
+def _pieces(leaf: Addressed) -> Pieces:
+    """What to read of each part for some rows."""
+    if not len(leaf.index):
+        return [(0, range(0))], None
+    if isinstance(leaf.index, range) or len(leaf.index) > FEW_ROWS:
+        return _partition(leaf.index, leaf.starts)
+    found: list[tuple[int, range]] = []
+    for row in leaf.index.tolist():
+        number = bisect_right(leaf.starts, row) - 1
+        row -= leaf.starts[number]
+        if found and found[-1][0] == number and found[-1][1].stop == row:
+            found[-1] = number, range(found[-1][1].start, row + 1)
+        else:
+            found.append((number, range(row, row + 1)))
+    return found, None
+
+
+def is_in_order(table: Table) -> bool:
+    """Whether the rows of each result are wanted as they lie there, in one range."""
+    if isinstance(table, Taken):
+        return isinstance(table.index, range)
+    has_order = isinstance(table, Stacked) and table.order is not None
+    return not has_order and all(is_in_order(one) for one in _inner(table))
 
 
 def rows_by_part(table: Table) -> dict[int, tuple[Part, int]]:
     """For each part that the table has rows of, by identity: the part, and how many rows."""
     if isinstance(table, Taken):
-        parts = table.result.parts
-        return {id(parts[n]): (parts[n], len(rows)) for n, rows in _partition(table.index, table.result.starts)[0]}
+        parts, pieces = table.result.parts, _partition(table.index, table.result.starts)[0]
+        return {id(parts[number]): (parts[number], len(rows)) for number, rows in pieces}
     found: dict[int, tuple[Part, int]] = {}
     for one in _inner(table):
         for key, (part, n) in rows_by_part(one).items():
@@ -368,17 +421,8 @@ def _inner(table: Renamed | Joined | Stacked) -> Sequence[Table]:
     return [table.table] if isinstance(table, Renamed) else table.tables
 
 
-def _rows_of(value: Any, rows: tuple[int, int] | np.ndarray[Any, Any]) -> Any:
-    return slice_rows(value, *rows) if isinstance(rows, tuple) else take_rows(value, rows)
-
-
-def _in_order(values: Sequence[Any], order: np.ndarray[Any, Any] | None) -> Any:
-    value = values[0] if len(values) == 1 else concat_rows(values)
+def _reordered(value: Any, order: np.ndarray[Any, Any] | None) -> Any:
     return value if order is None else take_rows(value, order)
-
-
-def _packed(rows: Index) -> tuple[int, int] | np.ndarray[Any, Any]:
-    return (rows.start, rows.stop) if isinstance(rows, range) else rows
 
 
 def _compose(first: Index, then: Index) -> Index:
@@ -396,20 +440,36 @@ def _as_range(index: np.ndarray[Any, Any]) -> Index:
     return index if len(index) else range(0)
 
 
-def _partition(
-    index: Index, starts: np.ndarray[Any, Any]
-) -> tuple[list[tuple[int, Index]], np.ndarray[Any, Any] | None]:
-    """The rows of each interval between ``starts``.
+def _starts(counts: Iterable[int]) -> tuple[int, ...]:
+    """Number of the first row of each part, by the row counts of the parts."""
+    return tuple(accumulate(counts, initial=0))[:-1]
+
+
+def _parts_of(index: Index, starts: Sequence[int]) -> Sequence[int]:
+    """The parts that have any of some rows, by the first row of each part."""
+    if isinstance(index, range):
+        return [number for number, _ in _partition(index, starts)[0]]
+    if len(index) <= FEW_ROWS:
+        return sorted({bisect_right(starts, row) - 1 for row in index.tolist()})
+    owners = np.searchsorted(starts, index, "right") - 1
+    found: list[int] = np.flatnonzero(np.bincount(owners)).tolist()  # np.unique would import masked arrays
+    return found
+
+
+Pieces = tuple[Sequence[tuple[int, Index]], np.ndarray[Any, Any] | None]
+
+
+def _partition(index: Index, starts: Sequence[int]) -> Pieces:
+    """The rows of each part, by the first row of each part.
 
     Returns:
-        ``(number of the interval, rows counted from its start)`` for each that has any, and the order in which the
+        ``(number of the part, rows counted from its start)`` for each that has any, and the order in which the
         concatenation of these rows has to be read to get the index; None for as they are.
     """
+    found: list[tuple[int, Index]] = []
     if isinstance(index, range):
-        first = int(np.searchsorted(starts, index.start, "right")) - 1
-        found: list[tuple[int, Index]] = []
-        for number in range(first, len(starts) - 1):
-            start, stop = int(starts[number]), int(starts[number + 1])
+        for number in range(bisect_right(starts, index.start) - 1, len(starts)):
+            start, stop = starts[number], starts[number + 1] if number + 1 < len(starts) else index.stop
             if start >= index.stop:
                 break
             rows = range(max(index.start, start) - start, min(index.stop, stop) - start)
@@ -417,8 +477,8 @@ def _partition(
                 found.append((number, rows))
         return found, None
     owners = np.searchsorted(starts, index, "right") - 1
-    numbers = np.flatnonzero(np.bincount(owners))  # np.unique would import masked arrays
-    found = [(int(number), _as_range(index[owners == number] - starts[number])) for number in numbers]
+    for number in np.flatnonzero(np.bincount(owners)).tolist():
+        found.append((number, _as_range(index[owners == number] - starts[number])))
     if (np.diff(owners) >= 0).all():
         return found, None
     order = np.empty(len(index), dtype=np.int64)

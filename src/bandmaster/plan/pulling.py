@@ -80,7 +80,7 @@ class PullPlan:
 
     def of(self, chunk: int, ranks: tuple[int, ...]) -> CallPlan:
         """The arguments of a chunk, for the ranks of a replica."""
-        rows = [argument._replace(value=batch.rows(self.chunks[chunk])) for argument, batch in self.split]
+        rows = [argument._replace(value=batch.sent(self.chunks[chunk])) for argument, batch in self.split]
         whole = (to_ranks(self.whole, ranks),) if self.whole else ()
         return CallPlan((to_ranks(rows, ranks), *whole))
 
@@ -211,4 +211,5 @@ def stack_chunks(tables: Sequence[Table], chunks: Sequence[Index], method: str) 
                 f"{method} returned {table.n_rows} rows for {len(numbers)} rows of a batch that was not sent in its "
                 "order, so the order cannot be restored; return one row for each row, or call it without group_by"
             )
-    return handles.take(stacked, order)
+    restored: Table = handles.take(stacked, order)
+    return restored

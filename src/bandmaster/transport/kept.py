@@ -6,16 +6,36 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from bandmaster.codec import Payload
 from bandmaster.contract import RowFacts
-from bandmaster.transport.segments import Lease
+from bandmaster.transport.segments import KeptFile, Lease
 
-__all__ = ["NO_ROWS", "KeptSegment", "RowReaders", "held_nbytes", "kept_name", "payload_in"]
+__all__ = ["NO_ROWS", "KeptSegment", "RowReader", "RowReaders", "held_nbytes", "kept_name"]
 
-RowReaders = Mapping[int, Callable[[], Payload]]  # what reads the kept rows of a call, by the labels of its arguments
+
+class RowReader(NamedTuple):
+    """Reads kept rows that arguments of a call refer to.
+
+    Attributes:
+        payload: Returns them, encoded, in memory of the caller's own.
+        file: The kept segment that they lie in; None if they lie in none.
+    """
+
+    payload: Callable[[], Payload]
+    file: KeptFile | None = None
+
+    @classmethod
+    def of(cls, lease: Lease) -> RowReader:
+        """The reader of a kept segment."""
+        return cls(partial(_payload_in, lease), lease.file)
+
+
+RowReaders = Mapping[int, RowReader]  # by the labels that the arguments of a call use
 NO_ROWS: RowReaders = MappingProxyType({})
 
 
@@ -56,10 +76,10 @@ class KeptSegment:
 
     def payload(self) -> Payload:
         """The encoded rows, in private memory that is mapped anew."""
-        return payload_in(self.lease)
+        return _payload_in(self.lease)
 
 
-def payload_in(lease: Lease) -> Payload:
+def _payload_in(lease: Lease) -> Payload:
     """The payload in a kept segment, in private memory that is mapped anew."""
     head, *buffers = lease.chunks()
     return Payload(head, tuple(buffers))

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import TIMES, Kept, RowFacts
 from bandmaster.failure import Failure
-from bandmaster.transport.kept import NO_ROWS, KeptSegment, RowReaders, payload_in
+from bandmaster.transport.kept import NO_ROWS, KeptSegment, RowReader, RowReaders
 from bandmaster.transport.segments import Lease
 
 __all__ = [
@@ -116,10 +115,8 @@ def read_call(
     return method, reply, [channel.unpack(part) for part in parts], {at: _kept(part, channel) for at, part in rows}
 
 
-def _kept(part: Any, channel: Unpacks) -> Callable[[], Payload]:
-    if type(part) is tuple:
-        return Payload(*part).private
-    return partial(payload_in, channel.claim(part))
+def _kept(part: Any, channel: Unpacks) -> RowReader:
+    return RowReader(Payload(*part).private) if type(part) is tuple else RowReader.of(channel.claim(part))
 
 
 Times = tuple[int, int, int, int] | None  # those of a call that is timed

@@ -33,7 +33,7 @@ from typing import Any
 from bandmaster.platform.mapped_file import MappedFile
 from bandmaster.platform.reference_queue import ReferenceQueue
 
-__all__ = ["OWNER", "Lease", "Segment", "SegmentReader", "SegmentWriter", "fill"]
+__all__ = ["OWNER", "KeptFile", "Lease", "Segment", "SegmentReader", "SegmentWriter", "chunks_in", "fill", "start_of"]
 
 ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
 MAX_FREE_NBYTES = 512 << 20  # of segments that are kept for reuse
@@ -225,12 +225,27 @@ def fill(segment: Segment, chunks: Sequence[Any]) -> None:
 
 
 class KeptFile:
-    """The descriptor of a kept segment, on a reader's side, until nobody refers to this any more."""
+    """The descriptor of a kept segment, on a reader's side, until nobody refers to this any more.
 
-    __slots__ = ("fd", "nbytes")
+    Attributes:
+        fd: The descriptor.
+        nbytes: Size of the segment.
+        view: What the reader makes of the segment to look at it again and again.
+    """
+
+    __slots__ = ("fd", "nbytes", "view")
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd, self.nbytes = fd, nbytes
+        self.view: Any = None
+
+    def memory(self) -> Any:
+        """The segment as an array, in private memory that keeps no lease.
+
+        Raises:
+            OSError: There is no memory or no mapping left.
+        """
+        return MappedFile(self.fd, self.nbytes, is_private=True).array()
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # module globals may be cleared before
         close(self.fd)
@@ -254,7 +269,7 @@ class Lease:
         Raises:
             OSError: There is no memory or no mapping left.
         """
-        return _chunks_in(_Mapping(self).array())
+        return chunks_in(_Mapping(self).array())
 
 
 class _Mapping(MappedFile):
@@ -300,7 +315,7 @@ class SegmentReader:
         self._were_read.add(number)
         whole = memory.array()  # lives as long as any view of it
         self.leases.watch(whole, number)
-        return _chunks_in(whole)
+        return chunks_in(whole)
 
     def lease(self, number: int) -> Lease:
         """The claim on a kept segment that has just come."""
@@ -329,12 +344,20 @@ class SegmentReader:
         self.forget([*self._maps, *self._kept])
 
 
-def _chunks_in(whole: Any) -> list[memoryview]:
+def chunks_in(whole: Any) -> list[memoryview]:
+    """The chunks in the memory of a segment."""
     view = memoryview(whole)
     (n_chunks,) = struct.unpack_from("<Q", view)
     sizes = struct.unpack_from(f"<{n_chunks}Q", view, _LENGTH)
     offsets, _ = _layout(sizes)
     return [view[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+
+
+def start_of(whole: Any) -> memoryview:
+    """The memory of a segment up to the end of its first chunk: with the sizes of all chunks."""
+    view = memoryview(whole)
+    n_chunks, size = struct.unpack_from("<2Q", view)
+    return view[: -(-_LENGTH * (1 + n_chunks) // ALIGNMENT) * ALIGNMENT + size]
 
 
 def _may_differ(memory: MappedFile) -> bool:

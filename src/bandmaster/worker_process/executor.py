@@ -158,7 +158,10 @@ class Executor:
         kwargs: dict[Any, Any] = {}
         is_stream = type(parts) is memoryview and self.device == "cpu"
         items: Any = pickle.loads(parts) if is_stream else self._merge(parts)  # type: ignore[arg-type]
-        for key, argument in with_rows(items, rows, self._decode) if rows else items:
+        if rows:
+            assert self._context is not None, "it was set before the first call"
+            items = with_rows(items, rows, self._context.rank, self._decode, has_views=self.device == "cpu")
+        for key, argument in items:
             if type(key) is int:
                 args.append(argument)
             else:

@@ -1,26 +1,90 @@
-"""Rows that were kept where they were made, read as arguments of a call."""
+"""Rows that were kept where they were made, read as arguments of a call.
+
+Rows that become a part of the argument as they lie there, in one range, are read in memory of the call's own: the
+method may write to them. All others are copied anyway, out of a *view*: the decoded segment, which stays mapped for as
+long as this process has the segment, and which nobody writes to. A shuffled mini-batch of a large result so costs its
+own rows, rather than a mapping of every part.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any
 
-from bandmaster.codec import Payload
+from bandmaster.codec import Payload, decode
+from bandmaster.plan.batch import Batch, as_batch, copies_rows
 from bandmaster.plan.handles import Elsewhere, assemble
-from bandmaster.transport.kept import RowReaders
+from bandmaster.transport.kept import RowReader, RowReaders
+from bandmaster.transport.segments import KeptFile, chunks_in, start_of
 
 __all__ = ["with_rows"]
 
+MAX_HEAD_NBYTES = 1 << 20  # of a segment that is viewed: the head is compared each time
+HEADER_NBYTES = 16  # of a segment: the number of chunks, and the size of the head
+
 
 def with_rows(
-    items: Sequence[tuple[int | str, Any]], rows: RowReaders, decode: Callable[[Payload], Any]
+    items: Sequence[tuple[int | str, Any]],
+    rows: RowReaders,
+    rank: int,
+    decode: Callable[[Payload], Any],
+    has_views: bool,
 ) -> Iterator[tuple[int | str, Any]]:
-    """The arguments of a call, with the rows that some refer to. Each payload is decoded once."""
+    """The arguments of a call for a rank, with the rows that some refer to. Each payload is decoded once.
 
-    @cache
-    def value_at(label: int) -> Any:
-        return decode(rows[label]())
+    Args:
+        items: ``(position or keyword, value)`` for each argument.
+        rows: What reads the rows.
+        rank: The rank.
+        decode: Decodes payloads.
+        has_views: Whether rows may be copied out of views, which are on the CPU.
+    """
 
+    values: dict[int, Any] = {}
+
+    def value_at(label: Any) -> Any:
+        if label not in values:
+            values[label] = decode(rows[label].payload())
+        return values[label]
+
+    def view_of(label: Any) -> Batch | None:
+        return _view(rows[label])
+
+    views = view_of if has_views else None
     for key, argument in items:
-        yield key, assemble(argument.plan, value_at) if type(argument) is Elsewhere else argument
+        yield key, assemble(argument.share(rank), value_at, views) if type(argument) is Elsewhere else argument
+
+
+class _View:
+    """The decoded content of a kept segment; None if what is copied of it might share something with it.
+
+    The segment may have other content each time. The arrays show it, if the start of the segment is the same, with the
+    sizes of all chunks and the head.
+    """
+
+    def __init__(self, file: KeptFile) -> None:
+        self._memory = file.memory()
+        self._start = memoryview(b"")
+        self._known = b""
+        self._batch: Batch | None = None
+
+    def batch(self) -> Batch | None:
+        """The content."""
+        if bytes(self._start) != self._known or not self._known:
+            head, *buffers = chunks_in(self._memory)
+            is_small = len(head) <= MAX_HEAD_NBYTES
+            self._start = start_of(self._memory)[: None if is_small else HEADER_NBYTES]
+            self._known = bytes(self._start)
+            value = decode(Payload(head, tuple(buffers))) if is_small else None
+            self._batch = as_batch(value) if copies_rows(value) else None
+        return self._batch
+
+
+def _view(reader: RowReader) -> Batch | None:
+    """The rows in memory that is not the call's own; None if they cannot be had so."""
+    file = reader.file
+    if file is None:
+        return None
+    file.view = file.view or _View(file)
+    view: _View = file.view
+    return view.batch()

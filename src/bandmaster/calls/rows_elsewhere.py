@@ -1,0 +1,166 @@
+"""Rows of futures among the arguments of a call: what stands for them in its payloads, and which kept rows that needs.
+
+::
+
+    argument groups of a split            payloads
+    Portion(rows, 0:4) ──► ranks 0, 1     rows lie in order: one for each group, which names only the parts it needs
+    Portion(rows, 4:8) ──► ranks 2, 3     else one for all of them: the index, and which of it is whose
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+import numpy as np
+
+from bandmaster.calls.future import Future, table_of
+from bandmaster.calls.kept_rows import KeptPart
+from bandmaster.calls.records import CallRecord
+from bandmaster.codec import add_plain
+from bandmaster.errors import ArgumentError
+from bandmaster.plan import handles
+from bandmaster.plan.arguments import ArgumentGroup
+from bandmaster.plan.batch import Portion
+from bandmaster.plan.handles import (
+    Addressed,
+    Elsewhere,
+    Joined,
+    Part,
+    Renamed,
+    Stacked,
+    Table,
+    addressed,
+    is_in_order,
+    rows_by_part,
+)
+
+__all__ = ["RowsElsewhere", "refers_to_rows"]
+
+_KINDS = {Future, Portion}
+
+add_plain(Elsewhere, Addressed, Renamed, Joined, Stacked)
+
+
+def refers_to_rows(groups: Iterable[ArgumentGroup]) -> bool:
+    """Whether any argument is a future, or a portion of one."""
+    return any(type(value) in _KINDS for group in groups for _, value in group.items)
+
+
+class RowsElsewhere:
+    """The kept rows that the arguments of a call refer to.
+
+    Attributes:
+        parts: The rows; their labels count from 0.
+
+    Args:
+        method: ``"Class.method"``, for messages.
+    """
+
+    def __init__(self, method: str) -> None:
+        self.parts: list[KeptPart] = []
+        self._method = method
+        self._labels: dict[int, int] = {}  # by identity of the part, which the futures keep
+        self._needed: list[set[int]] = []  # for each argument group
+        self._tables: list[Table] = []
+
+    def addressed(self, groups: Iterable[ArgumentGroup]) -> list[ArgumentGroup]:
+        """Argument groups in which `Elsewhere` stands for the rows of futures.
+
+        Raises:
+            ArgumentError: A future has no rows.
+            Exception: That of a future whose call has failed.
+        """
+        found = []
+        for _, alike in groupby(groups, _values):
+            members = list(alike)
+            if len(members) > 1 and not all(is_in_order(table_of(value.value)) for _, value in members[0].items):
+                members = [_joined(members)]
+            for group in members:
+                self._needed.append(set())
+                items = [(key, self._referring(value, name)) for (key, value), name in _named(group)]
+                found.append(group._replace(items=tuple(items)))
+        return found
+
+    def needed(self, numbers: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
+        """The rows that some argument groups refer to, with their labels."""
+        labels = sorted({label for number in numbers for label in self._needed[number]})
+        return tuple([(label, parts[label]) for label in labels])
+
+    def note_in(self, record: CallRecord) -> None:
+        """Note in the record of the call what it takes, and from where."""
+        for table in self._tables:
+            for part, n in rows_by_part(table).values():
+                nbytes = round(part.nbytes * n / (part.n_rows or 1))
+                record.read(nbytes, part.kept.way, part.kept.record, part.rank)
+
+    def _referring(self, value: Any, name: str) -> Any:
+        """What is sent for an argument."""
+        if type(value) is Future:
+            try:
+                table = table_of(value)
+            except ArgumentError as error:
+                what = f"argument {name!r} of {self._method} (Future) cannot be pickled: {error}"
+                raise ArgumentError(what) from None
+            return self._elsewhere(table)
+        if type(value) is Portion:
+            return self._elsewhere(handles.take(table_of(value.value), value.numbers))
+        if type(value) is _Shares:
+            return self._elsewhere(value.table, value.by_rank)
+        return value
+
+    def _elsewhere(self, table: Table, shares: dict[int, tuple[int, int]] | None = None) -> Elsewhere:
+        self._tables.append(table)
+        return Elsewhere(addressed(table, self._label), shares)
+
+    def _label(self, part: Part) -> int:
+        """The label of a part, which the last argument group needs."""
+        found = self._labels.get(id(part))
+        if found is None:
+            self.parts.append(part.kept)
+            found = self._labels[id(part)] = len(self.parts) - 1
+        self._needed[-1].add(found)
+        return found
+
+
+class _Shares:
+    """The portions of several argument groups, in the order of these groups.
+
+    Args:
+        table: The rows of all.
+        by_rank: The ``(start, stop)`` of each rank's.
+    """
+
+    def __init__(self, table: Table, by_rank: dict[int, tuple[int, int]]) -> None:
+        self.table, self.by_rank = table, by_rank
+
+
+def _joined(groups: Sequence[ArgumentGroup]) -> ArgumentGroup:
+    """One argument group for several that have portions of the same values."""
+    ranks = tuple([rank for group in groups for rank in group.ranks])
+    items = []
+    for (key, value), *others in zip(*[group.items for group in groups], strict=True):
+        numbers = [value.numbers, *(other.numbers for _, other in others)]
+        ends = accumulate([len(one) for one in numbers], initial=0)
+        bounds = {rank: ends for group, ends in zip(groups, pairwise(ends), strict=True) for rank in group.ranks}
+        items.append((key, _Shares(handles.take(table_of(value.value), _one_after_the_other(numbers)), bounds)))
+    return groups[0]._replace(items=tuple(items), ranks=ranks)
+
+
+def _one_after_the_other(numbers: Sequence[Any]) -> Any:
+    is_range = all(isinstance(one, range) for one in numbers)
+    if is_range and all(one.stop == then.start for one, then in pairwise(numbers)):
+        return range(numbers[0].start, numbers[-1].stop)
+    return np.concatenate([np.asarray(one, dtype=np.int64) for one in numbers])
+
+
+def _values(group: ArgumentGroup) -> tuple[int, ...]:
+    """What argument groups have in common that are portions of the same values; else what no other group has."""
+    if all(type(value) is Portion for _, value in group.items):
+        return tuple([id(value.value) for _, value in group.items])
+    return (id(group),)
+
+
+def _named(group: ArgumentGroup) -> Any:
+    return zip(group.items, group.names, strict=False)
