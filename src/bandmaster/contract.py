@@ -226,9 +226,12 @@ class Kept(Protocol):
 
     Attributes:
         place: Where they lie: ``"shared memory"``, ``"Ray"`` or ``"controller"``.
+        why_lost: Why they are gone, as a call that takes them has found out: its failure is of kind LOST. "" if they
+            are there as far as anybody knows.
     """
 
     place: str
+    why_lost: str
 
     @property
     def facts(self) -> RowFacts | None:
@@ -254,6 +257,7 @@ class KeptCopy:
     """
 
     place = "controller"
+    why_lost = ""
 
     def __init__(self, payload: Payload, facts: RowFacts | None = None) -> None:
         self._payload, self._facts = payload, facts

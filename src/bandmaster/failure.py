@@ -26,6 +26,7 @@ class FailureKind(Enum):
     RAISED = "raised"  # the user's method or constructor
     RESULT = "result"  # the method returned a value that cannot be pickled or joined
     DIED = "died"  # the worker process ended
+    LOST = "lost"  # rows that the call takes are gone
     CANCELLED = "cancelled"  # the controller interrupted or ended the rank, because of a cancel or a failure elsewhere
 
 

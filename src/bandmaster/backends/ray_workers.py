@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bandmaster import contract
@@ -65,12 +65,14 @@ class RayTicket(contract.Ticket):
         rank: The rank.
         number: The number by which the call can be interrupted.
         rows: ObjectRef of the rows that the call keeps; None if it keeps none.
+        takes: The kept rows that it takes.
     """
 
-    __slots__ = ("number", "rank", "reference", "rows")
+    __slots__ = ("number", "rank", "reference", "rows", "takes")
 
-    def __init__(self, reference: Any, rank: int, number: int, rows: Any = None) -> None:
+    def __init__(self, reference: Any, rank: int, number: int, rows: Any = None, takes: Sequence[Part] = ()) -> None:
         super().__init__()
+        self.takes = takes
         self.reference = reference
         self.rank = rank
         self.number = number
@@ -283,8 +285,8 @@ class RayWorkers:
 
     def _by_task(self, rank: int, call: Call) -> Any:
         """Submit a call as an actor task."""
-        labels = [label for label, _ in call.rows]
-        references = [part.on_ray() for part in (*call.parts, *(part for _, part in call.rows))]
+        labels, takes = [label for label, _ in call.rows], [part for _, part in call.rows]
+        references = [part.on_ray() for part in (*call.parts, *takes)]
         number = self._first_number + self._n_called[rank]
         self._n_called[rank] += 1
         method = self._method(self.actors[rank])
@@ -293,7 +295,8 @@ class RayWorkers:
         done = method.remote(number, call.method, int(call.reply_code), labels, *references)
         if call.reply is Reply.NATIVE:
             return done
-        return RayTicket(*((done[0], rank, number, done[1]) if call.reply is Reply.KEEP else (done, rank, number)))
+        reference, rows = done if call.reply is Reply.KEEP else (done, None)
+        return RayTicket(reference, rank, number, rows, takes)
 
     def _method(self, actor: Any) -> Any:
         """The method of an actor that runs calls."""
@@ -346,6 +349,8 @@ class RayWorkers:
         except TaskCancelledError:
             return Failure(FailureKind.CANCELLED, "cancelled by the controller")
         except RayTaskError as error:
+            if isinstance(error.cause, ObjectLostError):
+                return _lost(ticket, error.cause)
             return Failure(FailureKind.RAISED, str(error.cause), str(error), error.cause)
         except RayError as error:
             return Failure.of(error)
@@ -502,6 +507,19 @@ def _reference(ticket: Any) -> Any:
     return ticket.reference if isinstance(ticket, RayTicket) else ticket
 
 
+def _lost(ticket: RayTicket, error: ObjectLostError) -> Failure:
+    """The failure of a call that takes rows which are gone; they are told so."""
+    why = _in_short(error)
+    for part in ticket.takes:
+        part.note_lost(error.object_ref_hex, why)
+    return Failure(FailureKind.LOST, why)
+
+
+def _in_short(error: RayError) -> str:
+    """What Ray says, without its advice."""
+    return f"Ray: {type(error).__name__}: {error}".split(". ")[0].split("\n")[0]
+
+
 class Part:
     """A payload or kept rows that were passed to `RayWorkers.put`, in the forms that lanes and actor tasks need."""
 
@@ -531,6 +549,11 @@ class Part:
         """Whether it lies in Ray's object store, so that actor tasks alone can name it."""
         return isinstance(self._payload, KeptObject)
 
+    def note_lost(self, object_id: str, why: str) -> None:
+        """Note that an object of Ray's is gone, if it is this one."""
+        if isinstance(self._payload, KeptObject) and self._payload.reference.hex() == object_id:
+            self._payload.why_lost = why
+
 
 class KeptObject:
     """Rows that lie in Ray's object store; see `bandmaster.contract.Kept`.
@@ -539,17 +562,20 @@ class KeptObject:
         reference: ObjectRef of the payload.
         facts: What is known of the rows.
         place: ``"Ray"``.
+        why_lost: Why they are gone, once that is known; else "".
     """
 
     place = "Ray"
 
     def __init__(self, reference: Any, facts: RowFacts) -> None:
         self.reference, self.facts = reference, facts
+        self.why_lost = ""
 
     def payload(self) -> Payload:
         """The encoded rows, in memory of the reader's own."""
         try:
             payload: Payload = ray.get(self.reference)
         except RayError as error:
-            raise RowsLost(f"{self.facts.n_rows} rows that were kept in Ray's object store are gone: {error}") from None
+            self.why_lost = _in_short(error)
+            raise RowsLost(self.why_lost) from None
         return payload.private()

@@ -102,13 +102,15 @@ class DerivedCall:
         return self._made
 
     def bring_rows(self) -> None:
-        """Make the rows here, or the error."""
+        """Make the rows here, or the error. Raises RowsLost if some of them are gone."""
         with self._lock:
             if self._is_brought or self.error is not None:
                 return
             try:
                 self.outcome = detached(assemble(addressed(self.table(), _itself), cache(KeptPart.value)))
                 self._is_brought = True
+            except RowsLost:
+                raise  # which may be true of some of them alone
             except Exception as error:
                 self.error = error
 

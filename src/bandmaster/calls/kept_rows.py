@@ -25,6 +25,11 @@ _living: WeakSet[KeptPart] = WeakSet()  # that lie where they were made, or may
 class KeptPart:
     """The rows of one rank, until they are released.
 
+    Attributes:
+        method: ``"Class.method"``, for messages.
+        record: The record of the call, if a trace has made one.
+        start: Number of the first of them among the rows of all ranks.
+
     Args:
         method: ``"Class.method"``, for messages.
         rank: The rank.
@@ -42,6 +47,7 @@ class KeptPart:
         record: CallRecord | None = None,
     ) -> None:
         self.method, self._rank, self._workers, self.record = method, rank, workers, record
+        self.start = 0
         self._came = isinstance(kept, Payload)
         self._kept: Kept | None = KeptCopy(kept) if isinstance(kept, Payload) else kept
         self._placed: WeakKeyDictionary[Workers, Any] = WeakKeyDictionary()
@@ -89,10 +95,25 @@ class KeptPart:
         Raises:
             RowsLost: They are gone.
         """
-        payload = self._get().payload()
+        kept = self._get()
+        try:
+            payload = kept.payload()
+        except RowsLost:
+            raise RowsLost(f"{self.how_lost()}; make them again") from None
         if self.record is not None and not self._came:
             self.record.returned_nbytes += payload.nbytes
         return decode(payload)
+
+    def how_lost(self) -> str:
+        """Whose rows are gone and why; "" if they are not, as far as anybody knows."""
+        if self._kept is None or not self._kept.why_lost:
+            return ""
+        facts = self._kept.facts
+        last = self.start + (facts.n_rows if facts is not None else 0) - 1
+        return (
+            f"rows {self.start} to {last} of {self.method}, which rank {self._rank} has left on host {self.host}, are "
+            f"gone ({self._kept.why_lost})"
+        )
 
     @property
     def facts(self) -> RowFacts | None:
@@ -159,6 +180,8 @@ class KeptRows:
         nbytes = {name: sum(fact.schema[name].nbytes for fact in with_rows) for name in columns}
         schema = {name: column._replace(nbytes=nbytes[name]) for name, column in columns.items()}
         result = Result(self._method, parts, schema)
+        for part, start in zip(parts, result.starts, strict=True):
+            part.kept.start = start
         real_rows, ranks = self._real_rows, list(self._parts)
         order = None if real_rows is None else real_rows.order(ranks)
         if real_rows is None or (real_rows.padded_to is None and order is None):

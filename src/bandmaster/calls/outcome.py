@@ -63,7 +63,7 @@ class Outcome(Protocol):
         """The rows; it is done, without an error, and keeps them."""
 
     def bring_rows(self) -> None:
-        """Make the result, or the error, of rows that were kept; it is done."""
+        """Make the result, or the error, of rows that were kept; it is done. Raises RowsLost if they are gone."""
 
     def release(self) -> None:
         """Let go of the rows."""

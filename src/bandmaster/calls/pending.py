@@ -17,7 +17,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -135,6 +135,7 @@ class PendingCall:
         "real_rows",
         "record",
         "site",
+        "takes",
         "tickets",
         "workers",
     )
@@ -156,6 +157,7 @@ class PendingCall:
         self.real_rows: RealRows | None = None
         self.record: CallRecord | None = None  # if a trace records
         self.kept: Any = None  # until all ranks have replied
+        self.takes: Sequence[KeptPart] = ()  # the kept rows that it takes, until the result or the error is there
         self.is_over = self.is_done = self._has_to_stop = self._was_missed = False
         self.outcome: Any = None
         self.error: BaseException | None = None
@@ -307,7 +309,7 @@ class PendingCall:
         self.is_done = True
         if self.record is not None:
             self.record.is_done()
-        self._values = {}
+        self._values, self.takes = {}, ()
         if self._kept_rows is None:
             self._collection = NOTHING  # which may refer to the group, that has the list of its calls
         elif self._others is not None:
@@ -316,7 +318,11 @@ class PendingCall:
             self._tell()
 
     def bring_rows(self) -> None:
-        """Make the result, or the error, of rows that were kept; the call is done."""
+        """Make the result, or the error, of rows that were kept; the call is done.
+
+        Raises:
+            RowsLost: Some of them are gone; others may be there.
+        """
         with self.reading:
             if self._is_collected or self._kept_rows is None:
                 return
@@ -324,9 +330,8 @@ class PendingCall:
             for rank in self._collection.ranks:
                 try:
                     values[rank] = self._kept_rows.value(rank)
-                except RowsLost as error:
-                    self.error = error
-                    return
+                except RowsLost:
+                    raise
                 except BaseException as error:  # the user's objects may raise anything as they are unpickled
                     self.failures[rank] = self._unreadable(rank, error)
                     self._has_failed = True
@@ -394,6 +399,9 @@ class PendingCall:
         failures = dict(self.failures)  # others may share them, and add to them
         kinds = {failure.kind for failure in failures.values()}
         where = {rank: self.site.mesh.coordinates(rank) for rank in failures}
+        lost = [how for part in self.takes if (how := part.how_lost())] if FailureKind.LOST in kinds else []
+        if lost and kinds <= {FailureKind.LOST, FailureKind.CANCELLED}:
+            return RowsLost(f"{self.site.method} of group {self.site.group!r} takes {'; '.join(lost)}; make them again")
         if FailureKind.DIED in kinds or kinds == {FailureKind.CANCELLED}:
             kind: Callable[..., BaseException] = WorkerDied
         elif kinds <= {FailureKind.RESULT, FailureKind.CANCELLED}:

@@ -67,9 +67,11 @@ class KeptSegment:
         facts: What is known of the rows.
         lease: The claim on the segment.
         place: ``"shared memory"``.
+        why_lost: Always "": the segment outlives its writer.
     """
 
     place = "shared memory"
+    why_lost = ""
 
     def __init__(self, lease: Lease, facts: RowFacts) -> None:
         self.lease, self.facts = lease, facts

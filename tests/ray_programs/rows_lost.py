@@ -1,0 +1,70 @@
+"""Rows in Ray's object store are lost with the node that holds them: who reads them is told whose rows, at once."""
+
+import re
+import time
+
+import numpy as np
+import ray
+from ray.cluster_utils import Cluster
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+
+class Rows(bm.Worker):
+    @register(Dispatch.DP_PROTO)
+    def make(self, ids):
+        return {"id": ids, "wide": np.ones((len(ids), 100_000))}
+
+    @register(Dispatch.DP_PROTO)
+    def add(self, rows):
+        return {"id": rows["id"], "wide": rows["wide"] + 1}
+
+    @register(bm.TransferProtocol(bm.Split("dp"), bm.Gather("dp")))
+    def total(self, rows):
+        return int(rows["id"].sum())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def node(self):
+        return ray.get_runtime_context().get_node_id()
+
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+node = cluster.add_node(num_cpus=1)
+cluster.wait_for_nodes()
+ray.init(address=cluster.address, log_to_driver=False)
+
+
+def check_lost(read, message):
+    try:
+        read()
+    except bm.RowsLost as error:
+        assert re.match(message, str(error)), error
+    else:
+        raise AssertionError("read as if nothing was")
+
+
+def main():
+    with bm.ResourcePool([1, 1], backend="ray") as apart, bm.ResourcePool([2], backend="ray") as together:
+        makers, readers = bm.WorkerGroup(apart, Rows), bm.WorkerGroup(together, Rows)
+        assert len(makers.workers) == len(readers.workers) == 2  # from here on their calls are Ray's own
+        rows = makers.make.submit(np.arange(10))
+        assert len(rows) == 10
+        lost = makers.node().index(node.node_id)
+        cluster.remove_node(node, allow_graceful=False)
+        begun = time.monotonic()
+        start, host = 5 * lost, rows.where[lost].host
+        of = f"rows {start} to {start + 4} of Rows.make, which rank {lost} has left on host {host}, are gone"
+        for future in [readers.total.submit(rows), readers.total.submit(rows.shuffle(0)), readers.add.submit(rows[2:8])]:
+            check_lost(lambda future=future: future.result(timeout=60), f"Rows.[a-z]+ of group .* takes {of} .*Ray: ")
+        assert time.monotonic() - begun < 60, "Ray itself notices a node's end by its heartbeats"
+        for future in [rows, rows[start + 1 : start + 3], readers.add.submit(rows).select("id")]:
+            check_lost(future.result, f".*{of}")
+        assert sum(readers.total(rows[5 - start : 10 - start])) == 35 - 5 * start, "those of the other node are there"
+
+
+try:
+    main()
+finally:
+    ray.shutdown()
+    cluster.shutdown()
