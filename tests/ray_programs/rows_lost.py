@@ -55,7 +55,11 @@ def main():
         begun = time.monotonic()
         start, host = 5 * lost, rows.where[lost].host
         of = f"rows {start} to {start + 4} of Rows.make, which rank {lost} has left on host {host}, are gone"
-        for future in [readers.total.submit(rows), readers.total.submit(rows.shuffle(0)), readers.add.submit(rows[2:8])]:
+        for future in [
+            readers.total.submit(rows),
+            readers.total.submit(rows.shuffle(0)),
+            readers.add.submit(rows[2:8]),
+        ]:
             check_lost(lambda future=future: future.result(timeout=60), f"Rows.[a-z]+ of group .* takes {of} .*Ray: ")
         assert time.monotonic() - begun < 60, "Ray itself notices a node's end by its heartbeats"
         for future in [rows, rows[start + 1 : start + 3], readers.add.submit(rows).select("id")]:

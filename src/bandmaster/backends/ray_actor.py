@@ -250,7 +250,7 @@ def arguments(labels: Sequence[int], parts: Sequence[Payload]) -> tuple[list[Pay
     """The parts of a call's arguments, in memory of this process, and what reads its kept rows."""
     n = len(parts) - len(labels)
     return [part.private() for part in parts[:n]], {
-        label: RowReader(part.private) for label, part in zip(labels, parts[n:], strict=True)
+        label: RowReader(part.private, shared=part.shared) for label, part in zip(labels, parts[n:], strict=True)
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["is_bare", "reduce_array"]
+__all__ = ["is_bare", "reduce_array", "writable"]
 
 _PLAIN_KINDS = "biufcSUmMV"  # dtype kinds whose items are raw bytes: no objects, no variable-width strings
 
@@ -52,11 +52,16 @@ def _buffer_of(array: Any) -> pickle.PickleBuffer:
     raw = array.reshape(-1).view(np.uint8)
     if raw.flags.writeable:
         return pickle.PickleBuffer(raw)
-    # Pickle records that a buffer is read-only, and the decoded array would be read-only. A ctypes view of the same
-    # memory counts as writable.
+    return pickle.PickleBuffer(
+        writable(raw)
+    )  # pickle records that a buffer is read-only, as the decoded array would be
+
+
+def writable(raw: Any) -> Any:
+    """The memory of an array of bytes as what counts as writable, though nobody is to write to it: a ctypes view."""
     alias = (ctypes.c_ubyte * raw.nbytes).from_address(raw.ctypes.data)
-    alias._owner = array  # keeps the memory alive as long as the buffer
-    return pickle.PickleBuffer(alias)
+    alias._owner = raw  # keeps the memory alive as long as the buffer
+    return alias
 
 
 def _rebuild(buffer: Any, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:

@@ -23,7 +23,7 @@ import cloudpickle
 import numpy as np
 
 from bandmaster.codec import tensors
-from bandmaster.codec.arrays import is_bare, reduce_array
+from bandmaster.codec.arrays import is_bare, reduce_array, writable
 
 __all__ = ["Payload", "add_plain", "add_reducer", "decode", "encode"]
 
@@ -66,6 +66,10 @@ class Payload:
     def private(self) -> Payload:
         """A copy of the payload with buffers in new writable memory, which belongs to the reader."""
         return Payload(self.head, tuple(bytearray(buffer) for buffer in self.buffers))
+
+    def shared(self) -> Payload:
+        """The payload in the same memory, which nobody is to write to. torch warns of buffers that say so."""
+        return Payload(self.head, tuple([writable(np.frombuffer(buffer, np.uint8)) for buffer in self.buffers]))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
         wrap: Callable[[Any], Any] = pickle.PickleBuffer if protocol >= 5 else bytearray

@@ -397,7 +397,7 @@ def copies_rows(value: Any) -> bool:
     if kind is dict:
         return all(map(copies_rows, value.values()))
     if kind.__module__ == "torch":
-        return kind.__name__ == "Tensor" and not value.is_nested
+        return kind.__name__ == "Tensor" and not (value.is_nested or value.requires_grad)
     return (
         kind.__module__.startswith("tensordict.")
         and kind.__name__ == "TensorDict"

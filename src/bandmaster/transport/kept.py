@@ -24,10 +24,13 @@ class RowReader(NamedTuple):
     Attributes:
         payload: Returns them, encoded, in memory of the caller's own.
         file: The kept segment that they lie in; None if they lie in none.
+        shared: Returns them in memory that others read as well; None if ``file`` tells where they lie, or they lie in
+            nobody else's memory.
     """
 
     payload: Callable[[], Payload]
     file: KeptFile | None = None
+    shared: Callable[[], Payload] | None = None
 
     @classmethod
     def of(cls, lease: Lease) -> RowReader:

@@ -1,14 +1,15 @@
 """Rows that were kept where they were made, read as arguments of a call.
 
 Rows that become a part of the argument as they lie there, in one range, are read in memory of the call's own: the
-method may write to them. All others are copied anyway, out of a *view*: the decoded segment, which stays mapped for as
-long as this process has the segment, and which nobody writes to. A shuffled mini-batch of a large result so costs its
-own rows, rather than a mapping of every part.
+method may write to them. Others are copied anyway, out of a *view* that nobody writes to: the decoded segment, which
+stays mapped for as long as this process has it, or an object in Ray's store. A shuffled mini-batch of a large result so
+costs its own rows, rather than a mapping or a copy of every part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from bandmaster.codec import Payload, decode
@@ -20,7 +21,6 @@ from bandmaster.transport.segments import KeptFile, chunks_in, start_of
 __all__ = ["with_rows"]
 
 MAX_HEAD_NBYTES = 1 << 20  # of a segment that is viewed: the head is compared each time
-HEADER_NBYTES = 16  # of a segment: the number of chunks, and the size of the head
 
 
 def with_rows(
@@ -47,6 +47,7 @@ def with_rows(
             values[label] = decode(rows[label].payload())
         return values[label]
 
+    @cache
     def view_of(label: Any) -> Batch | None:
         return _view(rows[label])
 
@@ -72,16 +73,24 @@ class _View:
         """The content."""
         if bytes(self._start) != self._known or not self._known:
             head, *buffers = chunks_in(self._memory)
-            is_small = len(head) <= MAX_HEAD_NBYTES
-            self._start = start_of(self._memory)[: None if is_small else HEADER_NBYTES]
+            self._batch = _batch_in(Payload(head, tuple(buffers)))
+            self._start = start_of(self._memory)[:MAX_HEAD_NBYTES]
             self._known = bytes(self._start)
-            value = decode(Payload(head, tuple(buffers))) if is_small else None
-            self._batch = as_batch(value) if copies_rows(value) else None
         return self._batch
+
+
+def _batch_in(payload: Payload) -> Batch | None:
+    """What to copy rows out of; None if what is copied might share something with it."""
+    if len(payload.head) > MAX_HEAD_NBYTES:
+        return None
+    value = decode(payload)
+    return as_batch(value) if copies_rows(value) else None
 
 
 def _view(reader: RowReader) -> Batch | None:
     """The rows in memory that is not the call's own; None if they cannot be had so."""
+    if reader.shared is not None:
+        return _batch_in(reader.shared())
     file = reader.file
     if file is None:
         return None
