@@ -13,6 +13,7 @@ import idle
 import import_time
 import many_calls
 import memory
+import minibatches
 import noop
 import scaling
 import split_concat
@@ -23,7 +24,20 @@ from harness.rows import Row, as_text, table
 from harness.stage import say, side_by_side
 from harness.targets import target_table
 
-ALL = (import_time, startup, noop, broadcast, split_concat, gather, chain, memory, idle, scaling, many_calls)
+ALL = (
+    import_time,
+    startup,
+    noop,
+    broadcast,
+    split_concat,
+    gather,
+    chain,
+    minibatches,
+    memory,
+    idle,
+    scaling,
+    many_calls,
+)
 SIZED = (broadcast.QUESTION, split_concat.QUESTION, gather.QUESTION)
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -40,6 +54,7 @@ def measure(options: Options) -> Iterator[list[Row]]:
         yield scaling.measure(options, least=max(sizes) + 1)
     if options.is_smoke or options.n_workers is None:
         yield chain.measure(options)
+        yield minibatches.measure(options)
     yield idle.measure(options)
     yield memory.measure(options)
     yield many_calls.measure(options)

@@ -56,7 +56,13 @@ class Cell:
         size = size_name(self.nbytes)
         if self.is_controller:
             return "controller's processor time per rank and call"
-        return {"noop": "1 to each, and back", "broadcast_read_all": f"{size}, all of it read"}.get(self.op, size)
+        said = {
+            "noop": "1 to each, and back",
+            "broadcast_read_all": f"{size}, all of it read",
+            "mini_batch": f"10 rows of {size}",
+            "mini_batch_of_objects": f"10 rows of {size}, an object each",
+        }
+        return said.get(self.op, size)
 
 
 class Stage:
@@ -211,6 +217,8 @@ def _note(row: Row, firsts: dict[str, float]) -> str:
 
 def _kept_nbytes(name: str, n_workers: int, cell: Cell) -> int:
     """About how much memory a peer holds once it has done this."""
+    if cell.op.startswith("mini_batch"):
+        return cell.nbytes
     per_worker = {"monarch": 2, "verl": 1}.get(name, 0) if cell.op.startswith("broadcast") else 0
     return cell.nbytes * (3 + per_worker * n_workers)
 

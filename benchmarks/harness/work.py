@@ -133,6 +133,38 @@ class Chain(Work):
         self.expect(result == [float((self.n_calls % 1000 + 1) * n_items)] * self.n_workers, result)
 
 
+class MiniBatch(Work):
+    """Ten rows of those that the ranks hold, in an order that was shuffled: each rank gets its share of them."""
+
+    n_rows_of_call = 10
+
+    def set_up(self) -> None:
+        self.n_rows = 10_000 if self.nbytes >= 1 << 20 else 64
+        self.order = np.random.default_rng(0).permutation(self.n_rows)
+        self.hold()
+
+    def hold(self) -> None:
+        self.peer.hold(self.nbytes, self.n_rows)
+
+    def prepare(self) -> None:
+        super().prepare()
+        start = self.n_calls * self.n_rows_of_call % (self.n_rows - self.n_rows_of_call + 1)
+        self.numbers = self.order[start : start + self.n_rows_of_call]
+
+    def call(self) -> Any:
+        return self.peer.mini_batch(self.numbers)
+
+    def check(self, result: Any) -> None:
+        self.expect(result == [float(part.sum()) for part in np.array_split(self.numbers, self.n_workers)], result)
+
+
+class MiniBatchOfObjects(MiniBatch):
+    """The same; each row is an object of its own where a library has a store of objects."""
+
+    def hold(self) -> None:
+        self.peer.hold(self.nbytes, self.n_rows, is_each_an_object=True)
+
+
 WORKS = {
     "noop": Noop,
     "broadcast": Broadcast,
@@ -140,4 +172,6 @@ WORKS = {
     "split_inc_concat": SplitIncConcat,
     "gather": Gather,
     "chain": Chain,
+    "mini_batch": MiniBatch,
+    "mini_batch_of_objects": MiniBatchOfObjects,
 }

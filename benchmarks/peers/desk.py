@@ -64,6 +64,16 @@ class Desk:
         n_rows = 8 if nbytes < 1 << 20 else 128
         return np.full((n_rows, nbytes // 4 // n_rows), token, np.float32)
 
+    def make_numbered(self, nbytes: int, n_rows: int, start: int) -> np.ndarray:
+        """Rows that hold nothing but their numbers, counted from ``start``."""
+        rows = np.empty((n_rows, nbytes // 4 // n_rows), np.float32)
+        rows[:] = np.arange(start, start + n_rows, dtype=np.float32)[:, None]
+        return rows
+
+    def first_sum(self, rows: np.ndarray) -> float:
+        """The sum of the rows' numbers."""
+        return float(rows[:, 0].sum(dtype=np.float64))
+
     def increment_joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return (np.concatenate(parts) if len(parts) > 1 else parts[0]) + 1
 

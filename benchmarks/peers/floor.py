@@ -76,6 +76,22 @@ class Peer:
             self._pass(sock, "exact_sum", [changed[rank // each]], rank % each * part, part)
         return [pickle.loads(sock.recv(MESSAGE_NBYTES)) for sock in self._sockets]
 
+    def hold(self, nbytes: int, n_rows: int, is_each_an_object: bool = False) -> None:
+        parts = np.array_split(np.arange(n_rows), len(self._sockets))
+        for sock, part in zip(self._sockets, parts, strict=True):
+            message = ("make_numbered", [], nbytes // len(parts), (len(part), int(part[0])))
+            sock.send(pickle.dumps(message))
+        made = [self._receive_passed(sock) for sock in self._sockets]
+        for sock in self._sockets:
+            socket.send_fds(sock, [pickle.dumps(("hold", [shape for _, _, shape in made]))], [fd for fd, _, _ in made])
+        for fd, _, _ in made:
+            os.close(fd)
+
+    def mini_batch(self, numbers: np.ndarray) -> list[float]:
+        for sock, share in zip(self._sockets, np.array_split(numbers, len(self._sockets)), strict=True):
+            sock.send(pickle.dumps(("mini_batch", share)))
+        return [pickle.loads(sock.recv(MESSAGE_NBYTES)) for sock in self._sockets]
+
     @cached_property
     def _others(self) -> list[socket.socket]:
         """Half as many workers."""
@@ -184,6 +200,8 @@ def _serve_passed(
     """Rows that others have made come as descriptors; those that are made here go as one."""
     if method == "make":
         value = desk.make(start, nbytes)  # bytes and token
+    elif method == "make_numbered":
+        value = desk.make_numbered(start, *nbytes)
     else:
         maps = []
         for fd, (size, _) in zip(fds, places, strict=True):
@@ -213,16 +231,39 @@ def _free_segment(nbytes: int) -> Segment:
     return _passed[-1]
 
 
+class _Held:
+    """Rows that lie in the segments of all workers, mapped once."""
+
+    def __init__(self, fds: list[int], shapes: list[tuple[int, ...]]) -> None:
+        self.parts = []
+        for fd, shape in zip(fds, shapes, strict=True):
+            memory = mmap.mmap(fd, 4 * int(np.prod(shape)), prot=mmap.PROT_READ)
+            self.parts.append(np.frombuffer(memory, np.float32).reshape(shape))
+            os.close(fd)
+        self.starts = np.cumsum([0, *[len(part) for part in self.parts]])
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        owners = np.searchsorted(self.starts, numbers, "right") - 1
+        found = [self.parts[owner][number] for owner, number in zip(owners, numbers - self.starts[owners], strict=True)]
+        return np.stack(found)
+
+
 def _serve(sock: socket.socket, desk: Desk) -> None:
     """The worker: answer until the other end is closed."""
     maps: dict[int, mmap.mmap] = {}
-    result = Segment(1)
+    result, held = Segment(1), None
     while True:
         data, fds, _, _ = socket.recv_fds(sock, MESSAGE_NBYTES, MAX_FDS)
         if not data:
             os._exit(0)
         method, *rest = pickle.loads(data)
-        if method in ("make", "increment_joined", "exact_sum"):
+        if method == "hold":
+            held = _Held(fds, *rest)
+            continue
+        if method == "mini_batch":
+            sock.send(pickle.dumps(desk.first_sum(held.rows(*rest))))
+            continue
+        if method in ("make", "make_numbered", "increment_joined", "exact_sum"):
             _serve_passed(sock, desk, method, fds, *rest)
             continue
         if len(rest) == 1:

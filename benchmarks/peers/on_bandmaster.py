@@ -45,6 +45,14 @@ class Player(bm.Worker):
     def exact_sum(self, rows):
         return self.desk.exact_sum(rows)
 
+    @register(Dispatch.DP_PROTO)
+    def make_numbered(self, numbers, nbytes):
+        return self.desk.make_numbered(nbytes, len(numbers), int(numbers[0]))
+
+    @register(TransferProtocol(Split("dp"), Gather("dp")))
+    def first_sum(self, rows):
+        return self.desk.first_sum(rows)
+
     @register(Dispatch.ONE_TO_ALL)
     def give(self, nbytes, token):
         return self.desk.give(nbytes, token)
@@ -80,6 +88,13 @@ class BandmasterPeer:
     def chain(self, nbytes: int, token: int) -> list[float]:
         rows = self._group.make.submit(nbytes // self._group.world_size, token)
         return self._group.exact_sum(self._others.increment.submit(rows))
+
+    def hold(self, nbytes: int, n_rows: int, is_each_an_object: bool = False) -> None:
+        self._rows = self._group.make_numbered.submit(np.arange(n_rows), nbytes // self._group.world_size)
+        assert len(self._rows) == n_rows
+
+    def mini_batch(self, numbers: np.ndarray) -> list[float]:
+        return self._group.first_sum(self._rows[numbers])
 
     @cached_property
     def _others(self) -> bm.WorkerGroup:

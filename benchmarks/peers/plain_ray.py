@@ -27,12 +27,27 @@ class Halfway:
         return changed if len(changed) > 1 else changed[0]
 
 
+class Holder(Desk):
+    """A desk that holds rows, and reads those of others."""
+
+    def make_objects(self, nbytes: int, n_rows: int, start: int) -> list:
+        return [ray.put(row[None]) for row in self.make_numbered(nbytes, n_rows, start)]
+
+    def first_sum_of(self, *rows: np.ndarray) -> float:
+        return self.first_sum(np.concatenate(rows))
+
+    def first_sum_in(self, owners: np.ndarray, numbers: np.ndarray, *parts: np.ndarray) -> float:
+        return self.first_sum(
+            np.concatenate([parts[owner][number][None] for owner, number in zip(owners, numbers, strict=True)])
+        )
+
+
 class Peer:
     """Actors of `Desk` itself."""
 
     def start(self, n_workers: int) -> None:
         start_ray(n_workers)
-        actor_class = ray.remote(num_cpus=1)(Desk)
+        actor_class = ray.remote(num_cpus=1)(Holder)
         self._actors = [actor_class.remote(rank) for rank in range(n_workers)]
 
     def noop(self) -> list[int]:
@@ -67,6 +82,31 @@ class Peer:
         ]
         parts = [part for group in changed for part in (group if each > 1 else [group])]
         return ray.get([actor.exact_sum.remote(part) for actor, part in zip(self._actors, parts, strict=True)])
+
+    def hold(self, nbytes: int, n_rows: int, is_each_an_object: bool = False) -> None:
+        n = len(self._actors)
+        self._is_each_an_object = is_each_an_object
+        self._starts = [len(part) for part in np.array_split(np.arange(n_rows), n)]
+        self._starts = np.cumsum([0, *self._starts])
+        self._rows = []
+        for rank, actor in enumerate(self._actors):
+            start, stop = map(int, self._starts[rank : rank + 2])
+            make = actor.make_objects if is_each_an_object else actor.make_numbered
+            made = make.remote(nbytes // n, stop - start, start)
+            self._rows += ray.get(made) if is_each_an_object else [made]
+        ray.wait(self._rows, num_returns=len(self._rows), fetch_local=False)
+
+    def mini_batch(self, numbers: np.ndarray) -> list[float]:
+        asked = []
+        for actor, share in zip(self._actors, np.array_split(numbers, len(self._actors)), strict=True):
+            if self._is_each_an_object:
+                asked.append(actor.first_sum_of.remote(*[self._rows[number] for number in share]))
+            else:
+                owners = np.searchsorted(self._starts, share, "right") - 1
+                needed, positions = np.unique(owners, return_inverse=True)
+                parts = [self._rows[owner] for owner in needed]
+                asked.append(actor.first_sum_in.remote(positions, share - self._starts[owners], *parts))
+        return ray.get(asked)
 
     @cached_property
     def _others(self) -> list:
