@@ -10,7 +10,7 @@ Every `Peer` has these methods, and its workers do what `peers.desk.Desk` does, 
     split_inc_concat(array)        rows to the ranks, each adds 1, the results joined in order: one array
     gather(nbytes, token)          so many bytes from every rank, the first item being the token: a list of arrays
     chain(nbytes, token)           rows of so many bytes in all that hold the token, made by the ranks; n/2 workers more
-                                   add 1; the ranks read them: a list of their sums. Not of Monarch and verl
+                                   add 1; the ranks read them: a list of their sums. Not of Monarch
     hold(nbytes, n_rows, is_each_an_object)  the ranks make rows, which hold their numbers, and keep them; as an object
                                    each, if that is asked and there is such a thing. Not of Monarch and verl
     mini_batch(numbers)            these rows, split over the ranks: a list of the sums of their numbers

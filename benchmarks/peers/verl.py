@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import ray
 import torch
@@ -42,18 +44,40 @@ class Player(Worker):
         data.batch["rows"] = self.desk.increment(data.batch["rows"])
         return data
 
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def make(self, data):
+        rows = self.desk.make(data.meta_info["nbytes"], data.meta_info["token"])
+        return _rows(torch.from_numpy(rows))
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def increment_later(self, data):
+        return _rows(self.desk.increment(data.batch["rows"]))
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def exact_sum(self, data):
+        return _rows(torch.tensor([self.desk.exact_sum(data.batch["rows"].numpy())], dtype=torch.float64))
+
     @register(Dispatch.ONE_TO_ALL)
     def give(self, nbytes, token):
         return self.desk.give(nbytes, token)
+
+
+def _rows(tensor: torch.Tensor) -> DataProto:
+    return DataProto(batch=TensorDict({"rows": tensor}, batch_size=[len(tensor)]))
+
+
+def _group(n_workers: int) -> RayWorkerGroup:
+    pool = RayResourcePool([n_workers], use_gpu=False, max_colocate_count=1)
+    return RayWorkerGroup(pool, RayClassWithInitArgs(cls=ray.remote(Player)))
 
 
 class Peer:
     """A worker group on a pool of one node, without GPUs."""
 
     def start(self, n_workers: int) -> None:
-        ray.init("local", num_cpus=n_workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        pool = RayResourcePool([n_workers], use_gpu=False, max_colocate_count=1)
-        self._group = RayWorkerGroup(pool, RayClassWithInitArgs(cls=ray.remote(Player)))
+        n_cpus = n_workers + max(1, n_workers // 2)  # for those that `chain` starts
+        ray.init("local", num_cpus=n_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        self._group = _group(n_workers)
 
     def noop(self) -> list[int]:
         return self._group.noop(1)
@@ -68,11 +92,21 @@ class Peer:
         return self._group.read_all(array)
 
     def split_inc_concat(self, array: np.ndarray) -> np.ndarray:
-        batch = TensorDict({"rows": torch.from_numpy(array)}, batch_size=[len(array)])
-        return self._group.increment(DataProto(batch=batch)).batch["rows"].numpy()
+        return self._group.increment(_rows(torch.from_numpy(array))).batch["rows"].numpy()
 
     def gather(self, nbytes: int, token: int) -> list[np.ndarray]:
         return self._group.give(nbytes, token)
+
+    def chain(self, nbytes: int, token: int) -> list[float]:
+        n = self._group.world_size
+        asked = _rows(torch.zeros(n))
+        asked.meta_info = {"nbytes": nbytes // n, "token": token}
+        return self._group.exact_sum(self._others.increment_later(self._group.make(asked))).batch["rows"].tolist()
+
+    @cached_property
+    def _others(self) -> RayWorkerGroup:
+        """Half as many workers."""
+        return _group(max(1, self._group.world_size // 2))
 
     def stop(self) -> None:
         ray.shutdown()
