@@ -160,7 +160,7 @@ class GroupMethod(Generic[P, C, G]):
                 args, kwargs = _as_they_are(args, kwargs)
             plan = partial(spec.plan, args, kwargs, protocol.outgoing)
         else:
-            plan = self._plan(args, kwargs)
+            plan = spec.plan(args, kwargs, protocol.outgoing)
         keeps = not waits and isinstance(collection.incoming, Concat) and collection.finish is None
         return self._submitter.submit(
             self._group, spec.name, plan, spec.ranks, collection, self._options, waits, keeps, parents

@@ -228,7 +228,9 @@ class PendingCall:
                 self._conclude()
             return self.is_done
         finally:
-            self._let_others_read()
+            self.reading.release()
+            if self._was_missed:
+                self._tell_who_missed()
 
     def wait_for_all(self) -> None:
         """Read until every rank has replied or was ended; without making the result."""
@@ -249,15 +251,15 @@ class PendingCall:
             moment = self._escalate()
             return None if self._note_end() else moment
         finally:
-            self._let_others_read()
+            self.reading.release()
+            if self._was_missed:
+                self._tell_who_missed()
             self._have_the_result_made()
 
-    def _let_others_read(self) -> None:
-        """Release `reading`, and tell of what has arrived meanwhile: who came for it went away."""
-        self.reading.release()
-        if self._was_missed:
-            self._was_missed = False
-            self._tell()
+    def _tell_who_missed(self) -> None:
+        """Tell of what has arrived while this thread read: who came for it went away."""
+        self._was_missed = False
+        self._tell()
 
     def _read(self, deadline: float | None, is_patient: bool = False) -> bool:
         """Read until all have replied; False when the time is over before.

@@ -66,32 +66,14 @@ class CallRecord:
         workers: The workers that are asked.
     """
 
-    __slots__ = (
-        "_begun_ns",
-        "_done_ns",
-        "_encoded_ns",
-        "_origin_ns",
-        "_raw",
-        "_sent_ns",
-        "_workers",
-        "group",
-        "kept_nbytes",
-        "method",
-        "number",
-        "read_nbytes",
-        "returned_nbytes",
-        "sent_nbytes",
-        "takes_from",
-    )
+    sent_nbytes = returned_nbytes = kept_nbytes = 0
+    read_nbytes: Mapping[str, int] = NOTHING
+    takes_from: Set[tuple[int, int]] = frozenset()
+    _encoded_ns = _sent_ns = _done_ns = 0
 
     def __init__(self, number: int, group: str, method: str, origin_ns: int, workers: Workers) -> None:
         self.number, self.group, self.method = number, group, method
-        self._origin_ns, self._begun_ns = origin_ns, monotonic_ns()
-        self._encoded_ns = self._sent_ns = self._done_ns = 0
-        self.sent_nbytes = self.returned_nbytes = self.kept_nbytes = 0
-        self.read_nbytes: Mapping[str, int] = NOTHING
-        self.takes_from: Set[tuple[int, int]] = frozenset()
-        self._workers = workers
+        self._origin_ns, self._begun_ns, self._workers = origin_ns, monotonic_ns(), workers
         self._raw: dict[int, tuple[bytes, int]] = {}  # by rank, `Ticket.times`
 
     @property

@@ -45,7 +45,11 @@ add_plain(Elsewhere, Addressed, Renamed, Joined, Stacked)
 
 def refers_to_rows(groups: Iterable[ArgumentGroup]) -> bool:
     """Whether any argument is a future, or a portion of one."""
-    return any(type(value) in _KINDS for group in groups for _, value in group.items)
+    for group in groups:
+        for _, value in group.items:
+            if type(value) in _KINDS:
+                return True
+    return False
 
 
 class RowsElsewhere:
@@ -73,7 +77,7 @@ class RowsElsewhere:
             Exception: That of a future whose call has failed.
         """
         found = []
-        for _, alike in groupby(groups, _values):
+        for _, alike in groupby([group for group in groups if group.items], _values):
             members = list(alike)
             if len(members) > 1 and not all(is_in_order(table_of(value.value)) for _, value in members[0].items):
                 members = [_joined(members)]

@@ -22,10 +22,11 @@ from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import CallSite, Collection, OpenCalls, PendingCall
 from bandmaster.calls.records import CallRecord
 from bandmaster.calls.rows_elsewhere import RowsElsewhere, refers_to_rows
+from bandmaster.codec import Payload
 from bandmaster.contract import Call, Reply, Ticket, Workers
 from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.failure import Failure
-from bandmaster.plan.arguments import CallPlan, alike
+from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.shares import Share
 from bandmaster.plan.transfer import Only
@@ -204,12 +205,12 @@ class Submitter:
             plan = plan()
         call.real_rows = plan.real_rows
         reply = Reply.KEEP if call.keeps_rows else Reply.RETURN
-        label, name = self.label(method), self._prefix + method
-        record = call.record = self._record(call.site, call.workers)
-        outgoing, call.kept, call.takes = self._encode(call.workers, label, name, plan, ranks, collected, reply, record)
+        name, workers, label = self._prefix + method, call.workers, call.site.method
+        record = call.record = None if recording.trace is None else self._record(call.site, workers)
+        outgoing, call.kept, call.takes = self._encode(workers, label, name, plan, ranks, collected, reply, record)
         with call.reading:
             self._open_calls.add(call)
-            call.workers.call(outgoing, call.tickets)
+            workers.call(outgoing, call.tickets)
             if record is not None:
                 record.is_sent()
 
@@ -372,16 +373,21 @@ class Submitter:
         exporter = None
         if self.traffic.has_exports and reply is not Reply.NATIVE:
             exporter = self.traffic.exporter_to(workers)
-        groups, elsewhere = [group for group in plan.groups if group.items], None
+        groups: Sequence[ArgumentGroup] = plan.groups
+        elsewhere = None
         if refers_to_rows(groups):
             elsewhere = RowsElsewhere(label)
             groups = elsewhere.addressed(groups)
-        payloads = [encode_group(group, label, exporter) for group in groups]
-        receivers = tuple([group.ranks for group in groups])
+        payloads: list[Payload] = []
+        receivers: list[tuple[int, ...]] = []
+        for group in groups:
+            if group.items:
+                payloads.append(encode_group(group, label, exporter))
+                receivers.append(group.ranks)
         parts = workers.put(payloads) if payloads else ()
         rows = [part.placed(workers) for part in elsewhere.parts] if elsewhere is not None else ()
         calls = []
-        for members, numbers, is_collected in alike(ranks, receivers, collected):
+        for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
             answer = reply if is_collected else Reply.DROP
             named = elsewhere.needed(numbers, rows) if elsewhere is not None else ()
             named_parts = tuple([parts[number] for number in numbers])

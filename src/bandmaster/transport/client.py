@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from time import monotonic_ns
 from typing import Any
 
 from bandmaster import contract
@@ -27,13 +28,13 @@ from bandmaster.transport.channel import INLINE_NBYTES, MAX_PARTS_NBYTES, Buffer
 from bandmaster.transport.kept import KeptSegment
 from bandmaster.transport.messages import (
     HEADER_NBYTES,
+    TIMES_NBYTES,
     Kind,
     ReplyKind,
     call_message,
     control_message,
     header_of,
     read_reply,
-    split_times,
 )
 from bandmaster.transport.poller import HAS_ROOM, Event, Poller
 from bandmaster.transport.segments import Segment, SegmentWriter
@@ -345,8 +346,8 @@ class WorkerClient:
             self._finish(ticket, Failure.of(error))
             return
         if kind >= _TIMED:
-            kind, body, times = split_times(kind, body)
-            ticket.times = times, time.monotonic_ns()
+            kind -= _TIMED
+            ticket.times, body = (bytes(body[-TIMES_NBYTES:]), monotonic_ns()), body[:-TIMES_NBYTES]
         if kind == _VALUE:  # as most are
             ticket.outcome, ticket.is_done = Payload(bytes(body[HEADER_NBYTES:])), True
             if ticket.on_done is not None:

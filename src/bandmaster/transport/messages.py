@@ -24,6 +24,7 @@ from bandmaster.transport.segments import Lease
 
 __all__ = [
     "HEADER_NBYTES",
+    "TIMES_NBYTES",
     "UNANSWERED",
     "Kind",
     "ReplyKind",
@@ -35,13 +36,13 @@ __all__ = [
     "read_call",
     "read_reply",
     "reply_message",
-    "split_times",
 ]
 
 _HEADER = struct.Struct("<BQ")  # of a body: kind and number
 _START = struct.Struct("<IBQ")  # of what is sent: no control, and the header
 _SMALL_START = struct.Struct("<IBQBB")
 HEADER_NBYTES = _HEADER.size
+TIMES_NBYTES = TIMES.size  # behind the rest of a reply, if its kind has `ReplyKind.TIMED` added
 _SMALL_NBYTES = HEADER_NBYTES + 2  # kind and number, then reply and length of the method's name
 UNANSWERED = 0  # number of messages that no reply is sent to
 header_of = _HEADER.unpack_from  # kind and number of a body
@@ -138,12 +139,6 @@ def reply_message(number: int, kind: int, content: Any, times: Times = None) -> 
     if times is None:
         return _START.pack(0, kind, number) + said
     return _START.pack(0, kind | ReplyKind.TIMED, number) + said + TIMES.pack(*times)
-
-
-def split_times(kind: int, body: memoryview) -> tuple[int, memoryview, bytes]:
-    """Kind and body of a reply without its times, and the times, packed."""
-    end = len(body) - TIMES.size
-    return kind - ReplyKind.TIMED, body[:end], bytes(body[end:])
 
 
 def read_reply(kind: int, body: memoryview, channel: Unpacks) -> Payload | Kept | Failure | None:
