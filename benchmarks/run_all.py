@@ -11,6 +11,7 @@ import chain
 import gather
 import idle
 import import_time
+import long_tail
 import many_calls
 import memory
 import minibatches
@@ -33,6 +34,7 @@ ALL = (
     gather,
     chain,
     minibatches,
+    long_tail,
     memory,
     idle,
     scaling,
@@ -55,6 +57,7 @@ def measure(options: Options) -> Iterator[list[Row]]:
     if options.is_smoke or options.n_workers is None:
         yield chain.measure(options)
         yield minibatches.measure(options)
+        yield long_tail.measure(options)
     yield idle.measure(options)
     yield memory.measure(options)
     yield many_calls.measure(options)

@@ -165,6 +165,28 @@ class MiniBatchOfObjects(MiniBatch):
         self.peer.hold(self.nbytes, self.n_rows, is_each_an_object=True)
 
 
+class LongTail(Work):
+    """Rows of which a few take much longer than most: Pareto-distributed, drawn anew for every ``nbytes``."""
+
+    def set_up(self) -> None:
+        n_rows, mean_s = (8, 0.001) if self.n_workers == 2 else (128, 0.012)
+        drawn = 1 + np.random.default_rng(self.nbytes).pareto(1.5, n_rows)
+        self.seconds = drawn * mean_s / 3
+
+    def call(self) -> Any:
+        return self.peer.long_tail(self.seconds)
+
+    def check(self, result: Any) -> None:
+        self.expect((np.asarray(result) == self.seconds).all(), result)
+
+
+class LongTailSplit(LongTail):
+    """The same rows in equal parts."""
+
+    def call(self) -> Any:
+        return self.peer.long_tail_split(self.seconds)
+
+
 WORKS = {
     "noop": Noop,
     "broadcast": Broadcast,
@@ -174,4 +196,6 @@ WORKS = {
     "chain": Chain,
     "mini_batch": MiniBatch,
     "mini_batch_of_objects": MiniBatchOfObjects,
+    "long_tail": LongTail,
+    "long_tail_split": LongTailSplit,
 }

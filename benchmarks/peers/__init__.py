@@ -14,5 +14,8 @@ Every `Peer` has these methods, and its workers do what `peers.desk.Desk` does, 
     hold(nbytes, n_rows, is_each_an_object)  the ranks make rows, which hold their numbers, and keep them; as an object
                                    each, if that is asked and there is such a thing. Not of Monarch and verl
     mini_batch(numbers)            these rows, split over the ranks: a list of the sums of their numbers
+    long_tail(seconds)             rows that take so long are done by whoever is free: the same rows. Not of Monarch and
+                                   verl. The floor knows beforehand how long each takes
+    long_tail_split(seconds)       the same in equal parts
     stop()
 """

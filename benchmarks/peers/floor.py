@@ -7,6 +7,7 @@ account of who still reads a segment. Whatever carries calls between processes i
 
 from __future__ import annotations
 
+import heapq
 import mmap
 import os
 import pickle
@@ -91,6 +92,21 @@ class Peer:
         for sock, share in zip(self._sockets, np.array_split(numbers, len(self._sockets)), strict=True):
             sock.send(pickle.dumps(("mini_batch", share)))
         return [pickle.loads(sock.recv(MESSAGE_NBYTES)) for sock in self._sockets]
+
+    def long_tail(self, seconds: np.ndarray) -> np.ndarray:
+        """As one would who knew how long each row takes: the longest first, each to who has least to do."""
+        loads = [(0.0, rank, []) for rank in range(len(self._sockets))]
+        for row in np.argsort(-seconds):
+            load, rank, rows = heapq.heappop(loads)
+            heapq.heappush(loads, (load + seconds[row], rank, [*rows, row]))
+        result = np.empty_like(seconds)
+        for _, rank, rows in loads:
+            self._sockets[rank].send(pickle.dumps(("rest", (seconds[rows],)), 5))
+        for _, rank, rows in loads:
+            result[rows] = self._receive(rank)
+        return result
+
+    long_tail_split = long_tail
 
     @cached_property
     def _others(self) -> list[socket.socket]:

@@ -53,6 +53,10 @@ class Player(bm.Worker):
     def first_sum(self, rows):
         return self.desk.first_sum(rows)
 
+    @register(Dispatch.DP_PROTO)
+    def rest(self, seconds):
+        return self.desk.rest(seconds)
+
     @register(Dispatch.ONE_TO_ALL)
     def give(self, nbytes, token):
         return self.desk.give(nbytes, token)
@@ -95,6 +99,12 @@ class BandmasterPeer:
 
     def mini_batch(self, numbers: np.ndarray) -> list[float]:
         return self._group.first_sum(self._rows[numbers])
+
+    def long_tail(self, seconds: np.ndarray) -> np.ndarray:
+        return self._group.rest.options(pull=1)(seconds)
+
+    def long_tail_split(self, seconds: np.ndarray) -> np.ndarray:
+        return self._group.rest(seconds)
 
     @cached_property
     def _others(self) -> bm.WorkerGroup:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.util import ActorPool
 
 from peers.desk import Desk
 
@@ -107,6 +108,16 @@ class Peer:
                 parts = [self._rows[owner] for owner in needed]
                 asked.append(actor.first_sum_in.remote(positions, share - self._starts[owners], *parts))
         return ray.get(asked)
+
+    def long_tail(self, seconds: np.ndarray) -> np.ndarray:
+        pool = ActorPool(self._actors)
+        return np.concatenate(
+            list(pool.map(lambda actor, row: actor.rest.remote(row), np.split(seconds, len(seconds))))
+        )
+
+    def long_tail_split(self, seconds: np.ndarray) -> np.ndarray:
+        parts = np.array_split(seconds, len(self._actors))
+        return np.concatenate(ray.get([a.rest.remote(part) for a, part in zip(self._actors, parts, strict=True)]))
 
     @cached_property
     def _others(self) -> list:
