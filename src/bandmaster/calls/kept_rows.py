@@ -179,7 +179,7 @@ class KeptRows:
         columns = with_rows[0].schema
         nbytes = {name: sum(fact.schema[name].nbytes for fact in with_rows) for name in columns}
         schema = {name: column._replace(nbytes=nbytes[name]) for name, column in columns.items()}
-        result = Result(self._method, parts, schema)
+        result = Result(self._method, parts, schema, any(part.way == "Ray" for part in self._parts.values()))
         for part, start in zip(parts, result.starts, strict=True):
             part.kept.start = start
         real_rows, ranks = self._real_rows, list(self._parts)

@@ -3,8 +3,10 @@
 ::
 
     argument groups of a split            payloads
-    Portion(rows, 0:4) ──► ranks 0, 1     rows lie in order: one for each group, which names only the parts it needs
-    Portion(rows, 4:8) ──► ranks 2, 3     else one for all of them: the index, and which of it is whose
+    Portion(rows, 0:4) ──► ranks 0, 1     rows wanted as they lie: one for each group, which names the parts it needs
+    Portion(rows, 4:8) ──► ranks 2, 3     by an index: one for all, with the index and whose each portion of it is
+
+Rows that are fetched from other hosts have a payload for each group, too, so that a host fetches what it needs.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from bandmaster.plan.handles import (
     Table,
     addressed,
     is_in_order,
+    results_of,
     rows_by_part,
 )
 
@@ -79,7 +82,7 @@ class RowsElsewhere:
         found = []
         for _, alike in groupby([group for group in groups if group.items], _values):
             members = list(alike)
-            if len(members) > 1 and not all(is_in_order(table_of(value.value)) for _, value in members[0].items):
+            if len(members) > 1 and _are_for_all([table_of(value.value) for _, value in members[0].items]):
                 members = [_joined(members)]
             for group in members:
                 self._needed.append(set())
@@ -138,6 +141,12 @@ class _Shares:
 
     def __init__(self, table: Table, by_rank: dict[int, tuple[int, int]]) -> None:
         self.table, self.by_rank = table, by_rank
+
+
+def _are_for_all(tables: Sequence[Table]) -> bool:
+    """Whether receivers of portions had best know the whole tables."""
+    is_fetched = any(result.is_fetched for table in tables for result in results_of(table))
+    return not is_fetched and not all(map(is_in_order, tables))
 
 
 def _joined(groups: Sequence[ArgumentGroup]) -> ArgumentGroup:

@@ -81,11 +81,13 @@ class Result:
         method: ``"Class.method"``, for messages.
         parts: In the order of the rows.
         schema: The columns.
+        is_fetched: Whether a host that reads rows of a part fetches all of it.
     """
 
     method: str
     parts: tuple[Part, ...]
     schema: Schema
+    is_fetched: bool = False
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
