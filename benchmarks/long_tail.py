@@ -1,7 +1,8 @@
 """What do rows cost of which a few take much longer than most? 128 rows, 12 ms in the mean, Pareto-distributed (1.5).
 
 They are pulled one by one by the ranks that are free, in the order of the batch; or split into equal parts. The floor
-knows beforehand how long each takes, and does the longest first: nearly the best schedule that there is.
+is the same for both: it knows beforehand how long each takes, and does the longest first, which is nearly the best
+schedule that there is.
 """
 
 from __future__ import annotations

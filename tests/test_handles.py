@@ -61,6 +61,10 @@ class Rows(bm.Worker):
         self.kept = rows
         return before
 
+    @register(bm.TransferProtocol(bm.Split("dp"), bm.Gather()), arguments={"narrow": bm.Split("dp", "tp")})
+    def ids_of_both(self, wide, narrow):
+        return [wide["id"].tolist(), narrow["id"].tolist()]
+
     @register(Dispatch.DP_PROTO)
     def kept_one(self, ids):
         self.array = np.zeros((len(ids), LARGE))
@@ -227,10 +231,35 @@ def test_mini_batches_of_shuffled_rows_are_each_readers_own(two, three, width):
             assert three.write_own(batch) == [[sum(ids) * width, *[f"row {i}" for i in ids]] for ids in own]
 
 
-def test_the_memory_of_released_rows_can_be_that_of_others(two, three):
+@pytest.mark.parametrize("names", [["name"] * 6, [b"."] * 6, [bytes(5000)] * 6])
+def test_the_memory_of_released_rows_can_be_that_of_others(two, three, names):
     for fill in range(4):
-        with two.put({"wide": np.full((6, LARGE), fill, "f4"), "name": [str(fill)] * 6}) as rows:
-            assert three.write_own(rows[[5, 0, 4, 1, 3, 2]]) == [[2.0 * LARGE * fill, str(fill), str(fill)]] * 3
+        now = [bytes([fill]) * len(name) if isinstance(name, bytes) else name for name in names]
+        with two.put({"wide": np.full((6, LARGE), fill, "f4"), "name": now}) as rows:
+            assert three.write_own(rows[[5, 0, 4, 1, 3, 2]]) == [[2.0 * LARGE * fill, now[0], now[0]]] * 3
+
+
+def test_one_handle_can_be_split_in_two_ways(two):
+    rows = made(two, 8, SMALL).shuffle(seed=2)
+    order = np.random.default_rng(2).permutation(8)
+    wide, narrow = np.split(order, 2), np.split(order, 4)
+    assert two.ids_of_both(rows, rows) == [[wide[rank // 2].tolist(), narrow[rank].tolist()] for rank in range(4)]
+
+
+@pytest.mark.backends("local")
+def test_rows_of_more_parts_than_a_message_has_descriptors(two, three):
+    rows = bm.concat([made(two, 2) for _ in range(70)])
+    for batch in rows[np.arange(140)[::-1]], rows:
+        assert three.who(batch)["id"].tolist() == batch.select("id").result()["id"].tolist()
+
+
+def test_who_holds_the_future_of_a_reader_does_not_hold_what_it_read(two, three):
+    rows = made(two)
+    reading = three.write_own.submit(rows[::-1])
+    del rows
+    assert len(three.count.submit({"id": [1], "wide": np.ones(1)}).result()) == 3  # behind it
+    assert {line.split("  ")[-1].strip() for line in two.describe().splitlines()[2:]} == {"-"}
+    assert len(reading.result()) == 3
 
 
 def test_wrong_uses_are_refused_in_words(two, three):

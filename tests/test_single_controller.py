@@ -481,6 +481,10 @@ def test_another_group_can_attach_to_the_workers(actor, ray_cluster):
         by_name.fail([3])
     chosen = RayWorkerGroup(worker_handles=actor.workers[2:], ray_cls_with_init=RayClassWithInitArgs(Actor))
     assert chosen.add(1) == [103, 104]
+    with bm.ResourcePool([1], backend="inprocess") as own:
+        rows, order = bm.WorkerGroup(own, bm.Worker).put({"x": np.arange(4)}), [3, 0, 2, 1]
+        as_handle, as_value = chosen.tag(rows[order]), chosen.tag({"x": np.array(order)})
+        assert as_handle["x"].tolist() == as_value["x"].tolist(), "though their own ranks are 2 and 3"
 
     @ray.remote(num_cpus=0)
     def elsewhere(group):

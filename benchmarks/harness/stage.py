@@ -59,8 +59,8 @@ class Cell:
         said = {
             "noop": "1 to each, and back",
             "broadcast_read_all": f"{size}, all of it read",
-            "mini_batch": f"10 rows of {size}",
-            "mini_batch_of_objects": f"10 rows of {size}, an object each",
+            "mini_batch": f"10 rows out of {size}",
+            "mini_batch_of_objects": f"10 rows out of {size}, an object each",
             "long_tail": f"draw {self.nbytes}, pulled",
             "long_tail_split": f"draw {self.nbytes}, in equal parts",
         }

@@ -16,6 +16,6 @@ Every `Peer` has these methods, and its workers do what `peers.desk.Desk` does, 
     mini_batch(numbers)            these rows, split over the ranks: a list of the sums of their numbers
     long_tail(seconds)             rows that take so long are done by whoever is free: the same rows. Not of Monarch and
                                    verl. The floor knows beforehand how long each takes
-    long_tail_split(seconds)       the same in equal parts
+    long_tail_split(seconds)       the same in equal parts; the floor does what it does for `long_tail`
     stop()
 """

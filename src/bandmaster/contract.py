@@ -1,4 +1,4 @@
-"""The waist: what a backend is (4 methods), and what the running workers of a group are (9 methods, 3 facts).
+"""The waist: what a backend is (4 methods), and what the running workers of a group are (9 methods, 4 facts).
 
 The core plans calls and never sees a socket. A backend carries payloads and never sees an axis or a protocol::
 
@@ -226,12 +226,12 @@ class Kept(Protocol):
 
     Attributes:
         place: Where they lie: ``"shared memory"``, ``"Ray"`` or ``"controller"``.
-        why_lost: Why they are gone, as a call that takes them has found out: its failure is of kind LOST. "" if they
-            are there as far as anybody knows.
+        origin: What messages call them, as text: "rows 0 to 4 of Actor.generate, which ... ,". It is set by who holds
+            them. A call that takes rows which are gone fails with a failure of kind LOST that says so.
     """
 
     place: str
-    why_lost: str
+    origin: object
 
     @property
     def facts(self) -> RowFacts | None:
@@ -257,7 +257,7 @@ class KeptCopy:
     """
 
     place = "controller"
-    why_lost = ""
+    origin: object = "rows"
 
     def __init__(self, payload: Payload, facts: RowFacts | None = None) -> None:
         self._payload, self._facts = payload, facts
@@ -321,7 +321,11 @@ class Workers(Protocol):
 
     Attributes:
         deaths: The ranks whose processes are known to have ended, and how. It only grows, but for `replace`.
+        ranks_are_own: Whether a worker is called by the rank that its context says; not so where a group was attached
+            to some workers of another.
     """
+
+    ranks_are_own: bool
 
     @property
     def deaths(self) -> Mapping[int, Failure]:

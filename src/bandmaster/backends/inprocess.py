@@ -41,7 +41,10 @@ class InProcessWorkers:
     Attributes:
         deaths: The ranks whose objects were discarded, and why.
         arrivals: Always None: a call has run by the time it is sent.
+        ranks_are_own: True.
     """
+
+    ranks_are_own = True
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch

@@ -94,7 +94,10 @@ class LocalWorkers:
 
     Attributes:
         deaths: The ranks whose processes are known to have ended, and how.
+        ranks_are_own: True.
     """
+
+    ranks_are_own = True
 
     def __init__(self, launch: Launch, zygote: Zygote) -> None:
         self._launch = launch

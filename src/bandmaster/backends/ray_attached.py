@@ -29,6 +29,8 @@ class AttachedWorkers(RayWorkers):
         UsageError: An actor is no worker of bandmaster.
     """
 
+    ranks_are_own = False
+
     def __init__(self, launch: Launch, actors: Sequence[Any]) -> None:
         for actor in actors:
             if not hasattr(actor, "bandmaster_info"):

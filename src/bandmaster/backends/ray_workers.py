@@ -54,6 +54,7 @@ CONNECT_TIMEOUT_S = 10.0
 LAST_WORDS_TIMEOUT_S = 2.0  # for Ray to find out why an actor died whose lane was closed
 LAST_NBYTES = 16 * 1024  # of standard error that are read for its last lines
 FAR_TIMEOUT_S = 10.0  # for a task on another node
+Origins = Sequence[tuple[str, object]]
 _log = logging.getLogger(__name__)
 
 
@@ -65,12 +66,12 @@ class RayTicket(contract.Ticket):
         rank: The rank.
         number: The number by which the call can be interrupted.
         rows: ObjectRef of the rows that the call keeps; None if it keeps none.
-        takes: The kept rows that it takes.
+        takes: The ids of the objects that it takes kept rows from, and what messages call these.
     """
 
     __slots__ = ("number", "rank", "reference", "rows", "takes")
 
-    def __init__(self, reference: Any, rank: int, number: int, rows: Any = None, takes: Sequence[Part] = ()) -> None:
+    def __init__(self, reference: Any, rank: int, number: int, rows: Any = None, takes: Origins = ()) -> None:
         super().__init__()
         self.takes = takes
         self.reference = reference
@@ -86,12 +87,14 @@ class RayWorkers:
         actors: The actor handle of each rank.
         deaths: The ranks whose actors are known to have died, and how. A closed lane or a failed call shows a death;
             other deaths are found by `check`, which asks Ray.
+        ranks_are_own: True.
 
     Args:
         launch: The group's launch.
         start_actor: Starts the actor of a rank and returns its handle.
     """
 
+    ranks_are_own = True
     _first_number = FIRST_NUMBER
 
     def __init__(self, launch: Launch, start_actor: Callable[[Launch, int], Any]) -> None:
@@ -285,8 +288,8 @@ class RayWorkers:
 
     def _by_task(self, rank: int, call: Call) -> Any:
         """Submit a call as an actor task."""
-        labels, takes = [label for label, _ in call.rows], [part for _, part in call.rows]
-        references = [part.on_ray() for part in (*call.parts, *takes)]
+        labels = [label for label, _ in call.rows]
+        references = [part.on_ray() for part in (*call.parts, *(part for _, part in call.rows))]
         number = self._first_number + self._n_called[rank]
         self._n_called[rank] += 1
         method = self._method(self.actors[rank])
@@ -296,7 +299,7 @@ class RayWorkers:
         if call.reply is Reply.NATIVE:
             return done
         reference, rows = done if call.reply is Reply.KEEP else (done, None)
-        return RayTicket(reference, rank, number, rows, takes)
+        return RayTicket(reference, rank, number, rows, [part.origin for _, part in call.rows if part.is_far])
 
     def _method(self, actor: Any) -> Any:
         """The method of an actor that runs calls."""
@@ -508,11 +511,9 @@ def _reference(ticket: Any) -> Any:
 
 
 def _lost(ticket: RayTicket, error: ObjectLostError) -> Failure:
-    """The failure of a call that takes rows which are gone; they are told so."""
-    why = _in_short(error)
-    for part in ticket.takes:
-        part.note_lost(error.object_ref_hex, why)
-    return Failure(FailureKind.LOST, why)
+    """The failure of a call that takes rows which are gone."""
+    origin = dict(ticket.takes).get(error.object_ref_hex, "rows")
+    return Failure(FailureKind.LOST, f"{origin} are gone ({_in_short(error)})")
 
 
 def _in_short(error: RayError) -> str:
@@ -549,10 +550,11 @@ class Part:
         """Whether it lies in Ray's object store, so that actor tasks alone can name it."""
         return isinstance(self._payload, KeptObject)
 
-    def note_lost(self, object_id: str, why: str) -> None:
-        """Note that an object of Ray's is gone, if it is this one."""
-        if isinstance(self._payload, KeptObject) and self._payload.reference.hex() == object_id:
-            self._payload.why_lost = why
+    @property
+    def origin(self) -> tuple[str, object]:
+        """Of rows in Ray's object store: the id of the object, and what messages call them."""
+        assert isinstance(self._payload, KeptObject), "the caller has looked"
+        return self._payload.reference.hex(), self._payload.origin
 
 
 class KeptObject:
@@ -562,20 +564,19 @@ class KeptObject:
         reference: ObjectRef of the payload.
         facts: What is known of the rows.
         place: ``"Ray"``.
-        why_lost: Why they are gone, once that is known; else "".
+        origin: What messages call them.
     """
 
     place = "Ray"
 
     def __init__(self, reference: Any, facts: RowFacts) -> None:
         self.reference, self.facts = reference, facts
-        self.why_lost = ""
+        self.origin: object = "rows"
 
     def payload(self) -> Payload:
         """The encoded rows, in memory of the reader's own."""
         try:
             payload: Payload = ray.get(self.reference)
-        except RayError as error:
-            self.why_lost = _in_short(error)
-            raise RowsLost(self.why_lost) from None
+        except ObjectLostError as error:
+            raise RowsLost(f"{self.origin} are gone ({_in_short(error)}); make them again") from None
         return payload.private()

@@ -64,6 +64,7 @@ class Future(Handle, Generic[T]):
             RemoteError: The method raised; the original exception is its cause.
             CollectError: A rank returned a value that cannot be pickled, unpickled or combined.
             WorkerDied: A worker process ended, or the group was closed or restarted.
+            RowsLost: Rows that were left on the ranks, or that the call takes, were released, or lost with a host.
             CallTimeout: A rank did not reply in time. The call still runs: wait for it again, or cancel it.
             CallCancelled: The call was cancelled.
         """

@@ -83,7 +83,7 @@ class Handle:
     def where(self) -> tuple[Place, ...]:
         """The rank and host that keeps each part of the rows; waits for the call."""
         found = handles.rows_by_part(self._table()).values()
-        return tuple([Place(part.kept.method, part.rank, part.kept.host, n) for part, n in found])
+        return tuple([Place(part.kept.origin.method, part.rank, part.kept.origin.host, n) for part, n in found])
 
     def _drawing(self) -> str | None:
         """Where the rows lie, as an SVG; None if there are too many places for one."""

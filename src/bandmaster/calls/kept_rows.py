@@ -17,18 +17,45 @@ from bandmaster.errors import RowsLost
 from bandmaster.plan.handles import Part, Result, Taken
 from bandmaster.plan.rows import RealRows
 
-__all__ = ["KeptPart", "KeptRows", "held_by"]
+__all__ = ["KeptPart", "KeptRows", "Origin", "held_by"]
 
 _living: WeakSet[KeptPart] = WeakSet()  # that lie where they were made, or may
+
+
+class Origin:
+    """Whose rows they are, for messages. It does not hold them.
+
+    Attributes:
+        numbers: Their numbers among the rows of all ranks.
+
+    Args:
+        method: ``"Class.method"``.
+        rank: The rank; None for rows of the controller.
+        workers: The workers of the group; None for rows of the controller.
+    """
+
+    __slots__ = ("_workers", "method", "numbers", "rank")
+
+    def __init__(self, method: str, rank: int | None, workers: Workers | None) -> None:
+        self.method, self.rank, self._workers = method, rank, workers
+        self.numbers = range(0)
+
+    @property
+    def host(self) -> str:
+        """Where the rank is."""
+        return socket.gethostname() if self._workers is None else self._workers.records[self.rank or 0].host
+
+    def __str__(self) -> str:
+        who = "the controller has kept" if self.rank is None else f"rank {self.rank} has left on host {self.host}"
+        return f"rows {self.numbers.start} to {self.numbers.stop - 1} of {self.method}, which {who},"
 
 
 class KeptPart:
     """The rows of one rank, until they are released.
 
     Attributes:
-        method: ``"Class.method"``, for messages.
+        origin: Whose rows they are.
         record: The record of the call, if a trace has made one.
-        start: Number of the first of them among the rows of all ranks.
 
     Args:
         method: ``"Class.method"``, for messages.
@@ -46,10 +73,10 @@ class KeptPart:
         workers: Workers | None,
         record: CallRecord | None = None,
     ) -> None:
-        self.method, self._rank, self._workers, self.record = method, rank, workers, record
-        self.start = 0
+        self.origin, self.record, self._workers = Origin(method, rank, workers), record, workers
         self._came = isinstance(kept, Payload)
         self._kept: Kept | None = KeptCopy(kept) if isinstance(kept, Payload) else kept
+        self._kept.origin = self.origin
         self._placed: WeakKeyDictionary[Workers, Any] = WeakKeyDictionary()
         if not self._came and workers is not None:
             _living.add(self)
@@ -58,11 +85,6 @@ class KeptPart:
     def way(self) -> str:
         """How ranks read the rows: "controller" if they are sent to them, else where they lie."""
         return self._get().place
-
-    @property
-    def host(self) -> str:
-        """Where the rank is."""
-        return socket.gethostname() if self._workers is None else self._workers.records[self._rank or 0].host
 
     def placed(self, workers: Workers) -> Any:
         """The rows as the calls of some workers name them.
@@ -82,10 +104,10 @@ class KeptPart:
 
     def _get(self) -> Kept:
         if self._kept is None:
-            on = "" if self._rank is None else f" on rank {self._rank}"
+            on = "" if self.origin.rank is None else f" on rank {self.origin.rank}"
             raise RowsLost(
-                f"the rows that {self.method} has left{on} were released; use them before release() or the end of the "
-                "with block"
+                f"the rows that {self.origin.method} has left{on} were released; use them before release() or the end "
+                "of the with block"
             )
         return self._kept
 
@@ -95,25 +117,10 @@ class KeptPart:
         Raises:
             RowsLost: They are gone.
         """
-        kept = self._get()
-        try:
-            payload = kept.payload()
-        except RowsLost:
-            raise RowsLost(f"{self.how_lost()}; make them again") from None
+        payload = self._get().payload()
         if self.record is not None and not self._came:
             self.record.returned_nbytes += payload.nbytes
         return decode(payload)
-
-    def how_lost(self) -> str:
-        """Whose rows are gone and why; "" if they are not, as far as anybody knows."""
-        if self._kept is None or not self._kept.why_lost:
-            return ""
-        facts = self._kept.facts
-        last = self.start + (facts.n_rows if facts is not None else 0) - 1
-        return (
-            f"rows {self.start} to {last} of {self.method}, which rank {self._rank} has left on host {self.host}, are "
-            f"gone ({self._kept.why_lost})"
-        )
 
     @property
     def facts(self) -> RowFacts | None:
@@ -131,7 +138,8 @@ def held_by(workers: Workers) -> dict[int, int]:
     held: dict[int, int] = {}
     for part in list(_living):
         if part._workers is workers and part._kept is not None and part._kept.facts is not None:
-            held[part._rank or 0] = held.get(part._rank or 0, 0) + part._kept.facts.nbytes
+            rank = part.origin.rank or 0
+            held[rank] = held.get(rank, 0) + part._kept.facts.nbytes
     return held
 
 
@@ -181,7 +189,7 @@ class KeptRows:
         schema = {name: column._replace(nbytes=nbytes[name]) for name, column in columns.items()}
         result = Result(self._method, parts, schema, any(part.way == "Ray" for part in self._parts.values()))
         for part, start in zip(parts, result.starts, strict=True):
-            part.kept.start = start
+            part.kept.origin.numbers = range(start, start + part.n_rows)
         real_rows, ranks = self._real_rows, list(self._parts)
         order = None if real_rows is None else real_rows.order(ranks)
         if real_rows is None or (real_rows.padded_to is None and order is None):

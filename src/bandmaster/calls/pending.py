@@ -17,7 +17,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -135,7 +135,6 @@ class PendingCall:
         "real_rows",
         "record",
         "site",
-        "takes",
         "tickets",
         "workers",
     )
@@ -157,7 +156,6 @@ class PendingCall:
         self.real_rows: RealRows | None = None
         self.record: CallRecord | None = None  # if a trace records
         self.kept: Any = None  # until all ranks have replied
-        self.takes: Sequence[KeptPart] = ()  # the kept rows that it takes, until the result or the error is there
         self.is_over = self.is_done = self._has_to_stop = self._was_missed = False
         self.outcome: Any = None
         self.error: BaseException | None = None
@@ -304,6 +302,7 @@ class PendingCall:
             kept = {
                 rank: KeptPart(self.site.method, rank, value, self.workers, self.record)
                 for rank, value in self._values.items()
+                if value is not None  # as of ranks whose values are not collected
             }
             self._kept_rows = KeptRows(self.site.method, self._collection.ranks, kept, self.real_rows)
         elif self.error is None:
@@ -311,7 +310,7 @@ class PendingCall:
         self.is_done = True
         if self.record is not None:
             self.record.is_done()
-        self._values, self.takes = {}, ()
+        self._values = {}
         if self._kept_rows is None:
             self._collection = NOTHING  # which may refer to the group, that has the list of its calls
         elif self._others is not None:
@@ -401,8 +400,8 @@ class PendingCall:
         failures = dict(self.failures)  # others may share them, and add to them
         kinds = {failure.kind for failure in failures.values()}
         where = {rank: self.site.mesh.coordinates(rank) for rank in failures}
-        lost = [how for part in self.takes if (how := part.how_lost())] if FailureKind.LOST in kinds else []
-        if lost and kinds <= {FailureKind.LOST, FailureKind.CANCELLED}:
+        if FailureKind.LOST in kinds and kinds <= {FailureKind.LOST, FailureKind.CANCELLED}:
+            lost = {failure.summary: None for failure in failures.values() if failure.kind is FailureKind.LOST}
             return RowsLost(f"{self.site.method} of group {self.site.group!r} takes {'; '.join(lost)}; make them again")
         if FailureKind.DIED in kinds or kinds == {FailureKind.CANCELLED}:
             kind: Callable[..., BaseException] = WorkerDied

@@ -13,7 +13,7 @@ from bandmaster.calls.later import LaterCalls
 from bandmaster.calls.outcome import Watchers, first_awaited, late, wait_for_all
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.calls.pull import Pull, Puller
-from bandmaster.errors import CallCancelled, CallTimeout
+from bandmaster.errors import CallCancelled, CallTimeout, RowsLost
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.handles import Table
 from bandmaster.plan.pulling import stack_chunks
@@ -207,6 +207,10 @@ class PulledCall:
             try:
                 self.outcome = self._joined()
                 self._is_brought = True
+            except RowsLost as error:
+                if self.keeps_rows:
+                    raise  # those of other chunks may be there
+                self.error = error
             except Exception as error:  # of a chunk whose value cannot be read, or of values that cannot be joined
                 self.error = error
 

@@ -21,6 +21,7 @@ from bandmaster.calls.future import Future, table_of
 from bandmaster.calls.kept_rows import KeptPart
 from bandmaster.calls.records import CallRecord
 from bandmaster.codec import add_plain
+from bandmaster.contract import Workers
 from bandmaster.errors import ArgumentError
 from bandmaster.plan import handles
 from bandmaster.plan.arguments import ArgumentGroup
@@ -63,10 +64,12 @@ class RowsElsewhere:
 
     Args:
         method: ``"Class.method"``, for messages.
+        workers: The workers that are called.
     """
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, workers: Workers) -> None:
         self.parts: list[KeptPart] = []
+        self._ranks_are_own = workers.ranks_are_own
         self._method = method
         self._labels: dict[int, int] = {}  # by identity of the part, which the futures keep
         self._needed: list[set[int]] = []  # for each argument group
@@ -82,8 +85,9 @@ class RowsElsewhere:
         found = []
         for _, alike in groupby([group for group in groups if group.items], _values):
             members = list(alike)
-            if len(members) > 1 and _are_for_all([table_of(value.value) for _, value in members[0].items]):
-                members = [_joined(members)]
+            if len(members) > 1 and self._ranks_are_own:
+                tables = [table_of(value.value) for _, value in members[0].items]
+                members = [_joined(members)] if _are_for_all(tables) else members
             for group in members:
                 self._needed.append(set())
                 items = [(key, self._referring(value, name)) for (key, value), name in _named(group)]
@@ -168,10 +172,10 @@ def _one_after_the_other(numbers: Sequence[Any]) -> Any:
     return np.concatenate([np.asarray(one, dtype=np.int64) for one in numbers])
 
 
-def _values(group: ArgumentGroup) -> tuple[int, ...]:
-    """What argument groups have in common that are portions of the same values; else what no other group has."""
+def _values(group: ArgumentGroup) -> tuple[Any, ...]:
+    """What argument groups have in common that are portions of the same arguments; else what no other group has."""
     if all(type(value) is Portion for _, value in group.items):
-        return tuple([id(value.value) for _, value in group.items])
+        return tuple([(key, id(value.value)) for key, value in group.items])
     return (id(group),)
 
 

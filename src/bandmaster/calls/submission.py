@@ -15,7 +15,6 @@ from typing import Any
 from bandmaster.calls.encoding import encode_group
 from bandmaster.calls.exports import Exporter, exports_are_on
 from bandmaster.calls.future import Future
-from bandmaster.calls.kept_rows import KeptPart
 from bandmaster.calls.later import LaterCall, LaterCalls
 from bandmaster.calls.ledger import recording
 from bandmaster.calls.options import CallOptions
@@ -207,7 +206,7 @@ class Submitter:
         reply = Reply.KEEP if call.keeps_rows else Reply.RETURN
         name, workers, label = self._prefix + method, call.workers, call.site.method
         record = call.record = None if recording.trace is None else self._record(call.site, workers)
-        outgoing, call.kept, call.takes = self._encode(workers, label, name, plan, ranks, collected, reply, record)
+        outgoing, call.kept = self._encode(workers, label, name, plan, ranks, collected, reply, record)
         with call.reading:
             self._open_calls.add(call)
             workers.call(outgoing, call.tickets)
@@ -280,12 +279,11 @@ class Submitter:
     ) -> list[Any]:
         """For each share a future, or what the backend's own users read its value from."""
         workers, tickets, kept = self._workers(), dict[int, Any](), list[Any]()
-        takes: Sequence[KeptPart] = ()
         record = self._record(site, workers) if reply is Reply.KEEP else None
         if not failures:
             ranks = tuple([rank for share in shares for rank in share.ranks])
             collected = tuple([rank for collection in shares.values() for rank in collection.ranks])
-            outgoing, kept, takes = self._encode(workers, site.method, name, plan, ranks, collected, reply, record)
+            outgoing, kept = self._encode(workers, site.method, name, plan, ranks, collected, reply, record)
             try:
                 workers.call(outgoing, tickets)
                 if record is not None:
@@ -300,7 +298,7 @@ class Submitter:
                 continue
             call = kind(workers, site, collection, self._open_calls, failures, reply is Reply.KEEP)
             call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
-            call.kept, call.takes, call.real_rows, call.record = kept, takes, plan.real_rows, record
+            call.kept, call.real_rows, call.record = kept, plan.real_rows, record
             self._open_calls.add(call)
             results.append(Future(call, owner))
         return results
@@ -364,11 +362,11 @@ class Submitter:
         collected: tuple[int, ...],
         reply: Reply,
         record: CallRecord | None = None,
-    ) -> tuple[list[Call], list[Any], Sequence[KeptPart]]:
+    ) -> tuple[list[Call], list[Any]]:
         """Encode and put everything: what cannot be encoded is known before anything is sent.
 
         Returns:
-            The calls, what has to be kept until they were replied to, and the kept rows that they take.
+            The calls, and what has to be kept until they were replied to.
         """
         exporter = None
         if self.traffic.has_exports and reply is not Reply.NATIVE:
@@ -376,7 +374,7 @@ class Submitter:
         groups: Sequence[ArgumentGroup] = plan.groups
         elsewhere = None
         if refers_to_rows(groups):
-            elsewhere = RowsElsewhere(label)
+            elsewhere = RowsElsewhere(label, workers)
             groups = elsewhere.addressed(groups)
         payloads: list[Payload] = []
         receivers: list[tuple[int, ...]] = []
@@ -396,5 +394,4 @@ class Submitter:
             record.is_encoded(sum([payload.nbytes for payload in payloads]))
             if elsewhere is not None:
                 elsewhere.note_in(record)
-        exports = [payload.exports for payload in payloads if payload.exports]
-        return calls, exports, elsewhere.parts if elsewhere is not None else ()
+        return calls, [payload.exports for payload in payloads if payload.exports]

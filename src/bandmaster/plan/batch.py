@@ -65,7 +65,7 @@ KNOWN = (
     "arrays and tensors with a row dim, list, TensorDict, pandas DataFrame and Series, Hugging Face Dataset, "
     "registered types, and mappings, NamedTuples and dataclasses of equally long batches"
 )
-_CONSTANTS = {str, bytes, int, float, bool, type(None)}  # types whose values nobody can change
+_CONSTANTS = {str, int, float, bool, type(None)}  # nobody can change them, and they are decoded from the head alone
 _registered: dict[type, BatchType] = {}
 
 

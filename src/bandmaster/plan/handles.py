@@ -370,9 +370,12 @@ def _pieces(leaf: Addressed) -> Pieces:
         return [(0, range(0))], None
     if isinstance(leaf.index, range) or len(leaf.index) > FEW_ROWS:
         return _partition(leaf.index, leaf.starts)
+    rows = leaf.index.tolist()
+    owners = [bisect_right(leaf.starts, row) - 1 for row in rows]
+    if len(set(owners)) == 1:
+        return [(owners[0], leaf.index - leaf.starts[owners[0]])], None
     found: list[tuple[int, range]] = []
-    for row in leaf.index.tolist():
-        number = bisect_right(leaf.starts, row) - 1
+    for row, number in zip(rows, owners, strict=True):
         row -= leaf.starts[number]
         if found and found[-1][0] == number and found[-1][1].stop == row:
             found[-1] = number, range(found[-1][1].start, row + 1)

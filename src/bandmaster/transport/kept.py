@@ -70,11 +70,11 @@ class KeptSegment:
         facts: What is known of the rows.
         lease: The claim on the segment.
         place: ``"shared memory"``.
-        why_lost: Always "": the segment outlives its writer.
+        origin: What messages call them.
     """
 
     place = "shared memory"
-    why_lost = ""
+    origin: object = "rows"
 
     def __init__(self, lease: Lease, facts: RowFacts) -> None:
         self.lease, self.facts = lease, facts

@@ -43,6 +43,7 @@ _DONT_WAIT = int(socket.MSG_DONTWAIT)
 _RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
 _RECEIVE_NOW_FLAGS = _RECEIVE_FLAGS | _DONT_WAIT
 _LENGTH = struct.Struct("<I")
+_NO_BODY = _LENGTH.pack(0)  # a message that carries the descriptors for the next one
 LENGTH_NBYTES = _LENGTH.size  # of a message's control, before that
 _ANCILLARY_NBYTES = (socket.CMSG_SPACE(4 * MAX_DESCRIPTORS),)
 
@@ -115,6 +116,7 @@ class Lane:
         writer.on_close.append(self._segment_closed)
         self._closed_ids: list[int] = []
         self._returned: list[int] = []  # segments in which nothing lies any more, as the other end is to be told
+        self._unopened = ""  # why segments of the next body could not be opened
         self._unusable: list[int] = []  # segments of the other end's that it must not use again
         self._is_only_reader = is_only_reader
         self.body: memoryview | None = None  # what was received last
@@ -157,6 +159,13 @@ class Lane:
                 raise Closed from None
             return
         self._note_returned()
+        while len(new) > MAX_DESCRIPTORS:
+            self._send_with_control(_NO_BODY, new[:MAX_DESCRIPTORS])
+            new = new[MAX_DESCRIPTORS:]
+        self._send_with_control(message, new)
+
+    def _send_with_control(self, message: bytes, new: Sequence[Segment]) -> None:
+        """Send a message, with what there is to tell of segments; no more of them are new than fit."""
         about_new = [(segment.id, segment.nbytes, segment.is_kept) for segment in new]
         about_old = [ids[:MAX_IDS] for ids in (self._closed_ids, self._returned, self._unusable)]
         control = pickle.dumps((about_new, *about_old), protocol=5)
@@ -213,25 +222,27 @@ class Lane:
         flags = _RECEIVE_FLAGS if block else _RECEIVE_NOW_FLAGS
         if buffer is None:
             buffer = self._buffer = self._buffer or Buffer()
-        while not self._received:
-            try:  # one call of C code reads and stores, so that an exception of a signal handler loses no message
-                self._received.extend(map(self.socket.recvmsg_into, (buffer.memory,), _ANCILLARY_NBYTES, (flags,)))
-            except BlockingIOError:
-                return None
-            except ConnectionResetError:  # once, if the other end left messages unread; what it sent is behind that
-                continue
-        n, ancillary, message_flags, _ = self._received[0]
-        if not n:
-            raise Closed
-        (n_control,) = _LENGTH.unpack_from(buffer.view)
-        body = self.body = buffer.view[LENGTH_NBYTES + n_control : n]
-        self._received.clear()
-        if n_control:
-            new, closed, returned, unusable = pickle.loads(buffer.view[LENGTH_NBYTES : LENGTH_NBYTES + n_control])
-            self.writer.end_leases(returned, self._reader_id)
-            if new or closed or unusable:
-                self._take_control(new, closed, unusable, _descriptors(ancillary), message_flags)
-        return body
+        while True:
+            while not self._received:
+                try:  # one call of C code reads and stores, so that an exception of a handler loses no message
+                    self._received.extend(map(self.socket.recvmsg_into, (buffer.memory,), _ANCILLARY_NBYTES, (flags,)))
+                except BlockingIOError:
+                    return None
+                except ConnectionResetError:  # once, if the other end left messages unread; what it sent is behind that
+                    continue
+            n, ancillary, message_flags, _ = self._received[0]
+            if not n:
+                raise Closed
+            (n_control,) = _LENGTH.unpack_from(buffer.view)
+            body = buffer.view[LENGTH_NBYTES + n_control : n]
+            self.body = body or self.body
+            self._received.clear()
+            if n_control:
+                self._take_control(buffer.view[LENGTH_NBYTES : LENGTH_NBYTES + n_control], ancillary, message_flags)
+            if len(body):
+                if self._unopened:
+                    self._refuse()
+                return body
 
     def pack(self, payload: Payload, is_kept: bool = False) -> tuple[Any, list[Segment]]:
         """Make the part of a body that names a payload: its bytes, or the number of the segment that it is written to.
@@ -267,18 +278,17 @@ class Lane:
             self.writer.on_close.remove(self._segment_closed)
         self.writer.forget_reader(self._reader_id)
 
-    def _take_control(
-        self,
-        new: Sequence[tuple[int, int, bool]],
-        closed: Sequence[int],
-        unusable: Sequence[int],
-        descriptors: list[int],
-        message_flags: int,
-    ) -> None:
+    def _take_control(self, control: memoryview, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
+        """Take what a message tells of segments, and the new ones."""
+        new, closed, returned, unusable = pickle.loads(control)
+        self.writer.end_leases(returned, self._reader_id)
+        if not (new or closed or unusable):
+            return
         self.reader.forget(closed)
         self._attached.difference_update(unusable)
         self.writer.discard(unusable, self._reader_id)
-        is_truncated = message_flags & _TRUNCATED or len(descriptors) != len(new)
+        descriptors = _descriptors(ancillary)
+        is_truncated = flags & _TRUNCATED or len(descriptors) != len(new)
         reason = "no descriptor is left for it; raise the limit on open files (ulimit -n)" if is_truncated else ""
         while descriptors:
             fd = descriptors.pop(0)
@@ -292,7 +302,12 @@ class Lane:
         if reason:
             self._unusable += [number for number, _, _ in new]
             self.reader.forget(self._unusable)
-            raise OSError(errno.EMFILE, f"a segment of shared memory cannot be opened: {reason}")
+            self._unopened = reason
+
+    def _refuse(self) -> None:
+        """Raise OSError: segments that have come with this body, or before it, could not be opened."""
+        reason, self._unopened = self._unopened, ""
+        raise OSError(errno.EMFILE, f"a segment of shared memory cannot be opened: {reason}")
 
 
 def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:

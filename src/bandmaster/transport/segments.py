@@ -15,7 +15,7 @@ that process forked is closed instead: the fork may read it for as long as it li
 for long are closed too, and readers are told to forget them.
 
 Readers of a *kept* segment do not map it when it comes. They hold its descriptor, pass it on to other processes, and
-map it anew each time that they read it, so that what they write never shows again.
+map it anew each time that somebody may write to what they read, so that it never shows again.
 """
 
 from __future__ import annotations

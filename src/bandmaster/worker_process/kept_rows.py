@@ -21,6 +21,7 @@ from bandmaster.transport.segments import KeptFile, chunks_in, start_of
 __all__ = ["with_rows"]
 
 MAX_HEAD_NBYTES = 1 << 20  # of a segment that is viewed: the head is compared each time
+MAX_SHARED_HEAD_NBYTES = 1 << 16  # of an object in Ray's store: it may be decoded for nothing, each time
 
 
 def with_rows(
@@ -30,7 +31,7 @@ def with_rows(
     decode: Callable[[Payload], Any],
     has_views: bool,
 ) -> Iterator[tuple[int | str, Any]]:
-    """The arguments of a call for a rank, with the rows that some refer to. Each payload is decoded once.
+    """The arguments of a call for a rank, with the rows that some refer to.
 
     Args:
         items: ``(position or keyword, value)`` for each argument.
@@ -72,17 +73,16 @@ class _View:
     def batch(self) -> Batch | None:
         """The content."""
         if bytes(self._start) != self._known or not self._known:
+            self._known = b""  # in case that this is interrupted
             head, *buffers = chunks_in(self._memory)
-            self._batch = _batch_in(Payload(head, tuple(buffers)))
-            self._start = start_of(self._memory)[:MAX_HEAD_NBYTES]
-            self._known = bytes(self._start)
+            start = self._start = start_of(self._memory)
+            self._batch = _batch_in(Payload(head, tuple(buffers))) if len(start) <= MAX_HEAD_NBYTES else None
+            self._known = bytes(start[:MAX_HEAD_NBYTES])
         return self._batch
 
 
 def _batch_in(payload: Payload) -> Batch | None:
     """What to copy rows out of; None if what is copied might share something with it."""
-    if len(payload.head) > MAX_HEAD_NBYTES:
-        return None
     value = decode(payload)
     return as_batch(value) if copies_rows(value) else None
 
@@ -90,7 +90,8 @@ def _batch_in(payload: Payload) -> Batch | None:
 def _view(reader: RowReader) -> Batch | None:
     """The rows in memory that is not the call's own; None if they cannot be had so."""
     if reader.shared is not None:
-        return _batch_in(reader.shared())
+        payload = reader.shared()
+        return _batch_in(payload) if len(payload.head) <= MAX_SHARED_HEAD_NBYTES else None
     file = reader.file
     if file is None:
         return None
