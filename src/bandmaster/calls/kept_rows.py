@@ -60,7 +60,7 @@ class KeptPart:
     Args:
         method: ``"Class.method"``, for messages.
         rank: The rank.
-        kept: The rows; small ones as they came.
+        kept: The rows; small ones as they came; None for a rank that has sent no value.
         workers: The workers of the group; None for rows of the controller.
         record: The record of the call, if a trace has made one.
     """
@@ -69,14 +69,15 @@ class KeptPart:
         self,
         method: str,
         rank: int | None,
-        kept: Kept | Payload,
+        kept: Kept | Payload | None,
         workers: Workers | None,
         record: CallRecord | None = None,
     ) -> None:
         self.origin, self.record, self._workers = Origin(method, rank, workers), record, workers
         self._came = isinstance(kept, Payload)
         self._kept: Kept | None = KeptCopy(kept) if isinstance(kept, Payload) else kept
-        self._kept.origin = self.origin
+        if self._kept is not None:
+            self._kept.origin = self.origin
         self._placed: WeakKeyDictionary[Workers, Any] = WeakKeyDictionary()
         if not self._came and workers is not None:
             _living.add(self)

@@ -302,7 +302,6 @@ class PendingCall:
             kept = {
                 rank: KeptPart(self.site.method, rank, value, self.workers, self.record)
                 for rank, value in self._values.items()
-                if value is not None  # as of ranks whose values are not collected
             }
             self._kept_rows = KeptRows(self.site.method, self._collection.ranks, kept, self.real_rows)
         elif self.error is None:
