@@ -29,6 +29,7 @@ ROOMS = {
     "registration": "errors plan worker calls group",
     "colocation": "errors plan worker calls lifecycle roles pool group",
     "__init__": "errors plan worker calls pool group registration colocation",
+    "rl": "__init__",
     "single_controller": "codec errors roles plan worker contract backends calls lifecycle pool group",
     "compat": "errors",
     "testing": "errors platform plan worker backends pool group registration",

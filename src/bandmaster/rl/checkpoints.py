@@ -1,0 +1,70 @@
+"""Checkpoints by torch's distributed checkpoint (DCP): saved by all ranks, resumed on any mesh."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+__all__ = ["load", "save"]
+
+
+def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None, **more: Any) -> None:
+    """Save a model, its optimizer and more, each rank its own shards.
+
+    Collective, if ``torch.distributed`` is initialised: all ranks call it. Parameters that are no ``DTensor`` are saved
+    once, as if all ranks had the same.
+
+    Args:
+        path: A folder, which all ranks and those that will load it can reach.
+        model: The model; with FSDP2 or tensor parallelism, its parameters are ``DTensor``.
+        optimizer: Its optimizer.
+        **more: Tensors, or values that can be pickled, such as ``step=100``; of rank 0.
+
+    Source: ``torch.distributed.checkpoint``.
+    """
+    from torch.distributed import checkpoint, is_initialized
+
+    checkpoint.save(_state(model, optimizer, more), checkpoint_id=path, no_dist=not is_initialized())
+
+
+def load(
+    path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None, **more: Any
+) -> dict[str, Any]:
+    """Load what `save` has saved, onto any mesh: each rank reads the parts that its shards need.
+
+    Collective, if ``torch.distributed`` is initialised: all ranks call it.
+
+    Args:
+        path: The folder.
+        model: The model, sharded as it is to be; its parameters are overwritten.
+        optimizer: Its optimizer, if it was saved.
+        **more: What else to load, by name; the values say of what type they are.
+
+    Returns:
+        The loaded values of ``more``.
+
+    Source: ``torch.distributed.checkpoint``.
+    """
+    from torch.distributed import checkpoint, is_initialized
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+    state = _state(model, optimizer, more)
+    checkpoint.load(state, checkpoint_id=path, no_dist=not is_initialized())
+    set_model_state_dict(model, state["model"])
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    loaded: dict[str, Any] = state["more"]
+    return loaded
+
+
+def _state(model: Module, optimizer: Optimizer | None, more: dict[str, Any]) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    state = {"model": get_model_state_dict(model), "more": dict(more)}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state

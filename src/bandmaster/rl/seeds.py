@@ -1,0 +1,50 @@
+"""Random numbers of ranks."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from bandmaster import Worker
+
+__all__ = ["seed"]
+
+
+def seed(worker: Worker, number: int, alike: Sequence[str] = ()) -> int:
+    """Seed Python's, numpy's and torch's random numbers of a rank.
+
+    Args:
+        worker: The worker, that is ``self``.
+        number: The seed of the group, 0 or more.
+        alike: Axes of its mesh: ranks that differ in these alone draw the same numbers. By default all ranks draw
+            different ones.
+
+    Returns:
+        The seed of the rank, below 2**32, which depends on ``number`` and the rank's place on the other axes alone.
+
+    Raises:
+        MeshError: The mesh does not have an axis of ``alike``, or these overlap.
+
+    Example:
+        >>> import bandmaster as bm
+        >>> from bandmaster import rl
+        >>> class Sampler(bm.Worker):
+        ...     @bm.register(bm.Dispatch.ONE_TO_ALL)
+        ...     def seed(self): return rl.seed(self, 0, alike=["tp"])
+        >>> with bm.ResourcePool([4], backend="inprocess") as pool:
+        ...     a, b, c, d = bm.WorkerGroup(pool, Sampler, mesh=bm.Mesh(dp=2, tp=2)).seed()
+        >>> a == b, c == d, a == c
+        (True, True, False)
+    """
+    groups = worker.mesh.groups(*alike)
+    place = next(index for index, ranks in enumerate(groups) if worker.rank in ranks)
+    own = int(np.random.SeedSequence([number, place]).generate_state(1)[0])
+    random.seed(own)
+    np.random.seed(own)
+    torch = sys.modules.get("torch")
+    if torch is not None:  # else nobody here draws from it, and it starts from a seed of its own
+        torch.manual_seed(own)
+    return own

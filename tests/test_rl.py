@@ -1,0 +1,111 @@
+"""Torch in workers: process groups along the axes of a mesh, seeds, checkpoints that resume on another mesh."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import bandmaster as bm
+from bandmaster import Dispatch, Mesh, register, rl
+
+
+class Torch(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def ranks_along(self, *axes):
+        """The ranks that a collective along some axes reaches, and the dims of the DeviceMesh."""
+        mesh = rl.device_mesh(self, *axes)
+        assert rl.device_mesh(self, *axes) is mesh
+        whole = mesh.get_group() if mesh.ndim == 1 else None
+        seen = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(whole))]
+        dist.all_gather(seen, torch.tensor([self.rank]), whole)
+        return [int(rank) for rank in seen], mesh.mesh_dim_names, mesh.mesh.tolist()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def drawn(self, number, alike=()):
+        torch.tensor(0)
+        rl.seed(self, number, alike)
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def train(self, path, n_before, n_after):
+        """Train for some steps, save, and train on; the losses."""
+        self._make()
+        losses = [self._step(step) for step in range(n_before)]
+        rl.save(path, self.model, self.optimizer, step=n_before)
+        return losses + [self._step(step) for step in range(n_before, n_before + n_after)]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def resume(self, path, n_steps):
+        self._make()
+        begin = rl.load(path, self.model, self.optimizer, step=0)["step"]
+        return begin, [self._step(step) for step in range(begin, begin + n_steps)]
+
+    def _make(self):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+        fully_shard(self.model, mesh=rl.device_mesh(self, "dp"))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def _step(self, step):
+        rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
+        loss = (self.model(rows) ** 2).mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+
+@pytest.fixture(scope="module")
+def four():
+    with bm.ResourcePool([4]) as pool:
+        yield bm.WorkerGroup(pool, Torch, mesh=Mesh(dp=2, tp=2).refine(gen_tp=1))
+
+
+@pytest.mark.parametrize("axes", [["dp"], ["tp"], ["gen_tp"], ["micro_dp"], ["micro_tp"]])
+def test_a_collective_along_an_axis_reaches_the_ranks_that_the_mesh_names(four, axes):
+    for rank, (seen, names, ranks) in enumerate(four.ranks_along(*axes)):
+        group = next(group for group in four.mesh.groups(*axes) if rank in group)
+        assert tuple(seen) == tuple(ranks) == group
+        assert names == tuple(axes)
+
+
+def test_a_device_mesh_of_several_axes(four):
+    for _, names, ranks in four.ranks_along():
+        assert (names, ranks) == (("dp", "tp"), [[0, 1], [2, 3]])
+    for rank, (_, names, ranks) in enumerate(four.ranks_along("gen_tp", "micro_dp")):
+        own = [0, 1] if rank < 2 else [2, 3]
+        assert (names, ranks) == (("gen_tp", "micro_dp"), [own])
+    with pytest.raises(bm.RemoteError, match=r"has no axis 'pp'"):
+        four.ranks_along("pp")
+    with pytest.raises(bm.RemoteError, match=r"axes 'tp' and 'micro_tp' .* overlap"):
+        four.ranks_along("tp", "micro_tp")
+
+
+def test_ranks_draw_what_their_place_says(four):
+    drawn = four.drawn(1)
+    assert len({number for numbers in drawn for number in numbers}) == 12
+    assert four.drawn(1) == drawn != four.drawn(2)
+    a, b, c, d = four.drawn(1, ["tp"])
+    assert a == b != c == d
+
+
+def test_a_checkpoint_resumes_on_another_mesh(tmp_path):
+    with bm.ResourcePool([4]) as pool:
+        losses, *others = bm.WorkerGroup(pool, Torch).train(str(tmp_path), 3, 3)
+        assert others == [losses] * 3
+    for n in (2, 1):
+        with bm.ResourcePool([n]) as pool:
+            for step, resumed in bm.WorkerGroup(pool, Torch).resume(str(tmp_path), 3):
+                assert step == 3
+                assert resumed == pytest.approx(losses[3:], abs=1e-6)
+
+
+def test_ranks_that_share_a_process_are_refused():
+    with (
+        bm.ResourcePool([2], backend="inprocess") as pool,
+        pytest.raises(bm.RemoteError, match="takes a process for each of 2 ranks, and these share one; use"),
+    ):
+        bm.WorkerGroup(pool, Torch).ranks_along()
