@@ -20,6 +20,7 @@ from bandmaster.errors import (
     ClosedError,
     CollectError,
     ConstructorError,
+    LayoutError,
     MeshError,
     PlacementError,
     ProtocolError,
@@ -31,8 +32,10 @@ from bandmaster.errors import (
 )
 from bandmaster.group import GroupOf, WorkerGroup
 from bandmaster.plan.batch import register_batch_type
+from bandmaster.plan.layout import Box, Layout
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.preview import TransferPlan, plan
+from bandmaster.plan.resharding import Move, Resharding, reshard
 from bandmaster.plan.transfer import (
     Broadcast,
     Concat,
@@ -56,6 +59,7 @@ __all__ = [
     "ArgumentError",
     "BandmasterError",
     "BatchError",
+    "Box",
     "Broadcast",
     "CallCancelled",
     "CallOptions",
@@ -74,8 +78,11 @@ __all__ = [
     "Future",
     "Gather",
     "GroupOf",
+    "Layout",
+    "LayoutError",
     "Mesh",
     "MeshError",
+    "Move",
     "Only",
     "PartialResult",
     "PerRank",
@@ -84,6 +91,7 @@ __all__ = [
     "RankTimes",
     "Reduce",
     "RemoteError",
+    "Resharding",
     "ResourceError",
     "ResourcePool",
     "RoleGroup",
@@ -105,6 +113,7 @@ __all__ = [
     "plan",
     "register",
     "register_batch_type",
+    "reshard",
     "set_default_options",
     "split_resource_pool",
     "trace",

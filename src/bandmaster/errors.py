@@ -7,6 +7,7 @@
     │   ├── ArgumentError             (TypeError)   wrong, missing or unpicklable arguments
     │   ├── BatchError                (ValueError)  rows that cannot be split as asked
     │   ├── MeshError                 (ValueError)  axes, coordinates, sizes
+    │   ├── LayoutError               (ValueError)  layouts of tensors that do not fit
     │   ├── ProtocolError             (ValueError)  a transfer protocol that makes no sense
     │   └── ClosedError               (RuntimeError) a pool or group that was closed
     ├── RemoteError                 the worker's code: a method raised   (RuntimeError)
@@ -38,6 +39,7 @@ __all__ = [
     "ClosedError",
     "CollectError",
     "ConstructorError",
+    "LayoutError",
     "MeshError",
     "PlacementError",
     "ProtocolError",
@@ -67,6 +69,10 @@ class BatchError(UsageError, ValueError):
 
 class MeshError(UsageError, ValueError):
     """An axis, a coordinate or a size is invalid for a mesh."""
+
+
+class LayoutError(UsageError, ValueError):
+    """A layout of tensors over ranks contradicts itself, or two layouts do not fit together."""
 
 
 class ProtocolError(UsageError, ValueError):

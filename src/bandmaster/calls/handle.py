@@ -13,7 +13,7 @@ from bandmaster.plan.batch import column_of
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.columns import Schema
 from bandmaster.plan.handles import Table
-from bandmaster.plan.render import Box, svg_bands
+from bandmaster.plan.render import Cell, svg_bands
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -193,9 +193,9 @@ def index_of(rows: Any, n_rows: int) -> Index:
     return np.where(index < 0, index + n_rows, index).astype(np.int64)
 
 
-def _box(place: Place) -> Box:
+def _box(place: Place) -> Cell:
     who = "controller" if place.rank is None else f"rank {place.rank}"
-    return Box((who, f"{place.n_rows} row{'s' if place.n_rows != 1 else ''}"), place.rank or 0)
+    return Cell((who, f"{place.n_rows} row{'s' if place.n_rows != 1 else ''}"), place.rank or 0)
 
 
 def _labels(what: str, n: int) -> list[str]:

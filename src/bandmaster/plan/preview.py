@@ -19,7 +19,7 @@ from typing import Any
 
 from bandmaster.errors import BatchError, ProtocolError
 from bandmaster.plan.mesh import Mesh
-from bandmaster.plan.render import Box, svg_bands, text_table
+from bandmaster.plan.render import Cell, svg_bands, text_table
 from bandmaster.plan.rows import part_numbers, row_ranges, shards, sources
 from bandmaster.plan.transfer import Concat, Custom, Incoming, PerRank, Split, TransferProtocol, as_protocol
 
@@ -91,31 +91,31 @@ class TransferPlan:
             return part_numbers(self.mesh, self.protocol.outgoing)[rank]
         return rank if isinstance(self.protocol.outgoing, PerRank) else 0
 
-    def _sent_boxes(self) -> list[Box]:
+    def _sent_boxes(self) -> list[Cell]:
         if isinstance(self.protocol.outgoing, PerRank):
-            return [Box((f"value {rank}",), rank) for rank in range(self.mesh.size)]
+            return [Cell((f"value {rank}",), rank) for rank in range(self.mesh.size)]
         any_rank = {self._part(rank): rank for rank in range(self.mesh.size)}
-        return [Box((self._gets(rank),), part) for part, rank in sorted(any_rank.items())]
+        return [Cell((self._gets(rank),), part) for part, rank in sorted(any_rank.items())]
 
-    def _back_boxes(self, collect: Incoming) -> list[Box]:
+    def _back_boxes(self, collect: Incoming) -> list[Cell]:
         ranks = sources(self.mesh, collect)
         return [
-            Box((self._place(collect, rank), f"from rank {rank}"), self._part(rank), is_framed=True) for rank in ranks
+            Cell((self._place(collect, rank), f"from rank {rank}"), self._part(rank), is_framed=True) for rank in ranks
         ]
 
-    def _rank_bands(self) -> list[tuple[str, list[Box]]]:
+    def _rank_bands(self) -> list[tuple[str, list[Cell]]]:
         """A band of rank boxes for each coordinate of the slowest axis; a single band if the mesh has one axis."""
         slowest, *others = self.mesh.shape
         made_by_refining = [axis for axis in self.mesh.axis_names if axis not in self.mesh.shape]
         named = [axis for axis in self.protocol.axis_names if axis in made_by_refining]
         refined = [axis for axis in named if self.mesh.axis_size(axis) > 1]
-        boxes: dict[str, list[Box]] = {}
+        boxes: dict[str, list[Cell]] = {}
         for rank in range(self.mesh.size):
             where = self.mesh.coordinates(rank)
             lines = [", ".join(f"{axis} {where[axis]}" for axis in axes) for axes in (others or [slowest], refined)]
             text = (f"rank {rank}", *filter(None, lines), self._gets(rank))
             band = boxes.setdefault(f"{slowest} {where[slowest]}" if others else "ranks", [])
-            band.append(Box(text, self._part(rank), is_framed=rank in self.collected))
+            band.append(Cell(text, self._part(rank), is_framed=rank in self.collected))
         return list(boxes.items())
 
 

@@ -6,7 +6,7 @@ import colorsys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Box", "html_table", "svg_bands", "text_table"]
+__all__ = ["Cell", "html_table", "svg_bands", "text_table"]
 
 WIDTH, LABEL_WIDTH, LINE_HEIGHT, MARGIN, BOXES_PER_LINE = 760, 76, 15, 6, 8  # of drawings; all but the last in pixels
 
@@ -27,7 +27,7 @@ def html_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object
 
 
 @dataclass(frozen=True)
-class Box:
+class Cell:
     """One box of a drawing.
 
     Attributes:
@@ -41,7 +41,7 @@ class Box:
     is_framed: bool = False
 
 
-def svg_bands(title: str, subtitle: str, bands: Sequence[tuple[str, Sequence[Box]]]) -> str:
+def svg_bands(title: str, subtitle: str, bands: Sequence[tuple[str, Sequence[Cell]]]) -> str:
     """Draw horizontal bands of boxes below each other as an SVG, for a notebook.
 
     An SVG keeps its colours on sites that remove the styles of HTML, such as GitHub.
@@ -68,7 +68,7 @@ def svg_bands(title: str, subtitle: str, bands: Sequence[tuple[str, Sequence[Box
     return "\n".join([f"<svg xmlns='http://www.w3.org/2000/svg' {size}>", page, *parts, "</svg>"])
 
 
-def _drawn(box: Box, x: float, y: float, width: float, height: float, n_colours: int) -> list[str]:
+def _drawn(box: Cell, x: float, y: float, width: float, height: float, n_colours: int) -> list[str]:
     red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(0.58 + box.colour / n_colours, 0.85, 0.75))
     frame = "stroke='#222' stroke-width='2.5'" if box.is_framed else "stroke='#999'"
     place = f"x='{x:.0f}' y='{y}' width='{width:.0f}' height='{height}' rx='3'"

@@ -1,4 +1,4 @@
-"""Torch in workers: process groups along the axes of a mesh, seeds of ranks, checkpoints that resume on another mesh.
+"""Torch in workers: process groups along the axes of a mesh, the hybrid engine, seeds of ranks, checkpoints.
 
 ::
 
@@ -12,7 +12,8 @@ Everything here is called in the methods of workers, is built on public names al
 """
 
 from bandmaster.rl.checkpoints import load, save
+from bandmaster.rl.engine import HybridEngine
 from bandmaster.rl.meshes import device_mesh, start_torch_distributed
 from bandmaster.rl.seeds import seed
 
-__all__ = ["device_mesh", "load", "save", "seed", "start_torch_distributed"]
+__all__ = ["HybridEngine", "device_mesh", "load", "save", "seed", "start_torch_distributed"]

@@ -1,0 +1,80 @@
+"""Carrying out the moves of a plan among the ranks of one process group: one message from rank to rank per bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from bandmaster import Box, Move
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Pieces", "allocate", "exchange"]
+
+
+class Pieces(NamedTuple):
+    """Local tensors of a rank, and the rectangles of the whole tensors that they are, by name."""
+
+    tensors: Mapping[str, Tensor]
+    boxes: Mapping[str, Box]
+
+    def piece(self, move: Move) -> Tensor:
+        """The part of a local tensor that a move is about, as a view."""
+        return self.tensors[move.name][move.box.slices(self.boxes[move.name])]
+
+
+def allocate(tensor: Tensor) -> Tensor:
+    """Give a tensor its memory back after its storage was resized to 0; its contents are arbitrary."""
+    storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.itemsize
+    if storage.nbytes() < nbytes:
+        storage.resize_(nbytes)
+    return tensor
+
+
+def exchange(moves: Sequence[Move], rank: int, source: Pieces, target: Pieces) -> None:
+    """Move pieces between the ranks of the default process group. Collective: all ranks pass the same moves.
+
+    Args:
+        moves: What moves, in the same order on all ranks.
+        rank: The rank of this process.
+        source: What it has.
+        target: What it fills.
+    """
+    import torch
+    import torch.distributed as dist
+
+    outgoing: dict[int, list[Move]] = {}
+    incoming: dict[int, list[Move]] = {}
+    for move in moves:
+        if move.is_local:
+            if move.receiver == rank:
+                target.piece(move).copy_(source.piece(move))
+        elif move.sender == rank:
+            outgoing.setdefault(move.receiver, []).append(move)
+        elif move.receiver == rank:
+            incoming.setdefault(move.sender, []).append(move)
+    sent = {peer: torch.cat([_bytes(source.piece(move)) for move in parts]) for peer, parts in outgoing.items()}
+    received = {peer: _empty(target, parts) for peer, parts in incoming.items()}
+    operations = [dist.P2POp(dist.isend, data, peer) for peer, data in sent.items()]
+    operations += [dist.P2POp(dist.irecv, data, peer) for peer, data in received.items()]
+    for request in dist.batch_isend_irecv(operations) if operations else ():
+        request.wait()
+    for peer, parts in incoming.items():
+        data = received[peer].split([move.nbytes for move in parts])
+        for move, piece in zip(parts, data, strict=True):
+            place = target.piece(move)
+            place.copy_(piece.view(place.dtype).view(place.shape))
+
+
+def _bytes(piece: Tensor) -> Tensor:
+    import torch
+
+    return piece.contiguous().view(-1).view(torch.uint8)
+
+
+def _empty(target: Pieces, parts: Sequence[Move]) -> Tensor:
+    import torch
+
+    device = target.tensors[parts[0].name].device
+    return torch.empty(sum(move.nbytes for move in parts), dtype=torch.uint8, device=device)

@@ -1,0 +1,62 @@
+"""The part of a model that lies on one rank: its local tensors, and which rectangles of the whole tensors they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from bandmaster import Box, Layout, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+__all__ = ["layout_of_ranks", "local_tensor", "own_boxes", "specs", "tensors_of"]
+
+
+def tensors_of(model: Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of a model, by name; those that share their memory once."""
+    kept = model.state_dict(keep_vars=True)
+    named = chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor for name, tensor in named if name in kept}
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The tensor that has the memory of a tensor on this rank: the local part of a DTensor, else the tensor itself."""
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)  # to_local() may return a view, as for parameters
+    return found
+
+
+def specs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The shape of each whole tensor, and its dtype, by name."""
+    return {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
+
+
+def own_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Box]:
+    """The rectangle of each whole tensor that this rank has."""
+    return {name: _own_box(tensor) for name, tensor in tensors.items()}
+
+
+def _own_box(tensor: Tensor) -> Box:
+    if not hasattr(tensor, "_local_tensor"):
+        return Box((0,) * tensor.ndim, tuple(tensor.shape))
+    placed: Any = tensor
+    chunks = placed.__create_chunk_list__()  # what torch's distributed checkpoint asks for
+    if len(chunks) != 1:
+        raise UsageError(
+            f"a rank must hold one rectangle of a tensor, got {len(chunks)} of one with {placed.placements}"
+        )
+    return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+
+
+def layout_of_ranks(tensors: Mapping[str, Tensor], world_size: int) -> Layout:
+    """What all ranks of a group have. Collective, if there are several: all ranks call it."""
+    own = specs(tensors), own_boxes(tensors)
+    if world_size == 1:
+        return Layout(own[0], [own[1]])
+    import torch.distributed as dist
+
+    said: list[Any] = [None] * world_size
+    dist.all_gather_object(said, own)
+    return Layout({name: spec for specs, _ in said for name, spec in specs.items()}, [boxes for _, boxes in said])

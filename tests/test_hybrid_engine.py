@@ -1,0 +1,175 @@
+"""The hybrid engine: the weights of a model in a training and in a generation layout, on the same ranks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import bandmaster as bm
+from bandmaster import Dispatch, Mesh, register, rl
+
+ROWS = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    """The pattern of a transformer's layer: a normalisation that all ranks have, and two matrices that are cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, rows):
+        return rows + self.down(torch.tanh(self.up(self.norm(rows))))
+
+
+def model(layers=range(4)):
+    """Some layers of the one model of four, all its weights the same wherever it is made."""
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(4)]
+    for block in blocks:
+        nn.init.normal_(block.norm.weight)
+    return nn.Sequential(*(block if index in layers else nn.Identity() for index, block in enumerate(blocks)))
+
+
+def cut(model, mesh):
+    styles = {"up": ColwiseParallel, "down": RowwiseParallel}
+    names = {f"{index}.{name}": style() for index, block in enumerate(model) if isinstance(block, Block)
+             for name, style in styles.items()}  # fmt: skip
+    return parallelize_module(model, mesh, names) if mesh.size() > 1 else model
+
+
+class Actor(bm.Worker):
+    """Trains in the layout p-d-t of its mesh, and generates in that of the refined axes."""
+
+    def __init__(self, is_sharded=False, bucket_nbytes=1 << 20):
+        stage = 4 // self.mesh.axis_size("pp")
+        first = stage * self.coordinates["pp"]
+        mesh = rl.device_mesh(self, "dp", "tp")
+        self.model = cut(model(range(first, first + stage)), mesh["tp"])
+        if is_sharded:
+            self.model = fully_shard(self.model, mesh=mesh["dp"])
+        self.rollout = cut(model(self._generated()), rl.device_mesh(self, "gen_tp"))
+        with torch.no_grad():
+            for weight in self.rollout.parameters():
+                rl.local_tensors.local_tensor(weight).fill_(float("nan"))
+        self.engine = rl.HybridEngine(self, self.model, self.rollout, bucket_nbytes)
+
+    def _generated(self):
+        stage = 4 // self.mesh.axis_size("gen_pp")
+        first = stage * self.coordinates["gen_pp"]
+        return range(first, first + stage)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def switch(self):
+        """Outputs of the generation model beside those of the whole one, and what has moved; None for an output if it
+        has some of the layers only."""
+        before = self._local()
+        with self.engine:
+            is_whole = len(self._generated()) == 4
+            seen = self.rollout(ROWS).detach() if is_whole else None
+            held = _nbytes([*self.model.parameters(), *self.rollout.parameters()])
+        after, left = self._local(), _nbytes([*self.model.parameters(), *self.rollout.parameters()])
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        plan = self.engine.plan
+        senders = {move.sender for move in plan.moves if move.receiver == self.rank}
+        return seen, self.engine.received_nbytes, sorted(senders), held, left
+
+    @register(Dispatch.ONE_TO_ALL)
+    def train(self):
+        """A step of training, after which the generation model has to know the new weights."""
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.model(ROWS).square().mean().backward()
+        optimizer.step()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def use_outside(self):
+        self.rollout(ROWS)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def train_inside(self):
+        with self.engine:
+            self.model(ROWS)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def enter_twice(self):
+        with self.engine, self.engine:
+            pass
+
+    def _local(self):
+        return {name: rl.local_tensors.local_tensor(tensor).detach().clone()
+                for name, tensor in self.model.state_dict().items()}  # fmt: skip
+
+
+def _nbytes(tensors):
+    """Bytes of the memory of tensors, counted once."""
+    storages = {}
+    for tensor in tensors:
+        storage = rl.local_tensors.local_tensor(tensor).untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+MATRICES, NORMS = 4 * 2 * 8 * 16 * 4, 4 * 2 * 8 * 4  # bytes of those that are cut, and of those that ranks have alike
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (Mesh(pp=1, dp=2, tp=2).refine(gen_pp=1, gen_tp=1), {}),
+        (Mesh(pp=1, dp=1, tp=4).refine(gen_pp=1, gen_tp=2), {"bucket_nbytes": 300}),
+        (Mesh(pp=2, dp=1, tp=2).refine(gen_pp=1, gen_tp=1), {}),
+        (Mesh(pp=2, dp=1, tp=2).refine(gen_pp=1, gen_tp=2), {}),
+    ],
+    ids=str,
+)
+def test_a_switch_gathers_what_the_paper_says(mesh, options):
+    whole = model()(ROWS)
+    with bm.ResourcePool([4]) as pool:
+        actor = bm.WorkerGroup(pool, Actor, mesh=mesh, **options)
+        n_train, n_generate = (mesh.axis_size(f"{g}pp") * mesh.axis_size(f"{g}tp") for g in ("", "gen_"))
+        for again in (1, 2):
+            for rank, (seen, received, senders, held, left) in enumerate(actor.switch()):
+                if seen is not None:
+                    torch.testing.assert_close(seen, whole.detach(), atol=1e-5, rtol=0)
+                norms = NORMS // mesh.axis_size("gen_pp") - NORMS // mesh.axis_size("pp")
+                assert received == (n_train - n_generate) * MATRICES // (n_generate * n_train) + norms, again
+                group = next(group for group in mesh.groups("micro_dp") if rank in group)
+                assert set(senders) <= set(group)
+                assert held == MATRICES // n_generate + NORMS // mesh.axis_size("gen_pp"), "nothing is held twice"
+                assert left == MATRICES // n_train + NORMS // mesh.axis_size("pp")
+
+
+def test_weights_of_fully_sharded_models_after_a_step_of_training():
+    mesh = Mesh(pp=1, dp=2, tp=2).refine(gen_pp=1, gen_tp=1)
+    with bm.ResourcePool([4]) as pool:
+        actor = bm.WorkerGroup(pool, Actor, True, mesh=mesh)
+        actor.train()
+        whole = copy.deepcopy(model())
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+        whole(ROWS).square().mean().backward()
+        optimizer.step()
+        for seen, received, *_ in actor.switch():
+            torch.testing.assert_close(seen, whole(ROWS).detach(), atol=1e-5, rtol=0)
+            assert received == MATRICES * 3 // 4 + NORMS // 2, "norms are cut over dp alone"
+        actor.train()
+        assert all(torch.isfinite(seen).all() for seen, *_ in actor.switch())
+
+
+def test_models_that_are_used_in_the_wrong_layout_are_refused():
+    with bm.ResourcePool([1]) as pool:
+        actor = bm.WorkerGroup(pool, Actor, mesh=Mesh(pp=1, dp=1, tp=1).refine(gen_pp=1, gen_tp=1))
+        ((seen, received, *_),) = actor.switch()
+        assert received == 0
+        assert torch.equal(seen, model()(ROWS).detach())
+        with pytest.raises(bm.RemoteError, match="no weights outside of `with engine:`"):
+            actor.use_outside()
+        with pytest.raises(bm.RemoteError, match="leave the `with` block of the engine to train"):
+            actor.train_inside()
+        with pytest.raises(bm.RemoteError, match="leave its `with` block before entering another"):
+            actor.enter_twice()
+        assert torch.equal(actor.switch()[0][0], seen), "after an error it is as before"
