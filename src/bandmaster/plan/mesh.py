@@ -12,12 +12,15 @@ from bandmaster.plan.render import html_table
 
 __all__ = ["Mesh"]
 
+RANK = "rank"  # an axis of all ranks, which every mesh has without naming it
+
 
 class Mesh:
     """The ranks of a worker group, laid out over named axes, the first axis slowest.
 
     An immutable, hashable value. The order is that of ``torch.distributed.init_device_mesh``: in
-    ``Mesh(pp=2, dp=2, tp=2)`` the ranks 0 and 1 differ in ``tp``.
+    ``Mesh(pp=2, dp=2, tp=2)`` the ranks 0 and 1 differ in ``tp``. Besides its own axes, each mesh has the axis ``rank``
+    of all its ranks, for protocols such as ``Split("rank")`` that do not depend on the others.
 
     Args:
         **axes: Size of each axis, at least 1, slowest first.
@@ -33,6 +36,8 @@ class Mesh:
         (4, 6)
         >>> mesh.groups("tp")
         ((0, 1), (2, 3), (4, 5), (6, 7))
+        >>> mesh.positions("rank")
+        (0, 1, 2, 3, 4, 5, 6, 7)
 
     Source: HybridFlow (arXiv 2409.19256), sections 4 and 5; ``jax.sharding.Mesh``.
     """
@@ -149,7 +154,9 @@ class Mesh:
         """
         fixed = {axis: self._coordinate(axis, index) for axis, index in at.items()}
         return tuple(
-            rank for rank, where in enumerate(self._table) if all(where[axis] == i for axis, i in fixed.items())
+            rank
+            for rank, where in enumerate(self._table)
+            if all(where.get(axis, rank) == i for axis, i in fixed.items())  # only `RANK` is in no row of the table
         )
 
     def positions(self, *axes: str) -> tuple[int, ...]:
@@ -166,10 +173,10 @@ class Mesh:
         self._factors_of(axes)
         sizes = [(axis, self.axis_size(axis)) for axis in axes]
         numbers = []
-        for where in self._table:
+        for rank, where in enumerate(self._table):
             number = 0
             for axis, size in sizes:
-                number = number * size + where[axis]
+                number = number * size + where.get(axis, rank)
             numbers.append(number)
         return tuple(numbers)
 
@@ -223,6 +230,8 @@ class Mesh:
         return tuple(rows)
 
     def _parts(self, axis: str) -> tuple[str, ...]:
+        if axis == RANK and axis not in self._axes:
+            return tuple(self._factors)
         if axis not in self._axes:
             hint = ""
             if axis in ("pp", "dp", "tp"):

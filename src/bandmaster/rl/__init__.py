@@ -15,5 +15,15 @@ from bandmaster.rl.checkpoints import load, save
 from bandmaster.rl.engine import HybridEngine
 from bandmaster.rl.meshes import device_mesh, start_torch_distributed
 from bandmaster.rl.seeds import seed
+from bandmaster.rl.weights import HoldsWeights, WeightSync
 
-__all__ = ["HybridEngine", "device_mesh", "load", "save", "seed", "start_torch_distributed"]
+__all__ = [
+    "HoldsWeights",
+    "HybridEngine",
+    "WeightSync",
+    "device_mesh",
+    "load",
+    "save",
+    "seed",
+    "start_torch_distributed",
+]

@@ -10,7 +10,7 @@ from bandmaster import Box, Move
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Pieces", "allocate", "exchange"]
+__all__ = ["Pieces", "allocate", "bytes_of", "exchange", "fill"]
 
 
 class Pieces(NamedTuple):
@@ -54,7 +54,7 @@ def exchange(moves: Sequence[Move], rank: int, source: Pieces, target: Pieces) -
             outgoing.setdefault(move.receiver, []).append(move)
         elif move.receiver == rank:
             incoming.setdefault(move.sender, []).append(move)
-    sent = {peer: torch.cat([_bytes(source.piece(move)) for move in parts]) for peer, parts in outgoing.items()}
+    sent = {peer: torch.cat([bytes_of(source.piece(move)) for move in parts]) for peer, parts in outgoing.items()}
     received = {peer: _empty(target, parts) for peer, parts in incoming.items()}
     operations = [dist.P2POp(dist.isend, data, peer) for peer, data in sent.items()]
     operations += [dist.P2POp(dist.irecv, data, peer) for peer, data in received.items()]
@@ -63,14 +63,21 @@ def exchange(moves: Sequence[Move], rank: int, source: Pieces, target: Pieces) -
     for peer, parts in incoming.items():
         data = received[peer].split([move.nbytes for move in parts])
         for move, piece in zip(parts, data, strict=True):
-            place = target.piece(move)
-            place.copy_(piece.view(place.dtype).view(place.shape))
+            fill(target.piece(move), piece)
 
 
-def _bytes(piece: Tensor) -> Tensor:
+def bytes_of(piece: Tensor) -> Tensor:
+    """The bytes of a tensor of any dtype and shape, uint8 (bytes,); shared with it if it is contiguous."""
     import torch
 
-    return piece.contiguous().view(-1).view(torch.uint8)
+    return piece.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def fill(place: Tensor, data: Tensor) -> None:
+    """Copy bytes that `bytes_of` has made into a tensor of the same dtype and shape."""
+    if data.storage_offset() % place.itemsize:  # behind a piece of another dtype
+        data = data.clone()
+    place.copy_(data.view(place.dtype).view(place.shape))
 
 
 def _empty(target: Pieces, parts: Sequence[Move]) -> Tensor:

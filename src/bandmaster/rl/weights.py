@@ -1,0 +1,237 @@
+"""Weights from group to group, from any layout to any layout, directly from worker to worker.
+
+::
+
+    controller: plan = reshard(layout of the source, layout of the target); for each bucket of it:
+
+    source                                                  target
+    rank 0 ─ send_weights ─► a row for each receiver ──┬──► receive_weights: rank 0 stages what it gets
+    rank 1 ─ send_weights ─► a row for each receiver ──┴──► receive_weights: rank 1
+                             (they stay where they are made; the controller passes handles)
+
+                                                            switch_weights: all ranks use what they have staged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from bandmaster import (
+    Box,
+    Broadcast,
+    Concat,
+    Dispatch,
+    Future,
+    Gather,
+    Layout,
+    Move,
+    PerRank,
+    Resharding,
+    Split,
+    TransferProtocol,
+    UsageError,
+    Worker,
+    register,
+    reshard,
+)
+from bandmaster.rl.exchange import bytes_of, fill
+from bandmaster.rl.local_tensors import local_tensor, own_boxes, specs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["HoldsWeights", "WeightSync"]
+
+BUCKET_NBYTES = 64 << 20
+N_BUCKETS = 2  # under way at a time
+Piece = tuple[str, Box]  # name of a tensor, and a rectangle of it
+
+
+class HoldsWeights(Worker):
+    """Base class of workers whose weights `WeightSync` moves.
+
+    Attributes:
+        weights_version: The version of the weights that it was given last; None before.
+    """
+
+    weights_version: Any = None
+    _staged: Mapping[str, Tensor] = MappingProxyType({})
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights by name: plain tensors, which this rank has whole, or those of a `DTensor` and its part.
+
+        By default the state dict of ``self.model``. Override it if that is not what is to be moved; a target may have
+        fewer tensors than the source.
+        """
+        weights: Mapping[str, Tensor] = self.model.state_dict()  # type: ignore[attr-defined]
+        return weights
+
+    @register(Dispatch.ONE_TO_ALL)
+    def weights_layout(self) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, Box]]:
+        """Shapes and dtypes of the whole tensors, and which rectangles this rank has."""
+        weights = self.weights()
+        return specs(weights), own_boxes(weights)
+
+    @register(TransferProtocol(PerRank(), Concat("rank")))
+    def send_weights(self, outgoing: Sequence[Sequence[Piece]]) -> list[Tensor]:
+        """For each receiver, the bytes of the pieces that it gets from this rank: uint8 (bytes,), on the CPU."""
+        import torch
+
+        weights = self.weights()
+        boxes, nothing = own_boxes(weights), torch.empty(0, dtype=torch.uint8)
+        rows = []
+        for pieces in outgoing:
+            parts = [local_tensor(weights[name])[box.slices(boxes[name])] for name, box in pieces]
+            rows.append(torch.cat([bytes_of(part) for part in parts]).cpu() if parts else nothing)
+        return rows
+
+    @register(TransferProtocol(Split("rank"), Gather()), arguments={"incoming": PerRank(), "is_first": Broadcast()})
+    def receive_weights(self, rows: list[Tensor], incoming: Sequence[Sequence[Piece]], is_first: bool) -> None:
+        """Stage what each sender has sent to this rank; the first bucket forgets what was staged before."""
+        import torch
+
+        weights = self.weights()
+        boxes = own_boxes(weights)
+        staged = self._staged = {} if is_first else dict(self._staged)
+        for row, pieces in zip(rows, incoming, strict=True):
+            data = row.split([box.size * weights[name].itemsize for name, box in pieces])
+            for (name, box), piece in zip(pieces, data, strict=True):
+                if name not in staged:
+                    staged[name] = torch.empty_like(local_tensor(weights[name]), device="cpu")
+                fill(staged[name][box.slices(boxes[name])], piece)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def switch_weights(self, version: Any) -> None:
+        """Use the staged weights from now on. Ranks that have staged nothing stay as they are."""
+        import torch
+
+        weights = self.weights()
+        with torch.no_grad():
+            for name, tensor in self._staged.items():
+                local_tensor(weights[name]).copy_(tensor)
+        if self._staged:
+            self._staged, self.weights_version = {}, version
+
+
+class WeightSync:
+    """Moves the weights of one group to another; made once by the controller, and called for each version.
+
+    The layouts of both groups are asked for, and `bandmaster.reshard` plans which rank sends which rectangle to which.
+    The bytes stay on the workers: senders leave them where they are made, and each receiver reads its own there. They
+    come in buckets, so that little extra memory is needed: at most two buckets on each sender, and on each receiver its
+    own weights once more, as it changes to the new ones in one call: a method runs with all the old weights or with all
+    the new ones, also if a worker dies half-way.
+
+    Args:
+        source: The group that has the weights; its workers are `HoldsWeights`.
+        target: The group that gets them; its workers are, too. It may be the source, if ranks are given.
+        bucket_nbytes: Bytes that a rank sends or receives at a time.
+        from_ranks: The ranks of the source that send; by default all.
+        to_ranks: The ranks of the target that receive; by default all. Others keep their weights: a worker that was
+            replaced gets them from its peers by ``WeightSync(group, group, from_ranks=[0, 2], to_ranks=[1])``.
+
+    Attributes:
+        plan: What is moved from where to where, printable.
+
+    Raises:
+        UsageError: The workers of a group are no `HoldsWeights`; or ranks send and receive.
+        LayoutError: The target has a tensor that the source does not have, or of another shape or dtype.
+
+    Example:
+        >>> import torch, bandmaster as bm
+        >>> from bandmaster import rl
+        >>> class Policy(rl.HoldsWeights):
+        ...     def __init__(self, value): self.model = torch.nn.Linear(1, 1).requires_grad_(False); self.set(value)
+        ...     @bm.register(bm.Dispatch.ONE_TO_ALL)
+        ...     def set(self, value): torch.nn.init.constant_(self.model.weight, value)
+        ...     @bm.register(bm.Dispatch.ONE_TO_ALL)
+        ...     def value(self): return float(self.model.weight), self.weights_version
+        >>> with bm.ResourcePool([2], backend="inprocess") as a, bm.ResourcePool([1], backend="inprocess") as b:
+        ...     trainer, rollout = bm.WorkerGroup(a, Policy, 1.0), bm.WorkerGroup(b, Policy, 0.0)
+        ...     sync = rl.WeightSync(trainer, rollout)
+        ...     sync(version=7)
+        ...     rollout.value()
+        [(1.0, 7)]
+    """
+
+    plan: Resharding
+
+    def __init__(
+        self,
+        source: Any,
+        target: Any,
+        bucket_nbytes: int = BUCKET_NBYTES,
+        from_ranks: Iterable[int] | None = None,
+        to_ranks: Iterable[int] | None = None,
+    ) -> None:
+        self._source, self._target = source, target
+        given, wanted = _layout(source, from_ranks), _layout(target, to_ranks)
+        if source is target:
+            both = [r for r, boxes in enumerate(given.boxes) if boxes and wanted.boxes[r]]
+            if both:
+                raise UsageError(f"ranks {both} of {source.name} would send and receive; give from_ranks and to_ranks")
+        self.plan = reshard(given, wanted)
+        self._buckets = self.plan.buckets(bucket_nbytes)
+        n_senders, n_receivers = given.n_ranks, wanted.n_ranks
+        self._by_receiver = [s * n_receivers + r for r in range(n_receivers) for s in range(n_senders)]
+
+    def __call__(self, version: Any = None) -> None:
+        """Move the weights, and wait until they are in use.
+
+        Args:
+            version: What the receivers' ``weights_version`` is from then on.
+
+        Raises:
+            WorkerDied: A worker died. The receivers have the old weights.
+            Exception: All errors of calls.
+        """
+        under_way: list[Future[Any]] = []
+        for index in range(len(self._buckets)):
+            under_way.append(self._move(index))
+            if len(under_way) == N_BUCKETS:
+                under_way.pop(0).result()
+        for staged in under_way:
+            staged.result()
+        self._target.switch_weights(version)
+
+    def submit(self, version: Any = None) -> Future[Any]:
+        """Move the weights without waiting: ranks do it after the calls that were submitted before.
+
+        All buckets may be under way at once, so that the senders' weights are in memory twice until they are received.
+
+        Returns:
+            A future that is done when the new weights are in use.
+        """
+        for index in range(len(self._buckets)):
+            self._move(index)
+        switched: Future[Any] = self._target.switch_weights.submit(version)
+        return switched
+
+    def _move(self, index: int) -> Future[Any]:
+        """Send a bucket, and have it staged."""
+        outgoing, incoming = _pieces(self.plan, self._buckets[index])
+        sent = self._source.send_weights.submit(outgoing)
+        staged: Future[Any] = self._target.receive_weights.submit(sent[self._by_receiver], incoming, index == 0)
+        return staged
+
+
+def _layout(group: Any, ranks: Iterable[int] | None) -> Layout:
+    """What the ranks of a group have; nothing for those that do not take part."""
+    if not callable(getattr(group, "weights_layout", None)):
+        raise UsageError(
+            f"the workers of {getattr(group, 'name', group)!r} hold no weights; derive them from rl.HoldsWeights"
+        )
+    said, chosen = group.weights_layout(), None if ranks is None else {*ranks}
+    tensors = {name: spec for specs, _ in said for name, spec in specs.items()}
+    return Layout(tensors, [boxes if chosen is None or rank in chosen else {} for rank, (_, boxes) in enumerate(said)])
+
+
+def _pieces(plan: Resharding, moves: Sequence[Move]) -> tuple[list[list[list[Piece]]], list[list[list[Piece]]]]:
+    """By sender and receiver what is sent, and by receiver and sender what is received; in the same order."""
+    n_senders, n_receivers = plan.source.n_ranks, plan.target.n_ranks
+    outgoing: list[list[list[Piece]]] = [[[] for _ in range(n_receivers)] for _ in range(n_senders)]
+    for move in moves:
+        outgoing[move.sender][move.receiver].append((move.name, move.box))
+    return outgoing, [[outgoing[s][r] for s in range(n_senders)] for r in range(n_receivers)]
