@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-verl test-verl-fast lint soak bench bench-verl clean
+.PHONY: demo test test-verl test-verl-fast lint grpo ppo soak bench bench-verl clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -16,6 +16,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Reinforcement learning of a language model with three seeds, a frozen policy and a supervised ceiling, and its curves.
+grpo ppo: $(VENV)/.rlhf
+	$(BIN)/python examples/rlhf/curves.py $@ --plot runs/$@.svg $(RLHF_OPTIONS)
 
 soak: $(VENV)/.dev  ## random groups, calls and faults for ten minutes; SOAK_OPTIONS='--minutes 60 --seed 7'
 	$(BIN)/python tests/soak.py $(SOAK_OPTIONS)
@@ -80,6 +84,10 @@ $(VENV)/bin/python:
 $(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable .
 	touch $@
+
+$(VENV)/.rlhf: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --editable '.[rlhf]'
+	touch $@ $(VENV)/.base
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable '.[dev]'

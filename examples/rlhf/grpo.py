@@ -1,0 +1,55 @@
+"""GRPO: answers are rewarded relative to other answers to the same prompt.
+
+The whole dataflow is `train`; everything else that a run needs is in the other files of this folder.
+
+    python examples/rlhf/grpo.py
+    python examples/rlhf/grpo.py --train dp=2,tp=2 --generate tp=1 --placement split --backend ray
+
+Source: DeepSeekMath, arXiv 2402.03300; the placement of models and the hybrid engine: HybridFlow, arXiv 2409.19256.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+from losses import group_advantages
+from options import Options, of_command_line, placed
+from running import Run
+from workers import Actor, Reference, Reward
+
+from bandmaster import rl
+
+
+def train(run: Run, options: Options, actor: Any, reference: Any, reward: Any) -> None:
+    """Train the actor."""
+    start = run.begin(rl.WeightSync(actor, reference))
+    for metrics in run.steps(start):
+        # Each call returns a handle at once: the rows stay on the ranks that make them, and others read them there.
+        rows = actor.generate.submit(run.prompts(metrics["step"]))
+        rows = rows.join(reference.log_probs.submit(rows).rename(log_probs="reference"))
+        rewards = reward.score.submit(rows).result()["reward"]  # a number per row: all that comes to the controller
+        advantages = group_advantages(rewards, options.n_samples)
+        rows = rows.join(actor.put({"advantages": advantages[:, None]}))
+        batches = rows.shuffle(seed=metrics["step"]).batches(len(rows) // options.n_batches)
+        updates = [actor.update.submit(batch, options.lr, options.clip, options.kl_weight) for batch in batches]
+        means = {name: fmean(update.result()[name] for update in updates) for name in ("loss", "kl", "norm")}
+        metrics.update(means, reward=float(rewards.mean()))
+
+
+def main() -> None:
+    """Run the program."""
+    options = of_command_line(Options(), __doc__)
+    model = options.model or None
+    roles = {
+        "actor": (Actor, model, options.seed),
+        "reference": (Reference, model, options.seed),
+        "reward": (Reward, model),
+    }
+    with placed(options, **roles) as groups, Run(options, groups.actor, groups.reward) as run:
+        train(run, options, groups.actor, groups.reference, groups.reward)
+    run.report()
+
+
+if __name__ == "__main__":
+    main()

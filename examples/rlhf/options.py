@@ -1,0 +1,101 @@
+"""The options of the programs, and the groups of workers that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import bandmaster as bm
+
+__all__ = ["Options", "of_command_line", "option", "placed"]
+
+
+def option(default: Any, meaning: str) -> Any:
+    """A field that is an option of the command line: ``n_prompts`` is ``--n-prompts``."""
+    return field(default=default, metadata={"help": meaning})
+
+
+@dataclass
+class Options:
+    """What all programs have in common."""
+
+    backend: str = option("local", "where workers run: local, ray or inprocess")
+    placement: str = option("colocated", "colocated: all models in the same processes; split: each in its own")
+    train: str = option("dp=2", "training layout of the models: sizes of dp and tp, such as dp=2,tp=2")
+    generate: str = option("", "generation layout on the same ranks, such as tp=1; by default that of training")
+    gpus: bool = option(False, "a GPU for each process")
+    model: str = option("", "causal language model by hub name or local path; by default a tiny Llama, untrained")
+    seed: int = option(0, "seed of weights, problems and answers")
+    steps: int = option(25, "steps of reinforcement learning")
+    n_prompts: int = option(64, "prompts per step")
+    n_samples: int = option(8, "answers to each prompt")
+    n_batches: int = option(4, "updates per step")
+    lr: float = option(3e-4, "learning rate of the policy; 0 leaves it as it is")
+    clip: float = option(0.2, "how far a token's probability may move in a step, relative to that when it was sampled")
+    kl_weight: float = option(0.01, "weight of the divergence from the reference")
+    warm_up: int = option(700, "steps of supervised learning before")
+    warm_up_lr: float = option(4e-3, "highest learning rate of these")
+    labels: str = option("noisy", "labels of these: noisy or right")
+    eval_every: int = option(1, "steps between two evaluations on problems that are held out")
+    save_every: int = option(10, "steps between two checkpoints; 0 for none")
+    out: str = option("", "folder of metrics and checkpoints; by default none are written")
+    resume: bool = option(False, "go on from the last checkpoint in that folder")
+    plot: str = option("", "file to draw the curves to, such as curves.svg")
+
+    def mesh(self) -> bm.Mesh:
+        """The training layout, refined by the generation layout."""
+        train = _sizes("train", self.train, ("dp", "tp"))
+        generate = _sizes("generate", self.generate or f"tp={train['tp']}", ("tp",))
+        return bm.Mesh(**train).refine(gen_tp=generate["tp"])
+
+
+Given = TypeVar("Given", bound=Options)
+
+
+def of_command_line(defaults: Given, description: str | None) -> Given:
+    """The options that the command line gives."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for known in fields(defaults):
+        default, name = getattr(defaults, known.name), "--" + known.name.replace("_", "-")
+        kind: dict[str, Any] = {"action": "store_true"} if isinstance(default, bool) else {"type": type(default)}
+        parser.add_argument(name, default=default, help=known.metadata["help"], **kind)
+    return type(defaults)(**vars(parser.parse_args()))
+
+
+def _sizes(name: str, text: str, axes: Sequence[str]) -> dict[str, int]:
+    """The sizes of axes in a text such as "dp=2,tp=2"; 1 for those that it does not name."""
+    sizes = dict.fromkeys(axes, 1)
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in sizes or not size.isdigit():
+            example = ",".join(f"{axis}=2" for axis in axes)
+            raise SystemExit(f"--{name} takes the sizes of {' and '.join(axes)}, such as {example}; got {text!r}")
+        sizes[axis] = int(size)
+    return sizes
+
+
+@contextmanager
+def placed(options: Options, **roles: tuple[Any, ...]) -> Iterator[SimpleNamespace]:
+    """A group for each role, all on the same mesh: in the same processes, or each in processes of its own.
+
+    Args:
+        options: Where and how.
+        **roles: By role: worker class, and the arguments of its constructor.
+    """
+    mesh = options.mesh()
+    is_split = options.placement == "split"
+    with ExitStack() as stack:
+        pools = [
+            stack.enter_context(bm.ResourcePool([mesh.size], backend=options.backend, use_gpu=options.gpus))
+            for _ in (roles if is_split else ["all"])
+        ]
+        if is_split:
+            found = [bm.WorkerGroup(pool, *said, mesh=mesh) for pool, said in zip(pools, roles.values(), strict=True)]
+        else:
+            group = bm.colocate(pools[0], meshes=dict.fromkeys(roles, mesh), **roles)
+            found = [getattr(group, role) for role in roles]
+        yield SimpleNamespace(**dict(zip(roles, found, strict=True)))

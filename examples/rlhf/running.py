@@ -1,0 +1,169 @@
+"""What a program needs around its dataflow: prompts, the warm-up, evaluations, progress, metrics and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import addition
+import torch
+from measuring import measured
+from options import Options
+from plotting import plot
+from random_rows import row_seeds, shuffled
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["Run"]
+
+Rows = dict[str, Tensor]
+
+
+class Run:
+    """One run of a program: a context manager that shows its progress and writes its metrics.
+
+    Args:
+        options: The options.
+        actor: The group that is trained, and answers.
+        reward: The group that verifies.
+    """
+
+    def __init__(self, options: Options, actor: Any, reward: Any) -> None:
+        self.options, self._actor, self._reward = options, actor, reward
+        self.tokenizer = addition.Tokenizer(options.model or None)
+        self._train, held_out = addition.problems()
+        self.out = Path(options.out) if options.out else None
+        self.metrics: list[dict[str, float]] = []  # a line per step
+        self._held_out = self._asked(held_out, torch.zeros(len(held_out), dtype=torch.int64))
+        self._writer = SummaryWriter(str(self.out)) if self.out else None
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        self._progress = Progress(*columns, TextColumn("{task.fields[said]}"))
+
+    def __enter__(self) -> Run:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        if self._writer:
+            self._writer.close()
+
+    def prompts(self, step: int) -> Rows:
+        """The prompts of a step, each n_samples times, and the seeds of their answers."""
+        options = self.options
+        chosen = next(shuffled(len(self._train), options.n_prompts, options.seed + 2_000_000, step))
+        pairs = self._train[chosen].repeat_interleave(options.n_samples, dim=0)
+        asked = self._asked(pairs, row_seeds(options.seed, step, len(pairs)))
+        return {**asked, "uid": torch.arange(len(pairs)) // options.n_samples}
+
+    def _asked(self, pairs: Tensor, seeds: Tensor) -> Rows:
+        return {"prompt": self.tokenizer.tokens(addition.prompts(pairs)), "seed": seeds}
+
+    def warm_up(self) -> None:
+        """Teach the actor to add, by labels most of which are wrong; then forget its optimizer."""
+        options, n_rows, begin = self.options, 64, 20
+        task = self._progress.add_task("warm-up", total=options.warm_up, said="")
+        batches = shuffled(len(self._train), n_rows, options.seed)
+        for step in range(options.warm_up):
+            pairs = self._train[next(batches)]
+            sums = pairs.sum(dim=1)
+            if options.labels == "noisy":
+                sums = addition.noisy_sums(pairs, row_seeds(options.seed + 1_000_000, step, n_rows))
+            done = max(0, step - begin) / (options.warm_up - begin)
+            lr = options.warm_up_lr * min((step + 1) / begin, (1 + math.cos(math.pi * done)) / 2)
+            self._actor.imitate(self._taught(pairs, sums), lr)
+            self._progress.advance(task)
+        self._actor.forget()
+
+    def _taught(self, pairs: Tensor, sums: Tensor) -> Rows:
+        """Prompts with given answers."""
+        codes = torch.cat([addition.prompts(pairs), addition.answers(sums)], dim=1)
+        mask = (codes[:, addition.N_PROMPT :] != addition.PAD).float()
+        return {"tokens": self.tokenizer.tokens(codes), "mask": mask, "n_tokens": mask.sum(dim=1).long()}
+
+    def accuracy(self) -> float:
+        """The share of held-out problems whose most probable answer is right."""
+        answered = self._actor.generate.submit(self._held_out, temperature=0.0)
+        return float(self._reward.score.submit(answered).result()["reward"].mean())
+
+    def begin(self, hand_over: Callable[[], object], **others: Any) -> int:
+        """Bring the actor to where reinforcement learning begins, by the warm-up or from the checkpoints.
+
+        Args:
+            hand_over: Gives the actor's weights to the models that begin with them; called after the warm-up.
+            **others: Other groups in training, by the name of their checkpoints.
+
+        Returns:
+            How many steps were done: 0, or those of the last checkpoint.
+        """
+        self._trained = {"actor": self._actor, **others}
+        saved = sorted(self.out.glob("step-*")) if self.out and self.options.resume else []
+        if saved:
+            self._actor.load(str(self.out / "warm-up" / "actor"))
+            hand_over()
+            for name, group in self._trained.items():
+                start = group.load(str(saved[-1] / name))[0]
+            lines = (self.out / "metrics.jsonl").read_text().splitlines()
+            self.metrics = [json.loads(line) for line in lines[: start + 1]]
+        else:
+            self.warm_up()
+            hand_over()
+            start = 0
+            self._save("warm-up", 0)
+            self.metrics = [{"step": 0, "accuracy": self.accuracy()}]
+        if self.out:
+            (self.out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
+        return start
+
+    def steps(self, start: int) -> Iterator[dict[str, float]]:
+        """Yield a dict for the metrics of each step, which is completed, shown and written after the step."""
+        options = self.options
+        task = self._progress.add_task("steps", total=options.steps, completed=start, said="")
+        for step in range(start, options.steps):
+            metrics: dict[str, float] = {"step": step + 1}
+            with measured(metrics):
+                yield metrics
+            is_last = step + 1 == options.steps
+            if (step + 1) % options.eval_every == 0 or is_last:
+                metrics["accuracy"] = self.accuracy()
+            self._write(metrics)
+            if options.save_every and ((step + 1) % options.save_every == 0 or is_last):
+                self._save(f"step-{step + 1:05}", step + 1)
+            said = "  ".join(f"{name} {self.last(name):.3f}" for name in ("reward", "kl", "accuracy"))
+            self._progress.update(task, completed=step + 1, said=said)
+
+    def last(self, name: str) -> float:
+        """The last value of a metric; NaN if there is none."""
+        return next((line[name] for line in reversed(self.metrics) if name in line), math.nan)
+
+    def _write(self, metrics: dict[str, float]) -> None:
+        self.metrics.append(metrics)
+        if self._writer:
+            with (self.out / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, int(metrics["step"]))
+
+    def _save(self, name: str, step: int) -> None:
+        for role, group in self._trained.items() if self.out else ():
+            group.save(str(self.out / name / role), step)
+
+    def report(self) -> None:
+        """Print what the run has reached and cost, and draw its curves if that was asked for."""
+        first, steps = self.metrics[0], self.metrics[1:]
+        print(f"accuracy {first['accuracy']:.3f} before, {self.last('accuracy'):.3f} after {len(steps)} steps")
+        if steps:
+            means = {name: fmean(line[name] for line in steps) for name in steps[0] if name != "accuracy"}
+            stages = {name.removeprefix("seconds/"): value for name, value in means.items() if "/" in name}
+            print("per step:", ", ".join(f"{name} {value * 1000:.0f} ms" for name, value in stages.items()))
+            print(
+                f"          {means['seconds'] * 1000:.0f} ms in all, {means['overhead']:.1%} of them in no method; "
+                f"{means['controller_nbytes']:,.0f} bytes by the controller, {means['moved_nbytes']:,.0f} by reference"
+            )
+        if self.options.plot:
+            plot(Path(self.options.plot), {Path(self.options.plot).stem: self.metrics})
