@@ -37,19 +37,21 @@ def train(run: Run, options: Options, actor: Any, reference: Any, reward: Any) -
         metrics.update(means, reward=float(rewards.mean()))
 
 
-def main() -> None:
-    """Run the program."""
-    options = of_command_line(Options(), __doc__)
+DEFAULTS = Options
+
+
+def run(options: Options) -> Run:
+    """Place the models, and train."""
     model = options.model or None
     roles = {
         "actor": (Actor, model, options.seed),
         "reference": (Reference, model, options.seed),
         "reward": (Reward, model),
     }
-    with placed(options, **roles) as groups, Run(options, groups.actor, groups.reward) as run:
-        train(run, options, groups.actor, groups.reference, groups.reward)
-    run.report()
+    with placed(options, **roles) as groups, Run(options, groups.actor, groups.reward) as running:
+        train(running, options, groups.actor, groups.reference, groups.reward)
+    return running
 
 
 if __name__ == "__main__":
-    main()
+    run(of_command_line(DEFAULTS(), __doc__)).report()

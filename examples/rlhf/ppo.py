@@ -31,6 +31,9 @@ class PPOOptions(Options):
     value_clip: float = option(0.2, "how far a value may move in a step")
 
 
+DEFAULTS = PPOOptions
+
+
 def train(run: Run, options: PPOOptions, actor: Any, reference: Any, critic: Any, reward: Any) -> None:
     """Train the actor and the critic."""
     to_reference, to_critic = rl.WeightSync(actor, reference), rl.WeightSync(actor, critic)
@@ -49,9 +52,8 @@ def train(run: Run, options: PPOOptions, actor: Any, reference: Any, critic: Any
         metrics["reward"] = float(rows.select("reward").result()["reward"].mean())
 
 
-def main() -> None:
-    """Run the program."""
-    options = of_command_line(PPOOptions(), __doc__)
+def run(options: PPOOptions) -> Run:
+    """Place the models, and train."""
     model = options.model or None
     roles = {
         "actor": (Actor, model, options.seed),
@@ -59,10 +61,10 @@ def main() -> None:
         "critic": (Critic, model, options.seed),
         "reward": (Reward, model),
     }
-    with placed(options, **roles) as groups, Run(options, groups.actor, groups.reward) as run:
-        train(run, options, groups.actor, groups.reference, groups.critic, groups.reward)
-    run.report()
+    with placed(options, **roles) as groups, Run(options, groups.actor, groups.reward) as running:
+        train(running, options, groups.actor, groups.reference, groups.critic, groups.reward)
+    return running
 
 
 if __name__ == "__main__":
-    main()
+    run(of_command_line(DEFAULTS(), __doc__)).report()

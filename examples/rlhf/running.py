@@ -66,7 +66,8 @@ class Run:
 
     def warm_up(self) -> None:
         """Teach the actor to add, by labels most of which are wrong; then forget its optimizer."""
-        options, n_rows, begin = self.options, 64, 20
+        options, n_rows = self.options, 64
+        begin = min(150, options.warm_up // 4 + 1)  # steps in which the learning rate rises
         task = self._progress.add_task("warm-up", total=options.warm_up, said="")
         batches = shuffled(len(self._train), n_rows, options.seed)
         for step in range(options.warm_up):

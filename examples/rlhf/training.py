@@ -48,6 +48,9 @@ class Trainer:
         """
         self.optimizer.zero_grad()
         loss.backward()
+        for weight in self.cut:  # the gradient of an embedding comes whole to each rank
+            if weight.grad is not None and weight.grad.placements != weight.placements:
+                weight.grad = weight.grad.redistribute(weight.device_mesh, weight.placements)
         means = self._average(torch.stack([n_tokens, loss.detach(), *(number.detach() for number in sums.values())]))
         norm = self._norm()
         for gradient in self._gradients([*self.whole, *self.cut]):
@@ -66,6 +69,7 @@ class Trainer:
     def forget(self) -> None:
         """Begin with a new optimizer."""
         self.optimizer.state.clear()
+        self.optimizer.zero_grad()
 
     def save(self, path: str, **more: Any) -> None:
         """Save model and optimizer. Collective."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,7 +31,8 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
     """
     from torch.distributed import checkpoint, is_initialized
 
-    checkpoint.save(_state(model, optimizer, more), checkpoint_id=path, no_dist=not is_initialized())
+    with _silent_about_one_process():
+        checkpoint.save(_state(model, optimizer, more), checkpoint_id=path, no_dist=not is_initialized())
 
 
 def load(
@@ -53,12 +57,21 @@ def load(
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
     state = _state(model, optimizer, more)
-    checkpoint.load(state, checkpoint_id=path, no_dist=not is_initialized())
+    with _silent_about_one_process():
+        checkpoint.load(state, checkpoint_id=path, no_dist=not is_initialized())
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     loaded: dict[str, Any] = state["more"]
     return loaded
+
+
+@contextmanager
+def _silent_about_one_process() -> Iterator[None]:
+    """torch warns of what is meant: without ``torch.distributed``, a single process saves and loads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _state(model: Module, optimizer: Optimizer | None, more: dict[str, Any]) -> dict[str, Any]:

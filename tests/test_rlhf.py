@@ -1,0 +1,81 @@
+"""The programs of examples/rlhf: shortened runs, the same on every backend and mesh, that can be resumed."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+
+import bandmaster as bm
+
+FOLDER = Path(__file__).parent.parent / "examples" / "rlhf"
+SHORT = {"warm_up": 40, "steps": 3, "n_prompts": 16, "n_samples": 8, "n_batches": 2, "eval_every": 2, "save_every": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    """The modules of the programs, importable here and sent to workers by value."""
+    sys.path.insert(0, str(FOLDER))
+    modules = [importlib.import_module(path.stem) for path in sorted(FOLDER.glob("*.py"))]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    yield
+    for module in modules:
+        cloudpickle.unregister_pickle_by_value(module)
+        del sys.modules[module.__name__]
+    sys.path.remove(str(FOLDER))
+
+
+def run(program, **options):
+    """The metrics of a run, a dict for each step."""
+    module = importlib.import_module(program)
+    return module.run(module.DEFAULTS(**{**SHORT, **options})).metrics
+
+
+def assert_alike(lines, expected, tolerance):
+    assert len(lines) == len(expected)
+    for line, other in zip(lines, expected, strict=True):
+        for name in {"accuracy", "reward", "loss", "kl", "norm"} & line.keys():
+            assert line[name] == pytest.approx(other[name], abs=tolerance), (line["step"], name)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """GRPO on one rank in this process."""
+    return run("grpo", train="dp=1", backend="inprocess")
+
+
+@pytest.mark.backends("local", "ray")
+def test_the_curve_is_the_same_on_every_backend(alone, backend):
+    assert_alike(run("grpo", train="dp=1", backend=backend), alone, 1e-5)
+
+
+@pytest.mark.parametrize("options", [{"train": "dp=4"}, {"train": "dp=2,tp=2", "generate": "tp=1"}], ids=str)
+def test_meshes_differ_by_the_order_of_sums_alone(alone, options):
+    assert_alike(run("grpo", **options), alone, 1e-4)
+
+
+def test_a_run_can_be_resumed(tmp_path):
+    options = {"train": "dp=1", "backend": "inprocess", "save_every": 2, "out": str(tmp_path)}
+    whole = run("grpo", **options | {"out": str(tmp_path / "whole"), "steps": 4})
+    run("grpo", **options, steps=2)
+    assert_alike(run("grpo", **options, steps=4, resume=True), whole, 0)
+
+
+def test_ppo_updates_actor_and_critic():
+    lines = run("ppo", placement="split", n_prompts=128, n_samples=1)
+    assert len({line["value_loss"] for line in lines[1:]}) == 3
+    assert all(line["controller_nbytes"] < 100_000 and line["moved_nbytes"] > 0 for line in lines[1:])
+
+
+def test_trainer_and_generator_agree():
+    workers, running = importlib.import_module("workers"), importlib.import_module("running")
+    options = importlib.import_module("options").Options(**SHORT)
+    with bm.ResourcePool([2]) as pool:
+        for mesh, tolerance in ((bm.Mesh(dp=2, tp=1), 0), (bm.Mesh(dp=1, tp=2), 1e-5)):
+            actor = bm.WorkerGroup(pool, workers.Actor, mesh=mesh.refine(gen_tp=1))
+            rows = actor.generate.submit(running.Run(options, actor, None).prompts(0))
+            trained, generated = actor.log_probs(rows)["log_probs"], rows.result()["log_probs"]
+            torch.testing.assert_close(trained, generated, atol=tolerance, rtol=0)
