@@ -26,7 +26,7 @@ def measured(metrics: dict[str, float]) -> Iterator[None]:
     metrics["seconds"] = seconds
     for call in trace.calls:
         name = f"seconds/{call.method}"
-        metrics[name] = metrics.get(name, 0.0) + max(times.ran for times in call.ranks.values())
+        metrics[name] = metrics.get(name, 0.0) + max((times.ran for times in call.ranks.values()), default=0.0)
     metrics["controller_nbytes"] = sum(call.sent_nbytes + call.returned_nbytes for call in trace.calls)
     metrics["moved_nbytes"] = sum(sum(call.read_nbytes.values()) for call in trace.calls)
     running, pending = runs(trace.calls), [(call.begun, call.done or seconds) for call in trace.calls]

@@ -159,7 +159,8 @@ class Run:
         first, steps = self.metrics[0], self.metrics[1:]
         print(f"accuracy {first['accuracy']:.3f} before, {self.last('accuracy'):.3f} after {len(steps)} steps")
         if steps:
-            means = {name: fmean(line[name] for line in steps) for name in steps[0] if name != "accuracy"}
+            names = dict.fromkeys(name for line in steps for name in line)
+            means = {name: fmean(line.get(name, 0.0) for line in steps) for name in names}
             stages = {name.removeprefix("seconds/"): value for name, value in means.items() if "/" in name}
             print("per step:", ", ".join(f"{name} {value * 1000:.0f} ms" for name, value in stages.items()))
             print(

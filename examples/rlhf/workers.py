@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import addition
@@ -9,6 +10,7 @@ import losses
 import models
 import sampling
 import torch
+from random_rows import uniform
 from torch import Tensor, nn
 from training import Trainer
 
@@ -21,6 +23,7 @@ Rows = dict[str, Tensor]
 # Rows go to the ranks along dp, so that all have about equally many tokens; each rank returns the same numbers.
 UPDATE = TransferProtocol(Split("dp", balance="n_tokens"), Only())
 N_TOKENS = addition.N_RESPONSE
+FAILS = 1 << 20  # which draw of a row says whether its generation fails
 
 
 class Trained(bm.Worker):
@@ -77,12 +80,10 @@ class Actor(LanguageModel, Trained):
     Args:
         name: As for the reference.
         seed: As for the reference.
-        failing: Share of the rows whose generation fails, to see what comes of it.
     """
 
-    def __init__(self, name: str | None = None, seed: int = 0, failing: float = 0.0) -> None:
+    def __init__(self, name: str | None = None, seed: int = 0) -> None:
         super().__init__(name, seed)
-        self.failing = failing
         self.trainer = Trainer(self, self.model)
         self.rollout = models.parallel(models.language_model(name, seed), self, "gen_tp")
         self.engine = rl.HybridEngine(self, self.model, self.rollout)
@@ -99,7 +100,6 @@ class Actor(LanguageModel, Trained):
             ``tokens``: int64, prompts and answers; ``mask`` of the answers' tokens and their ``log_probs``, float32;
             ``n_tokens`` of each answer.
         """
-        self._fail_sometimes(prompts["seed"])
         with self.engine:
             return answered(self.rollout, self.tokenizer, prompts, temperature)
 
@@ -117,9 +117,35 @@ class Actor(LanguageModel, Trained):
         loss = losses.policy_loss(new, rows["log_probs"], rows["advantages"], mask, clip) + kl_weight * kl
         return self.trainer.step(loss, mask.sum(), lr, kl=kl)
 
-    def _fail_sometimes(self, seeds: Tensor) -> None:
-        if self.failing and bool((addition.uniform(seeds, 1 << 20, 1) < self.failing).any()):
-            raise RuntimeError("this generation fails, as some were asked to")
+
+class Rollout(LanguageModel):
+    """A replica of the policy that generates only, with weights that it is given now and then.
+
+    Args:
+        name: As for the reference.
+        seed: As for the reference.
+        failing: Share of the rows whose generation fails, to see what comes of it.
+    """
+
+    def __init__(self, name: str | None = None, seed: int = 0, failing: float = 0.0) -> None:
+        super().__init__(name, seed)
+        self.failing = failing
+
+    @register(Dispatch.DP_PROTO)
+    def generate(self, prompts: Rows, temperature: float = 1.0) -> Rows:
+        """Answer prompts, as `Actor.generate`; each row has the ``version`` of the weights that have answered it."""
+        if self.failing and bool((uniform(prompts["seed"], FAILS, 1) < self.failing).any()):
+            raise RuntimeError("a generation fails, as some were asked to")
+        rows = answered(self.model, self.tokenizer, prompts, temperature)
+        return {**rows, "version": torch.full_like(rows["n_tokens"], self.weights_version or 0)}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def process(self) -> int:
+        """The number of the worker's process."""
+        return os.getpid()
+
+    def on_replace(self, rank: int, state: object) -> None:
+        """Nothing: the replicas do not know each other."""
 
 
 class Critic(rl.HoldsWeights, Trained):
