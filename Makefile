@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-verl test-verl-fast lint grpo ppo soak bench bench-verl clean
+.PHONY: demo test test-verl test-verl-fast lint grpo ppo soak bench bench-verl bench-rlhf clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -64,6 +64,9 @@ test-verl-fast:
 
 bench-verl: $(VERL)/.ready  ## the calls of verl's trainers on verl and on bandmaster, in turn
 	$(VERL)/bin/python tests/verl/figures.py
+
+bench-rlhf: $(VERL)/.ready  ## a step of GRPO on bandmaster, plain Ray and verl, in turn
+	$(VERL)/bin/python benchmarks/rlhf/grpo_step.py $(BENCH_OPTIONS)
 
 $(VERL)/.ready: constraints.txt tests/verl/requirements.txt benchmarks/requirements-torch.txt benchmarks/requirements-verl-itself.txt
 	$(PYTHON) -m venv $(VERL)

@@ -52,7 +52,7 @@ def test_the_curve_is_the_same_on_every_backend(alone, backend):
     assert_alike(run("grpo", train="dp=1", backend=backend), alone, 1e-5)
 
 
-@pytest.mark.parametrize("options", [{"train": "dp=4"}, {"train": "dp=2,tp=2", "generate": "tp=1"}], ids=str)
+@pytest.mark.parametrize("options", [{"train": "dp=4"}, {"train": "dp=1,tp=2", "generate": "tp=1"}], ids=str)
 def test_meshes_differ_by_the_order_of_sums_alone(alone, options):
     assert_alike(run("grpo", **options), alone, 1e-4)
 
@@ -65,17 +65,25 @@ def test_a_run_can_be_resumed(tmp_path):
 
 
 def test_ppo_updates_actor_and_critic():
-    lines = run("ppo", placement="split", n_prompts=128, n_samples=1)
+    lines = run("ppo", backend="inprocess", train="dp=1", placement="split", n_prompts=128, n_samples=1)
     assert len({line["value_loss"] for line in lines[1:]}) == 3
     assert all(line["controller_nbytes"] < 100_000 and line["moved_nbytes"] > 0 for line in lines[1:])
+
+
+def test_answers_that_fail_are_left_out_with_their_whole_group():
+    options = {"failing": 0.01, "chunk": 16, "max_staleness": 1, "rollouts": 2, "kill_at": 3, "steps": 4}
+    lines = run("async_grpo", **options)[1:]
+    for line in lines:
+        assert 0 <= line["failed"] < 128
+        assert line["failed"] % 8 == 0, "groups stay whole"
+        assert line["staleness"] <= 1
+    assert sum(line["failed"] for line in lines) > 0
 
 
 def test_trainer_and_generator_agree():
     workers, running = importlib.import_module("workers"), importlib.import_module("running")
     options = importlib.import_module("options").Options(**SHORT)
-    with bm.ResourcePool([2]) as pool:
-        for mesh, tolerance in ((bm.Mesh(dp=2, tp=1), 0), (bm.Mesh(dp=1, tp=2), 1e-5)):
-            actor = bm.WorkerGroup(pool, workers.Actor, mesh=mesh.refine(gen_tp=1))
-            rows = actor.generate.submit(running.Run(options, actor, None).prompts(0))
-            trained, generated = actor.log_probs(rows)["log_probs"], rows.result()["log_probs"]
-            torch.testing.assert_close(trained, generated, atol=tolerance, rtol=0)
+    with bm.ResourcePool([1], backend="inprocess") as pool:
+        actor = bm.WorkerGroup(pool, workers.Actor, mesh=bm.Mesh(dp=1, tp=1).refine(gen_tp=1))
+        rows = actor.generate(running.Run(options, actor, None).prompts(0))
+        assert torch.equal(actor.log_probs(rows)["log_probs"], rows["log_probs"]), "the same bits in equal layouts"
