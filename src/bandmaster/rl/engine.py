@@ -66,10 +66,11 @@ class HybridEngine:
     ) -> None:
         if worker.world_size > 1:
             start_torch_distributed(worker)
-        self._rank, self._bucket_nbytes, self._is_in_use = worker.rank, bucket_nbytes, False
+        self._rank, self._is_in_use = worker.rank, False
         whole = {"training": tensors_of(training), "generation": tensors_of(generation)}
         source, target = (layout_of_ranks(tensors, worker.world_size) for tensors in whole.values())
         self.plan = reshard(source, target, within=_near(worker))
+        self._buckets = self.plan.buckets(bucket_nbytes)
         self._boxes, self._wanted = source.boxes[worker.rank], target.boxes[worker.rank]
         self._training, self._generation = (
             {name: local_tensor(tensor) for name, tensor in tensors.items()} for tensors in whole.values()
@@ -90,20 +91,15 @@ class HybridEngine:
     def __enter__(self) -> HybridEngine:
         if self._is_in_use:
             raise UsageError("the generation layout is in use; leave its `with` block before entering another")
-        import torch
-
         self._is_in_use = True
         for module in self._modules:
             if hasattr(module, "reshard"):  # FSDP2 keeps the last parameters that it has gathered
                 module.reshard()
-        buckets = self.plan.buckets(self._bucket_nbytes)
-        last = {move.name: index for index, moves in enumerate(buckets) for move in moves}
-        with torch.no_grad():
-            for index, moves in enumerate(buckets):
-                self._fill(moves)
-                for name in {move.name for move in moves} & self._lent:
-                    if last[name] == index:
-                        self._training[name].untyped_storage().resize_(0)
+        try:
+            self._gather()
+        except BaseException:  # a rank has failed, or the call was interrupted
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,11 +107,23 @@ class HybridEngine:
 
         with torch.no_grad():
             for name in self._generation:
-                if name in self._lent:
+                if name in self._lent and not self._training[name].untyped_storage().nbytes():
                     place = self._boxes[name].slices(self._wanted[name])
                     allocate(self._training[name]).copy_(self._generation[name][place])
                 self._give_up(name)
         self._is_in_use = False
+
+    def _gather(self) -> None:
+        """Fill the generation layout, and free what lies in it, bucket by bucket."""
+        import torch
+
+        last = {move.name: index for index, moves in enumerate(self._buckets) for move in moves}
+        with torch.no_grad():
+            for index, moves in enumerate(self._buckets):
+                self._fill(moves)
+                for name in {move.name for move in moves} & self._lent:
+                    if last[name] == index:
+                        self._training[name].untyped_storage().resize_(0)
 
     def _fill(self, moves: Sequence[Move]) -> None:
         """Move a bucket into the generation layout."""
