@@ -54,7 +54,7 @@ def rows_of(path):
 
 def test_every_benchmark_is_tested():
     files = {path.stem for path in BENCHMARKS.glob("*.py")}
-    assert files == {*EXPECTED, "run_all"}
+    assert files == {*EXPECTED, "weights", "run_all"}
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,17 @@ def test_a_benchmark_alone_prints_its_figures(question, tmp_path):
         *("processor", "python", "numpy", "workers", "median", "p99", "x floor", "x local", "Monarch"),
     ):
         assert printed in done.stdout
+
+
+def test_ways_to_move_weights_are_compared(tmp_path):
+    path = tmp_path / "figures.json"
+    command = [sys.executable, str(BENCHMARKS / "weights.py"), "--smoke", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(path.read_text())
+    assert figures["tp=3"]["over_minimum"] == 1
+    assert [way["name"] for way in figures["tp=3"]["ways"]] == ["WeightSync", "process group", "checkpoint"]
+    assert "to tp=3" in done.stdout
 
 
 def test_peers_on_ray_do_the_same_work(tmp_path):

@@ -104,8 +104,18 @@ def test_fully_sharded_weights():
         assert_alike(rollout.seen()[0][0], trainer.seen()[0][0])
 
 
-def test_a_sender_that_dies_leaves_the_receivers_as_they_were(trainer):
-    with bm.ResourcePool([2]) as senders, bm.ResourcePool([2]) as receivers:
+def test_weights_go_to_a_group_on_another_backend(trainer, ray_cluster):
+    with bm.ResourcePool([2], backend="ray") as pool:
+        rollout = bm.WorkerGroup(pool, Holder, 2, mesh=Mesh(dp=2, tp=1))
+        rl.WeightSync(trainer, rollout, bucket_nbytes=400_000)(version=3)
+        (expected, _), *_ = trainer.seen()
+        for weights, version in rollout.seen():
+            assert_alike(weights, expected)
+            assert version == 3
+
+
+def test_a_sender_that_dies_leaves_the_receivers_as_they_were():
+    with bm.ResourcePool([2]) as senders, bm.ResourcePool([2], backend="inprocess") as receivers:
         source = bm.WorkerGroup(senders, Holder, 1, mesh=Mesh(dp=2, tp=1))
         rollout = bm.WorkerGroup(receivers, Holder, 2, mesh=Mesh(dp=2, tp=1))
         sync, before = rl.WeightSync(source, rollout, bucket_nbytes=400_000), rollout.seen()
@@ -118,6 +128,31 @@ def test_a_sender_that_dies_leaves_the_receivers_as_they_were(trainer):
         source.restart()
         rl.WeightSync(source, rollout)(version=2)
         assert_alike(rollout.seen()[0][0], source.seen()[0][0])
+
+
+class DiesHalfWay(Holder):
+    """Its rank 1 dies in the second bucket; `weights` is called for the layout, and then for each bucket."""
+
+    n_calls = 0
+
+    def weights(self):
+        self.n_calls += 1
+        if self.n_calls == 3 and self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().weights()
+
+
+def test_a_sender_that_dies_half_way_leaves_the_receivers_as_they_were():
+    with bm.ResourcePool([2]) as senders, bm.ResourcePool([2], backend="inprocess") as receivers:
+        source = bm.WorkerGroup(senders, DiesHalfWay, 1, mesh=Mesh(dp=2, tp=1))
+        rollout = bm.WorkerGroup(receivers, Holder, 2, mesh=Mesh(dp=2, tp=1))
+        before = rollout.seen()
+        sync = rl.WeightSync(source, rollout, bucket_nbytes=400_000)
+        with pytest.raises(bm.WorkerDied, match="rank 1"):
+            sync.submit(1).result()
+        for (weights, version), (expected, _) in zip(rollout.seen(), before, strict=True):
+            assert_alike(weights, expected)
+            assert version is None
 
 
 def test_a_replaced_worker_gets_the_weights_of_its_peers():

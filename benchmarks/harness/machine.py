@@ -26,6 +26,11 @@ def available_nbytes() -> int:
     return _meminfo("MemAvailable")
 
 
+def shared_nbytes() -> int:
+    """Shared memory and files in memory of all processes, mapped or not."""
+    return _meminfo("Shmem")
+
+
 def _meminfo(key: str) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")

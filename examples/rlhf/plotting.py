@@ -33,8 +33,7 @@ def plot(path: Path, runs: Mapping[str, Metrics], title: str = "", lines: Mappin
                 *zip(*points, strict=True), label=name, marker="." if key == "accuracy" else ""
             ) if points else None
     for name, value in (lines or {}).items():
-        accuracy.axhline(value, linestyle=":", color="grey")
-        accuracy.annotate(name, (0, value), va="bottom", fontsize="small")
+        accuracy.axhline(value, linestyle=":", color="grey", label=name)
     accuracy.set(title="greedy accuracy on held-out problems", ylim=(-0.02, 1.02), xlabel="step")
     reward.set(title="mean reward of the samples", ylim=(-0.02, 1.02), xlabel="step")
     kl.set(title="divergence from the reference, per token", xlabel="step")

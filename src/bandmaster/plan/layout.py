@@ -132,9 +132,12 @@ class Layout:
         for name, (_, dtype) in self.tensors.items():
             if dtype not in NBYTES:
                 raise LayoutError(f"tensor {name!r} has dtype {dtype!r}, which is none of {', '.join(NBYTES)}")
+        checked: set[tuple[str, Box]] = set()
         for rank, held in enumerate(boxes):
-            for name, box in held.items():
-                self._check(rank, name, box)
+            for item in held.items():
+                if item not in checked:
+                    self._check(rank, *item)
+                    checked.add(item)
 
     def _check(self, rank: int, name: str, box: Box) -> None:
         if name not in self.tensors:
@@ -215,4 +218,9 @@ def _boxes(mesh: Mesh, name: str, shape: Sequence[int], dims: Mapping[int, str |
         over = axes.get(dim, ())
         step = -(-size // math.prod(mesh.axis_size(axis) for axis in over))
         spans.append([(min(place * step, size), min((place + 1) * step, size)) for place in mesh.positions(*over)])
-    return [_between([span[rank][0] for span in spans], [span[rank][1] for span in spans]) for rank in range(mesh.size)]
+    made: dict[object, Box] = {}  # ranks that hold the same share the value
+    rows = list(zip(*spans, strict=True)) if spans else [()] * mesh.size
+    for edges in rows:
+        if edges not in made:
+            made[edges] = _between([edge[0] for edge in edges], [edge[1] for edge in edges])
+    return [made[edges] for edges in rows]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from bandmaster.errors import LayoutError, UsageError
@@ -23,6 +24,7 @@ from bandmaster.plan.render import text_table
 __all__ = ["Move", "Resharding", "reshard"]
 
 K = TypeVar("K")
+_Choices = Sequence[tuple[Box, tuple[int, ...]]]  # rectangles, and the ranks that can send each
 PIECE_NBYTES = 1 << 20  # larger rectangles are cut, if several ranks can send them
 
 
@@ -53,8 +55,8 @@ class Resharding:
     Attributes:
         source: What is there.
         target: What is wanted.
-        moves: By name of the tensor in the order of the target layout, then rectangle and receiver. Each element that a
-            rank wants is in one of them.
+        moves: By name of the tensor in the order of the target layout, then rectangle, sender and receiver. Each
+            element that a rank wants is in one of them.
     """
 
     source: Layout
@@ -93,7 +95,7 @@ class Resharding:
 
         Args:
             nbytes: What any rank sends, or receives, of a bucket at most; if a row of a tensor has more bytes, that
-                makes a bucket of its own.
+                makes a bucket of its own. What one rank sends to several is in one bucket, if it fits.
 
         Raises:
             UsageError: ``nbytes`` is not positive.
@@ -102,14 +104,16 @@ class Resharding:
             raise UsageError(f"a bucket must have at least 1 byte, got {nbytes}")
         buckets: list[list[Move]] = [[]]
         load: dict[tuple[str, int], int] = {}
-        for move in (part for whole in self.moves for part in _cut(whole, nbytes)):
-            ends = () if move.is_local else (("from", move.sender), ("to", move.receiver))
-            if buckets[-1] and any(load.get(end, 0) + move.nbytes > nbytes for end in ends):
-                buckets.append([])
-                load = {}
-            buckets[-1].append(move)
-            for end in ends:
-                load[end] = load.get(end, 0) + move.nbytes
+        for moves in (part for same in _same(self.moves) for part in _cut(same, nbytes)):
+            ends = _sums((end, move.nbytes) for move in moves for end in _ends(move))
+            for some in [moves] if max(ends.values(), default=0) <= nbytes else [[move] for move in moves]:
+                ends = _sums((end, move.nbytes) for move in some for end in _ends(move))
+                if buckets[-1] and any(load.get(end, 0) + more > nbytes for end, more in ends.items()):
+                    buckets.append([])
+                    load = {}
+                buckets[-1] += some
+                for end, more in ends.items():
+                    load[end] = load.get(end, 0) + more
         return [bucket for bucket in buckets if bucket]
 
     def __str__(self) -> str:
@@ -139,7 +143,8 @@ def reshard(source: Layout, target: Layout, within: Sequence[Sequence[int]] | No
     """Plan how ranks that hold tensors in one layout fill another layout.
 
     Every element is sent to each rank that wants it once. If several ranks hold the same rectangle, they share the
-    sending, so that all send about equally many bytes.
+    sending, so that all send about equally many bytes. Different workers that want the same rectangle get it from the
+    same rank, which then has to read and pack it once.
 
     Args:
         source: What is there.
@@ -177,27 +182,30 @@ def reshard(source: Layout, target: Layout, within: Sequence[Sequence[int]] | No
             f"the target {target.n_ranks}; omit it for different workers"
         )
     planner = _Planner(source, target, within)
-    pieces = [piece for name in target.tensors for piece in planner.pieces_of(name)]
-    load = [0] * source.n_ranks
-    moves: list[tuple[tuple[int, Box, int], Move]] = []
-    for piece in sorted(pieces, key=lambda piece: (len(piece.senders), -piece.nbytes)):
+    load, n_senders = [0] * source.n_ranks, source.n_ranks
+    moves: list[Move] = []
+    for piece in sorted(planner.pieces(), key=lambda piece: (len(piece.senders), -piece.nbytes * len(piece.receivers))):
         # Equally loaded senders take turns, so that not all receivers begin with the same one.
-        sender = min(piece.senders, key=lambda rank: (load[rank], (rank - piece.receiver) % source.n_ranks))
-        is_local = within is not None and sender == piece.receiver
-        load[sender] += 0 if is_local else piece.nbytes
-        move = Move(piece.name, piece.box, sender, piece.receiver, piece.nbytes, is_local)
-        moves.append(((planner.order[piece.name], piece.box, piece.receiver), move))
-    return Resharding(source, target, tuple(move for _, move in sorted(moves)))
+        first, least = piece.receivers[0], min([load[rank] for rank in piece.senders])
+        sender = min((rank - first) % n_senders for rank in piece.senders if load[rank] == least)
+        sender = (sender + first) % n_senders
+        for receiver in piece.receivers:
+            is_local = within is not None and sender == receiver
+            load[sender] += 0 if is_local else piece.nbytes
+            moves.append(Move(piece.name, piece.box, sender, receiver, piece.nbytes, is_local))
+    order = {name: index for index, name in enumerate(target.tensors)}
+    moves.sort(key=lambda move: (order[move.name], move.box.start, move.box.shape, move.sender, move.receiver))
+    return Resharding(source, target, tuple(moves))
 
 
 class _Piece(NamedTuple):
-    """A rectangle that a rank wants, and who can send it."""
+    """A rectangle that some ranks want, all from the same one, and who can send it."""
 
     name: str
     box: Box
-    receiver: int
     nbytes: int
     senders: tuple[int, ...]
+    receivers: tuple[int, ...]
 
 
 class _Planner:
@@ -206,44 +214,47 @@ class _Planner:
     def __init__(self, source: Layout, target: Layout, within: Sequence[Sequence[int]] | None) -> None:
         self._source, self._target = source, target
         self._group = None if within is None else {rank: tuple(group) for group in within for rank in group}
-        self.order = {name: index for index, name in enumerate(target.tensors)}
+        self._covers: dict[object, list[tuple[Box, int]]] = {}
 
-    def pieces_of(self, name: str) -> Iterator[_Piece]:
-        """The pieces that the ranks want of a tensor."""
-        self._check(name)
-        holders: dict[Box, list[int]] = {}
-        for rank, held in enumerate(self._source.boxes):
-            if name in held:
-                holders.setdefault(held[name], []).append(rank)
-        itemsize, known = self._target.itemsize(name), {}
-        for receiver, wanted in enumerate(self._target.boxes):
-            if name not in wanted:
-                continue
-            choices = self._choices(name, receiver, holders)
-            key = wanted[name], choices
-            if key not in known:
-                known[key] = list(self._cover(name, wanted[name], choices))
-            for box, senders in known[key]:
-                yield _Piece(name, box, receiver, box.size * itemsize, senders)
+    def pieces(self) -> Iterator[_Piece]:
+        """The pieces that make up what the ranks want."""
+        for name in self._target.tensors:
+            self._check(name)
+            everywhere = [(box, tuple(ranks)) for box, ranks in _holders(self._source, name).items()]
+            itemsize, near = self._target.itemsize(name), self._near(everywhere)
+            for wanted, receivers in _holders(self._target, name).items():
+                for some in [receivers] if self._group is None else [[receiver] for receiver in receivers]:
+                    choices = self._choices(name, some[0], everywhere, near)
+                    for box, index in self._cover(name, wanted, choices):
+                        yield _Piece(name, box, box.size * itemsize, choices[index][1], tuple(some))
+
+    def _near(self, everywhere: _Choices) -> dict[tuple[int, ...], _Choices]:
+        """For each group of ranks, what can be taken from them."""
+        found: dict[tuple[int, ...], _Choices] = {}
+        for group in set(self._group.values()) if self._group else ():
+            in_group = [(box, tuple(rank for rank in ranks if rank in group)) for box, ranks in everywhere]
+            found[group] = [(box, ranks) for box, ranks in in_group if ranks]
+        return found
 
     def _choices(
-        self, name: str, receiver: int, holders: Mapping[Box, Sequence[int]]
-    ) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+        self, name: str, receiver: int, everywhere: _Choices, near: Mapping[tuple[int, ...], _Choices]
+    ) -> _Choices:
         """What can be taken and from whom, the best first."""
-        everywhere = [(box, tuple(ranks)) for box, ranks in holders.items()]
         if self._group is None:
-            return tuple(everywhere)
-        near = self._group.get(receiver, (receiver,))
-        own = [(box, (receiver,)) for box, ranks in everywhere if receiver in ranks]
-        from_near = [(box, tuple(rank for rank in ranks if rank in near)) for box, ranks in everywhere]
-        return (*own, *((box, ranks) for box, ranks in from_near if ranks), *everywhere)
+            return everywhere
+        held = self._source.boxes[receiver]
+        own = [(held[name], (receiver,))] if name in held else []
+        return [*own, *near.get(self._group.get(receiver, ()), ()), *everywhere]
 
-    def _cover(
-        self, name: str, wanted: Box, choices: Iterable[tuple[Box, tuple[int, ...]]]
-    ) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """Rectangles that make up ``wanted`` and do not overlap, each with the ranks that can send it."""
-        itemsize, missing = self._target.itemsize(name), [wanted]
-        for box, senders in choices:
+    def _cover(self, name: str, wanted: Box, choices: _Choices) -> list[tuple[Box, int]]:
+        """Rectangles that make up ``wanted`` and do not overlap, each with the number of the choice that has it."""
+        itemsize = self._target.itemsize(name)
+        key = wanted, itemsize, tuple((box, len(senders)) for box, senders in choices)
+        if key in self._covers:  # by other ranks, or of a tensor that is cut in the same way
+            return self._covers[key]
+        cover: list[tuple[Box, int]] = []
+        missing = [wanted]
+        for index, (box, senders) in enumerate(choices):
             left = []
             for part in missing:
                 common = part & box
@@ -252,10 +263,11 @@ class _Planner:
                     continue
                 left += part.without(common)
                 n_parts = min(len(senders), -(-common.size * itemsize // PIECE_NBYTES))
-                yield from ((piece, senders) for piece in common.cut(n_parts))
+                cover += [(piece, index) for piece in common.cut(n_parts)]
             missing = left
             if not missing:
-                return
+                self._covers[key] = cover
+                return cover
         raise LayoutError(f"no rank of the source holds {missing[0]} of tensor {name!r}")
 
     def _check(self, name: str) -> None:
@@ -272,10 +284,32 @@ class _Planner:
             )
 
 
-def _cut(move: Move, nbytes: int) -> list[Move]:
-    """A move in parts of at most ``nbytes``, as far as its first dim allows."""
-    if move.nbytes <= nbytes:
-        return [move]
-    itemsize = move.nbytes // move.box.size
-    parts = move.box.cut(-(-move.nbytes // nbytes))
-    return [move._replace(box=part, nbytes=part.size * itemsize) for part in parts]
+def _holders(layout: Layout, name: str) -> dict[Box, list[int]]:
+    """The ranks that hold each rectangle of a tensor."""
+    holders: dict[Box, list[int]] = {}
+    for rank, held in enumerate(layout.boxes):
+        if name in held:
+            holders.setdefault(held[name], []).append(rank)
+    return holders
+
+
+def _same(moves: Iterable[Move]) -> Iterator[list[Move]]:
+    """The moves, those of the same rectangle from the same sender together."""
+    for _, same in groupby(moves, key=lambda move: (move.name, move.box, move.sender)):
+        yield list(same)
+
+
+def _ends(move: Move) -> tuple[tuple[str, int], ...]:
+    return () if move.is_local else (("from", move.sender), ("to", move.receiver))
+
+
+def _cut(moves: list[Move], nbytes: int) -> list[list[Move]]:
+    """Moves of the same rectangle, in parts of at most ``nbytes`` as far as its first dim allows."""
+    first = moves[0]
+    if first.nbytes <= nbytes:
+        return [moves]
+    itemsize = first.nbytes // first.box.size
+    n_rows = next((size for size in first.box.shape if size > 1), 1)
+    rows_per_part = max(1, nbytes * n_rows // first.nbytes)
+    parts = first.box.cut(-(-n_rows // rows_per_part))
+    return [[move._replace(box=part, nbytes=part.size * itemsize) for move in moves] for part in parts]

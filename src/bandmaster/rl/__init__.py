@@ -12,15 +12,19 @@ Everything here is called in the methods of workers, is built on public names al
 """
 
 from bandmaster.rl.checkpoints import load, save
+from bandmaster.rl.connect import Connectable, Connection, connect
 from bandmaster.rl.engine import HybridEngine
 from bandmaster.rl.meshes import device_mesh, start_torch_distributed
 from bandmaster.rl.seeds import seed
 from bandmaster.rl.weights import HoldsWeights, WeightSync
 
 __all__ = [
+    "Connectable",
+    "Connection",
     "HoldsWeights",
     "HybridEngine",
     "WeightSync",
+    "connect",
     "device_mesh",
     "load",
     "save",

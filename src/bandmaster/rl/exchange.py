@@ -10,7 +10,7 @@ from bandmaster import Box, Move
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Pieces", "allocate", "bytes_of", "exchange", "fill"]
+__all__ = ["Pieces", "allocate", "exchange", "fill", "pack"]
 
 
 class Pieces(NamedTuple):
@@ -41,7 +41,6 @@ def exchange(moves: Sequence[Move], rank: int, source: Pieces, target: Pieces) -
         source: What it has.
         target: What it fills.
     """
-    import torch
     import torch.distributed as dist
 
     outgoing: dict[int, list[Move]] = {}
@@ -54,7 +53,7 @@ def exchange(moves: Sequence[Move], rank: int, source: Pieces, target: Pieces) -
             outgoing.setdefault(move.receiver, []).append(move)
         elif move.receiver == rank:
             incoming.setdefault(move.sender, []).append(move)
-    sent = {peer: torch.cat([bytes_of(source.piece(move)) for move in parts]) for peer, parts in outgoing.items()}
+    sent = {peer: pack([source.piece(move) for move in parts]) for peer, parts in outgoing.items()}
     received = {peer: _empty(target, parts) for peer, parts in incoming.items()}
     operations = [dist.P2POp(dist.isend, data, peer) for peer, data in sent.items()]
     operations += [dist.P2POp(dist.irecv, data, peer) for peer, data in received.items()]
@@ -66,15 +65,22 @@ def exchange(moves: Sequence[Move], rank: int, source: Pieces, target: Pieces) -
             fill(target.piece(move), piece)
 
 
-def bytes_of(piece: Tensor) -> Tensor:
-    """The bytes of a tensor of any dtype and shape, uint8 (bytes,); shared with it if it is contiguous."""
+def pack(pieces: Sequence[Tensor]) -> Tensor:
+    """The bytes of tensors of any dtypes, one behind the other: uint8 (bytes,), on the device of the first."""
     import torch
 
-    return piece.detach().contiguous().view(-1).view(torch.uint8)
+    nbytes = [piece.numel() * piece.itemsize for piece in pieces]
+    packed = torch.empty(sum(nbytes), dtype=torch.uint8, device=pieces[0].device)
+    for place, piece in zip(packed.split(nbytes), pieces, strict=True):
+        if place.storage_offset() % piece.itemsize:  # behind a piece of another dtype
+            place.copy_(piece.detach().contiguous().view(-1).view(torch.uint8))
+        else:
+            place.view(piece.dtype).view(piece.shape).copy_(piece.detach())
+    return packed
 
 
 def fill(place: Tensor, data: Tensor) -> None:
-    """Copy bytes that `bytes_of` has made into a tensor of the same dtype and shape."""
+    """Copy bytes of a piece that `pack` has packed into a tensor of the same dtype and shape."""
     if data.storage_offset() % place.itemsize:  # behind a piece of another dtype
         data = data.clone()
     place.copy_(data.view(place.dtype).view(place.shape))

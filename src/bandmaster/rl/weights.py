@@ -5,18 +5,21 @@
     controller: plan = reshard(layout of the source, layout of the target); for each bucket of it:
 
     source                                                  target
-    rank 0 ─ send_weights ─► a row for each receiver ──┬──► receive_weights: rank 0 stages what it gets
-    rank 1 ─ send_weights ─► a row for each receiver ──┴──► receive_weights: rank 1
+    rank 0 ─ send_weights ─► rows ──┬──► receive_weights: rank 0 stages what it gets, a row from each sender
+    rank 1 ─ send_weights ─► rows ──┴──► receive_weights: rank 1
                              (they stay where they are made; the controller passes handles)
 
-                                                            switch_weights: all ranks use what they have staged
+                                         switch_weights: all ranks use what they have staged
+
+Ranks that get the same from a sender read the same row, so that it is packed once for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bandmaster import (
     Box,
@@ -24,7 +27,6 @@ from bandmaster import (
     Concat,
     Dispatch,
     Future,
-    Gather,
     Layout,
     Move,
     PerRank,
@@ -33,10 +35,11 @@ from bandmaster import (
     TransferProtocol,
     UsageError,
     Worker,
+    concat,
     register,
     reshard,
 )
-from bandmaster.rl.exchange import bytes_of, fill
+from bandmaster.rl.exchange import fill, pack
 from bandmaster.rl.local_tensors import local_tensor, own_boxes, specs
 
 if TYPE_CHECKING:
@@ -76,24 +79,28 @@ class HoldsWeights(Worker):
 
     @register(TransferProtocol(PerRank(), Concat("rank")))
     def send_weights(self, outgoing: Sequence[Sequence[Piece]]) -> list[Tensor]:
-        """For each receiver, the bytes of the pieces that it gets from this rank: uint8 (bytes,), on the CPU."""
+        """A row for each list of pieces: their bytes, uint8 (bytes,), on the CPU."""
         import torch
 
-        weights = self.weights()
-        boxes, nothing = own_boxes(weights), torch.empty(0, dtype=torch.uint8)
-        rows = []
+        weights, boxes = self._weights_of(outgoing)
+        rows, nothing = [], torch.empty(0, dtype=torch.uint8)
         for pieces in outgoing:
             parts = [local_tensor(weights[name])[box.slices(boxes[name])] for name, box in pieces]
-            rows.append(torch.cat([bytes_of(part) for part in parts]).cpu() if parts else nothing)
+            rows.append(pack(parts).cpu() if parts else nothing)
         return rows
 
-    @register(TransferProtocol(Split("rank"), Gather()), arguments={"incoming": PerRank(), "is_first": Broadcast()})
-    def receive_weights(self, rows: list[Tensor], incoming: Sequence[Sequence[Piece]], is_first: bool) -> None:
-        """Stage what each sender has sent to this rank; the first bucket forgets what was staged before."""
+    @register(
+        TransferProtocol(Split("rank"), Concat("rank")), arguments={"incoming": PerRank(), "is_first": Broadcast()}
+    )
+    def receive_weights(self, rows: list[Tensor], incoming: Sequence[Sequence[Piece]], is_first: bool) -> list[int]:
+        """Stage what each sender has sent to this rank; the first bucket forgets what was staged before.
+
+        Returns:
+            A row that says that it was done: its bytes.
+        """
         import torch
 
-        weights = self.weights()
-        boxes = own_boxes(weights)
+        weights, boxes = self._weights_of(incoming)
         staged = self._staged = {} if is_first else dict(self._staged)
         for row, pieces in zip(rows, incoming, strict=True):
             data = row.split([box.size * weights[name].itemsize for name, box in pieces])
@@ -101,10 +108,16 @@ class HoldsWeights(Worker):
                 if name not in staged:
                     staged[name] = torch.empty_like(local_tensor(weights[name]), device="cpu")
                 fill(staged[name][box.slices(boxes[name])], piece)
+        return [sum(row.numel() for row in rows)]
 
     @register(Dispatch.ONE_TO_ALL)
-    def switch_weights(self, version: Any) -> None:
-        """Use the staged weights from now on. Ranks that have staged nothing stay as they are."""
+    def switch_weights(self, version: Any, received: Sequence[int]) -> None:
+        """Use the staged weights from now on. Ranks that have staged nothing stay as they are.
+
+        Args:
+            version: What ``weights_version`` is from then on.
+            received: The rows of all calls of `receive_weights`, by reference: if one fails, this call is not sent.
+        """
         import torch
 
         weights = self.weights()
@@ -113,6 +126,12 @@ class HoldsWeights(Worker):
                 local_tensor(weights[name]).copy_(tensor)
         if self._staged:
             self._staged, self.weights_version = {}, version
+
+    def _weights_of(self, pieces: Iterable[Iterable[Piece]]) -> tuple[dict[str, Tensor], dict[str, Box]]:
+        """The tensors that some pieces are of, and which rectangles of them this rank has."""
+        weights, names = self.weights(), {name for some in pieces for name, _ in some}
+        chosen = {name: weights[name] for name in names}
+        return chosen, own_boxes(chosen)
 
 
 class WeightSync:
@@ -174,8 +193,6 @@ class WeightSync:
                 raise UsageError(f"ranks {both} of {source.name} would send and receive; give from_ranks and to_ranks")
         self.plan = reshard(given, wanted)
         self._buckets = self.plan.buckets(bucket_nbytes)
-        n_senders, n_receivers = given.n_ranks, wanted.n_ranks
-        self._by_receiver = [s * n_receivers + r for r in range(n_receivers) for s in range(n_senders)]
 
     def __call__(self, version: Any = None) -> None:
         """Move the weights, and wait until they are in use.
@@ -187,14 +204,12 @@ class WeightSync:
             WorkerDied: A worker died. The receivers have the old weights.
             Exception: All errors of calls.
         """
-        under_way: list[Future[Any]] = []
+        received: list[Future[Any]] = []
         for index in range(len(self._buckets)):
-            under_way.append(self._move(index))
-            if len(under_way) == N_BUCKETS:
-                under_way.pop(0).result()
-        for staged in under_way:
-            staged.result()
-        self._target.switch_weights(version)
+            if index >= N_BUCKETS:
+                received[index - N_BUCKETS].result()
+            received.append(self._move(index))
+        self._switch(version, received).result()
 
     def submit(self, version: Any = None) -> Future[Any]:
         """Move the weights without waiting: ranks do it after the calls that were submitted before.
@@ -202,19 +217,23 @@ class WeightSync:
         All buckets may be under way at once, so that the senders' weights are in memory twice until they are received.
 
         Returns:
-            A future that is done when the new weights are in use.
+            A future that is done when the new weights are in use. If a call fails before, it has that error, and the
+            receivers have the old weights.
         """
-        for index in range(len(self._buckets)):
-            self._move(index)
-        switched: Future[Any] = self._target.switch_weights.submit(version)
+        return self._switch(version, [self._move(index) for index in range(len(self._buckets))])
+
+    def _switch(self, version: Any, received: Sequence[Future[Any]]) -> Future[Any]:
+        """Have all ranks change to the new weights once all buckets have been received."""
+        switched: Future[Any] = self._target.switch_weights.submit(version, concat(received) if received else [])
         return switched
 
     def _move(self, index: int) -> Future[Any]:
         """Send a bucket, and have it staged."""
-        outgoing, incoming = _pieces(self.plan, self._buckets[index])
-        sent = self._source.send_weights.submit(outgoing)
-        staged: Future[Any] = self._target.receive_weights.submit(sent[self._by_receiver], incoming, index == 0)
-        return staged
+        bucket = _Bucket.of(self.plan, self._buckets[index])
+        sent = self._source.send_weights.submit(bucket.outgoing)
+        rows = sent[bucket.by_receiver]
+        received: Future[Any] = self._target.receive_weights.submit(rows, bucket.incoming, index == 0)
+        return received
 
 
 def _layout(group: Any, ranks: Iterable[int] | None) -> Layout:
@@ -228,10 +247,28 @@ def _layout(group: Any, ranks: Iterable[int] | None) -> Layout:
     return Layout(tensors, [boxes if chosen is None or rank in chosen else {} for rank, (_, boxes) in enumerate(said)])
 
 
-def _pieces(plan: Resharding, moves: Sequence[Move]) -> tuple[list[list[list[Piece]]], list[list[list[Piece]]]]:
-    """By sender and receiver what is sent, and by receiver and sender what is received; in the same order."""
-    n_senders, n_receivers = plan.source.n_ranks, plan.target.n_ranks
-    outgoing: list[list[list[Piece]]] = [[[] for _ in range(n_receivers)] for _ in range(n_senders)]
-    for move in moves:
-        outgoing[move.sender][move.receiver].append((move.name, move.box))
-    return outgoing, [[outgoing[s][r] for s in range(n_senders)] for r in range(n_receivers)]
+class _Bucket(NamedTuple):
+    """What is sent in a bucket.
+
+    Attributes:
+        outgoing: By sender, the pieces of each row that it makes.
+        incoming: By receiver and sender, the pieces that it gets; those of a row.
+        by_receiver: The numbers of the rows of all senders that the receivers get, one from each sender.
+    """
+
+    outgoing: list[list[tuple[Piece, ...]]]
+    incoming: list[list[tuple[Piece, ...]]]
+    by_receiver: list[int]
+
+    @classmethod
+    def of(cls, plan: Resharding, moves: Sequence[Move]) -> _Bucket:
+        """Some moves of a plan."""
+        senders, receivers = range(plan.source.n_ranks), range(plan.target.n_ranks)
+        pieces: dict[tuple[int, int], list[Piece]] = {}
+        for move in moves:
+            pieces.setdefault((move.receiver, move.sender), []).append((move.name, move.box))
+        incoming = [[tuple(pieces.get((r, s), ())) for s in senders] for r in receivers]
+        outgoing = [list(dict.fromkeys(of_receiver[s] for of_receiver in incoming)) for s in senders]
+        first = list(accumulate(map(len, outgoing), initial=0))
+        numbers = [{row: first[s] + i for i, row in enumerate(outgoing[s])} for s in senders]
+        return cls(outgoing, incoming, [numbers[s][incoming[r][s]] for r in receivers for s in senders])
