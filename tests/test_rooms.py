@@ -27,7 +27,7 @@ ROOMS = {
     "pool": "errors platform plan worker contract backends",
     "group": "errors platform plan worker contract backends calls lifecycle pool",
     "registration": "errors plan worker calls group",
-    "colocation": "errors plan worker calls lifecycle roles pool group",
+    "colocation": "errors plan worker contract calls lifecycle roles pool group",
     "__init__": "errors plan worker calls pool group registration colocation",
     "rl": "__init__",
     "single_controller": "codec errors roles plan worker contract backends calls lifecycle pool group",

@@ -27,6 +27,7 @@ from bandmaster.errors import (
     RemoteError,
     ResourceError,
     RowsLost,
+    TurnTimeout,
     UsageError,
     WorkerDied,
 )
@@ -101,6 +102,7 @@ __all__ = [
     "Trace",
     "TransferPlan",
     "TransferProtocol",
+    "TurnTimeout",
     "UsageError",
     "Worker",
     "WorkerDied",

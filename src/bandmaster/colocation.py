@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from bandmaster.calls.encoding import encode_constructor
 from bandmaster.calls.spec import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
+from bandmaster.contract import Launch
 from bandmaster.errors import ArgumentError, MeshError, UsageError, WorkerDied
 from bandmaster.group import GroupOf, WorkerGroup
 from bandmaster.lifecycle.checks import check_names, checked_mesh, checked_meshes, unwrap
+from bandmaster.lifecycle.participant import TURN_HOOKS, Participant
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
@@ -96,6 +98,7 @@ class _RoleParts(NamedTuple):
     checked: _Checked
     name: str
     submitter: Submitter
+    turns: Participant
 
 
 class ColocatedGroup(GroupOf[Any]):
@@ -121,12 +124,22 @@ class ColocatedGroup(GroupOf[Any]):
         self._parts: dict[str, _RoleParts] = {}
         self._groups: weakref.WeakValueDictionary[str, RoleGroup] = weakref.WeakValueDictionary()
         given = {name: checked.role for name, checked in found.items()}
+        self._found = found
+        self._roles_have_hooks = any(_has(checked, hook) for checked in found.values() for hook in TURN_HOOKS)
         super().__init__(pool, ClassWithInitArgs(wrapped, given), name_prefix=name_prefix, start_timeout=start_timeout)
-        for name, checked in found.items():
-            group, mesh, traffic = f"{self._name}.{name}", checked.role.mesh, self._submitter.traffic
-            submitter = Submitter(self._ownership.workers, checked.cls, mesh, group, name + SEPARATOR, traffic)
-            submitter.meshes = {method: spec.mesh for method, spec in checked.methods.items()}
-            self._parts[name] = _RoleParts(checked, group, submitter)
+
+    def _start(self, launch: Launch) -> None:
+        if not self._parts:  # in the turn in which the group is constructed
+            for name, checked in self._found.items():
+                self._parts[name] = self._parts_of(name, checked, launch.options)
+            self._turns.roles = [parts.turns for parts in self._parts.values()]
+        super()._start(launch)
+
+    def _parts_of(self, name: str, checked: _Checked, options: Mapping[str, Any]) -> _RoleParts:
+        group, mesh, traffic = f"{self._name}.{name}", checked.role.mesh, self._submitter.traffic
+        submitter = Submitter(self._ownership.workers, checked.cls, mesh, group, name + SEPARATOR, traffic)
+        submitter.meshes = {method: spec.mesh for method, spec in checked.methods.items()}
+        return _RoleParts(checked, group, submitter, self._participant(checked.cls, group, submitter, options))
 
     @property
     def role_names(self) -> tuple[str, ...]:
@@ -172,7 +185,7 @@ class ColocatedGroup(GroupOf[Any]):
             Exception: All errors of `WorkerGroup.replace`.
         """
         self._ownership.check()
-        without = [name for name, parts in self._parts.items() if not _has(parts, "on_replace")]
+        without = [name for name, parts in self._parts.items() if not _has(parts.checked, "on_replace")]
         if without:
             raise UsageError(
                 f"{self._name} does not support the replacement of one rank: define a method on_replace(self, rank, "
@@ -180,6 +193,19 @@ class ColocatedGroup(GroupOf[Any]):
             )
         self._check_hooks("replace", "on_replace", state, rank)
         super().replace(rank, state)
+
+    def turn(self, *others: GroupOf[Any], timeout: float | None = None) -> NoReturn:
+        """Refuse: each role takes turns of its own, with ``group.actor.turn()``.
+
+        Raises:
+            UsageError: Always.
+        """
+        self._turn_taker()
+
+    def _turn_taker(self) -> NoReturn:
+        raise UsageError(
+            f"the roles of {self._name} take turns, each on its own: with group.{self.role_names[0]}.turn()"
+        )
 
     def set_default_options(self, /, **options: float | None) -> None:
         """Set the options of the calls of all roles that do not set them themselves.
@@ -197,7 +223,7 @@ class ColocatedGroup(GroupOf[Any]):
     def _check_hooks(self, method: str, hook: str, state: Mapping[str, Any] | None, *args: Any) -> None:
         """Refuse a state that no hook takes, and hooks that do not take it, before anything is done."""
         for parts in self._parts.values():
-            if _has(parts, hook):
+            if _has(parts.checked, hook):
                 cls = parts.checked.cls
                 bind(f"{cls.__name__}.{hook}", signature_without_self(cls, hook), (*args, None), {})
         if state is None:
@@ -205,7 +231,7 @@ class ColocatedGroup(GroupOf[Any]):
         if not isinstance(state, Mapping):
             raise UsageError(f"the state of {method} must be a dict with one value per role, got {state!r}")
         for name in state:
-            if name not in self._parts or not _has(self._parts[name], hook):
+            if name not in self._parts or not _has(self._parts[name].checked, hook):
                 raise UsageError(
                     f"{method}() got a state for {name!r}, but only roles with a method {hook} take one; the roles are "
                     f"{', '.join(self._parts)}"
@@ -241,6 +267,7 @@ class RoleGroup(WorkerGroup):
         self._submitter = parts.submitter
         self._pool = colocated._pool
         self._ownership = colocated._ownership
+        self._turns = parts.turns
         self._launch = colocated._launch
 
     @property
@@ -295,8 +322,8 @@ class RoleGroup(WorkerGroup):
         )
 
 
-def _has(parts: _RoleParts, hook: str) -> bool:
-    return callable(getattr(parts.checked.cls, hook, None))
+def _has(checked: _Checked, hook: str) -> bool:
+    return callable(getattr(checked.cls, hook, None))
 
 
 def _checked_roles(

@@ -18,6 +18,7 @@
     ├── WorkerDied                  the system: a worker process ended          (RuntimeError)
     ├── RowsLost                    the system: rows that were kept are gone    (RuntimeError)
     ├── CallTimeout                 the system: no reply in time                (TimeoutError)
+    ├── TurnTimeout                 other groups had their turns for too long   (TimeoutError)
     └── CallCancelled               the caller cancelled the call               (RuntimeError)
 
 Every leaf also inherits the builtin exception named beside it, so that ``except ValueError`` catches a `MeshError`.
@@ -46,6 +47,7 @@ __all__ = [
     "RemoteError",
     "ResourceError",
     "RowsLost",
+    "TurnTimeout",
     "UsageError",
     "WorkerDied",
 ]
@@ -223,6 +225,10 @@ class CallTimeout(BandmasterError, TimeoutError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.method, self.missing, self._timeout_s, self.stacks, self._what_next)
+
+
+class TurnTimeout(BandmasterError, TimeoutError):
+    """A group did not get its turn in time, since other groups had theirs on the same slots; nothing was sent."""
 
 
 class RowsLost(BandmasterError, RuntimeError):

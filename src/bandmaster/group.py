@@ -23,7 +23,7 @@ from bandmaster.calls.future import Future
 from bandmaster.calls.kept_rows import held_by
 from bandmaster.calls.ledger import calls_of
 from bandmaster.calls.method import GroupMethod
-from bandmaster.calls.options import default_options
+from bandmaster.calls.options import check_seconds, default_options
 from bandmaster.calls.pending import CallSite, Collection
 from bandmaster.calls.records import CallTable
 from bandmaster.calls.spec import specs_of
@@ -34,6 +34,8 @@ from bandmaster.lifecycle.checks import check_names, check_options, checked_mesh
 from bandmaster.lifecycle.construction import replace_worker, start_workers
 from bandmaster.lifecycle.death_watch import DeathWatch
 from bandmaster.lifecycle.ownership import Ownership
+from bandmaster.lifecycle.participant import Participant
+from bandmaster.lifecycle.turns import Turn, renewal
 from bandmaster.plan.arguments import BoundArgument, CallPlan, everywhere, scatter
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.plan.mesh import Mesh
@@ -69,6 +71,7 @@ class GroupOf(Generic[W]):
     """
 
     _worker_classes: ClassVar[tuple[type[Worker], ...]] = ()
+    _roles_have_hooks = False  # those of a colocated group
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -126,6 +129,7 @@ class GroupOf(Generic[W]):
         self._ownership = Ownership(self, self._name)
         self._submitter = Submitter(self._ownership.workers, cls, self._mesh, self._name)
         self._submitter.meshes = {name: spec.mesh for name, spec in self._methods.items()}
+        self._turns = self._participant(cls, self._name, self._submitter, options)
         try:
             slots = pool._occupy(self, self._name, self._ownership.set_slots)
             names = tuple(f"{self._name}_{slot.node_rank}:{slot.local_rank}" for slot in slots)
@@ -141,10 +145,18 @@ class GroupOf(Generic[W]):
                 options,
                 start_timeout,
             )
-            self._start(self._launch)
+            with renewal(self._turns):
+                self._start(self._launch)
         except BaseException:
             self._ownership.close()
             raise
+
+    def _participant(
+        self, cls: type[Worker], name: str, submitter: Submitter, options: Mapping[str, Any]
+    ) -> Participant:
+        """What takes turns for this group, or for a role of it. ``options`` are those of ``@ray.remote``."""
+        places, overlaps = frozenset(self._pool._places), (options.get("max_concurrency") or 1) > 1
+        return Participant(cls, name, places, submitter, self._ownership, self._roles_have_hooks, overlaps)
 
     def _start(self, launch: Launch) -> None:
         """Start the workers. Subclasses may ask for more than a user can."""
@@ -302,6 +314,76 @@ class GroupOf(Generic[W]):
         site = CallSite(self._cls.__name__, self._mesh, self._name)
         self._watches.append(DeathWatch(self._ownership.workers(), site, callback))
 
+    def turn(self, *others: GroupOf[Any], timeout: float | None = None) -> Turn:
+        """The use of this group's slots by this group alone, for a ``with`` or an ``async with`` block.
+
+        Groups share slots if they are on one pool, on pools that were merged or split from it, or roles of `colocate`.
+        When the block is entered, it waits until no other group has a turn on any of the slots. The other groups then
+        yield, behind their calls that still run: if their class has a method ``on_yield(self)``, it is called on every
+        rank, to give up device memory. Then ``on_resume(self)``, if there is such a method, is called on every rank of
+        this group if it had yielded. A group that has turn after turn neither yields nor resumes in between.
+
+        While a group has its turn, calls of other groups on its slots are refused, if they have one of the two methods
+        or were ever asked for a turn; so are calls of a group that has yielded. The construction of a group with such a
+        method, `restart` and `replace` are turns as well.
+
+        A thread can enter the turn of a group again in its own turn, and other threads join it; it ends with the last
+        of the blocks. If a hook raises, nobody has the turn, and the hook is called again for the next one.
+
+        Args:
+            *others: Groups that have their turns at the same time as this one.
+            timeout: Seconds that entering the block may take, hooks included; None sets no limit.
+
+        Returns:
+            The context manager.
+
+        Raises:
+            UsageError: When the block is entered: this thread, or one that waits for it, has the turn of another group
+                on the same slots, so that the wait would never end.
+            TurnTimeout: Another group had its turn for too long, or its calls took too long to send.
+            CallTimeout: A hook took too long. It still runs; the next turn waits for it.
+            RemoteError, WorkerDied: A hook raised, or a worker died; ``error.method`` says whose.
+            ClosedError: The group was closed.
+
+        Example:
+            >>> import bandmaster as bm
+            >>> class Model(bm.Worker):
+            ...     def __init__(self, name):
+            ...         self.name = name
+            ...     def on_yield(self):
+            ...         print(self.name, "goes to the CPU")
+            ...     def on_resume(self):
+            ...         print(self.name, "comes back")
+            ...     @bm.register(bm.Dispatch.DP_PROTO)
+            ...     def run(self, rows):
+            ...         return [f"{self.name} {row}" for row in rows]
+            >>> with bm.ResourcePool([1], backend="inprocess") as pool:
+            ...     actor, critic = bm.WorkerGroup(pool, Model, "actor"), bm.WorkerGroup(pool, Model, "critic")
+            ...     with critic.turn():
+            ...         critic.run([1])
+            ...     with actor.turn():
+            ...         actor.run([2])
+            actor goes to the CPU
+            ['critic 1']
+            critic goes to the CPU
+            actor comes back
+            ['actor 2']
+        """
+        check_seconds("timeout of turn", timeout)
+        groups = tuple(dict.fromkeys((self, *others)))
+        for group in groups:
+            if not isinstance(group, GroupOf):
+                raise ArgumentError(f"turn takes worker groups, got {type(group).__name__} ({group!r})")
+        participants = [group._turn_taker() for group in groups]
+        for one in participants:
+            one.begin_taking_turns()
+        return Turn(groups, participants, timeout)
+
+    def _turn_taker(self) -> Participant:
+        """What takes turns for this group. Raises UsageError if it cannot."""
+        self._turns.check()
+        return self._turns
+
     def restart(self, state: Any = None) -> None:
         """End all workers, even busy ones, and start and construct new ones on the same slots.
 
@@ -311,26 +393,31 @@ class GroupOf(Generic[W]):
         Args:
             state: Picklable value passed to ``on_restart``, the same on every rank.
 
+        If the group takes turns, this is a `turn` of it: other groups on its slots yield first.
+
         Raises:
-            UsageError: ``state`` is given, but the class has no ``on_restart``; nothing was done.
+            UsageError: ``state`` is given, but the class has no ``on_restart``, or this thread has the turn of another
+                group on the same slots; nothing was done.
             ConstructorError, WorkerDied, CallTimeout: The new workers failed to start, as for a new group; `restart`
                 can be called again.
             RemoteError: ``on_restart`` raised.
             ClosedError: The group was closed.
         """
         check_not_held(self._changing)
-        with self._changing:
-            workers, has_hook = self._ownership.workers(), callable(getattr(self._cls, "on_restart", None))
-            if state is not None and not has_hook:
-                raise UsageError(
-                    f"restart() got a state, but {self._cls.__name__} has no method on_restart(self, state) to receive "
-                    "it; define the method, or call restart() without a state"
-                )
-            hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
-            workers.stop("the group was restarted")
+        self._ownership.check()
+        has_hook = callable(getattr(self._cls, "on_restart", None))
+        if state is not None and not has_hook:
+            raise UsageError(
+                f"restart() got a state, but {self._cls.__name__} has no method on_restart(self, state) to receive "
+                "it; define the method, or call restart() without a state"
+            )
+        hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
+        with renewal(self._turns), self._changing:
+            self._ownership.workers().stop("the group was restarted")
             self._end_watches()
             self._submitter.begin_anew()
             self._start(replace(self._launch, is_again=True))
+            self._turns.is_new()
             self._watch_again()
             if hook is not None:
                 self._on_all("on_restart", hook)
@@ -364,7 +451,7 @@ class GroupOf(Generic[W]):
             )
         hook = self._same("on_replace", (rank, state), {}, self.world_size)
         check_not_held(self._changing)
-        with self._changing:
+        with renewal(self._turns), self._changing:
             self._check_alive_but(rank)
             self._submitter.cancel_all()
             self._check_alive_but(rank)
@@ -372,6 +459,7 @@ class GroupOf(Generic[W]):
             self._submitter.forget(rank)
             replace_worker(self._ownership.workers(), self._launch, self._constructor, rank)
             self._watch_again()
+            self._turns.has_new(rank)
             self._on_all("on_replace", hook)
 
     def _check_alive_but(self, rank: int) -> None:
@@ -397,6 +485,7 @@ class GroupOf(Generic[W]):
         self._ownership.close()
         self._end_watches()
         self._submitter.begin_anew()
+        self._turns.is_closed()
 
     def __enter__(self) -> Self:
         return self
@@ -428,7 +517,7 @@ class GroupOf(Generic[W]):
         return sorted({*super().__dir__(), *self._methods})
 
     def __repr__(self) -> str:
-        closed = "" if self._ownership.is_open else ", closed"
+        closed = self._turns.note if self._ownership.is_open else ", closed"
         return f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{closed}>"
 
     def _repr_html_(self) -> str:

@@ -206,6 +206,11 @@ class ResourcePool:
         self.close()
 
     @property
+    def _places(self) -> list[tuple[_Lease, int, int]]:
+        """What identifies each slot, in rank order: merged and split pools share slots."""
+        return [(part.lease, part.node, index) for part in self._parts for index in part.indices]
+
+    @property
     def _is_over(self) -> bool:
         """Whether this pool, or a pool from which it was merged or split, was closed."""
         return self._is_closed or any(part.lease.is_closed for part in self._parts)
@@ -228,7 +233,7 @@ class ResourcePool:
             ClosedError: The pool was closed.
         """
         self.reserve()
-        places = [(part.lease, part.node, index) for part in self._parts for index in part.indices]
+        places = self._places
         holder = object()
         take(partial(_free, places, holder))
         with _occupying:
@@ -348,7 +353,7 @@ def split_resource_pool(pool: ResourcePool, split_size: int | Sequence[int]) -> 
         raise UsageError(
             f"cannot split {size} slots into {list(sizes)}, which are {sum(sizes)}; give sizes that add up to {size}"
         )
-    places = iter([(part.lease, part.node, index) for part in pool._parts for index in part.indices])
+    places = iter(pool._places)
     pools = []
     for n in sizes:
         parts = [_Part(lease, node, (index,)) for lease, node, index in (next(places) for _ in range(n))]

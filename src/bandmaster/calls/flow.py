@@ -99,7 +99,12 @@ class Flow:
         pull = self._pull(args, kwargs)
         site = self.submitter.site(self.spec.name, self.options)
         returns_errors = self.how.on_error == "return"
-        feed = ChunkFeed(site, self.submitter.workers, pull.chunks, takers, pull.send, self.how.maxsize, returns_errors)
+
+        def send(number: int, share: Share) -> Future[Any]:
+            with self.submitter.admitted(self.spec.label):  # chunk by chunk, as the user takes them
+                return pull.send(number, share)
+
+        feed = ChunkFeed(site, self.submitter.workers, pull.chunks, takers, send, self.how.maxsize, returns_errors)
         return Stream(feed)
 
     def pulled(
@@ -118,8 +123,9 @@ class Flow:
         returns_errors = self.how.on_error == "return"
         call = PulledCall(site, keeps_rows, returns_errors, parents, begin, takers, join, later)
         future: Future[Any] = Future(call, self.group)
-        later.add(call, waits)
-        later.advance()
+        with self.submitter.admitted(self.spec.label):  # once for all chunks: the group yields after the last one
+            later.add(call, waits)
+            later.advance()
         return future
 
     @property

@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from bandmaster.calls.encoding import encode_group
 from bandmaster.calls.exports import Exporter, exports_are_on
@@ -22,15 +23,22 @@ from bandmaster.calls.pending import CallSite, Collection, OpenCalls, PendingCal
 from bandmaster.calls.records import CallRecord
 from bandmaster.calls.rows_elsewhere import RowsElsewhere, refers_to_rows
 from bandmaster.codec import Payload
-from bandmaster.contract import Call, Reply, Ticket, Workers
+from bandmaster.contract import CLOSE_STREAM, Call, Reply, Ticket, Workers
 from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.failure import Failure
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.shares import Share
-from bandmaster.plan.transfer import Only
+from bandmaster.plan.transfer import Gather, Only
 
-__all__ = ["Submitter", "Traffic"]
+__all__ = ["Submitter", "Traffic", "Turns"]
+
+
+class Turns(Protocol):
+    """Says when a group that takes turns on its slots may be called; see `bandmaster.lifecycle.participant`."""
+
+    def admitted(self, label: str) -> AbstractContextManager[None]:
+        """The context in which a call is sent. Raises UsageError if none may be sent now."""
 
 
 class Traffic:
@@ -69,6 +77,7 @@ class Submitter:
         ranks: All ranks.
         traffic: What submitters share that have the same workers.
         options: What the group says about its calls: ``timeout`` and ``grace``.
+        turns: Says when it may be called; None if it takes no turns.
 
     Args:
         workers: Returns the group's workers; raises if the group was closed.
@@ -91,6 +100,7 @@ class Submitter:
         self.mesh = mesh
         self.ranks = tuple(range(mesh.size))
         self.options: dict[str, float | None] = {}
+        self.turns: Turns | None = None
         self._workers = workers
         self._cls = cls
         self._group = group
@@ -132,6 +142,35 @@ class Submitter:
         Returns:
             The future, or its result if the caller waits for it.
         """
+        given = owner, method, plan, ranks, collection, options, waits, keeps_rows, parents
+        if self.turns is None:
+            future = self._submitted(*given)
+        else:
+            with self.turns.admitted(self.label(method)):
+                future = self._submitted(*given)
+        if not waits:
+            return future
+        try:
+            return future.result()
+        except CallTimeout:
+            raise  # it can still be waited for
+        except BaseException:  # Ctrl-C: nobody else has the future
+            future.cancel()
+            raise
+
+    def _submitted(
+        self,
+        owner: object,
+        method: str,
+        plan: CallPlan | Callable[[], CallPlan],
+        ranks: tuple[int, ...],
+        collection: Collection,
+        options: CallOptions | None,
+        waits: bool,
+        keeps_rows: bool,
+        parents: Sequence[Future[Any]],
+    ) -> Future[Any]:
+        """Send a call, or have it sent when the rows that it takes are there. As `submit`, without waiting."""
         call, later = None, self.traffic.later
         future: Future[Any]
         if parents or later.calls:
@@ -146,12 +185,26 @@ class Submitter:
         try:
             if call is not None:
                 self._send(call, method, plan, ranks, collection.ranks)
-            return future.result() if waits else future
         except CallTimeout:
             raise  # it can still be waited for
         except BaseException:  # Ctrl-C: the ranks that were asked must not wait for those that were not
             future.cancel()
             raise
+        return future
+
+    def submit_hook(self, method: str, ranks: tuple[int, ...]) -> Future[Any]:
+        """Send a call without arguments and values, behind all others, whether or not it is the group's turn.
+
+        Args:
+            method: Name of the method.
+            ranks: The ranks that run it.
+        """
+        nothing = Collection(Gather(), ())
+        return self._submitted(None, method, CallPlan(()), ranks, nothing, None, False, False, ())
+
+    def admitted(self, label: str) -> AbstractContextManager[None]:
+        """The context in which a call is sent; raises UsageError if it is not the group's turn."""
+        return nullcontext() if self.turns is None else self.turns.admitted(label)
 
     def _sent(
         self,
@@ -218,9 +271,9 @@ class Submitter:
         self.traffic.later.wait()
         shares = {Share(rank, (rank,)): Collection(Only(), (rank,)) for rank in ranks}
         failures: dict[int, Failure] = {}
-        return self._submit_shares(
-            owner, self.site(method), self._prefix + method, plan, shares, failures, Reply.NATIVE
-        )
+        site, name = self.site(method), self._prefix + method
+        with self.admitted(site.method):
+            return self._submit_shares(owner, site, name, plan, shares, failures, Reply.NATIVE)
 
     def submit_shares(
         self,
@@ -247,7 +300,9 @@ class Submitter:
         """
         name, failures = name or self._prefix + method, dict(self._workers().deaths)
         site = self.site(method, options)
-        return self._submit_shares(owner, site, name, plan, shares, failures, Reply.KEEP, kind)
+        is_end = name == CLOSE_STREAM  # which has to be possible at any time: it frees what the generator holds
+        with nullcontext() if is_end else self.admitted(site.method):
+            return self._submit_shares(owner, site, name, plan, shares, failures, Reply.KEEP, kind)
 
     def submit_chunk(
         self,

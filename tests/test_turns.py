@@ -1,0 +1,745 @@
+"""Groups that share slots take turns on them: hooks, mutual exclusion, and errors instead of deadlocks."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+DEADLINE_S = 30
+
+
+class Plain(bm.Worker):
+    """It has no hooks."""
+
+    def __init__(self, name="plain", log=None):
+        self.name, self.log = name, log
+
+    def note(self, what):
+        if self.log is not None:
+            with open(self.log, "a") as file:  # one write per line, which the kernel does not mix with others
+                file.write(f"{self.name}.{self.rank} {what}\n")
+
+    @register(Dispatch.DP_PROTO)
+    def run(self, rows):
+        self.note("runs")
+        return [row + 1 for row in rows]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_for(self, gate, what="waited"):
+        while not os.path.exists(gate):
+            time.sleep(0.002)  # polling for a file of the test
+        self.note(what)
+
+    @register(Dispatch.DP_PROTO)
+    def rows_after(self, gate, rows):
+        self.wait_for(gate, "made rows")
+        return rows
+
+    @register(Dispatch.ONE_TO_ALL)
+    def count(self, n):
+        try:
+            yield from range(n)
+        finally:
+            self.note("closed")
+
+
+class Model(Plain):
+    """It has hooks, which can be told to go wrong."""
+
+    fails_in = ""
+    dies_in = ""
+
+    def on_yield(self):
+        self._hook("on_yield")
+
+    def on_resume(self):
+        self._hook("on_resume")
+
+    def _hook(self, name):
+        if self.fails_in == name:
+            raise MemoryError(f"no room in {name}")
+        if self.dies_in == name and self.rank == 0:
+            os._exit(3)
+        while self.fails_in == f"slow {name}" and not os.path.exists(self.gate):
+            time.sleep(0.002)
+        self.note(name)
+
+    def set(self, **attributes):
+        vars(self).update(attributes)
+
+    def on_replace(self, rank, state):
+        self.note(f"replaced {rank}")
+
+    def on_restart(self, state):
+        self.note("restarted")
+
+
+class Log:
+    """What has happened, from all processes."""
+
+    def __init__(self, path):
+        self.path = path
+        self.clear()
+
+    def clear(self):
+        self.path.write_text("")
+
+    def all(self):
+        return self.path.read_text().splitlines()
+
+    def of_rank_0(self):
+        return [line.replace(".0", "") for line in self.all() if ".0 " in line]
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return Log(tmp_path_factory.mktemp("turns") / "log")
+
+
+@pytest.fixture(scope="module")
+def pool(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def both(pool, log):
+    return tuple(bm.WorkerGroup(pool, Model, name, str(log.path), name_prefix=f"{name}-") for name in ("a", "c"))
+
+
+@pytest.fixture
+def actor(both, log):
+    with both[0].turn():
+        log.clear()
+    return both[0]
+
+
+@pytest.fixture
+def critic(both):
+    return both[1]
+
+
+# --- the hooks ---
+
+
+def test_a_group_yields_when_another_takes_its_turn(actor, critic, log):
+    with actor.turn():
+        assert actor.run([1, 2]) == [2, 3]
+    with actor.turn():
+        pass
+    assert log.of_rank_0() == ["a runs"], "turn after turn moves nothing"
+    with critic.turn():
+        assert critic.run([1, 2, 3]) == [2, 3, 4]
+    with actor.turn():
+        pass
+    assert log.of_rank_0() == ["a runs", "a on_yield", "c on_resume", "c runs", "c on_yield", "a on_resume"]
+    assert sorted(log.all()).count("a.1 on_yield") == 1, "every rank yields"
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_constructing_a_group_with_hooks_is_a_turn(make_pool, tmp_path):
+    log, pool = Log(tmp_path / "log"), make_pool([1])
+    actor = bm.WorkerGroup(pool, Model, "actor", str(log.path))
+    assert actor.run([1]) == [2], "nobody else needs its slot yet"
+    critic = bm.WorkerGroup(pool, Model, "critic", str(log.path))
+    assert log.of_rank_0() == ["actor runs", "actor on_yield"], "the actor has made room"
+    plain = bm.WorkerGroup(pool, Plain)
+    assert log.of_rank_0() == ["actor runs", "actor on_yield"], "a group that takes no turns does not interfere"
+    assert critic.run([1]) == plain.run([1]) == [2]
+    with pytest.raises(bm.UsageError, match="has yielded its slots"):
+        actor.run([1])
+    with critic.turn(), pytest.raises(bm.UsageError, match=f"this thread has the turn of group '{critic.name}'"):
+        bm.WorkerGroup(pool, Model)
+    assert "yielded" in repr(actor)
+
+
+@pytest.mark.backends("inprocess")
+def test_hooks_take_no_arguments(make_group):
+    class Wrong(bm.Worker):
+        def on_yield(self, level):
+            pass
+
+    with pytest.raises(bm.ArgumentError, match=r"Wrong\.on_yield.*level"):
+        make_group(1, Wrong)
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_hooks_may_be_async_and_one_is_enough(make_pool, tmp_path):
+    class Async(Plain):
+        async def on_yield(self):
+            self.note("on_yield")
+
+    class Back(Plain):
+        def on_resume(self):
+            self.note("on_resume")
+
+    log, pool = Log(tmp_path / "log"), make_pool([1])
+    one, other = (bm.WorkerGroup(pool, cls, "x", str(log.path)) for cls in (Async, Back))
+    for _ in range(2):
+        with one.turn(), pytest.raises(bm.UsageError):
+            other.run([1])
+        with other.turn():
+            assert other.run([1]) == [2]
+    assert log.of_rank_0() == ["x on_yield", *["x on_yield", "x on_resume", "x runs"] * 2]
+
+
+# --- mutual exclusion ---
+
+
+def test_calls_are_refused_outside_of_the_turn(actor, critic, log):
+    with actor.turn():
+        log.clear()
+        for call in (
+            lambda: critic.run([1, 2]),
+            lambda: critic.run.submit([1, 2]),
+            lambda: critic.run.options(pull=1)([1, 2]),
+            lambda: critic.count.stream(3),
+            lambda: list(critic.run.stream([1, 2])),
+            lambda: list(critic.run.options(pull=1).stream([1, 2])),
+            lambda: critic.execute_all_sync("set"),
+            lambda: critic.execute_rank_zero_async("set"),
+        ):
+            with pytest.raises(bm.UsageError, match=f"group '{actor.name}' has its turn.*'{critic.name}'.*turn()"):
+                call()
+        assert not log.all(), "nothing was sent"
+        actor.run([1])
+    with pytest.raises(bm.UsageError, match=f"group '{critic.name}' has yielded.*with group.turn()"):
+        critic.run([1, 2])
+    assert actor.run([1]) == [2], "it is still resident"
+
+
+@pytest.mark.backends("inprocess")
+def test_groups_that_never_take_turns_are_not_checked(actor, pool):
+    plain = bm.WorkerGroup(pool, Plain)
+    with actor.turn():
+        assert plain.run([1]) == [2]
+        with pytest.raises(bm.UsageError, match="this thread has the turn of group"), plain.turn():
+            pass
+        with pytest.raises(bm.UsageError, match="has its turn"):
+            plain.run([1])
+    assert plain.run([1]) == [2], "without hooks it has nothing to resume"
+    plain.close()
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_the_turn_ends_with_an_exception(actor, critic):
+    with pytest.raises(KeyError), actor.turn():
+        raise KeyError
+    with critic.turn(timeout=DEADLINE_S):
+        assert critic.run([1]) == [2]
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_turn_can_be_nested_in_itself_but_not_in_that_of_a_rival(actor, critic):
+    with actor.turn():
+        with actor.turn():
+            pass
+        assert actor.run([1]) == [2], "the outer one goes on"
+        with pytest.raises(
+            bm.UsageError, match=f"'{critic.name}' cannot.* this thread has the turn of .*'{actor.name}'"
+        ):
+            critic.turn().__enter__()
+        assert actor.run([1]) == [2]
+    with critic.turn():
+        pass
+
+
+def test_threads_exclude_each_other(actor, critic, log):
+    inside, n_inside = set(), []
+
+    def use(group):
+        for _ in range(5):
+            with group.turn(timeout=DEADLINE_S):
+                inside.add(group.name)
+                n_inside.append(len(inside))
+                assert group.run([1, 2]) == [2, 3]
+                inside.remove(group.name)
+
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(use, group) for group in (actor, critic)]:
+            future.result(DEADLINE_S)
+    assert set(n_inside) == {1}
+    hooks = [line for line in log.of_rank_0() if "on_" in line]
+    for name in "ac":
+        mine = [line for line in hooks if line.startswith(name)]
+        assert all(one != other for one, other in itertools.pairwise(mine)), "they alternate"
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_threads_share_the_turn_of_one_group(actor, critic):
+    with actor.turn():
+        with ThreadPoolExecutor(1) as threads:
+            joined = threads.submit(_run_in_turn, actor)
+            assert joined.result(DEADLINE_S) == [2], "while this thread has the turn"
+        with pytest.raises(bm.UsageError, match="has its turn"):
+            critic.run([1])
+    with critic.turn(timeout=DEADLINE_S):
+        pass
+
+
+def _run_in_turn(group, timeout=DEADLINE_S):
+    with group.turn(timeout=timeout):
+        return group.run([1])
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_wait_for_a_turn_has_a_deadline(actor, critic):
+    with ThreadPoolExecutor(1) as threads:
+        with actor.turn():
+            late = threads.submit(_run_in_turn, critic, 0.05).exception(DEADLINE_S)
+        assert isinstance(late, bm.TurnTimeout)
+        assert isinstance(late, TimeoutError)
+        message = (
+            f"group '{critic.name}' did not get its turn within 0.05 s: group '{actor.name}' has its turn on the same"
+        )
+        assert message in str(late)
+        assert threads.submit(_run_in_turn, critic).result(DEADLINE_S) == [2]
+
+
+@pytest.mark.backends("inprocess")
+def test_mistakes_are_errors(actor, critic):
+    for wrong in (-1, "soon"):
+        with pytest.raises(bm.UsageError, match="timeout"):
+            actor.turn(timeout=wrong)
+    with pytest.raises(bm.ArgumentError, match="turn takes worker groups, got int"):
+        actor.turn(3)
+    turn = actor.turn()
+    with turn, pytest.raises(bm.UsageError, match="a turn can be entered once"):
+        turn.__enter__()
+
+
+# --- pools that overlap ---
+
+
+@pytest.fixture(scope="module")
+def halves(backend, log):
+    """Groups a and b on one half of a pool, c and d on the other, and e on both halves merged."""
+    with bm.ResourcePool([2], backend=backend) as pool:
+        left, right = bm.split_resource_pool(pool, 1)
+        where = {"a": left, "b": left, "c": right, "d": right, "e": bm.merge_resource_pool(right, left)}
+        yield {
+            name: bm.WorkerGroup(part, Plain, name, str(log.path), name_prefix=f"{name}-")
+            for name, part in where.items()
+        }
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_groups_share_slots_by_way_of_split_and_merged_pools(halves):
+    with halves["a"].turn():
+        with halves["c"].turn(timeout=DEADLINE_S):
+            assert halves["c"].run([1]) == halves["a"].run([1]) == [2]
+        for name in "be":
+            with pytest.raises(bm.UsageError, match="this thread has the turn"):
+                halves[name].turn().__enter__()
+    with halves["e"].turn():
+        for name in "abcd":
+            with pytest.raises(bm.UsageError, match="this thread has the turn"):
+                halves[name].turn().__enter__()
+
+
+@pytest.mark.backends("inprocess")
+def test_a_cycle_of_waits_is_an_error_in_the_thread_that_would_close_it(halves):
+    both_have_one = threading.Barrier(2, timeout=DEADLINE_S)
+
+    def use(first, second):
+        with halves[first].turn(timeout=DEADLINE_S):
+            both_have_one.wait()
+            with halves[second].turn(timeout=DEADLINE_S):
+                return halves[second].run([1])
+
+    with ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(use, "a", "d"), threads.submit(use, "c", "b")]
+        errors = [error for future in futures if (error := future.exception(DEADLINE_S)) is not None]
+        (done,) = [future.result() for future in futures if future.exception() is None]
+    (error,) = errors
+    assert isinstance(error, bm.UsageError)
+    assert "would wait for its turn forever: a thread or task has the turn of" in str(error)
+    assert all(halves[name].name in str(error) for name in "abcd")
+    assert done == [2], "the other thread goes on"
+
+
+@pytest.mark.backends("inprocess")
+def test_a_request_for_many_slots_is_not_overtaken(halves):
+    order = []
+
+    def use(name, timeout):
+        with halves[name].turn(timeout=timeout):
+            order.append(name)
+
+    with ThreadPoolExecutor(2) as threads:
+        with halves["a"].turn():
+            whole = threads.submit(use, "e", DEADLINE_S)
+            while (late := threads.submit(use, "c", 0.01).exception(DEADLINE_S)) is None:
+                pass  # until the request of e has come
+            assert "an earlier request goes first" in str(late)
+            with halves["c"].turn(timeout=DEADLINE_S):
+                pass  # a thread with a turn may go first: e waits for it anyway
+            order.clear()
+            last = threads.submit(use, "c", DEADLINE_S)
+        whole.result(DEADLINE_S)
+        last.result(DEADLINE_S)
+    assert order == ["e", "c"]
+
+
+# --- calls that still run, or wait ---
+
+
+@pytest.fixture
+def two_models(make_pool, tmp_path):
+    """Two groups on one pool, of which the first is resident, and their log."""
+    log, pool = Log(tmp_path / "log"), make_pool([2])
+    first, second = (bm.WorkerGroup(pool, Model, name, str(log.path), name_prefix=f"{name}-") for name in "fs")
+    with first.turn():
+        log.clear()
+    return first, second, log
+
+
+def _plain_call(group, source, gate):
+    return group.wait_for.submit(gate), group.run.submit([1])
+
+
+def _call_that_waits_for_rows(group, source, gate):
+    rows = source.rows_after.submit(gate, [1, 2])
+    return rows, group.run.submit(rows)
+
+
+def _pulled_call(group, source, gate):
+    return group.rows_after.options(pull=1).submit(gate, list(range(6)))
+
+
+def _stream(group, source, gate):
+    return group.rows_after.stream(gate, [1, 2])
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("call", [_plain_call, _call_that_waits_for_rows, _pulled_call, _stream])
+@pytest.mark.parametrize("has_hooks", [True, False])
+def test_a_turn_begins_when_the_calls_of_the_one_before_are_over(call, has_hooks, both, halves, log, gate):
+    first, second = both if has_hooks else (halves["a"], halves["b"])
+    with first.turn():
+        log.clear()
+        kept = call(first, halves["c"], str(gate))
+    with ThreadPoolExecutor(1) as threads:
+        with pytest.raises(bm.CallTimeout):
+            threads.submit(_run_in_turn, second, 0.1).result(DEADLINE_S)
+        assert not log.all(), "the calls still run"
+        turn = threads.submit(_run_in_turn, second)
+        gate.touch()
+        assert turn.result(DEADLINE_S) == [2]
+    for rank in range(first.world_size):
+        mine = [line for line in log.all() if f".{rank} " in line and line != "c.0 made rows"]
+        hooks = [f"a.{rank} on_yield", f"c.{rank} on_resume"] if has_hooks else []
+        end = [*hooks, f"{'c' if has_hooks else 'b'}.{rank} runs"]
+        assert mine[-len(end) :] == end
+        assert all(line.startswith(f"a.{rank}") for line in mine[: -len(end)])
+    del kept
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_stream_goes_on_in_the_turns_of_its_group_alone(actor, critic, log):
+    with actor.turn():
+        stream = actor.count.stream(9)
+        next(stream)
+    with actor.turn():
+        next(stream)
+    with critic.turn():
+        with pytest.raises(bm.UsageError, match=f"'{actor.name}'"):
+            list(stream)
+        assert critic.run([1]) == [2]
+    with actor.turn():
+        assert "a closed" in log.of_rank_0(), "the generator lets go of what it holds"
+
+
+# --- what goes wrong ---
+
+
+@pytest.mark.backends("inprocess")
+def test_a_hook_that_raises_ends_the_turn_and_is_called_again(two_models):
+    first, second, log = two_models
+    with first.turn():
+        first.execute_all_sync("set", fails_in="on_yield")
+    for _ in range(2):
+        with pytest.raises(bm.RemoteError, match=rf"Model\.on_yield failed on rank 0 .*group {first.name}.*no room"):
+            second.turn().__enter__()
+    with pytest.raises(bm.UsageError, match="a hook of group"):
+        first.run([1])
+    with first.turn(timeout=DEADLINE_S):
+        first.execute_all_sync("set", fails_in="on_resume")
+    with second.turn():
+        assert second.run([1]) == [2]
+    for _ in range(2):
+        with pytest.raises(bm.RemoteError, match=r"Model\.on_resume failed"):
+            first.turn().__enter__()
+    with second.turn():
+        assert second.run([1]) == [2], "others go on"
+    assert log.of_rank_0()[-2:] == ["s on_resume", "s runs"]
+
+
+@pytest.mark.backends("local")
+def test_a_hook_that_takes_too_long_is_waited_for_by_the_next_turn(two_models, gate):
+    first, second, log = two_models
+    with first.turn():
+        first.execute_all_sync("set", fails_in="slow on_yield", gate=str(gate))
+    with pytest.raises(bm.CallTimeout, match=r"Model\.on_yield"):
+        second.turn(timeout=0.05).__enter__()
+    gate.touch()
+    with first.turn():
+        assert first.run([1]) == [2]
+    assert log.of_rank_0() == ["f on_yield", "f on_resume", "f runs"]
+    with second.turn():
+        pass
+    assert log.of_rank_0()[-2:] == ["f on_yield", "s on_resume"]
+
+
+@pytest.mark.backends("local")
+def test_a_worker_that_dies_in_a_hook(two_models):
+    first, second, _ = two_models
+    with first.turn():
+        first.execute_all_sync("set", dies_in="on_yield")
+    for _ in range(2):  # the other rank still holds what it has
+        with pytest.raises(bm.WorkerDied, match=rf"Model\.on_yield lost its process on rank 0 .*group {first.name}"):
+            second.turn().__enter__()
+    first.restart()
+    assert first.run([1]) == [2]
+    with second.turn():
+        second.execute_all_sync("set", dies_in="on_yield")
+    with pytest.raises(bm.WorkerDied):
+        first.turn().__enter__()
+    second.close()
+    with first.turn():
+        assert first.run([1]) == [2]
+
+
+# --- restart, replace, close ---
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_new_workers_are_resident(two_models):
+    first, second, log = two_models
+    with first.turn(), pytest.raises(bm.UsageError, match=f"this thread has the turn of group '{first.name}'"):
+        second.restart()
+    log.clear()
+    second.restart()
+    assert log.of_rank_0() == ["f on_yield", "s restarted"], "a restart is a turn; what was offloaded is not needed"
+    second.run([1])
+    first.replace(0)
+    assert sorted(log.all()[-5:]) == [
+        "f.0 replaced 0",
+        "f.1 on_resume",
+        "f.1 replaced 0",
+        "s.0 on_yield",
+        "s.1 on_yield",
+    ]
+    first.run([1])
+    with first.turn():
+        first.restart()
+        assert first.run([1]) == [2]
+    with second.turn():
+        assert log.of_rank_0()[-2:] == ["f on_yield", "s on_resume"]
+
+
+@pytest.mark.backends("inprocess")
+def test_a_group_that_is_closed_is_in_nobodys_way(two_models):
+    first, second, _ = two_models
+    with first.turn(), ThreadPoolExecutor(1) as threads:
+        turn = threads.submit(_run_in_turn, second)
+        first.close()
+        assert turn.result(DEADLINE_S) == [2]
+    with pytest.raises(bm.ClosedError):
+        first.turn()
+    turn = second.turn()
+    second.close()
+    with pytest.raises(bm.ClosedError):
+        turn.__enter__()
+
+
+@pytest.mark.backends("inprocess")
+def test_a_group_that_nobody_refers_to_is_in_nobodys_way(pool, actor):
+    forgotten = bm.WorkerGroup(pool, Model)
+    del forgotten
+    with actor.turn():
+        assert actor.run([1]) == [2]
+
+
+@pytest.mark.backends("inprocess")
+def test_a_constructor_that_fails_ends_the_turn(pool, actor, log):
+    class Fails(Model):
+        def __init__(self):
+            raise KeyError("no weights")
+
+    with pytest.raises(bm.ConstructorError):
+        bm.WorkerGroup(pool, Fails)
+    with actor.turn():
+        assert actor.run([1]) == [2]
+
+
+# --- several groups at once, roles, tasks ---
+
+
+@pytest.mark.backends("inprocess")
+def test_groups_can_have_their_turns_at_once(make_pool, actor, critic, pool, log):
+    with actor.turn(critic):
+        assert critic.run([1]) == actor.run([1]) == [2]
+        assert log.of_rank_0() == ["c on_resume", "c runs", "a runs"], "the actor stays"
+        with ThreadPoolExecutor(1) as threads:
+            third = threads.submit(lambda: _run_in_turn(bm.WorkerGroup(pool, Plain), 0.01))
+            assert isinstance(third.exception(DEADLINE_S), bm.TurnTimeout)
+        with critic.turn(), actor.turn():
+            assert critic.run([1]) == [2]
+    with actor.turn():
+        with actor.turn(critic):
+            assert critic.run([1]) == [2]
+        with pytest.raises(bm.UsageError, match="has its turn"):
+            critic.run([1])
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_roles_take_turns(make_pool, tmp_path):
+    log = Log(tmp_path / "log")
+    given = {name: (Model, name, str(log.path)) for name in ("actor", "critic")}
+    with bm.colocate(make_pool([2]), **given) as group:
+        with group.actor.turn():
+            assert log.of_rank_0() == ["critic on_yield"], "both are resident when they are constructed"
+            with pytest.raises(
+                bm.UsageError, match=f"'{group.actor.name}' has its turn on slots of .*'{group.critic.name}'"
+            ):
+                group.critic.run([1])
+            with pytest.raises(bm.UsageError, match="this thread has the turn"):
+                group.critic.turn().__enter__()
+            with pytest.raises(bm.UsageError, match="this thread has the turn"):
+                group.restart()
+        with group.critic.turn():
+            assert group.critic.run([1]) == [2]
+        with pytest.raises(bm.UsageError, match=r"with group\.actor\.turn\(\)"):
+            group.turn()
+        log.clear()
+        group.restart()
+        assert group.critic.run([1]) == group.actor.run([1]) == [2], "both are new"
+        with group.critic.turn():
+            assert log.of_rank_0() == [
+                "actor restarted",
+                "critic restarted",
+                "critic runs",
+                "actor runs",
+                "actor on_yield",
+            ]
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_tasks_take_turns(actor, critic):
+    inside = []
+
+    async def use(group):
+        for _ in range(3):
+            async with group.turn(timeout=DEADLINE_S):
+                inside.append(group.name)
+                assert await group.run.submit([1]) == [2]
+                assert inside.pop() == group.name
+                assert not inside
+
+    async def both():
+        await asyncio.gather(use(actor), use(critic))
+        async with actor.turn():
+            with pytest.raises(bm.UsageError, match="this task has the turn"):
+                async with critic.turn():
+                    pass
+            blocking = asyncio.create_task(_enter_blocking(critic))
+            with pytest.raises(bm.UsageError, match=r"another task of this thread has the turn.*write async with"):
+                await blocking
+            waiting = asyncio.create_task(use(critic))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert await actor.run.submit([1]) == [2]
+        await use(critic)
+
+    asyncio.run(both())
+
+
+async def _enter_blocking(group):
+    with group.turn():
+        pass
+
+
+# --- any sequence ---
+
+
+class Resident(bm.Worker):
+    """It marks its slot as taken while it is resident."""
+
+    def __init__(self, name, held):
+        self.name, self.held = name, held
+        self._take()
+
+    def _slot(self):
+        return f"{self.held}/{self.name}.{self.rank}"
+
+    def _take(self):
+        open(self._slot(), "x").close()  # fails if it is resident already
+
+    def on_resume(self):
+        self._take()
+
+    def on_yield(self):
+        os.unlink(self._slot())  # fails if it is not
+
+    @register(Dispatch.ONE_TO_ALL)
+    def run(self):
+        return os.path.exists(self._slot())
+
+
+SLOTS = {"left": {0, 1}, "right": {1, 2}, "other": {1}}
+
+
+@pytest.mark.backends("inprocess")
+def test_never_two_are_resident_on_one_slot(tmp_path_factory):
+    @settings(max_examples=50)
+    @given(st.lists(st.lists(st.sampled_from(sorted(SLOTS)), min_size=1, max_size=3), max_size=12))
+    def check(turns):
+        held = tmp_path_factory.mktemp("held")
+        with bm.ResourcePool([3], backend="inprocess") as pool:
+            parts = bm.split_resource_pool(pool, 1)
+            pools = {
+                "left": bm.merge_resource_pool(parts[0], parts[1]),
+                "right": bm.merge_resource_pool(parts[1], parts[2]),
+                "other": parts[1],
+            }
+            groups = {name: bm.WorkerGroup(pools[name], Resident, name, str(held)) for name in SLOTS}
+            for names in turns:
+                _take_turns(names, groups, held)
+
+    check()
+
+
+def _take_turns(names, groups, held):
+    """Take the turns of some groups, each within the one before where they share no slot."""
+    with contextlib.ExitStack() as stack:
+        inside = set()
+        for name in names:
+            is_rival = any(SLOTS[name] & SLOTS[other] for other in inside - {name})
+            if is_rival:
+                with pytest.raises(bm.UsageError):
+                    stack.enter_context(groups[name].turn())
+                continue
+            stack.enter_context(groups[name].turn())
+            inside.add(name)
+            assert all(groups[name].run())
+            resident = {entry.name.partition(".")[0] for entry in held.iterdir()}
+            assert inside <= resident
+            for other in resident - {name}:
+                assert not SLOTS[other] & SLOTS[name], "two are resident on one slot"
+            for other in set(groups) - {name}:
+                if SLOTS[other] & SLOTS[name]:
+                    with pytest.raises(bm.UsageError):
+                        groups[other].run()
