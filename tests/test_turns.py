@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import itertools
 import os
+import random
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -743,3 +745,37 @@ def _take_turns(names, groups, held):
                 if SLOTS[other] & SLOTS[name]:
                     with pytest.raises(bm.UsageError):
                         groups[other].run()
+
+
+@pytest.mark.backends("inprocess")
+def test_threads_that_nest_turns_at_random_never_wait_forever(halves):
+    """Turns of one group or of two, within each other, in any order: each comes, or is refused at once."""
+    of_slot = ["abe", "cde"]
+    inside, lock = Counter(), threading.Lock()
+
+    def use(seed):
+        choose = random.Random(seed)
+        for _ in range(60):
+            with contextlib.ExitStack() as stack:
+                for n_groups in choose.choices([1, 1, 2], k=choose.randint(1, 3)):
+                    names = choose.sample("abcde", n_groups)
+                    first, *others = [halves[name] for name in names]
+                    try:
+                        stack.enter_context(first.turn(*others, timeout=DEADLINE_S))
+                    except bm.UsageError:
+                        break
+                    assert first.run([1]) == [2]
+                    if n_groups > 1:
+                        break  # from here on, rivals are inside together
+                    with lock:
+                        inside[names[0]] += 1
+                        assert all(sum(inside[name] > 0 for name in slot) <= 1 for slot in of_slot)
+                    stack.callback(leave, names[0])
+
+    def leave(name):
+        with lock:
+            inside[name] -= 1
+
+    with ThreadPoolExecutor(6) as threads:
+        for future in [threads.submit(use, seed) for seed in range(6)]:
+            future.result(2 * DEADLINE_S)

@@ -327,8 +327,9 @@ class GroupOf(Generic[W]):
         or were ever asked for a turn; so are calls of a group that has yielded. The construction of a group with such a
         method, `restart` and `replace` are turns as well.
 
-        A thread can enter the turn of a group again in its own turn, and other threads join it; it ends with the last
-        of the blocks. If a hook raises, nobody has the turn, and the hook is called again for the next one.
+        A thread can enter the turn of a group again in its own turn, and other threads join it, those of several groups
+        if they ask for the same ones; it ends with the last of the blocks. If a hook raises, nobody has the turn, and
+        the hook is called again for the next one.
 
         Args:
             *others: Groups that have their turns at the same time as this one.

@@ -195,7 +195,11 @@ class Order:
         return next(self._blockers(request), None) is None and not self._is_behind(request)
 
     def _blockers(self, request: Request) -> Iterator[_Blocker]:
-        """The owners that a request waits for. Nothing else can keep it waiting forever."""
+        """The owners that a request waits for. Nothing else can keep it waiting forever.
+
+        Whether it waits for an owner depends on what these two have, and on nobody else: so two that both wait cannot
+        come to wait for each other later, and it is enough to look for circles when a wait begins.
+        """
         for claim in request.claims:
             if request.owner in claim.owners:
                 continue
