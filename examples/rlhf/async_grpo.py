@@ -64,9 +64,11 @@ def train(run: Run, options: AsyncOptions, actor: Any, reference: Any, reward: A
             heal(rollout, chunks, to_rollout, step - 1)
             chunks = list(generate.stream(run.prompts(step)))
         heal(rollout, chunks, to_rollout, step - 1)
-        rows = rows.join(reference.log_probs.submit(rows).rename(log_probs="reference"))
-        rewards = reward.score.submit(rows).result()["reward"]
-        rows = rows.join(actor.put({"advantages": group_advantages(rewards, options.n_samples)[:, None]}))
+        scores = reward.score.submit(rows)
+        known = reference.log_probs.submit(rows).rename(log_probs="reference")
+        rewards = scores.result()["reward"]
+        advantages = group_advantages(rewards, options.n_samples)
+        rows = rows.join(known).join(actor.put({"advantages": advantages[:, None]}))
         batches = rows.shuffle(seed=step).batches(-(-len(rows) // options.n_batches))
         updates = [actor.update.submit(batch, options.lr, options.clip, options.kl_weight) for batch in batches]
         to_rollout.submit(version=step)  # after the updates, between two chunks of each replica

@@ -27,10 +27,11 @@ def train(run: Run, options: Options, actor: Any, reference: Any, reward: Any) -
     for metrics in run.steps(start):
         # Each call returns a handle at once: the rows stay on the ranks that make them, and others read them there.
         rows = actor.generate.submit(run.prompts(metrics["step"]))
-        rows = rows.join(reference.log_probs.submit(rows).rename(log_probs="reference"))
-        rewards = reward.score.submit(rows).result()["reward"]  # a number per row: all that comes to the controller
+        scores = reward.score.submit(rows)
+        known = reference.log_probs.submit(rows).rename(log_probs="reference")
+        rewards = scores.result()["reward"]  # a number per row, while the reference computes: all that comes here
         advantages = group_advantages(rewards, options.n_samples)
-        rows = rows.join(actor.put({"advantages": advantages[:, None]}))
+        rows = rows.join(known).join(actor.put({"advantages": advantages[:, None]}))
         batches = rows.shuffle(seed=metrics["step"]).batches(len(rows) // options.n_batches)
         updates = [actor.update.submit(batch, options.lr, options.clip, options.kl_weight) for batch in batches]
         means = {name: fmean(update.result()[name] for update in updates) for name in ("loss", "kl", "norm")}

@@ -35,8 +35,8 @@ def measured(metrics: dict[str, float]) -> Iterator[None]:
 
 def runs(calls: Iterable[bm.CallRecord]) -> list[tuple[float, float]]:
     """When ranks ran methods: from and to, in seconds of the trace."""
-    begins = [(call.sent + rank.queued + rank.decoded, rank.ran) for call in calls for rank in call.ranks.values()]
-    return [(begin, begin + ran) for begin, ran in begins]
+    moments = [call.moments(rank) for call in calls for rank in call.replied]
+    return [(decoded, ran) for _, decoded, ran, _, _ in moments]
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -41,8 +41,8 @@ def train(run: Run, options: PPOOptions, actor: Any, reference: Any, critic: Any
     for metrics in run.steps(start):
         # Each call returns a handle at once: the rows stay on the ranks that make them, and others read them there.
         rows = actor.generate.submit(run.prompts(metrics["step"]))
-        rows = rows.join(reference.log_probs.submit(rows).rename(log_probs="reference"))
-        rows = rows.join(critic.values.submit(rows)).join(reward.score.submit(rows))
+        known = reference.log_probs.submit(rows).rename(log_probs="reference")
+        rows = rows.join(known).join(critic.values.submit(rows)).join(reward.score.submit(rows))
         rows = rows.join(critic.advantages.submit(rows, options.kl_weight))
         batches = list(rows.shuffle(seed=metrics["step"]).batches(len(rows) // options.n_batches))
         critic_updates = [critic.update.submit(batch, options.critic_lr, options.value_clip) for batch in batches]
