@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register, rl
+
+DEADLINE_S = 30
 
 
 class Model(nn.Module):
@@ -65,7 +68,9 @@ def assert_alike(weights, expected):
 @pytest.fixture(scope="module")
 def trainer():
     with bm.ResourcePool([4]) as pool:
-        yield bm.WorkerGroup(pool, Holder, 1, mesh=Mesh(dp=2, tp=2))
+        group = bm.WorkerGroup(pool, Holder, 1, mesh=Mesh(dp=2, tp=2))
+        group.set_default_options(timeout=DEADLINE_S)
+        yield group
 
 
 @pytest.mark.parametrize("target", [Mesh(dp=3, tp=1), Mesh(dp=1, tp=3)], ids=str)
@@ -141,6 +146,9 @@ class DiesHalfWay(Holder):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().weights()
 
+    def on_replace(self, rank, state):
+        self.n_calls = 3  # the new worker lives
+
 
 def test_a_sender_that_dies_half_way_leaves_the_receivers_as_they_were():
     with bm.ResourcePool([2]) as senders, bm.ResourcePool([2], backend="inprocess") as receivers:
@@ -153,6 +161,101 @@ def test_a_sender_that_dies_half_way_leaves_the_receivers_as_they_were():
         for (weights, version), (expected, _) in zip(rollout.seen(), before, strict=True):
             assert_alike(weights, expected)
             assert version is None
+
+
+def assert_all_have_the_weights_of(source, target, version):
+    (expected, _), *_ = source.seen()
+    for weights, its_version in target.seen():
+        assert_alike(weights, expected)
+        assert its_version == version
+
+
+def test_a_receiver_that_dies_in_a_bucket_leaves_the_others_as_they_were(trainer):
+    with bm.ResourcePool([3], backend="local") as pool:
+        rollout = bm.WorkerGroup(pool, DiesHalfWay, 2, mesh=Mesh(dp=3, tp=1), start_timeout=DEADLINE_S)
+        rollout.set_default_options(timeout=DEADLINE_S)
+        before = rollout.execute_rank_zero_sync("seen")
+        sync = rl.WeightSync(trainer, rollout, bucket_nbytes=1_700_000)  # three buckets
+        with pytest.raises(bm.WorkerDied, match="rank 1"):
+            sync(version=1)
+        rollout.replace(1)
+        rl.WeightSync(trainer, rollout, to_ranks=[])(version=2)  # nothing: what was staged before is not used
+        for weights, version in (rollout.seen()[rank] for rank in (0, 2)):
+            assert_alike(weights, before[0])
+            assert version is None
+        sync(version=3)
+        assert_all_have_the_weights_of(trainer, rollout, 3)
+
+
+class DiesInTheSwitch(Holder):
+    """Its rank 1 dies when all ranks have changed to some of the new weights; rank 0 goes on when it is interrupted."""
+
+    has_come_half_way = is_switching = False
+
+    def __init__(self, seed, fifo):
+        super().__init__(seed)
+        self.fifo = fifo
+
+    @register(Dispatch.ONE_TO_ALL)
+    def switch_weights(self, version, received):
+        self.is_switching = True
+        super().switch_weights(version, received)
+
+    def weights(self):
+        return Watched(super().weights(), self.come_half_way) if self.is_switching else super().weights()
+
+    def come_half_way(self):
+        if self.has_come_half_way:
+            return
+        self.has_come_half_way = True
+        if self.rank == 1:
+            fifo = os.open(self.fifo, os.O_RDWR)  # has no end while this rank has it open
+            for _ in range(self.world_size - 1):
+                os.read(fifo, 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open(self.fifo, "wb") as fifo:
+            fifo.write(b"0")
+        if self.rank == 0:
+            threading.Event().wait(DEADLINE_S)
+
+    def on_replace(self, rank, state):
+        self.has_come_half_way = True  # the new worker lives
+
+
+class Watched(dict):
+    """Weights that call a function before the third of them is looked up."""
+
+    def __init__(self, weights, function):
+        super().__init__(weights)
+        self.function, self.n_lookups = function, 0
+
+    def __getitem__(self, name):
+        self.n_lookups += 1
+        if self.n_lookups == 3:
+            self.function()
+        return super().__getitem__(name)
+
+
+def test_a_receiver_that_dies_in_the_switch_leaves_the_others_with_all_the_new_weights(trainer, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with bm.ResourcePool([3], backend="local") as pool:
+        rollout = bm.WorkerGroup(
+            pool, DiesInTheSwitch, 2, tmp_path / "fifo", mesh=Mesh(dp=3, tp=1), start_timeout=DEADLINE_S
+        )
+        rollout.set_default_options(timeout=DEADLINE_S)
+        before = rollout.execute_rank_zero_sync("seen")
+        sync = rl.WeightSync(trainer, rollout, bucket_nbytes=1_000_000)
+        with pytest.raises(bm.WorkerDied, match="rank 1"):
+            sync.submit(version=1).result(DEADLINE_S)
+        rollout.replace(1)
+        first, replaced, last = rollout.seen()
+        for weights, version in first, last:
+            assert_alike(weights, trainer.seen()[0][0])
+            assert version == 1
+        assert_alike(replaced[0], before[0])
+        trainer.change()
+        sync(version=2)
+        assert_all_have_the_weights_of(trainer, rollout, 2)
 
 
 def test_a_replaced_worker_gets_the_weights_of_its_peers():

@@ -117,15 +117,27 @@ class HoldsWeights(Worker):
         Args:
             version: What ``weights_version`` is from then on.
             received: The rows of all calls of `receive_weights`, by reference: if one fails, this call is not sent.
+                Without any, what is staged was left by an earlier sync that failed, and is not used.
         """
+        if not (received and self._staged):
+            return
+        try:
+            self._use_staged(version)
+        except KeyboardInterrupt:  # another rank has died, say: begin again, and leave no mixture behind
+            self._use_staged(version)
+            raise
+
+    def _use_staged(self, version: Any) -> None:
+        """Copy the staged weights into those in use. What is staged goes last, so that this can be repeated."""
         import torch
 
-        weights = self.weights()
+        weights, staged = self.weights(), self._staged
         with torch.no_grad():
-            for name, tensor in self._staged.items():
+            for name, tensor in staged.items():
                 local_tensor(weights[name]).copy_(tensor)
-        if self._staged:
-            self._staged, self.weights_version = {}, version
+        if staged:
+            self.weights_version = version
+            self._staged = {}
 
     def _weights_of(self, pieces: Iterable[Iterable[Piece]]) -> tuple[dict[str, Tensor], dict[str, Box]]:
         """The tensors that some pieces are of, and which rectangles of them this rank has."""
@@ -141,7 +153,10 @@ class WeightSync:
     The bytes stay on the workers: senders leave them where they are made, and each receiver reads its own there. They
     come in buckets, so that little extra memory is needed: at most two buckets on each sender, and on each receiver its
     own weights once more, as it changes to the new ones in one call: a method runs with all the old weights or with all
-    the new ones, also if a worker dies half-way.
+    the new ones, also if a worker dies half-way. Receivers keep what they got in a sync that failed until the next one.
+
+    If the weights come in several buckets, and another thread has a method change the weights of the source during a
+    sync, the receivers may get buckets of both versions.
 
     Args:
         source: The group that has the weights; its workers are `HoldsWeights`.
@@ -201,7 +216,8 @@ class WeightSync:
             version: What the receivers' ``weights_version`` is from then on.
 
         Raises:
-            WorkerDied: A worker died. The receivers have the old weights.
+            WorkerDied: A worker died. The other receivers have the old weights. If it died as the receivers changed to
+                the new ones, they have all the new or all the old ones: ``weights_version`` says which.
             Exception: All errors of calls.
         """
         received: list[Future[Any]] = []
@@ -217,8 +233,8 @@ class WeightSync:
         All buckets may be under way at once, so that the senders' weights are in memory twice until they are received.
 
         Returns:
-            A future that is done when the new weights are in use. If a call fails before, it has that error, and the
-            receivers have the old weights.
+            A future that is done when the new weights are in use. If a call fails before the receivers change to them,
+            it has that error, and the receivers have the old weights.
         """
         return self._switch(version, [self._move(index) for index in range(len(self._buckets))])
 
