@@ -23,6 +23,7 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -37,6 +38,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bandmaster.backends.ray_actor import WorkerActor, actor_class
+from bandmaster.backends.ray_agents import RayAgents, RayAgentWorkers, nodes_of
 from bandmaster.backends.ray_attached import AttachedWorkers
 from bandmaster.backends.ray_overlapping import OverlappingActor, has_async_methods
 from bandmaster.backends.ray_session import RaySession
@@ -76,6 +78,7 @@ class RayBackend:
         self._session: RaySession | None = None  # the session that this backend opened
         self._is_embedded = False  # whether it is a private Ray instance
         self._reservations: list[Reservation] = []
+        self._agents = RayAgents()
 
     def inventory(self) -> tuple[Node, ...]:
         """The live nodes of the cluster, to which this connects if needed. A private Ray instance does not count CPUs.
@@ -130,12 +133,13 @@ class RayBackend:
     def release(self, reservation: Reservation) -> None:
         """Remove the placement groups of a reservation. A private Ray instance ends with its last reservation."""
         self._reservations.remove(reservation)
+        self._agents.let_go()
         if reservation.session.is_current and not reservation.is_detached:
             for group in reservation.groups:
                 remove_placement_group(group)
         self._disconnect_if_idle()
 
-    def start(self, launch: Launch) -> RayWorkers:
+    def start(self, launch: Launch) -> RayWorkers | RayAgentWorkers:
         """Start an actor on every slot.
 
         Raises:
@@ -156,7 +160,21 @@ class RayBackend:
                 "calls of async methods can overlap, and it has none; leave this out of @ray.remote(...)"
             )
         _check_session(launch)
-        return RayWorkers(launch, self._start_actor)
+        start = partial(start_actor, self._is_embedded)
+        if launch.lifetime is Lifetime.GROUP and not _overlaps(launch) and not self._is_embedded:
+            nodes = nodes_of(launch.slots)
+            if not self._are_near(nodes):
+                workers = self._agents.start(launch, start, nodes)
+                if workers is not None:
+                    return workers
+        return RayWorkers(launch, start)
+
+    @staticmethod
+    def _are_near(nodes: Sequence[str]) -> bool:
+        """Whether some nodes are on this host."""
+        address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        here = ray.util.get_node_ip_address()
+        return all(address.get(node) == here for node in nodes)
 
     def attach(self, launch: Launch, actors: Sequence[Any]) -> RayWorkers:
         """Call actors that another group has started, in this process or another one.
@@ -169,39 +187,6 @@ class RayBackend:
     def adopt(self, name: str, groups: Sequence[PlacementGroup]) -> Reservation:
         """A reservation that consists of the user's own placement groups, one per node; the user removes them."""
         return Reservation(name, tuple(groups), tuple(tuple(range(g.bundle_count)) for g in groups), RaySession())
-
-    def _start_actor(self, launch: Launch, rank: int) -> Any:
-        _check_session(launch)
-        slot = launch.slots[rank]
-        share = math.floor(slot.share * 1e4) / 1e4  # Ray rounds resources to ten-thousandths
-        bundle = _bundle(launch.cpus_per_worker, int(launch.uses_gpu), self._is_embedded)
-        taken = {name: amount * share for name, amount in bundle.items()}
-        options = {key: value for key, value in launch.options.items() if key not in PLACED_BY_POOL}
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=slot.reservation.groups[slot.node],
-            placement_group_bundle_index=slot.reservation.bundles[slot.node][slot.index],
-        )
-        if launch.lifetime is Lifetime.DETACHED:
-            options["lifetime"] = "detached"
-        actor = actor_class(launch.cls, OverlappingActor if _overlaps(launch) else WorkerActor).options(
-            **options,
-            name=launch.worker_names[rank],
-            num_cpus=taken.pop("CPU", 0),
-            num_gpus=taken.pop("GPU", 0),
-            resources=taken,
-            scheduling_strategy=strategy,
-        )
-        deadline = time.monotonic() + (RENAME_TIMEOUT_S if launch.is_again else 0.0)
-        while True:
-            try:
-                return actor.remote()
-            except ValueError as error:
-                if time.monotonic() >= deadline:
-                    raise UsageError(
-                        f"Ray refused to start worker {launch.worker_names[rank]!r}: {error}; actor names must be "
-                        "unique, so give every group a name_prefix of its own, or none"
-                    ) from error
-            time.sleep(POLL_S)  # Ray frees the name of a killed actor a little later
 
     def _try_to_reserve(self, request: Request, keys: Sequence[str], deadline: float) -> Reservation | None:
         """Create placement groups on the given nodes; None, leaving none behind, if resources were taken meanwhile."""
@@ -274,6 +259,47 @@ class Reservation:
     bundles: tuple[tuple[int, ...], ...]
     session: RaySession
     is_detached: bool = False
+
+
+def start_actor(is_embedded: bool, launch: Launch, rank: int) -> Any:
+    """Start the actor of a rank on its slot.
+
+    Args:
+        is_embedded: Whether Ray is a private instance.
+        launch: The group.
+        rank: The rank.
+    """
+    _check_session(launch)
+    slot = launch.slots[rank]
+    share = math.floor(slot.share * 1e4) / 1e4  # Ray rounds resources to ten-thousandths
+    bundle = _bundle(launch.cpus_per_worker, int(launch.uses_gpu), is_embedded)
+    taken = {name: amount * share for name, amount in bundle.items()}
+    options = {key: value for key, value in launch.options.items() if key not in PLACED_BY_POOL}
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=slot.reservation.groups[slot.node],
+        placement_group_bundle_index=slot.reservation.bundles[slot.node][slot.index],
+    )
+    if launch.lifetime is Lifetime.DETACHED:
+        options["lifetime"] = "detached"
+    actor = actor_class(launch.cls, OverlappingActor if _overlaps(launch) else WorkerActor).options(
+        **options,
+        name=launch.worker_names[rank],
+        num_cpus=taken.pop("CPU", 0),
+        num_gpus=taken.pop("GPU", 0),
+        resources=taken,
+        scheduling_strategy=strategy,
+    )
+    deadline = time.monotonic() + (RENAME_TIMEOUT_S if launch.is_again else 0.0)
+    while True:
+        try:
+            return actor.remote()
+        except ValueError as error:
+            if time.monotonic() >= deadline:
+                raise UsageError(
+                    f"Ray refused to start worker {launch.worker_names[rank]!r}: {error}; actor names must be "
+                    "unique, so give every group a name_prefix of its own, or none"
+                ) from error
+        time.sleep(POLL_S)  # Ray frees the name of a killed actor a little later
 
 
 def _overlaps(launch: Launch) -> bool:

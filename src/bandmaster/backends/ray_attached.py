@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -13,7 +13,7 @@ from bandmaster.backends.ray_workers import RayTicket, RayWorkers
 from bandmaster.contract import CLOSED, Launch
 from bandmaster.errors import UsageError
 
-__all__ = ["AttachedWorkers"]
+__all__ = ["AdoptedWorkers", "AttachedWorkers"]
 
 
 class AttachedWorkers(RayWorkers):
@@ -40,10 +40,19 @@ class AttachedWorkers(RayWorkers):
         self._first_number = FIRST_NUMBER + secrets.randbits(40) * (1 << 20)  # of those who have attached to them
         super().__init__(launch, lambda _, rank: actors[rank])
 
-    def _begin(self, ranks: Sequence[int]) -> None:
+    def _begun(self, ranks: Sequence[int]) -> dict[int, ActorInfo]:
         """Ask where the actors are, without waiting: they may be busy, one of them even with this."""
         self._is_left = True
         self._asked = {self.actors[rank].bandmaster_info.remote(): rank for rank in ranks}
+        return {}
+
+    @property
+    def rendezvous(self) -> Mapping[str, str]:
+        """None of this group's."""
+        return {}
+
+    def open(self, ranks: Sequence[int], rendezvous: Mapping[str, str], paths: Sequence[str] | None = None) -> None:
+        """Nothing: they were prepared by those who started them."""
 
     def _take_infos(self) -> None:
         """Take the answers that are there: an actor gives its own before the reply to any call of this group."""
@@ -68,8 +77,38 @@ class AttachedWorkers(RayWorkers):
 
     def stop(self, why: str = CLOSED) -> None:
         """Let go of the actors, which live on."""
-        self.actors = []
+        self.actors = {}
         super().stop(why)
 
     def _method(self, actor: Any) -> Any:
         return actor.bandmaster_call_of_others
+
+
+class AdoptedWorkers(RayWorkers):
+    """Actors that an agent has started for this group, and that the controller calls itself from here on.
+
+    Args:
+        launch: The group's launch.
+        actors: The actor handle of each rank.
+        start_actor: Starts another actor for a rank.
+    """
+
+    def __init__(self, launch: Launch, actors: Sequence[Any], start_actor: Callable[[Launch, int], Any]) -> None:
+        self._given = dict(enumerate(actors))
+        self._is_left = True
+        super().__init__(
+            launch, lambda asked, rank: self._given[rank] if rank in self._given else start_actor(asked, rank)
+        )
+        self._is_left = True
+        self._given = {}
+
+    def _begun(self, ranks: Sequence[int]) -> dict[int, ActorInfo]:
+        if not self._given:
+            return super()._begun(ranks)
+        infos = ray.get([self.actors[rank].bandmaster_info.remote() for rank in ranks])
+        return dict(zip(ranks, infos, strict=True))
+
+    def open(self, ranks: Sequence[int], rendezvous: Mapping[str, str], paths: Sequence[str] | None = None) -> None:
+        """Nothing, for those that were prepared by who started them."""
+        if not self._given:
+            super().open(ranks, rendezvous, paths)

@@ -20,6 +20,9 @@ class RaySession:
         self._node = weakref.ref(_worker.global_worker.node)  # Ray makes a node object for each `ray.init`
         self._n_forks = n_forks()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return RaySession, ()  # in another process it is the connection of that process
+
     @property
     def is_current(self) -> bool:
         """Whether Ray uses this connection. If not, Ray's calls start an instance, reach another, or hang in a fork."""

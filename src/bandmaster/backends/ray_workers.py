@@ -39,10 +39,11 @@ from bandmaster.contract import (
 from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, WorkerDied
 from bandmaster.failure import N_LAST_LINES, Failure, FailureKind
 from bandmaster.transport import control_page
-from bandmaster.transport.client import LaneTicket, WorkerClient
+from bandmaster.transport.client import WorkerClient
 from bandmaster.transport.control_page import WorkerIdentity
 from bandmaster.transport.lane import Lane
 from bandmaster.transport.listener import LaneListener
+from bandmaster.transport.receiver import ChannelTicket
 from bandmaster.worker_process.rendezvous import rendezvous_environment
 
 __all__ = ["POLL_S", "RayTicket", "RayWorkers"]
@@ -81,7 +82,7 @@ class RayTicket(contract.Ticket):
 
 
 class RayWorkers:
-    """The actors of one group. A ticket is a `RayTicket`, a `LaneTicket`, or for `Reply.NATIVE` an ObjectRef.
+    """The actors of one group. A ticket is a `RayTicket`, a `ChannelTicket`, or for `Reply.NATIVE` an ObjectRef.
 
     Attributes:
         actors: The actor handle of each rank.
@@ -92,17 +93,20 @@ class RayWorkers:
     Args:
         launch: The group's launch.
         start_actor: Starts the actor of a rank and returns its handle.
+        ranks: The ranks that are started here; by default all. Where they are not all, somebody calls `open`.
     """
 
     ranks_are_own = True
     _first_number = FIRST_NUMBER
 
-    def __init__(self, launch: Launch, start_actor: Callable[[Launch, int], Any]) -> None:
+    def __init__(
+        self, launch: Launch, start_actor: Callable[[Launch, int], Any], ranks: Sequence[int] | None = None
+    ) -> None:
         self._launch = launch
         self._start_actor = start_actor
         self._group = f"group {launch.group!r}"
         self._session = RaySession()
-        self.actors: list[Any] = []
+        self.actors: dict[int, Any] = {}
         self._infos: dict[int, ActorInfo] = {}  # what the actors that run have reported, by rank
         self._here = host_identity()
         self._client = WorkerClient(self._how_it_died)
@@ -112,30 +116,48 @@ class RayWorkers:
         self._lock = self._client.lock  # also guards the choice of channel and the order of calls
         self._serving: set[int] = set()  # ranks whose lane is not paused
         self._n_called: Counter[int] = Counter()  # actor tasks submitted, by rank
+        self._rendezvous: Mapping[str, str] = {}
         self._told: dict[int, RayError] = {}  # the error that a call to a dead actor raised, by rank
         try:
-            for rank in range(len(launch.slots)):
-                self.actors.append(start_actor(launch, rank))
-            self._begin(range(len(launch.slots)))
+            started = range(len(launch.slots)) if ranks is None else ranks
+            for rank in started:
+                self.actors[rank] = start_actor(launch, rank)
+            self._infos.update(self._begun(started))
+            if ranks is None:
+                self.open(started, self.rendezvous)
         except BaseException:
             self.stop(NOT_STARTED)
             raise
 
-    def _begin(self, ranks: Sequence[int]) -> None:
-        """Prepare new actors and open lanes to them. The rendezvous of a new rank 0 is announced to the others."""
-        self._infos.update(self._begun(ranks))
-        first = self._infos[0]
-        rendezvous = rendezvous_environment(first.address, first.rendezvous_port)
+    @property
+    def rendezvous(self) -> Mapping[str, str]:
+        """The environment variables by which workers find the rendezvous on rank 0."""
+        if 0 not in self._infos:
+            return self._rendezvous
+        return rendezvous_environment(self._infos[0].address, self._infos[0].rendezvous_port)
+
+    def open(self, ranks: Sequence[int], rendezvous: Mapping[str, str], paths: Sequence[str] | None = None) -> None:
+        """Prepare actors that have begun, and open lanes to those on this host.
+
+        Args:
+            ranks: Their ranks.
+            rendezvous: See `rendezvous`.
+            paths: The controller's ``sys.path``; by default that of this process.
+        """
+        paths, self._rendezvous = sys.path if paths is None else paths, rendezvous
         for rank in ranks:
             context = self._launch.context(rank, self._infos[rank].device)
             environment = {**self._launch.variables, **context.environment(), **rendezvous}
-            self.actors[rank].bandmaster_prepare.remote(context, environment, sys.path)
-        if 0 in ranks:
-            for rank in set(self._infos).difference(ranks):
-                with self._lock:
-                    self._pause(rank)
-                    self.actors[rank].bandmaster_update_environment.remote(rendezvous)
+            self.actors[rank].bandmaster_prepare.remote(context, environment, paths)
         self._connect([rank for rank in ranks if self._is_near(rank) and not self._infos[rank].overlaps])
+
+    def announce(self, rendezvous: Mapping[str, str], but: int = 0) -> None:
+        """Tell all ranks but one, which has opened it, of a new rendezvous."""
+        self._rendezvous = rendezvous
+        for rank in set(self._infos).difference([but]):
+            with self._lock:
+                self._pause(rank)
+                self.actors[rank].bandmaster_update_environment.remote(rendezvous)
 
     def _begun(self, ranks: Sequence[int]) -> dict[int, ActorInfo]:
         """Wait until the processes of new actors run, and return what they report.
@@ -148,7 +170,7 @@ class RayWorkers:
         """
         launch, here, asked = self._launch, host_identity(), {}
         for rank in ranks:
-            identity = WorkerIdentity(0, os.getpid(), rank, len(self.actors), launch.group)
+            identity = WorkerIdentity(0, os.getpid(), rank, len(launch.slots), launch.group)
             ends_alone = launch.lifetime is Lifetime.DETACHED
             asked[self.actors[rank].bandmaster_begin.remote(launch.uses_gpu, identity, here, ends_alone)] = rank
         limit_s = START_TIMEOUT_S if launch.start_timeout_s is None else min(launch.start_timeout_s, START_TIMEOUT_S)
@@ -217,10 +239,16 @@ class RayWorkers:
             self._client.forget_death(rank)
             self._told.pop(rank, None)
             self._infos.pop(rank, None)
-            self._begin([rank])
+            self._begin_again(rank)
         except BaseException:
             self._kill([rank], "ended by the controller, because it could not be started")
             raise
+
+    def _begin_again(self, rank: int) -> None:
+        self._infos.update(self._begun([rank]))
+        self.open([rank], self.rendezvous)
+        if rank == 0:
+            self.announce(self.rendezvous)
 
     @property
     def arrivals(self) -> int | None:
@@ -255,6 +283,19 @@ class RayWorkers:
                 self._has_lane.clear()
             self._is_left = True
         return self.actors[rank]
+
+    def leave(self) -> None:
+        """Have the actors leave their lanes for good, after the calls that were sent there."""
+        with self._lock:
+            for rank in list(self._has_lane):
+                self._pause(rank)
+            self._has_lane.clear()
+            self._is_left = True
+        ray.get([actor.bandmaster_update_environment.remote({}) for actor in self.actors.values()])
+
+    def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> Payload:
+        """As `WorkerClient.reserve`."""
+        return self._client.reserve(sizes, is_kept)
 
     def put(self, payloads: Sequence[Payload | Kept]) -> Sequence[Part]:
         """Wrap payloads. Calls write a payload when they name it, at most once for lanes and once for Ray."""
@@ -316,10 +357,10 @@ class RayWorkers:
 
         If some of the calls are actor tasks, this polls every `POLL_S` seconds.
         """
-        by_lane = [ticket for ticket in tickets if isinstance(ticket, LaneTicket)]
+        by_lane = [ticket for ticket in tickets if isinstance(ticket, ChannelTicket)]
         if len(by_lane) == len(tickets):
             return self._client.wait(by_lane, timeout_s)
-        by_reference = {_reference(ticket): ticket for ticket in tickets if not isinstance(ticket, LaneTicket)}
+        by_reference = {_reference(ticket): ticket for ticket in tickets if not isinstance(ticket, ChannelTicket)}
         references = list(by_reference)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self._can_call_ray():
@@ -334,7 +375,7 @@ class RayWorkers:
 
     def fetch(self, ticket: Any) -> Any:
         """The reply of a ticket. Exceptions that Ray raises are returned as failures."""
-        if isinstance(ticket, LaneTicket):
+        if isinstance(ticket, ChannelTicket):
             return self._client.fetch(ticket)
         if not self._can_call_ray():
             why = CLOSED if self._client.is_stopped else self._session.ended(self._group)
@@ -369,7 +410,7 @@ class RayWorkers:
             self._kill([rank for rank, t in tickets.items() if t is None or self._is_at(rank, t)], kill_because)
             return
         for rank, ticket in tickets.items():
-            if isinstance(ticket, LaneTicket):
+            if isinstance(ticket, ChannelTicket):
                 self._client.interrupt({rank: ticket})
             elif isinstance(ticket, RayTicket) and self._infos[rank].overlaps:
                 ray.cancel(ticket.reference)
@@ -389,7 +430,7 @@ class RayWorkers:
 
     def _is_at(self, rank: int, ticket: Any) -> bool:
         """Whether an actor is running a call, or has not started. A running call is announced."""
-        if isinstance(ticket, LaneTicket):
+        if isinstance(ticket, ChannelTicket):
             return self._client.is_at(rank, ticket) and control_page.announced(self._infos[rank].pid) != OTHERS
         if rank not in self._infos or self._infos[rank].overlaps:
             return True  # it has not started yet, or runs several
@@ -398,7 +439,7 @@ class RayWorkers:
     def check(self, is_thorough: bool = True) -> bool:
         """Read the lanes and, if ``is_thorough``, ask Ray about each actor. False once `stop` was called."""
         is_running = self._client.check()
-        for rank, actor in enumerate(self.actors if is_thorough else ()):
+        for rank, actor in self.actors.items() if is_thorough else ():
             if rank not in self.deaths and self._is_dead(actor):
                 self._note_death(rank)
         return is_running
@@ -406,10 +447,10 @@ class RayWorkers:
     def stop(self, why: str = CLOSED) -> None:
         """Close the lanes and kill the actors, but for those that outlive the group."""
         self._client.close_channels(why)
-        for rank in range(len(self.actors)):
+        for rank in self.actors:
             self._client.deaths.setdefault(rank, Failure(FailureKind.DIED, why))
         self._has_lane.clear()
-        actors, self.actors = self.actors, []
+        actors, self.actors = list(self.actors.values()), {}
         lifetime = self._launch.lifetime if why == CLOSED else Lifetime.GROUP
         is_over = lifetime is Lifetime.GROUP or (lifetime is Lifetime.HANDLES and not self._is_left)
         if is_over and self._session.is_current:
@@ -506,7 +547,7 @@ def _run(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _reference(ticket: Any) -> Any:
-    """The ObjectRef of a ticket that is not a `LaneTicket`."""
+    """The ObjectRef of a ticket that is not a `ChannelTicket`."""
     return ticket.reference if isinstance(ticket, RayTicket) else ticket
 
 

@@ -8,16 +8,13 @@
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic_ns
 from typing import Any
 
-from bandmaster import contract
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, QUEUED, Call, Kept
 from bandmaster.errors import ClosedError
@@ -37,39 +34,22 @@ from bandmaster.transport.messages import (
     read_reply,
 )
 from bandmaster.transport.poller import HAS_ROOM, Event, Poller
+from bandmaster.transport.receiver import ChannelTicket, Receiver
 from bandmaster.transport.segments import Segment, SegmentWriter
-from bandmaster.transport.shared_payloads import SharedPayload, SharedPayloads
+from bandmaster.transport.shared_payloads import SegmentPayload, SharedPayload, SharedPayloads
 
-__all__ = ["LaneTicket", "WorkerClient"]
-
-
-class LaneTicket(contract.Ticket):
-    """One message on one channel, and in time its reply.
-
-    Attributes:
-        number: Number of the message.
-        is_done: Whether it was replied to, or will not be.
-        outcome: The reply; None before it has come, and for a value that was dropped.
-    """
-
-    __slots__ = ("is_done", "number", "outcome")
-
-    def __init__(self, number: int) -> None:
-        self.on_done = None
-        self.number = number
-        self.is_done = False
-        self.outcome: Payload | Kept | Failure | None = None
+__all__ = ["WorkerClient"]
 
 
 MAX_UNANSWERED = min(256, control_page.N_SLOTS // 2)  # messages to one worker: each needs a slot on its control page
 _VALUE, _TIMED = ReplyKind.VALUE, ReplyKind.TIMED
-_Outgoing = tuple[bytes, Sequence[Segment], LaneTicket | None]  # a message, and the ticket of its reply if it has one
+_Outgoing = tuple[
+    bytes, Sequence[Segment], ChannelTicket | None
+]  # a message, and the ticket of its reply if it has one
 
 
-class WorkerClient:
+class WorkerClient(Receiver):
     """Sends messages to the ranks of a group and hands out their replies. Any thread may call it.
-
-    There is no reader thread: the thread that waits for a ticket reads whatever has arrived, for other threads too.
 
     Attributes:
         deaths: The ranks whose processes have ended, and how.
@@ -84,8 +64,8 @@ class WorkerClient:
     """
 
     def __init__(self, how_it_died: Callable[[int], Failure]) -> None:
+        super().__init__(Poller())
         self.processes: dict[int, int] = {}
-        self.deaths: dict[int, Failure] = {}
         self.writer = SegmentWriter()
         self.is_stopped, self._why_closed = False, CLOSED
         self._how_it_died = how_it_died
@@ -94,13 +74,10 @@ class WorkerClient:
         self._buffer = Buffer()
         self._channels: dict[int, Channel] = {}
         self._by_fd: dict[int, int] = {}
-        self._pending: dict[int, dict[int, LaneTicket]] = {}  # by rank and number, in the order they were sent
+        self._pending: dict[int, dict[int, ChannelTicket]] = {}  # by rank and number, in the order they were sent
         self._n_messages = 0
         self._queues: dict[int, deque[_Outgoing]] = {}  # what a worker that is busy has not taken yet
         self._sender: threading.Thread | None = None
-        self._n_failed = 0
-        self._poller = Poller()
-        self.lock = self._poller.lock
 
     # --- sending ---
 
@@ -128,6 +105,8 @@ class WorkerClient:
         """
         if isinstance(payload, KeptSegment):
             return self._payloads.adopt(payload)
+        if isinstance(payload, SegmentPayload):
+            return payload.placed
         is_kept = not isinstance(payload, Payload)
         if not isinstance(payload, Payload):
             payload = payload.payload()
@@ -136,6 +115,22 @@ class WorkerClient:
         if self.is_stopped:
             raise ClosedError(self._why_closed)
         return self._payloads.put(payload, is_kept)
+
+    def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> SegmentPayload:
+        """A payload in a segment, whose head and buffers of these sizes the caller writes before it is put.
+
+        Args:
+            sizes: Bytes of the head and of each buffer.
+            is_kept: Whether calls are to name it as kept rows.
+
+        Raises:
+            ClosedError: The channels were closed.
+            ResourceError: There is no memory or no descriptor for it.
+        """
+        with self.lock:
+            if self.is_stopped:
+                raise ClosedError(self._why_closed)
+            return self._payloads.reserve(sizes, is_kept)
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """As `contract.Workers.call`."""
@@ -170,7 +165,7 @@ class WorkerClient:
         if self.deaths:
             ranks = [rank for rank in ranks if rank not in self.deaths]
             for rank in set(call.ranks).difference(ranks):
-                tickets[rank] = LaneTicket(number)
+                tickets[rank] = ChannelTicket(number)
                 self._finish(tickets[rank], self.deaths[rank])
             if not ranks:
                 return  # nor is there a segment any more, if the channels were closed
@@ -179,7 +174,7 @@ class WorkerClient:
         rows = [(label, _named(part, segments)) for label, part in call.rows] if call.rows else ()
         message = call_message(number, call.method, call.reply_code, named, rows)
         for rank in ranks:
-            tickets[rank] = ticket = LaneTicket(number)
+            tickets[rank] = ticket = ChannelTicket(number)
             for segment in segments:
                 self.writer.lease(segment, rank)
             self._pending[rank][number] = ticket
@@ -255,58 +250,13 @@ class WorkerClient:
                 queue.appendleft(outgoing)
                 break
 
-    # --- waiting ---
-
-    def wait(self, tickets: Sequence[LaneTicket], timeout_s: float | None) -> list[LaneTicket]:
-        """As `contract.Workers.wait`."""
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            with self.lock:  # Ctrl-C comes when it is left, and may be the user's to handle without an exception
-                done = self._wait(tickets, deadline)
-            if done is not None:
-                return done
-
-    def _wait(self, tickets: Sequence[LaneTicket], deadline: float) -> list[LaneTicket] | None:
-        """The tickets that are done; None when Ctrl-C has come before any of that."""
-        n_done, n_failed, n_dead = 0, self._n_failed, len(self.deaths)
-        n_tickets = len(tickets)
-        if n_failed and any(type(ticket.outcome) is Failure for ticket in tickets):
-            return [ticket for ticket in tickets if ticket.is_done]
-        while True:
-            while n_done < n_tickets and tickets[n_done].is_done:
-                n_done += 1
-            if n_done == n_tickets:
-                return list(tickets)
-            if n_dead != len(self.deaths) or n_failed != self._n_failed:
-                break
-            left = None if deadline == math.inf else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                self._receive_all()
-                break
-            if self.lock.has_to_let_go:
-                return None
-            self._receive(self._poller.wait(left))
-        return [ticket for ticket in tickets if ticket.is_done]
-
-    def fetch(self, ticket: LaneTicket) -> Payload | Kept | Failure | None:
-        """As `contract.Workers.fetch`."""
-        return ticket.outcome
-
-    @property
-    def arrivals(self) -> int | None:
-        """As `contract.Workers.arrivals`."""
-        return None if self._poller.is_closed else self._poller.fileno()
+    # --- receiving ---
 
     def check(self, is_thorough: bool = True) -> bool:
         """As `contract.Workers.check`: read what has arrived; a channel that was hung up tells of a death."""
         with self.lock:
             self._receive_all()
         return not self.is_stopped
-
-    def _receive_all(self) -> None:
-        """Take what has arrived; the lock is held."""
-        while ready := self._poller.now():
-            self._receive(ready)
 
     def _receive(self, ready: Sequence[Event]) -> None:
         """Take a reply from each channel that has one, and send what waits for it; they may be other threads' calls."""
@@ -355,22 +305,15 @@ class WorkerClient:
         else:
             self._finish_with(ticket, kind, body, channel)
 
-    def _finish_with(self, ticket: LaneTicket, kind: int, body: memoryview, channel: Channel) -> None:
+    def _finish_with(self, ticket: ChannelTicket, kind: int, body: memoryview, channel: Channel) -> None:
         try:
             self._finish(ticket, read_reply(kind, body, channel))
         except BaseException as error:  # the user's exceptions may do anything when they are unpickled
             self._finish(ticket, Failure.of(error))
 
-    def _finish(self, ticket: LaneTicket, outcome: Payload | Kept | Failure | None) -> None:
-        ticket.outcome, ticket.is_done = outcome, True
-        if type(outcome) is Failure:
-            self._n_failed += 1
-        if ticket.on_done is not None:
-            ticket.on_done()
-
     # --- interrupting ---
 
-    def interrupt(self, tickets: Mapping[int, LaneTicket]) -> None:
+    def interrupt(self, tickets: Mapping[int, ChannelTicket]) -> None:
         """As `contract.Workers.interrupt`, without killing."""
         with self.lock:
             sent = {rank: ticket for rank, ticket in tickets.items() if not ticket.is_done}
@@ -382,14 +325,14 @@ class WorkerClient:
         for rank, ticket in sent.items():
             control_page.interrupt(self.processes[rank], ticket.number)
 
-    def stacks(self, tickets: Mapping[int, LaneTicket]) -> dict[int, str]:
+    def stacks(self, tickets: Mapping[int, ChannelTicket]) -> dict[int, str]:
         """As `contract.Workers.stacks`."""
         queued = {rank: "" if self.is_at(rank, ticket) else QUEUED for rank, ticket in tickets.items()}
         texts = control_page.stacks([self.processes[rank] for rank in tickets])
         pids = {rank: self.processes[rank] for rank in tickets}
         return {rank: queued[rank] + texts[pid] for rank, pid in pids.items() if pid in texts}
 
-    def is_at(self, rank: int, ticket: LaneTicket) -> bool:
+    def is_at(self, rank: int, ticket: ChannelTicket) -> bool:
         """Whether a worker has come to a call: it replies to them in order."""
         with self.lock:
             return next(iter(self._pending.get(rank, {}).values()), None) is ticket

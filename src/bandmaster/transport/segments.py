@@ -216,12 +216,16 @@ class SegmentWriter:
 def fill(segment: Segment, chunks: Sequence[Any]) -> None:
     """Copy chunks into a segment that was reserved for them."""
     views = [memoryview(chunk).cast("B") for chunk in chunks]
-    sizes = [view.nbytes for view in views]
+    for view, place in zip(views, places_in(segment, [view.nbytes for view in views]), strict=True):
+        place[:] = view
+
+
+def places_in(segment: Segment, sizes: Sequence[int]) -> list[memoryview]:
+    """The memory of each chunk of a segment that was reserved for chunks of these sizes, to be written."""
     assert segment.memory is not None, "it is this process that writes it"
     memory = memoryview(segment.memory.array())
     struct.pack_into(f"<{1 + len(sizes)}Q", memory, 0, len(sizes), *sizes)
-    for view, offset in zip(views, _layout(sizes)[0], strict=True):
-        memory[offset : offset + view.nbytes] = view
+    return [memory[offset : offset + size] for offset, size in zip(_layout(sizes)[0], sizes, strict=True)]
 
 
 class KeptFile:

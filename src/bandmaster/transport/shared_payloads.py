@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from bandmaster.codec import Payload
 from bandmaster.errors import ResourceError
 from bandmaster.platform.reference_queue import ReferenceQueue
 from bandmaster.transport.kept import KeptSegment
-from bandmaster.transport.segments import OWNER, Segment, SegmentWriter, fill
+from bandmaster.transport.segments import OWNER, Segment, SegmentWriter, fill, places_in
 
-__all__ = ["SharedPayload", "SharedPayloads"]
+__all__ = ["SegmentPayload", "SharedPayload", "SharedPayloads"]
 
 
 class SharedPayload:
@@ -28,6 +31,20 @@ class SharedPayload:
             fill(self._segment, [self._payload.head, *self._payload.buffers])
             self._payload = None
         return self._segment
+
+
+class SegmentPayload(Payload):
+    """A payload that lies in a segment already.
+
+    Attributes:
+        placed: What calls name it by.
+    """
+
+    __slots__ = ("placed",)
+
+    def __init__(self, head: Any, buffers: tuple[Any, ...], placed: SharedPayload) -> None:
+        super().__init__(head, buffers)
+        self.placed = placed
 
 
 class SharedPayloads:
@@ -54,16 +71,28 @@ class SharedPayloads:
         Raises:
             ResourceError: There is no memory or no descriptor for it.
         """
+        sizes = [memoryview(chunk).nbytes for chunk in (payload.head, *payload.buffers)]
+        return self._watched(SharedPayload(self._reserved(sizes, is_kept), payload))
+
+    def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> SegmentPayload:
+        """A payload in a segment of its own, whose head and buffers of these sizes are still to be written.
+
+        Raises:
+            ResourceError: There is no memory or no descriptor for it.
+        """
+        segment = self._reserved(sizes, is_kept)
+        head, *buffers = places_in(segment, sizes)
+        return SegmentPayload(head, tuple(buffers), self._watched(SharedPayload(segment, None)))
+
+    def _reserved(self, sizes: Sequence[int], is_kept: bool) -> Segment:
         self.let_go()
         try:
-            sizes = [memoryview(chunk).nbytes for chunk in (payload.head, *payload.buffers)]
-            segment = self._writer.reserve(sizes, is_kept)
+            return self._writer.reserve(sizes, is_kept)
         except OSError as error:
             raise ResourceError(
-                f"cannot share {payload.nbytes:,} bytes with the workers ({error}); free memory, or raise the "
+                f"cannot share {sum(sizes):,} bytes with the workers ({error}); free memory, or raise the "
                 "limit on open files (ulimit -n)"
             ) from error
-        return self._watched(SharedPayload(segment, payload))
 
     def adopt(self, kept: KeptSegment) -> SharedPayload:
         """The segment of kept rows, which another process has written, as one of this writer's."""

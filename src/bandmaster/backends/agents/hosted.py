@@ -1,0 +1,288 @@
+"""The part of a group that runs on one host, as the agent of that host has it."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from bandmaster.backends.agents.messages import Packed
+from bandmaster.codec import Payload
+from bandmaster.contract import TIMED, Call, Reply, Workers
+from bandmaster.failure import Failure, FailureKind
+from bandmaster.transport.messages import ReplyKind
+
+__all__ = ["Entry", "Held", "Hosted"]
+
+PATIENCE_S = 0.002  # for the other replies of this host to a call, which then come in one frame
+
+
+class Entry(NamedTuple):
+    """One call, as a frame says it.
+
+    Attributes:
+        number: Number of the call, by which it is replied to.
+        ranks: The ranks; None for all of the group on this host.
+        method: Name of the method.
+        parts: Places of its arguments in the table of payloads.
+        reply_code: As `Call.reply_code`.
+        rows: Kept rows, by labels: ``("shelf", number)``, or ``("table", place)``, or ``("fetch", place)``.
+    """
+
+    number: int
+    ranks: tuple[int, ...] | None
+    method: str
+    parts: tuple[int, ...]
+    reply_code: int
+    rows: tuple[tuple[int, Any], ...]
+
+
+class Held:
+    """Calls that came in one frame, and the rows that they take.
+
+    Attributes:
+        entries: The calls.
+        payloads: The payloads that they name.
+        rows: The kept rows that they name, by place; None until they are there; a failure if they are gone.
+    """
+
+    def __init__(self, entries: Sequence[Entry], payloads: Sequence[Payload], rows: Any = None) -> None:
+        self.entries, self.payloads, self.rows = list(entries), payloads, rows
+
+
+class _Open:
+    """A call that ranks of this host have not all replied to."""
+
+    __slots__ = ("since", "tickets", "unsent")
+
+    def __init__(self, tickets: dict[int, Any]) -> None:
+        self.tickets = tickets
+        self.unsent: dict[int, Any] = {}
+        self.since = 0.0  # when the first of the unsent replies came
+
+
+class Hosted:
+    """The workers of one group on this host.
+
+    Attributes:
+        workers: The workers.
+        ranks: Their ranks.
+        is_watched: Whether `Workers.arrivals` tells of what comes.
+
+    Args:
+        workers: The workers.
+        ranks: Their ranks.
+        keep: Keeps rows that a call has left here; returns the number by which they are known.
+    """
+
+    def __init__(self, workers: Workers, ranks: Sequence[int], keep: Callable[[Any], int]) -> None:
+        self.workers, self.ranks = workers, tuple(ranks)
+        self._keep = keep
+        self._open: dict[int, _Open] = {}
+        self._done: deque[tuple[int, int]] = deque()  # numbers of calls, and ranks that have replied
+        self._n_deaths = 0
+        self._held: deque[Held] = deque()  # what waits for rows, and what came behind it
+
+    # --- calls ---
+
+    def take(self, held: Held) -> None:
+        """Send calls behind those that came before, once their rows are there."""
+        self._held.append(held)
+        self.advance()
+
+    def advance(self) -> None:
+        """Send what can be sent."""
+        while self._held and self._held[0].rows is not None:
+            held = self._held.popleft()
+            if isinstance(held.rows, Failure):
+                self._fail(held.entries, held.rows)
+            else:
+                self._send(held.entries, held.payloads, held.rows)
+
+    def _send(self, entries: Sequence[Entry], payloads: Sequence[Payload], rows: Mapping[Any, Any]) -> None:
+        """Send calls to the workers; what cannot be sent has failed.
+
+        Args:
+            entries: The calls.
+            payloads: The payloads that they name.
+            rows: The kept rows that they name.
+        """
+        sent: dict[int, Any] = {}
+        why: Failure | None = None
+        try:
+            placed = self.workers.put(payloads)
+            labels = list(rows)
+            at = dict(zip(labels, self.workers.put([rows[label] for label in labels]), strict=True)) if labels else {}
+            self.workers.call([self._call(entry, placed, at) for entry in entries], sent)
+        except Exception as error:  # there is no memory, or the group was stopped
+            why = Failure.of(error)
+        for entry in entries:
+            self._await(entry, sent, why)
+
+    def _fail(self, entries: Sequence[Entry], why: Failure) -> None:
+        """Calls cannot be sent."""
+        for entry in entries:
+            self._await(entry, {}, why)
+
+    def _call(self, entry: Entry, parts: Sequence[Any], rows: Mapping[Any, Any]) -> Call:
+        is_timed = entry.reply_code >= TIMED
+        reply = Reply(entry.reply_code - TIMED if is_timed else entry.reply_code)
+        named = tuple([(label, rows[place]) for label, place in entry.rows])
+        chosen = tuple([parts[place] for place in entry.parts])
+        return Call(self._ranks_of(entry), entry.method, chosen, reply, named, is_timed)
+
+    def _ranks_of(self, entry: Entry) -> tuple[int, ...]:
+        return self.ranks if entry.ranks is None else entry.ranks
+
+    def _await(self, entry: Entry, sent: Mapping[int, Any], why: Failure | None) -> None:
+        ranks = self._ranks_of(entry)
+        opened = self._open[entry.number] = _Open({rank: sent[rank] for rank in ranks if rank in sent})
+        for rank, ticket in list(opened.tickets.items()):
+            ticket.on_done = partial(self._done.append, (entry.number, rank))
+            if getattr(ticket, "is_done", False):
+                self._done.append((entry.number, rank))
+        for rank in ranks:
+            if rank not in sent:
+                assert why is not None, "a call that was sent has a ticket for each of its ranks"
+                opened.unsent[rank] = (ReplyKind.FAILURE, why, None)
+
+    # --- replies ---
+
+    @property
+    def arrivals(self) -> int | None:
+        """As `Workers.arrivals`."""
+        return self.workers.arrivals
+
+    @property
+    def has_open_calls(self) -> bool:
+        """Whether some rank has not replied."""
+        return bool(self._open)
+
+    def look(self) -> None:
+        """Take what has arrived."""
+        self.workers.check(is_thorough=False)
+        if self.workers.arrivals is None:  # nothing tells of replies to calls that do not go over lanes
+            self._ask()
+
+    def _ask(self) -> None:
+        for number, opened in self._open.items():
+            if opened.tickets:
+                by_id = {id(ticket): rank for rank, ticket in opened.tickets.items()}
+                done = self.workers.wait(list(opened.tickets.values()), 0.0)
+                self._done.extend((number, by_id[id(ticket)]) for ticket in done)
+
+    def replies(self, packed: Packed, is_flushed: bool = False) -> list[tuple[Any, ...]]:
+        """What is to be told of calls: ``(number, ranks, kind, content, times)`` for each different reply.
+
+        Args:
+            packed: Gets the payloads.
+            is_flushed: Whether to tell at once, also of calls that only some ranks have replied to.
+        """
+        while self._done:
+            number, rank = self._done.popleft()
+            opened = self._open.get(number)
+            ticket = None if opened is None else opened.tickets.pop(rank, None)
+            if ticket is not None and opened is not None:
+                opened.unsent[rank] = self._said(ticket)
+        found: list[tuple[Any, ...]] = []
+        now = time.monotonic()
+        for number, opened in list(self._open.items()):
+            if not opened.unsent:
+                continue
+            opened.since = opened.since or now
+            has_failed = any(kind == ReplyKind.FAILURE for kind, _, _ in opened.unsent.values())
+            if opened.tickets and not (is_flushed or has_failed or now - opened.since >= PATIENCE_S):
+                continue
+            found += _merged(number, opened.unsent, packed)
+            opened.unsent, opened.since = {}, 0.0
+            if not opened.tickets:
+                del self._open[number]
+        return found
+
+    def due_s(self) -> float | None:
+        """Seconds after which there is something to tell; None if there is nothing."""
+        moments = [opened.since for opened in self._open.values() if opened.unsent]
+        return max(0.0, min(moments) + PATIENCE_S - time.monotonic()) if moments else None
+
+    def _said(self, ticket: Any) -> tuple[int, Any, Any]:
+        """Kind, content and times of a reply."""
+        try:
+            value = self.workers.fetch(ticket)
+        except Exception as error:  # what Ray or unpickling raises
+            value = Failure.of(error)
+        times = getattr(ticket, "times", None)
+        known = None if times is None else times[0]
+        if value is None:
+            return ReplyKind.NOTHING, None, known
+        if isinstance(value, Failure):
+            return ReplyKind.FAILURE, value, known
+        if isinstance(value, Payload):
+            return (ReplyKind.PART if value.buffers else ReplyKind.VALUE), value, known
+        facts = value.facts
+        assert facts is not None, "a value without rows is returned"
+        return ReplyKind.ROWS, (self._keep(value), tuple(facts)), known
+
+    def deaths(self) -> dict[int, bytes]:
+        """Ranks that have died since this was asked last, and how, pickled."""
+        if len(self.workers.deaths) == self._n_deaths:
+            return {}
+        known = dict(self.workers.deaths)
+        self._n_deaths = len(known)
+        return {rank: pickle.dumps(failure) for rank, failure in known.items()}
+
+    def forget_deaths(self) -> None:
+        """A rank has come back."""
+        self._n_deaths = len(self.workers.deaths)
+
+    # --- interrupting ---
+
+    def interrupt(self, numbers: Mapping[int, int | None]) -> None:
+        """As `Workers.interrupt`, by the numbers of calls."""
+        for held in self._held:
+            given_up = [entry for entry in held.entries if entry.number in numbers.values()]
+            held.entries = [entry for entry in held.entries if entry not in given_up]
+            self._fail(given_up, Failure(FailureKind.CANCELLED, "cancelled before it was sent"))
+        self.workers.interrupt(self.tickets(numbers))
+
+    def stacks(self, numbers: Mapping[int, int | None]) -> dict[int, str]:
+        """As `Workers.stacks`, by the numbers of calls."""
+        return dict(self.workers.stacks(self.tickets(numbers)))
+
+    def tickets(self, numbers: Mapping[int, int | None]) -> dict[int, Any]:
+        """The tickets of calls that ranks have not replied to."""
+        found: dict[int, Any] = {}
+        for rank, number in numbers.items():
+            opened = self._open.get(number) if number is not None else None
+            if number is None:
+                found[rank] = None
+            elif opened is not None and rank in opened.tickets:
+                found[rank] = opened.tickets[rank]
+        return found
+
+
+def _merged(number: int, replies: Mapping[int, tuple[int, Any, Any]], packed: Packed) -> list[tuple[Any, ...]]:
+    """Replies to a call; ranks that say the same come together."""
+    alike: dict[Any, list[int]] = {}
+    found: list[tuple[Any, ...]] = []
+    for rank, (kind, content, times) in replies.items():
+        if kind == ReplyKind.NOTHING and times is None:
+            alike.setdefault((kind, b""), []).append(rank)
+        elif kind == ReplyKind.VALUE and times is None:
+            alike.setdefault((kind, bytes(content.head)), []).append(rank)
+        elif kind == ReplyKind.FAILURE:
+            found.append((number, (rank,), kind, _pickled(content), times))
+        elif isinstance(content, Payload):
+            found.append((number, (rank,), ReplyKind.PART, packed.add(content), times))
+        else:
+            found.append((number, (rank,), kind, content, times))
+    return [(number, tuple(ranks), kind, said, None) for (kind, said), ranks in alike.items()] + found
+
+
+def _pickled(failure: Failure) -> bytes:
+    try:
+        return pickle.dumps(failure)
+    except Exception as error:  # the user's exceptions may do anything when they are pickled
+        return pickle.dumps(Failure(FailureKind.RAISED, f"{failure.summary} (which cannot be pickled: {error})"))

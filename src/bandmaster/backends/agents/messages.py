@@ -1,0 +1,85 @@
+"""The format of what links carry: the head of each frame is a pickled tuple, whose first item is its `Kind`.
+
+Payloads that are small lie in the head; the head and the buffers of larger ones are chunks of the frame.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+from bandmaster.codec import Payload
+from bandmaster.transport.channel import INLINE_NBYTES, inline
+
+__all__ = ["FOR_MESSAGES", "FOR_ROWS", "Kind", "Packed", "dumped", "unpacked"]
+
+FOR_MESSAGES, FOR_ROWS = 1, 2  # purposes of connections
+
+
+class Kind(IntEnum):
+    """What a frame says, and what follows in its head."""
+
+    CALL = 1  # group, entries, table of payloads, what is fetched
+    INTERRUPT = 2  # group, {rank: number or None}, why they are to be killed
+    RELEASE = 3  # numbers of rows
+    ASK = 4  # number, name of what is asked for, arguments
+    PING = 5  # nothing
+    REPLIES = 6  # group, entries, table of payloads
+    DEATHS = 7  # group, {rank: pickled failure}
+    ANSWER = 8  # number, whether it is an error, what is pickled
+    PONG = 9  # nothing
+
+
+def dumped(content: tuple[Any, ...]) -> bytes:
+    """The head of a frame."""
+    return pickle.dumps(content, protocol=5)
+
+
+class Packed:
+    """The payloads of one frame.
+
+    Attributes:
+        table: What the head says of each: itself, or the number of its chunks.
+        chunks: The chunks of the frame.
+    """
+
+    def __init__(self) -> None:
+        self.table: list[Any] = []
+        self.chunks: list[Any] = []
+        self._places: dict[int, int] = {}
+
+    def add(self, payload: Payload) -> int:
+        """The place of a payload in the table; each is sent once."""
+        known = self._places.get(id(payload))
+        if known is not None:
+            return known
+        if payload.nbytes <= INLINE_NBYTES:
+            self.table.append(inline(payload))
+        else:
+            self.table.append(1 + len(payload.buffers))
+            self.chunks += [payload.head, *payload.buffers]
+        self._places[id(payload)] = len(self.table) - 1
+        return len(self.table) - 1
+
+
+def unpacked(
+    table: Sequence[Any], chunks: Sequence[Any], large: Callable[[Sequence[Any]], Payload] | None = None
+) -> list[Payload]:
+    """The payloads of a frame.
+
+    Args:
+        table: As `Packed` has made it.
+        chunks: The chunks of the frame.
+        large: Makes a payload of its chunks.
+    """
+    payloads, at = [], 0
+    for said in table:
+        if type(said) is not int:
+            payloads.append(Payload(*said))
+            continue
+        mine = chunks[at : at + said]
+        payloads.append(Payload(mine[0], tuple(mine[1:])) if large is None else large(mine))
+        at += said
+    return payloads

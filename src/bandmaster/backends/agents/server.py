@@ -1,0 +1,324 @@
+"""The agent: it takes the calls of one controller for the workers of one host, and sends back what they reply."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from bandmaster.backends.agents.hosted import Entry, Held, Hosted
+from bandmaster.backends.agents.messages import FOR_MESSAGES, FOR_ROWS, Kind, Packed, dumped
+from bandmaster.backends.agents.rows import Fetch, RowServer, Shelf, gather, in_memory
+from bandmaster.codec import Payload
+from bandmaster.contract import KeptCopy
+from bandmaster.errors import ResourceError, RowsLost
+from bandmaster.failure import Failure, FailureKind
+from bandmaster.platform.limits import start_thread
+from bandmaster.transport.channel import Closed
+from bandmaster.transport.handshake import Refused, Secret, welcome
+from bandmaster.transport.link import Frame, Link
+
+__all__ = ["AgentServer", "Host"]
+
+MAX_STRANGERS = 16  # connections that have not proved that they know the secret; more are closed
+POLL_S = 0.05  # how often to ask for replies of which nothing tells
+_log = logging.getLogger(__name__)
+
+
+class Host:
+    """What an agent is asked for besides calls; `bandmaster.backends.ray_agent` has the real one."""
+
+    def start(self, said: bytes) -> tuple[Any, Sequence[int], Any]:
+        """Start the part of a group. Returns the workers, their ranks, and what the controller is to know."""
+        raise NotImplementedError
+
+
+class AgentServer:
+    """Serves one controller until its link ends.
+
+    Attributes:
+        address: The IP address and port that it listens on.
+
+    Args:
+        secret: What the controller and other agents have to know.
+        address: The IP address of this host, on which alone it listens.
+        host: Starts workers.
+    """
+
+    def __init__(self, secret: Secret, address: str, host: Host) -> None:
+        self._secret, self._host = secret, host
+        self._listening = socket.create_server((address, 0), backlog=128)
+        self.address: tuple[str, int] = self._listening.getsockname()[:2]
+        self._shelf = Shelf()
+        self._rows = RowServer(self._shelf)
+        self._groups: dict[str, Hosted] = {}
+        self._by_fd: dict[int, Hosted] = {}
+        self._link: Link
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._to_do: deque[Callable[[], object]] = deque()  # for the thread that serves, from others
+        self._content: tuple[Any, ...] | None = None  # of the frame whose chunks are being received
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._came: deque[tuple[socket.socket, Any]] = deque()
+        self._has_come = threading.Event()
+        start_thread("bandmaster-agent-listener", self._listen)
+
+    # --- who connects ---
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, peer = self._listening.accept()
+            except OSError:
+                return
+            if not self._strangers.acquire(blocking=False):
+                _log.warning(
+                    "closed a connection from %s:%d: %d others have not said who they are", *peer, MAX_STRANGERS
+                )
+                sock.close()
+                continue
+            start_thread("bandmaster-agent-welcome", self._welcome, sock, peer)
+
+    def _welcome(self, sock: socket.socket, peer: Any) -> None:
+        try:
+            trusted, keys, purpose = welcome(sock, self._secret)
+        except (Refused, OSError) as error:
+            _log.warning("closed a connection from %s:%d: %s", *peer[:2], error)
+            sock.close()
+            return
+        finally:
+            self._strangers.release()
+        if purpose == FOR_ROWS:
+            self._rows.serve(trusted, keys)
+        elif purpose == FOR_MESSAGES and not self._has_come.is_set():
+            self._came.append((trusted, keys))
+            self._has_come.set()
+        else:
+            trusted.close()
+
+    # --- serving ---
+
+    def run(self, patience_s: float) -> None:
+        """Serve the controller until it is gone.
+
+        Args:
+            patience_s: Seconds in which it has to connect.
+        """
+        if not self._has_come.wait(patience_s):
+            _log.warning("no controller has connected within %g s", patience_s)
+            return
+        self._link = Link(*self._came.popleft(), place=self._place)
+        self._poll = select.epoll()
+        self._poll.register(self._link.fileno(), select.EPOLLIN)
+        self._poll.register(self._wake, select.EPOLLIN)
+        with contextlib.suppress(Closed):
+            while True:
+                self._serve()
+
+    def _serve(self) -> None:
+        for fd, events in self._poll.poll(self._patience_s()):
+            if fd == self._link.fileno():
+                if events & select.EPOLLOUT and self._link.pump():
+                    self._poll.modify(fd, select.EPOLLIN)
+                while (frame := self._link.receive()) is not None:
+                    self._take(frame)
+            elif fd == self._wake:
+                os.eventfd_read(self._wake)
+                while self._to_do:
+                    self._to_do.popleft()()
+            elif fd in self._by_fd:
+                self._by_fd[fd].look()
+        for hosted in self._groups.values():
+            if hosted.arrivals is None and hosted.has_open_calls:
+                hosted.look()
+        self._tell()
+
+    def _patience_s(self) -> float | None:
+        dues = [due for hosted in self._groups.values() if (due := hosted.due_s()) is not None]
+        if any(hosted.arrivals is None and hosted.has_open_calls for hosted in self._groups.values()):
+            dues.append(POLL_S)
+        return min(dues) if dues else None
+
+    def _tell(self) -> None:
+        """Send what the groups have to tell."""
+        for name, hosted in list(self._groups.items()):
+            deaths = hosted.deaths()
+            packed = Packed()
+            replies = hosted.replies(packed, bool(deaths))
+            if replies:
+                self._send((Kind.REPLIES, name, replies, packed.table), packed.chunks)
+            if deaths:
+                self._send((Kind.DEATHS, name, deaths))
+
+    def _send(self, content: tuple[Any, ...], chunks: Sequence[Any] = ()) -> None:
+        if not self._link.send(dumped(content), chunks):
+            self._poll.modify(self._link.fileno(), select.EPOLLIN | select.EPOLLOUT)
+
+    def later(self, do: Callable[[], object]) -> None:
+        """Have something done by the thread that serves. From any thread."""
+        self._to_do.append(do)
+        os.eventfd_write(self._wake, 1)
+
+    # --- what the controller says ---
+
+    def _place(self, head: bytes, sizes: Sequence[int]) -> Sequence[memoryview]:
+        """Where the chunks of a frame are received: the large payloads of a call in segments, which its ranks map."""
+        content = self._content = pickle.loads(head)
+        hosted = self._groups.get(content[1])
+        reserve = getattr(hosted and hosted.workers, "reserve", None)
+        views: list[memoryview] = []
+        self._payloads: list[Payload] = []
+        at = 0
+        for n in (said for said in content[3] if type(said) is int):
+            mine = sizes[at : at + n]
+            at += n
+            try:
+                payload = in_memory(mine) if reserve is None else reserve(mine)
+            except ResourceError:  # the call fails for the same reason, once it is put
+                payload = in_memory(mine)
+            self._payloads.append(payload)
+            views += [payload.head, *payload.buffers]
+        return views
+
+    def _take(self, frame: Frame) -> None:
+        content, self._content = self._content or pickle.loads(frame.head), None
+        kind = content[0]
+        if kind == Kind.CALL:
+            self._call(content, bool(frame.chunks))
+        elif kind == Kind.INTERRUPT:
+            hosted = self._groups.get(content[1])
+            if hosted is not None:
+                hosted.interrupt(content[2])
+        elif kind == Kind.RELEASE:
+            self._shelf.release(content[1])
+        elif kind == Kind.PING:
+            self._send((Kind.PONG,))
+        elif kind == Kind.ASK:
+            start_thread("bandmaster-agent-ask", self._answer, *content[1:])
+
+    def _call(self, content: tuple[Any, ...], has_chunks: bool) -> None:
+        _, name, entries, table, fetches = content
+        large = iter(self._payloads) if has_chunks else iter(())
+        payloads = [next(large) if type(said) is int else Payload(*said) for said in table]
+        if has_chunks:
+            self._payloads = []
+        hosted = self._groups.get(name)
+        if hosted is None:
+            return  # it was stopped
+        held = Held([Entry(*entry) for entry in entries], payloads)
+        wanted = {place for entry in held.entries for _, place in entry.rows}
+        try:
+            here = {place: self._shelf.rows(place[1]) for place in wanted if place[0] == "shelf"}
+        except RowsLost as error:
+            held.rows = Failure(FailureKind.LOST, str(error))
+        else:
+            here.update({place: KeptCopy(payloads[place[1]]) for place in wanted if place[0] == "table"})
+            if fetches:
+                self._fetch(hosted, held, here, [Fetch(*fetch) for fetch in fetches])
+            else:
+                held.rows = here
+        hosted.take(held)
+
+    def _fetch(self, hosted: Hosted, held: Held, here: dict[Any, Any], fetches: Sequence[Fetch]) -> None:
+        """Have rows fetched, and then the calls sent that wait for them."""
+
+        def done(found: list[Payload] | Failure) -> None:
+            if not isinstance(found, Failure):
+                here.update({("fetch", index): payload for index, payload in enumerate(found)})
+            held.rows = found if isinstance(found, Failure) else here
+            self.later(hosted.advance)
+
+        reserve = getattr(hosted.workers, "reserve", None)
+        gather(fetches, self._secret, in_memory if reserve is None else partial(reserve, is_kept=True), done)
+
+    # --- what may take a while ---
+
+    def _answer(self, number: int, what: str, *args: Any) -> None:
+        """Answer a question, in a thread of its own."""
+        try:
+            said, is_error = getattr(self, f"_ask_{what}")(*args), False
+        except BaseException as error:
+            said, is_error = error, True
+        try:
+            pickled = pickle.dumps(said)
+        except Exception as error:
+            pickled, is_error = pickle.dumps(RuntimeError(f"{said!r} ({error})")), True
+
+        def answer() -> None:
+            self._tell()  # of deaths first, if it was that
+            self._send((Kind.ANSWER, number, is_error, pickled))
+
+        self.later(answer)
+
+    def _ask_start(self, name: str, said: bytes) -> Any:
+        """Start the part of a group; it can be called once `open` was asked for."""
+        workers, ranks, facts = self._host.start(said)
+        hosted = Hosted(workers, ranks, self._shelf.keep)
+        self._in_time(lambda: self._groups.__setitem__(name, hosted))
+        return facts
+
+    def _ask_open(self, name: str, *args: Any) -> Any:
+        """Prepare the workers."""
+        hosted = self._groups[name]
+        hosted.workers.open(hosted.ranks, *args)  # type: ignore[attr-defined]
+        self._in_time(lambda: self._watch(hosted))
+        return [tuple(record[:3]) for record in hosted.workers.records]
+
+    def _watch(self, hosted: Hosted) -> None:
+        fd = hosted.arrivals
+        if fd is not None and fd not in self._by_fd:
+            self._by_fd[fd] = hosted
+            self._poll.register(fd, select.EPOLLIN)
+
+    def _ask_stop(self, name: str, why: str) -> None:
+        done: list[Hosted] = []
+        self._in_time(lambda: done.append(self._forget(name)))
+        if done[0] is not None:
+            done[0].workers.stop(why)
+
+    def _forget(self, name: str) -> Any:
+        hosted = self._groups.pop(name, None)
+        for fd, watched in list(self._by_fd.items()):
+            if watched is hosted:
+                self._poll.unregister(fd)
+                del self._by_fd[fd]
+        return hosted
+
+    def _ask_stacks(self, name: str, numbers: Mapping[int, int | None]) -> Mapping[int, str]:
+        return self._groups[name].stacks(numbers)
+
+    def _ask_do(self, name: str, method: str, *args: Any) -> Any:
+        """Call a method of the workers."""
+        return getattr(self._groups[name].workers, method)(*args)
+
+    def _ask_kill(self, name: str, numbers: Mapping[int, int | None], why: str) -> None:
+        hosted = self._groups[name]
+        found: list[dict[int, Any]] = []
+        self._in_time(lambda: found.append(hosted.tickets(numbers)))
+        hosted.workers.interrupt(found[0], why)
+
+    def _ask_replace(self, name: str, rank: int) -> tuple[Any, Any]:
+        """Start a worker anew: where it is, and how others find rank 0."""
+        hosted = self._groups[name]
+        hosted.workers.replace(rank)
+        self._in_time(hosted.forget_deaths)
+        record = dict(zip(hosted.ranks, hosted.workers.records, strict=True))[rank]
+        return tuple(record[:3]), getattr(hosted.workers, "rendezvous", None)
+
+    def _in_time(self, do: Callable[[], object]) -> None:
+        """Have something done by the thread that serves, and wait for it."""
+        done = threading.Event()
+
+        def run() -> None:
+            do()
+            done.set()
+
+        self.later(run)
+        done.wait()

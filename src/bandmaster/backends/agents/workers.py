@@ -1,0 +1,355 @@
+"""The workers of a group that are called by way of the agents of their hosts, on the controller's side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+from weakref import finalize
+
+from bandmaster.backends.agents.fabric import Agent, Fabric, revived
+from bandmaster.backends.agents.messages import Kind, Packed, unpacked
+from bandmaster.backends.agents.rows import Fetch, fetched, in_memory
+from bandmaster.codec import Payload
+from bandmaster.contract import CLOSED, Call, Kept, RowFacts, WorkerRecord
+from bandmaster.errors import ClosedError, RowsLost
+from bandmaster.failure import Failure, FailureKind
+from bandmaster.transport.messages import ReplyKind
+from bandmaster.transport.receiver import ChannelTicket, Receiver
+
+__all__ = ["AgentWorkers", "FarRows"]
+
+STACKS_TIMEOUT_S = 1.0
+Said = tuple[str, int, str]  # host, pid and device of a rank
+
+
+class FarRows:
+    """Rows that lie on another host; see `bandmaster.contract.Kept`.
+
+    Attributes:
+        agent: The agent of that host.
+        number: The number by which it knows them.
+        facts: What is known of the rows.
+        place: ``"network"``.
+        origin: What messages call them.
+    """
+
+    place = "network"
+
+    def __init__(self, agent: Agent, fabric: Fabric, number: int, facts: RowFacts) -> None:
+        self.agent, self.number, self.facts = agent, number, facts
+        self.origin: object = "rows"
+        self._secret = fabric.secret
+        finalize(self, agent.released.append, number).atexit = False
+
+    @property
+    def fetch(self) -> Fetch:
+        """What another host needs to know to fetch them."""
+        return Fetch(self.agent.address, self.number, str(self.origin))
+
+    def payload(self) -> Payload:
+        """The encoded rows, in memory of the reader's own."""
+        if self.agent.lost is not None:
+            raise RowsLost(
+                f"{self.origin} are gone (host {self.agent.host} is lost: {self.agent.lost}); make them again"
+            )
+        try:
+            return fetched(self.fetch, self._secret, in_memory)
+        except RowsLost as error:
+            raise RowsLost(f"{error}; make them again") from None
+
+
+class Part:
+    """A payload or kept rows that were passed to `AgentWorkers.put`."""
+
+    __slots__ = ("_copy", "kept", "payload")
+
+    def __init__(self, value: Payload | Kept) -> None:
+        self.payload = value if isinstance(value, Payload) else None
+        self.kept = None if isinstance(value, Payload) else value
+        self._copy: Payload | None = None
+
+    def sent(self) -> Payload:
+        """What is sent of it."""
+        if self.payload is not None:
+            return self.payload
+        if self._copy is None:
+            assert self.kept is not None, "it is the one or the other"
+            self._copy = self.kept.payload()
+        return self._copy
+
+    def row_place(self, agent: Agent, packed: Packed, fetches: dict[int, tuple[int, Fetch]]) -> tuple[str, int]:
+        """Where an agent finds kept rows."""
+        if isinstance(self.kept, FarRows) and self.kept.agent is agent:
+            return "shelf", self.kept.number
+        if isinstance(self.kept, FarRows):
+            place, _ = fetches.setdefault(id(self.kept), (len(fetches), self.kept.fetch))
+            return "fetch", place
+        return "table", packed.add(self.sent())
+
+
+class AgentWorkers(Receiver):
+    """The workers of one group, on several hosts or on another one.
+
+    Attributes:
+        deaths: The ranks whose processes are known to have ended, and how.
+        ranks_are_own: True.
+
+    Args:
+        name: Name of the group, which no other group of this controller has.
+        fabric: The links.
+        agents: The agent of each rank.
+    """
+
+    ranks_are_own = True
+
+    def __init__(self, name: str, fabric: Fabric, agents: Sequence[Agent]) -> None:
+        super().__init__(fabric.poller)
+        self.name, self._fabric = name, fabric
+        self._agents = list(agents)
+        self._records: list[Said] = []
+        self._pending: dict[int, dict[int, ChannelTicket]] = {}  # by number of the call, and rank
+        self._why_stopped: str | None = None
+        self._routes: dict[tuple[int, ...], list[tuple[Agent, tuple[int, ...] | None]]] = {}
+        with self.lock:
+            for agent in self.hosts:
+                agent.groups[name] = self
+
+    @property
+    def hosts(self) -> list[Agent]:
+        """The agents of the group, each once."""
+        return list(dict.fromkeys(self._agents))
+
+    def ranks_on(self, agent: Agent) -> tuple[int, ...]:
+        """The ranks on a host."""
+        return tuple([rank for rank, other in enumerate(self._agents) if other is agent])
+
+    # --- sending ---
+
+    def put(self, payloads: Sequence[Payload | Kept]) -> Sequence[Part]:
+        """As `contract.Workers.put`: calls send them."""
+        parts = [Part(payload) for payload in payloads]
+        for part in parts:
+            if part.kept is not None and not isinstance(part.kept, FarRows):
+                part.sent()
+        return parts
+
+    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+        """As `contract.Workers.call`: one frame to each host."""
+        frames: dict[Agent, tuple[list[Any], Packed, dict[int, tuple[int, Fetch]]]] = {}
+        with self.lock:
+            if self._why_stopped is not None:
+                raise ClosedError(self._why_stopped)
+            for call in calls:
+                self._add(call, tickets, frames)
+            for agent, (entries, packed, fetches) in frames.items():
+                wanted = [tuple(fetch) for _, fetch in fetches.values()]
+                self._fabric.send(agent, (Kind.CALL, self.name, entries, packed.table, wanted), packed.chunks)
+        self._fabric.flush(list(frames))
+
+    def _add(self, call: Call, tickets: dict[int, Any], frames: dict[Agent, Any]) -> None:
+        """Add a call to the frames of its hosts; the lock is held."""
+        number = self._fabric.numbered()
+        ranks = tuple(call.ranks)
+        made = {rank: ChannelTicket(number) for rank in ranks}
+        tickets.update(made)
+        if self.deaths:
+            for rank in [rank for rank in ranks if rank in self.deaths]:
+                self._finish(made.pop(rank), self.deaths[rank])
+            ranks = tuple(made)
+            if not ranks:
+                return
+        self._pending[number] = made
+        for agent, mine in self._route(ranks):
+            if agent not in frames:
+                frames[agent] = [], Packed(), {}
+            entries, packed, fetches = frames[agent]
+            parts = tuple([packed.add(part.sent()) for part in call.parts])
+            rows = tuple([(label, part.row_place(agent, packed, fetches)) for label, part in call.rows])
+            entries.append((number, mine, call.method, parts, int(call.reply_code), rows))
+
+    def _route(self, ranks: tuple[int, ...]) -> list[tuple[Agent, tuple[int, ...] | None]]:
+        """For each host, the ranks of a call on it; None for all that the group has there."""
+        known = self._routes.get(ranks)
+        if known is None:
+            by_agent: dict[Agent, list[int]] = {}
+            for rank in ranks:
+                by_agent.setdefault(self._agents[rank], []).append(rank)
+            known = [
+                (agent, None if tuple(mine) == self.ranks_on(agent) else tuple(mine))
+                for agent, mine in by_agent.items()
+            ]
+            if len(self._routes) < 1000:
+                self._routes[ranks] = known
+        return known
+
+    # --- receiving ---
+
+    def _receive(self, ready: Sequence[Any]) -> None:
+        self._fabric._receive(ready)
+
+    def check(self, is_thorough: bool = True) -> bool:
+        """As `contract.Workers.check`: the agents tell of deaths by themselves."""
+        self._fabric.check()
+        return self._why_stopped is None
+
+    def take_replies(self, agent: Agent, replies: Sequence[Any], table: Sequence[Any], chunks: Sequence[Any]) -> None:
+        """As `fabric.Group.take_replies`."""
+        now, payloads = time.monotonic_ns(), unpacked(table, chunks)
+        for number, ranks, kind, content, times in replies:
+            pending = self._pending.get(number)
+            if pending is None:
+                continue
+            for rank in ranks:
+                ticket = pending.pop(rank, None)
+                if ticket is not None:
+                    if times is not None:
+                        ticket.times = times, now
+                    self._finish(ticket, self._outcome(agent, kind, content, payloads))
+            if not pending:
+                del self._pending[number]
+
+    def _outcome(self, agent: Agent, kind: int, content: Any, payloads: Sequence[Payload]) -> Any:
+        if kind == ReplyKind.NOTHING:
+            return None
+        if kind == ReplyKind.VALUE:
+            return Payload(content)
+        if kind == ReplyKind.PART:
+            return payloads[content]
+        if kind == ReplyKind.ROWS:
+            return FarRows(agent, self._fabric, content[0], RowFacts(*content[1]))
+        return revived(content)
+
+    def take_deaths(self, deaths: Mapping[int, Failure]) -> None:
+        """As `fabric.Group.take_deaths`."""
+        for rank, failure in deaths.items():
+            if rank not in self.deaths:
+                self.deaths[rank] = failure
+                for number, pending in list(self._pending.items()):
+                    ticket = pending.pop(rank, None)
+                    if ticket is not None:
+                        self._finish(ticket, failure)
+                    if not pending:
+                        del self._pending[number]
+        self._poller.wake_if_blocked()
+
+    def host_is_lost(self, agent: Agent, why: str) -> None:
+        """As `fabric.Group.host_is_lost`."""
+        found = {}
+        for rank in self.ranks_on(agent):
+            _, pid, device = self._records[rank] if self._records else ("", 0, "")
+            summary = f"host {agent.host} ({agent.address[0]}) is lost: {why}"
+            found[rank] = Failure.of_death(summary, "", agent.host, pid, device)
+        self.take_deaths(found)
+
+    def has_pending(self, agent: Agent) -> bool:
+        """As `fabric.Group.has_pending`."""
+        return any(self._agents[rank] is agent for pending in self._pending.values() for rank in pending)
+
+    # --- interrupting ---
+
+    def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
+        """As `contract.Workers.interrupt`."""
+        by_agent = self._numbers(tickets)
+        if kill_because is None:
+            with self.lock:
+                for agent, numbers in by_agent.items():
+                    self._fabric.send(agent, (Kind.INTERRUPT, self.name, numbers, None))
+            self._fabric.flush(list(by_agent))
+        else:
+            asked = [self._fabric.ask(agent, "kill", self.name, said, kill_because) for agent, said in by_agent.items()]
+            self._settled(asked)
+
+    def _settled(self, asked: Sequence[ChannelTicket]) -> None:
+        for ticket in asked:
+            with suppress(ClosedError):  # the host is lost, and with it the ranks
+                self._fabric.answers([ticket])
+
+    def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
+        """As `contract.Workers.stacks`: of all hosts at the same time."""
+        by_agent = self._numbers(tickets)
+        asked = [self._fabric.ask(agent, "stacks", self.name, numbers) for agent, numbers in by_agent.items()]
+        found: dict[int, str] = {}
+        deadline = time.monotonic() + STACKS_TIMEOUT_S
+        for ticket in asked:
+            try:
+                (said,) = self._fabric.answers([ticket], max(0.0, deadline - time.monotonic()))
+                found.update(said)
+            except (TimeoutError, ClosedError):
+                continue  # a host that does not answer has no stacks to show
+        return found
+
+    def _numbers(self, tickets: Mapping[int, Any]) -> dict[Agent, dict[int, int | None]]:
+        by_agent: dict[Agent, dict[int, int | None]] = {}
+        for rank, ticket in tickets.items():
+            if ticket is None or not ticket.is_done:
+                numbers = by_agent.setdefault(self._agents[rank], {})
+                numbers[rank] = None if ticket is None else ticket.number
+        return by_agent
+
+    def settle(self) -> None:
+        """Wait until all that was sent was replied to."""
+        while tickets := [ticket for pending in list(self._pending.values()) for ticket in list(pending.values())]:
+            self.wait(tickets, None)
+
+    # --- workers that come and go ---
+
+    def start(self, said: Mapping[Agent, bytes], timeout_s: float | None) -> list[Any]:
+        """Have each agent start its part of the group; what it says of it.
+
+        Raises:
+            TimeoutError: They have not in time.
+            Exception: What an agent raises.
+        """
+        return self._fabric.answers(
+            [self._fabric.ask(agent, "start", self.name, said[agent]) for agent in self.hosts], timeout_s
+        )
+
+    def open(self, *args: Any) -> None:
+        """Have each agent prepare its workers."""
+        found: dict[int, Said] = {}
+        for agent, said in zip(
+            self.hosts,
+            self._fabric.answers([self._fabric.ask(agent, "open", self.name, *args) for agent in self.hosts]),
+            strict=True,
+        ):
+            found.update(zip(self.ranks_on(agent), said, strict=True))
+        self._records = [found[rank] for rank in range(len(self._agents))]
+
+    def replaced(self, rank: int, record: Said) -> None:
+        """There is a new worker for a rank."""
+        with self.lock:
+            self._records[rank] = record
+            self.deaths.pop(rank, None)
+
+    def told(self, rank: int, what: str, *args: Any) -> Any:
+        """Ask the agent of a rank for something."""
+        return self._fabric.answers([self._fabric.ask(self._agents[rank], what, self.name, *args)])[0]
+
+    def tell_all(self, what: str, *args: Any) -> list[Any]:
+        """Ask all agents for the same."""
+        return self._fabric.answers([self._fabric.ask(agent, what, self.name, *args) for agent in self.hosts])
+
+    def records_with(self, handle: Callable[[int], Any]) -> list[WorkerRecord]:
+        """Where each rank's worker is, given what returns its handle."""
+        return [
+            WorkerRecord(host, pid, device, "link", partial(handle, rank))
+            for rank, (host, pid, device) in enumerate(self._records)
+        ]
+
+    def stop(self, why: str = CLOSED) -> None:
+        """As `contract.Workers.stop`."""
+        with self.lock:
+            if self._why_stopped is not None:
+                return
+            self._why_stopped = why
+            hosts = self.hosts
+            self.take_deaths(
+                {rank: Failure(FailureKind.DIED, why) for rank in range(len(self._agents)) if rank not in self.deaths}
+            )
+        self._settled([self._fabric.ask(agent, "stop", self.name, why) for agent in hosts])
+        with self.lock:
+            for agent in hosts:
+                agent.groups.pop(self.name, None)
