@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from bandmaster.codec import Payload, decode
@@ -225,7 +226,7 @@ class Kept(Protocol):
     """The rows that one rank has kept, on the controller's side.
 
     Attributes:
-        place: Where they lie: ``"shared memory"``, ``"Ray"`` or ``"controller"``.
+        place: Where they lie: ``"shared memory"``, ``"Ray"``, ``"network"`` for another host, or ``"controller"``.
         origin: What messages call them, as text: "rows 0 to 4 of Actor.generate, which ... ,". It is set by who holds
             them. A call that takes rows which are gone fails with a failure of kind LOST that says so.
     """
@@ -284,6 +285,8 @@ class Call(NamedTuple):
         reply: What happens to the method's value.
         rows: Kept rows as `Workers.put` returned them, by the labels that arguments refer to them by.
         is_timed: Whether the tickets are to tell the times.
+        needed: For some of the ranks, by label, the numbers of the kept rows that they need; None if that is not known.
+        there: The numbers of the kept rows that are there, by label, where these are not all.
     """
 
     ranks: Sequence[int]
@@ -292,6 +295,8 @@ class Call(NamedTuple):
     reply: Reply
     rows: tuple[tuple[int, Any], ...] = ()
     is_timed: bool = False
+    needed: Callable[[Sequence[int]], Mapping[Any, Any]] | None = None
+    there: Mapping[int, Any] = MappingProxyType({})
 
     @property
     def reply_code(self) -> int:

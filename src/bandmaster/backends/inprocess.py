@@ -89,7 +89,7 @@ class InProcessWorkers:
 
     def _run(self, rank: int, call: Call) -> InProcessTicket:
         parts = [part.private() for part in call.parts]
-        rows = {label: RowReader(partial(_private, part)) for label, part in call.rows}
+        rows = {label: RowReader(partial(_private, part), there=call.there.get(label)) for label, part in call.rows}
         executor = self._executors[rank]
         outcome = executor.call(call.method, call.reply_code, parts, rows)
         times = None if executor.marks is None else executor.times()

@@ -45,6 +45,7 @@ __all__ = [
     "OTHERS",
     "SHARED_S",
     "ActorInfo",
+    "Labels",
     "WorkerActor",
     "actor_class",
     "arguments",
@@ -55,6 +56,7 @@ FIRST_NUMBER = 1 << 62  # of the group's calls by actor task; calls over the lan
 OTHERS = FIRST_NUMBER - 1  # announced for all calls that do not come from the group
 SHORT_S, LONG_S = 0.05, 5.0  # how long a lane is served before other actor tasks get a turn
 SHARED_S = 0.25  # the longest of these where handles of the actor were handed out
+Labels = Sequence[tuple[int, Any]]
 A_TICK_S = 1e-5  # the kernel rounds it up to one clock tick
 
 
@@ -141,28 +143,26 @@ class WorkerActor:
         os.environ.update(environment)
         sys.path.extend(path for path in paths if path not in sys.path and os.path.isdir(path))
 
-    def bandmaster_call(self, number: int, method: str, reply: int, labels: Sequence[int], *parts: Payload) -> Any:
+    def bandmaster_call(self, number: int, method: str, reply: int, labels: Labels, *parts: Payload) -> Any:
         """Run a call. A failure is returned to the controller, but raised for users of a native ObjectRef.
 
         Args:
             number: By which it can be interrupted.
             method: Name of the method.
             reply: A `Reply`. For `Reply.KEEP` there are two results: what the controller reads, and the rows.
-            labels: Of kept rows, which are the last of the parts.
+            labels: Of kept rows, which are the last of the parts, and the numbers of those that are there if not all.
             *parts: The parts of the arguments, and the kept rows.
         """
         self._catch_up()
         return self._called(number, method, reply, labels, parts)
 
-    def bandmaster_call_of_others(
-        self, number: int, method: str, reply: int, labels: Sequence[int], *parts: Payload
-    ) -> Any:
+    def bandmaster_call_of_others(self, number: int, method: str, reply: int, labels: Labels, *parts: Payload) -> Any:
         """As `bandmaster_call`, for a group that others have attached to this actor."""
         self._catch_up_with_what_is_there()
         self._patience_s = SHORT_S
         return self._called(number, method, reply, labels, parts)
 
-    def _called(self, number: int, method: str, reply: int, labels: Sequence[int], parts: Sequence[Payload]) -> Any:
+    def _called(self, number: int, method: str, reply: int, labels: Labels, parts: Sequence[Payload]) -> Any:
         return self._as_asked(self._run(number, method, reply, *arguments(labels, parts)), reply)
 
     @staticmethod
@@ -246,11 +246,12 @@ class WorkerActor:
                 return self._executor.failure(error)
 
 
-def arguments(labels: Sequence[int], parts: Sequence[Payload]) -> tuple[list[Payload], RowReaders]:
+def arguments(labels: Labels, parts: Sequence[Payload]) -> tuple[list[Payload], RowReaders]:
     """The parts of a call's arguments, in memory of this process, and what reads its kept rows."""
     n = len(parts) - len(labels)
     return [part.private() for part in parts[:n]], {
-        label: RowReader(part.private, shared=part.shared) for label, part in zip(labels, parts[n:], strict=True)
+        label: RowReader(part.private, shared=part.shared, there=there)
+        for (label, there), part in zip(labels, parts[n:], strict=True)
     }
 
 

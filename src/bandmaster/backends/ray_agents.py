@@ -35,6 +35,7 @@ from bandmaster.transport.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret,
 
 __all__ = ["RayAgentWorkers", "RayAgents", "nodes_of"]
 
+END_TIMEOUT_S = 2.0  # for Ray to end an agent
 PATIENCE_S = 60.0  # of an agent, for its controller to connect
 StartActor = Callable[[Launch, int], Any]
 _log = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ class RayAgents:
                 if self._session is not None and self._session.is_current:
                     ray.kill(actor)  # before its link ends, at which it would end by itself: Ray would report that
                 if agent is not None:
+                    agent.await_end(END_TIMEOUT_S)
                     self._fabric.remove(agent)
 
 

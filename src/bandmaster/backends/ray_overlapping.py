@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
-from bandmaster.backends.ray_actor import WorkerActor, arguments
+from bandmaster.backends.ray_actor import Labels, WorkerActor, arguments
 from bandmaster.codec import Payload
 
 __all__ = ["OverlappingActor", "has_async_methods"]
@@ -26,9 +25,7 @@ class OverlappingActor(WorkerActor):
 
     overlaps = True
 
-    async def bandmaster_call(
-        self, number: int, method: str, reply: int, labels: Sequence[int], *parts: Payload
-    ) -> Any:
+    async def bandmaster_call(self, number: int, method: str, reply: int, labels: Labels, *parts: Payload) -> Any:
         """As `WorkerActor.bandmaster_call`."""
         outcome = await self._executor.call_beside(method, reply, *arguments(labels, parts))
         return self._as_asked(outcome, reply)

@@ -329,7 +329,7 @@ class RayWorkers:
 
     def _by_task(self, rank: int, call: Call) -> Any:
         """Submit a call as an actor task."""
-        labels = [label for label, _ in call.rows]
+        labels = [(label, call.there.get(label)) for label, _ in call.rows]
         references = [part.on_ray() for part in (*call.parts, *(part for _, part in call.rows))]
         number = self._first_number + self._n_called[rank]
         self._n_called[rank] += 1

@@ -19,6 +19,7 @@ from bandmaster.plan.rows import RealRows
 
 __all__ = ["KeptPart", "KeptRows", "Origin", "held_by"]
 
+FETCHED = {"Ray", "network"}  # places from where hosts fetch rows
 _living: WeakSet[KeptPart] = WeakSet()  # that lie where they were made, or may
 
 
@@ -188,7 +189,7 @@ class KeptRows:
         columns = with_rows[0].schema
         nbytes = {name: sum(fact.schema[name].nbytes for fact in with_rows) for name in columns}
         schema = {name: column._replace(nbytes=nbytes[name]) for name, column in columns.items()}
-        result = Result(self._method, parts, schema, any(part.way == "Ray" for part in self._parts.values()))
+        result = Result(self._method, parts, schema, any(part.way in FETCHED for part in self._parts.values()))
         for part, start in zip(parts, result.starts, strict=True):
             part.kept.origin.numbers = range(start, start + part.n_rows)
         real_rows, ranks = self._real_rows, list(self._parts)

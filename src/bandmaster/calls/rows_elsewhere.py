@@ -11,7 +11,7 @@ Rows that are fetched from other hosts have a payload for each group, too, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -74,6 +74,7 @@ class RowsElsewhere:
         self._labels: dict[int, int] = {}  # by identity of the part, which the futures keep
         self._needed: list[set[int]] = []  # for each argument group
         self._tables: list[Table] = []
+        self._sent: list[list[Elsewhere]] = []  # for each argument group
 
     def addressed(self, groups: Iterable[ArgumentGroup]) -> list[ArgumentGroup]:
         """Argument groups in which `Elsewhere` stands for the rows of futures.
@@ -90,6 +91,7 @@ class RowsElsewhere:
                 members = [_joined(members)] if _are_for_all(tables) else members
             for group in members:
                 self._needed.append(set())
+                self._sent.append([])
                 items = [(key, self._referring(value, name)) for (key, value), name in _named(group)]
                 found.append(group._replace(items=tuple(items)))
         return found
@@ -98,6 +100,19 @@ class RowsElsewhere:
         """The rows that some argument groups refer to, with their labels."""
         labels = sorted({label for number in numbers for label in self._needed[number]})
         return tuple([(label, parts[label]) for label in labels])
+
+    def numbers(self, groups: Sequence[int]) -> Callable[[Sequence[int]], Mapping[Any, Any]]:
+        """What returns, for some ranks that get some argument groups, the numbers of the rows that they need."""
+        sent = [elsewhere for number in groups for elsewhere in self._sent[number]]
+
+        def needed(ranks: Sequence[int]) -> dict[Any, Any]:
+            found: dict[Any, Any] = {}
+            for elsewhere in sent:
+                for label, rows in handles.rows_needed(elsewhere, ranks).items():
+                    found[label] = handles.united(found[label], rows) if label in found else rows
+            return found
+
+        return needed
 
     def note_in(self, record: CallRecord) -> None:
         """Note in the record of the call what it takes, and from where."""
@@ -123,7 +138,9 @@ class RowsElsewhere:
 
     def _elsewhere(self, table: Table, shares: dict[int, tuple[int, int]] | None = None) -> Elsewhere:
         self._tables.append(table)
-        return Elsewhere(addressed(table, self._label), shares)
+        sent = Elsewhere(addressed(table, self._label), shares)
+        self._sent[-1].append(sent)
+        return sent
 
     def _label(self, part: Part) -> int:
         """The label of a part, which the last argument group needs."""

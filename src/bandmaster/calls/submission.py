@@ -444,7 +444,8 @@ class Submitter:
             answer = reply if is_collected else Reply.DROP
             named = elsewhere.needed(numbers, rows) if elsewhere is not None else ()
             named_parts = tuple([parts[number] for number in numbers])
-            calls.append(Call(members, name, named_parts, answer, named, record is not None))
+            which = elsewhere.numbers(numbers) if elsewhere is not None else None
+            calls.append(Call(members, name, named_parts, answer, named, record is not None, which))
         if record is not None:
             record.is_encoded(sum([payload.nbytes for payload in payloads]))
             if elsewhere is not None:

@@ -42,15 +42,18 @@ __all__ = [
     "assemble",
     "check_named",
     "concat",
+    "contains",
     "is_in_order",
     "join",
     "nbytes_of",
     "repeated",
     "results_of",
     "rows_by_part",
+    "rows_needed",
     "select",
     "shuffled",
     "take",
+    "united",
 ]
 
 Names = Mapping[str, str]  # by the new name of a column, its name before
@@ -339,8 +342,64 @@ def addressed(table: Table, label: Callable[[Part], Hashable]) -> Any:
     return Joined(inner) if isinstance(table, Joined) else Stacked(inner, table.order)
 
 
+def rows_needed(elsewhere: Elsewhere, ranks: Iterable[int]) -> dict[Hashable, Index]:
+    """By the label of each part, the rows of it that some ranks need, in their order there.
+
+    Args:
+        elsewhere: What is sent to these ranks, and perhaps to others.
+        ranks: The ranks.
+    """
+    found: dict[Hashable, Index] = {}
+    tables = [elsewhere.table] if elsewhere.shares is None else [elsewhere.share(rank) for rank in ranks]
+    for table in tables:
+        for leaf in _leaves(table):
+            for number, rows in _partition(leaf.index, leaf.starts)[0] if len(leaf.index) else [(0, range(0))]:
+                label = leaf.labels[number]
+                found[label] = united(found[label], rows) if label in found else united(rows, range(0))
+    return found
+
+
+def united(one: Index, other: Index) -> Index:
+    """All rows of two selections, each once and in ascending order.
+
+    Example:
+        >>> united(range(0, 3), range(2, 5))
+        range(0, 5)
+    """
+    if isinstance(one, range) and isinstance(other, range):
+        if not one or not other:
+            return one or other
+        if one.start <= other.stop and other.start <= one.stop:
+            return range(min(one.start, other.start), max(one.stop, other.stop))
+    both = np.concatenate([np.asarray(one, dtype=np.int64), np.asarray(other, dtype=np.int64)])
+    both.sort()
+    return _as_range(both[np.concatenate([[True], np.diff(both) > 0])]) if len(both) else range(0)
+
+
+def contains(rows: Index, others: Index) -> bool:
+    """Whether ascending rows are all there that others, ascending too, consist of."""
+    if isinstance(rows, range):
+        return not len(others) or (rows.start <= int(others[0]) and int(others[-1]) < rows.stop)
+    return len(united(rows, others)) == len(rows)
+
+
+def _leaves(table: Any) -> list[Addressed]:
+    return [table] if isinstance(table, Addressed) else [leaf for one in _inner(table) for leaf in _leaves(one)]
+
+
+def _positions(there: Index, rows: Index) -> Index:
+    """Where some rows are among those that are there, which are in ascending order."""
+    if isinstance(there, range):
+        shift = there.start
+        return range(rows.start - shift, rows.stop - shift) if isinstance(rows, range) else rows - shift
+    return _as_range(np.searchsorted(there, np.asarray(rows, dtype=np.int64)))
+
+
 def assemble(
-    table: Any, payloads: Callable[[Hashable], Any], views: Callable[[Hashable], Batch | None] | None = None
+    table: Any,
+    payloads: Callable[[Hashable], Any],
+    views: Callable[[Hashable], Batch | None] | None = None,
+    there: Callable[[Hashable], Index | None] = lambda label: None,
 ) -> Any:
     """The rows of a table with `Addressed` leaves, as one value.
 
@@ -349,6 +408,7 @@ def assemble(
         payloads: Returns the value of the part with a label.
         views: As ``payloads``, but returns batches, of which only copies become part of the result; where it returns
             None, the value is had from ``payloads``.
+        there: Returns the rows of a part that its value consists of; None for all.
     """
     if isinstance(table, Addressed):
         found, order = _pieces(table)
@@ -357,10 +417,13 @@ def assemble(
         for number in dict(found):
             view = views(table.labels[number]) if is_copied and views is not None else None
             parts[number] = view or required_batch(payloads(table.labels[number]))
+            only = there(table.labels[number])
+            if only is not None:
+                found = [(n, _positions(only, rows) if n == number else rows) for n, rows in found]
         return _reordered(join_rows([(parts[number], rows) for number, rows in found]), order)
     if isinstance(table, Renamed):
-        return choose_columns(assemble(table.table, payloads, views), table.names)
-    values = [assemble(one, payloads, views) for one in table.tables]
+        return choose_columns(assemble(table.table, payloads, views, there), table.names)
+    values = [assemble(one, payloads, views, there) for one in table.tables]
     return join_columns(values) if isinstance(table, Joined) else _reordered(concat_rows(values), table.order)
 
 

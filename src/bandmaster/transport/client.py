@@ -15,13 +15,21 @@ from dataclasses import replace
 from time import monotonic_ns
 from typing import Any
 
-from bandmaster.codec import Payload
+from bandmaster.codec import Payload, encode
 from bandmaster.contract import CLOSED, QUEUED, Call, Kept
 from bandmaster.errors import ClosedError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.platform.limits import start_thread
 from bandmaster.transport import control_page
-from bandmaster.transport.channel import INLINE_NBYTES, MAX_PARTS_NBYTES, Buffer, Channel, Closed, inline
+from bandmaster.transport.channel import (
+    INLINE_NBYTES,
+    MAX_MESSAGE_NBYTES,
+    MAX_PARTS_NBYTES,
+    Buffer,
+    Channel,
+    Closed,
+    inline,
+)
 from bandmaster.transport.kept import KeptSegment
 from bandmaster.transport.messages import (
     HEADER_NBYTES,
@@ -42,6 +50,7 @@ __all__ = ["WorkerClient"]
 
 
 MAX_UNANSWERED = min(256, control_page.N_SLOTS // 2)  # messages to one worker: each needs a slot on its control page
+MAX_NUMBERS_NBYTES = MAX_MESSAGE_NBYTES - MAX_PARTS_NBYTES - 8 * 1024  # of rows, in a message
 _VALUE, _TIMED = ReplyKind.VALUE, ReplyKind.TIMED
 _Outgoing = tuple[
     bytes, Sequence[Segment], ChannelTicket | None
@@ -106,7 +115,8 @@ class WorkerClient(Receiver):
         if isinstance(payload, KeptSegment):
             return self._payloads.adopt(payload)
         if isinstance(payload, SegmentPayload):
-            return payload.placed
+            is_ours = payload.owner is self._payloads
+            return payload.placed if is_ours else self._payloads.put(payload, payload.is_kept)
         is_kept = not isinstance(payload, Payload)
         if not isinstance(payload, Payload):
             payload = payload.payload()
@@ -172,13 +182,19 @@ class WorkerClient(Receiver):
         segments: list[Segment] = []
         named = [_named(part, segments) if type(part) is SharedPayload else part for part in call.parts]
         rows = [(label, _named(part, segments)) for label, part in call.rows] if call.rows else ()
-        message = call_message(number, call.method, call.reply_code, named, rows)
+        there = _named(self._numbers(call.there), segments) if call.there else None
+        message = call_message(number, call.method, call.reply_code, named, rows, there)
         for rank in ranks:
             tickets[rank] = ticket = ChannelTicket(number)
             for segment in segments:
                 self.writer.lease(segment, rank)
             self._pending[rank][number] = ticket
             self._send_in_order(rank, (message, segments, ticket))
+
+    def _numbers(self, there: Mapping[int, Any]) -> Any:
+        """What a message says of numbers of rows, which may take more than it has room for."""
+        payload = encode(dict(there))
+        return inline(payload) if payload.nbytes <= MAX_NUMBERS_NBYTES else self._payloads.put(payload)
 
     def _that_fits(self, call: Call) -> Call:
         """A call that fits into one message: parts that are too large together have gone into segments."""

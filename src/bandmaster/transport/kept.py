@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload
 from bandmaster.contract import RowFacts
@@ -26,16 +26,18 @@ class RowReader(NamedTuple):
         file: The kept segment that they lie in; None if they lie in none.
         shared: Returns them in memory that others read as well; None if ``file`` tells where they lie, or they lie in
             nobody else's memory.
+        there: The numbers of the rows, in ascending order, where these are not all that the rank has kept.
     """
 
     payload: Callable[[], Payload]
     file: KeptFile | None = None
     shared: Callable[[], Payload] | None = None
+    there: Any = None
 
     @classmethod
-    def of(cls, lease: Lease) -> RowReader:
+    def of(cls, lease: Lease, there: Any = None) -> RowReader:
         """The reader of a kept segment."""
-        return cls(partial(_payload_in, lease), lease.file)
+        return cls(partial(_payload_in, lease), lease.file, there=there)
 
 
 RowReaders = Mapping[int, RowReader]  # by the labels that the arguments of a call use

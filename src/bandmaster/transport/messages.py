@@ -52,7 +52,9 @@ class Kind:
     """What a message asks for, and what follows its number."""
 
     SMALL_CALL = 0  # reply, length of the method's name, the name, the pickle stream of the one small part
-    CALL = 1  # pickled: method, reply, parts, kept rows by their labels
+    CALL = (
+        1  # pickled: method, reply, parts, kept rows by their labels, the part with the numbers of those that are there
+    )
     ENVIRONMENT = 2  # pickled: variables that have changed
     PAUSE = 3  # nothing: the worker leaves the channel once it has done what came before
 
@@ -82,7 +84,12 @@ class Unpacks(Protocol):
 
 
 def call_message(
-    number: int, method: str, reply: int, parts: Sequence[Any], rows: Sequence[tuple[int, Any]] = ()
+    number: int,
+    method: str,
+    reply: int,
+    parts: Sequence[Any],
+    rows: Sequence[tuple[int, Any]] = (),
+    there: Any = None,
 ) -> bytes:
     """A call, as `Lane.send` takes it: with four zero bytes before the body."""
     if not rows and len(parts) == 1 and type(parts[0]) is tuple and not parts[0][1]:
@@ -90,7 +97,7 @@ def call_message(
         if len(name) < 256:
             stream: bytes = parts[0][0]
             return _SMALL_START.pack(0, Kind.SMALL_CALL, number, reply, len(name)) + name + stream
-    return _START.pack(0, Kind.CALL, number) + pickle.dumps((method, int(reply), parts, tuple(rows)), protocol=5)
+    return _START.pack(0, Kind.CALL, number) + pickle.dumps((method, int(reply), parts, tuple(rows), there), protocol=5)
 
 
 def control_message(kind: int, content: Mapping[str, str] | None = None) -> bytes:
@@ -112,12 +119,16 @@ def read_call(
         end = _SMALL_NBYTES + body[HEADER_NBYTES + 1]
         name = bytes(body[_SMALL_NBYTES:end])
         return _names.get(name) or _names.setdefault(name, name.decode()), body[HEADER_NBYTES], body[end:], NO_ROWS
-    method, reply, parts, rows = pickle.loads(body[HEADER_NBYTES:])
-    return method, reply, [channel.unpack(part) for part in parts], {at: _kept(part, channel) for at, part in rows}
+    method, reply, parts, rows, there = pickle.loads(body[HEADER_NBYTES:])
+    known = {} if there is None else decode(channel.unpack(there))
+    readers = {at: _kept(part, channel, known.get(at)) for at, part in rows}
+    return method, reply, [channel.unpack(part) for part in parts], readers
 
 
-def _kept(part: Any, channel: Unpacks) -> RowReader:
-    return RowReader(Payload(*part).private) if type(part) is tuple else RowReader.of(channel.claim(part))
+def _kept(part: Any, channel: Unpacks, there: Any) -> RowReader:
+    if type(part) is tuple:
+        return RowReader(Payload(*part).private, there=there)
+    return RowReader.of(channel.claim(part), there)
 
 
 Times = tuple[int, int, int, int] | None  # those of a call that is timed

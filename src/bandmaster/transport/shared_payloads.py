@@ -38,13 +38,17 @@ class SegmentPayload(Payload):
 
     Attributes:
         placed: What calls name it by.
+        owner: Whose calls.
+        is_kept: Whether it is named as kept rows.
     """
 
-    __slots__ = ("placed",)
+    __slots__ = ("is_kept", "owner", "placed")
 
-    def __init__(self, head: Any, buffers: tuple[Any, ...], placed: SharedPayload) -> None:
+    def __init__(
+        self, head: Any, buffers: tuple[Any, ...], placed: SharedPayload, owner: SharedPayloads, is_kept: bool
+    ) -> None:
         super().__init__(head, buffers)
-        self.placed = placed
+        self.placed, self.owner, self.is_kept = placed, owner, is_kept
 
 
 class SharedPayloads:
@@ -82,7 +86,7 @@ class SharedPayloads:
         """
         segment = self._reserved(sizes, is_kept)
         head, *buffers = places_in(segment, sizes)
-        return SegmentPayload(head, tuple(buffers), self._watched(SharedPayload(segment, None)))
+        return SegmentPayload(head, tuple(buffers), self._watched(SharedPayload(segment, None)), self, is_kept)
 
     def _reserved(self, sizes: Sequence[int], is_kept: bool) -> Segment:
         self.let_go()

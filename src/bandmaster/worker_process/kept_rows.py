@@ -52,9 +52,13 @@ def with_rows(
     def view_of(label: Any) -> Batch | None:
         return _view(rows[label])
 
+    def there(label: Any) -> Any:
+        return rows[label].there
+
     views = view_of if has_views else None
     for key, argument in items:
-        yield key, assemble(argument.share(rank), value_at, views) if type(argument) is Elsewhere else argument
+        is_elsewhere = type(argument) is Elsewhere
+        yield key, assemble(argument.share(rank), value_at, views, there) if is_elsewhere else argument
 
 
 class _View:

@@ -78,6 +78,13 @@ class Agent:
         self.asked: dict[int, ChannelTicket] = {}
         self.pinged_at = 0.0
 
+    def await_end(self, timeout_s: float) -> None:
+        """Wait until its process has ended, which somebody has killed."""
+        poll = select.poll()
+        if self.lost is None:
+            poll.register(self.link.fileno(), select.POLLRDHUP)
+            poll.poll(timeout_s * 1000)
+
     def __repr__(self) -> str:
         return f"<agent on {self.host} ({self.address[0]}:{self.address[1]}, pid {self.pid})>"
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from bandmaster.backends.agents.messages import Packed
+from bandmaster.backends.agents.rows import Coming
 from bandmaster.codec import Payload
 from bandmaster.contract import TIMED, Call, Reply, Workers
 from bandmaster.failure import Failure, FailureKind
@@ -29,7 +30,8 @@ class Entry(NamedTuple):
         method: Name of the method.
         parts: Places of its arguments in the table of payloads.
         reply_code: As `Call.reply_code`.
-        rows: Kept rows, by labels: ``("shelf", number)``, or ``("table", place)``, or ``("fetch", place)``.
+        rows: Kept rows, as label, place and what is there: the place is ``("shelf", number)`` or ``("table", place)``,
+            and the numbers of the rows that are there are None for all of them.
     """
 
     number: int
@@ -37,7 +39,7 @@ class Entry(NamedTuple):
     method: str
     parts: tuple[int, ...]
     reply_code: int
-    rows: tuple[tuple[int, Any], ...]
+    rows: tuple[tuple[int, Any, Any], ...]
 
 
 class Held:
@@ -46,11 +48,22 @@ class Held:
     Attributes:
         entries: The calls.
         payloads: The payloads that they name.
-        rows: The kept rows that they name, by place; None until they are there; a failure if they are gone.
+        rows: The kept rows that they name, by place, which may be on their way; a failure if they are gone.
     """
 
-    def __init__(self, entries: Sequence[Entry], payloads: Sequence[Payload], rows: Any = None) -> None:
+    def __init__(self, entries: Sequence[Entry], payloads: Sequence[Payload], rows: Any) -> None:
         self.entries, self.payloads, self.rows = list(entries), payloads, rows
+
+    def are_here(self) -> bool:
+        """Whether all rows are there, or some are gone."""
+        if isinstance(self.rows, Failure):
+            return True
+        coming = {place: rows for place, rows in self.rows.items() if isinstance(rows, Coming)}
+        if any(rows.outcome is None for rows in coming.values()):
+            return False
+        lost = [rows.outcome for rows in coming.values() if isinstance(rows.outcome, Failure)]
+        self.rows = lost[0] if lost else {**self.rows, **{place: rows.outcome for place, rows in coming.items()}}
+        return True
 
 
 class _Open:
@@ -95,7 +108,7 @@ class Hosted:
 
     def advance(self) -> None:
         """Send what can be sent."""
-        while self._held and self._held[0].rows is not None:
+        while self._held and self._held[0].are_here():
             held = self._held.popleft()
             if isinstance(held.rows, Failure):
                 self._fail(held.entries, held.rows)
@@ -130,9 +143,10 @@ class Hosted:
     def _call(self, entry: Entry, parts: Sequence[Any], rows: Mapping[Any, Any]) -> Call:
         is_timed = entry.reply_code >= TIMED
         reply = Reply(entry.reply_code - TIMED if is_timed else entry.reply_code)
-        named = tuple([(label, rows[place]) for label, place in entry.rows])
+        named = tuple([(label, rows[place]) for label, place, _ in entry.rows])
+        there = {label: numbers for label, _, numbers in entry.rows if numbers is not None}
         chosen = tuple([parts[place] for place in entry.parts])
-        return Call(self._ranks_of(entry), entry.method, chosen, reply, named, is_timed)
+        return Call(self._ranks_of(entry), entry.method, chosen, reply, named, is_timed, there=there)
 
     def _ranks_of(self, entry: Entry) -> tuple[int, ...]:
         return self.ranks if entry.ranks is None else entry.ranks

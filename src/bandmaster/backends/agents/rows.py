@@ -6,25 +6,22 @@ import contextlib
 import itertools
 import pickle
 import socket
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from bandmaster.backends.agents.messages import FOR_ROWS, dumped
-from bandmaster.codec import Payload
+from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Kept
 from bandmaster.errors import RowsLost
 from bandmaster.failure import Failure, FailureKind
-from bandmaster.platform.limits import start_thread
+from bandmaster.plan.batch import required_batch
 from bandmaster.transport.channel import Closed
 from bandmaster.transport.handshake import Keys, Refused, Secret, greet
 from bandmaster.transport.link import Link, LinkStalled, awaited, flush
 
-__all__ = ["Fetch", "RowServer", "Rows", "Shelf", "fetched", "gather", "in_memory"]
+__all__ = ["Coming", "Fetch", "RowServer", "Shelf", "fetched", "in_memory"]
 
 PATIENCE_S = 10.0  # with a host that sends or takes nothing
-
-Rows = Mapping[Any, Any]  # kept rows, or payloads, by the places that entries name
 
 
 class Fetch(NamedTuple):
@@ -34,11 +31,15 @@ class Fetch(NamedTuple):
         address: Where the agent of that host listens.
         number: The number of the rows on its shelf.
         origin: What messages call them.
+        rows: The numbers of the rows that are needed; None for all.
+        copy: The number by which they are known on this host from here on.
     """
 
     address: tuple[str, int]
     number: int
     origin: str
+    rows: Any
+    copy: int
 
 
 class Shelf:
@@ -46,7 +47,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._rows: dict[int, Kept] = {}
+        self._rows: dict[int, Kept | Coming] = {}
 
     def keep(self, rows: Kept) -> int:
         """Keep rows until they are released; returns their number."""
@@ -54,13 +55,18 @@ class Shelf:
         self._rows[number] = rows
         return number
 
+    def await_copy(self, number: int) -> Coming:
+        """Keep a copy of rows of another host, once it is there, by a number that the controller has given it."""
+        coming = self._rows[number] = Coming()
+        return coming
+
     def release(self, numbers: Iterable[int]) -> None:
         """Let go of rows."""
         for number in numbers:
             self._rows.pop(number, None)
 
-    def rows(self, number: int) -> Kept:
-        """Rows that are kept.
+    def rows(self, number: int) -> Kept | Coming:
+        """Rows that are kept, or will be.
 
         Raises:
             RowsLost: They are not.
@@ -88,10 +94,14 @@ class RowServer:
             while True:
                 self._answer(link, *pickle.loads(awaited(link, 1e6).head))
 
-    def _answer(self, link: Link, number: int) -> None:
+    def _answer(self, link: Link, number: int, rows: Any) -> None:
         try:
-            payload = self._shelf.rows(number).payload()
-        except RowsLost as error:
+            kept = self._shelf.rows(number)
+            assert not isinstance(kept, Coming), "rows are fetched from where they were made"
+            payload = kept.payload()
+            if rows is not None:
+                payload = encode(required_batch(decode(payload)).take(rows))
+        except Exception as error:  # they are gone, or cannot be read here
             link.send(dumped((str(error),)))
         else:
             link.send(dumped((None,)), [payload.head, *payload.buffers])
@@ -120,7 +130,8 @@ def fetched(fetch: Fetch, secret: Secret, place: Callable[[Sequence[int]], Paylo
             sock = stack.enter_context(socket.create_connection(fetch.address, timeout=PATIENCE_S))
             trusted, keys = greet(sock, secret, FOR_ROWS)
             link = Link(stack.enter_context(trusted), keys, placed)
-            link.send(dumped((fetch.number,)))
+            link.send(dumped((fetch.number, fetch.rows)))
+            flush([link], PATIENCE_S)
             (said,) = pickle.loads(awaited(link, PATIENCE_S).head)
     except (OSError, Refused, Closed, LinkStalled) as error:
         why = "it sends nothing" if isinstance(error, LinkStalled) else str(error)
@@ -136,38 +147,31 @@ def in_memory(sizes: Sequence[int]) -> Payload:
     return Payload(head, tuple(buffers))
 
 
-def gather(
-    fetches: Sequence[Fetch],
-    secret: Secret,
-    place: Callable[[Sequence[int]], Payload],
-    done: Callable[[list[Payload] | Failure], object],
-) -> None:
-    """Fetch rows from several hosts at the same time, in the background.
+class Coming:
+    """Rows that are being fetched from another host.
 
-    Args:
-        fetches: The rows.
-        secret: What all hosts know.
-        place: Returns the payload that a head and buffers of these sizes are received in.
-        done: Called with the payloads, or with the failure of the first that could not be fetched.
+    Attributes:
+        outcome: The payload, or the failure; None as long as it is not there.
     """
-    found: dict[int, Payload] = {}
-    failures: list[Failure] = []
-    left = len(fetches)
-    lock = threading.Lock()
 
-    def run(index: int) -> None:
-        nonlocal left
+    def __init__(self) -> None:
+        self.outcome: Payload | Failure | None = None
+
+    def fetch(
+        self, fetch: Fetch, secret: Secret, place: Callable[[Sequence[int]], Payload], done: Callable[[], object]
+    ) -> None:
+        """Fetch the rows. Called in a thread of its own.
+
+        Args:
+            fetch: The rows.
+            secret: What both hosts know.
+            place: Returns the payload that a head and buffers of these sizes are received in.
+            done: Called when the outcome is there.
+        """
         try:
-            found[index] = fetched(fetches[index], secret, place)
+            self.outcome = fetched(fetch, secret, place)
         except RowsLost as error:
-            failures.append(Failure(FailureKind.LOST, str(error)))
-        except Exception as error:  # there is no memory
-            failures.append(Failure.of(error))
-        with lock:
-            left -= 1
-            is_last = not left
-        if is_last:
-            done(failures[0] if failures else [found[number] for number in range(len(fetches))])
-
-    for index in range(len(fetches)):
-        start_thread("bandmaster-fetch", run, index)
+            self.outcome = Failure(FailureKind.LOST, str(error))
+        except Exception as error:  # there is no memory, or the group was closed
+            self.outcome = Failure.of(error)
+        done()

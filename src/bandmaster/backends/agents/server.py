@@ -16,10 +16,10 @@ from typing import Any
 
 from bandmaster.backends.agents.hosted import Entry, Held, Hosted
 from bandmaster.backends.agents.messages import FOR_MESSAGES, FOR_ROWS, Kind, Packed, dumped
-from bandmaster.backends.agents.rows import Fetch, RowServer, Shelf, gather, in_memory
+from bandmaster.backends.agents.rows import Fetch, RowServer, Shelf, in_memory
 from bandmaster.codec import Payload
 from bandmaster.contract import KeptCopy
-from bandmaster.errors import ResourceError, RowsLost
+from bandmaster.errors import ClosedError, ResourceError, RowsLost
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.platform.limits import start_thread
 from bandmaster.transport.channel import Closed
@@ -181,7 +181,7 @@ class AgentServer:
             at += n
             try:
                 payload = in_memory(mine) if reserve is None else reserve(mine)
-            except ResourceError:  # the call fails for the same reason, once it is put
+            except (ResourceError, ClosedError):  # the call fails for the same reason, once it is put
                 payload = in_memory(mine)
             self._payloads.append(payload)
             views += [payload.head, *payload.buffers]
@@ -212,31 +212,31 @@ class AgentServer:
         hosted = self._groups.get(name)
         if hosted is None:
             return  # it was stopped
-        held = Held([Entry(*entry) for entry in entries], payloads)
-        wanted = {place for entry in held.entries for _, place in entry.rows}
-        try:
-            here = {place: self._shelf.rows(place[1]) for place in wanted if place[0] == "shelf"}
-        except RowsLost as error:
-            held.rows = Failure(FailureKind.LOST, str(error))
-        else:
-            here.update({place: KeptCopy(payloads[place[1]]) for place in wanted if place[0] == "table"})
-            if fetches:
-                self._fetch(hosted, held, here, [Fetch(*fetch) for fetch in fetches])
-            else:
-                held.rows = here
-        hosted.take(held)
-
-    def _fetch(self, hosted: Hosted, held: Held, here: dict[Any, Any], fetches: Sequence[Fetch]) -> None:
-        """Have rows fetched, and then the calls sent that wait for them."""
-
-        def done(found: list[Payload] | Failure) -> None:
-            if not isinstance(found, Failure):
-                here.update({("fetch", index): payload for index, payload in enumerate(found)})
-            held.rows = found if isinstance(found, Failure) else here
-            self.later(hosted.advance)
-
+        calls = [Entry(*entry) for entry in entries]
         reserve = getattr(hosted.workers, "reserve", None)
-        gather(fetches, self._secret, in_memory if reserve is None else partial(reserve, is_kept=True), done)
+        place = in_memory if reserve is None else partial(reserve, is_kept=True)
+        for fetch in (Fetch(*said) for said in fetches):
+            coming = self._shelf.await_copy(fetch.copy)
+            start_thread("bandmaster-fetch", coming.fetch, fetch, self._secret, place, self._has_come_in)
+        hosted.take(Held(calls, payloads, self._rows_of(calls, payloads)))
+
+    def _rows_of(self, calls: Sequence[Entry], payloads: Sequence[Payload]) -> Any:
+        """The rows that calls name, by place; the failure if some are gone."""
+        found: dict[Any, Any] = {}
+        try:
+            for place in {place for entry in calls for _, place, _ in entry.rows}:
+                found[place] = self._shelf.rows(place[1]) if place[0] == "shelf" else KeptCopy(payloads[place[1]])
+        except RowsLost as error:
+            return Failure(FailureKind.LOST, str(error))
+        return found
+
+    def _has_come_in(self) -> None:
+        """Rows of another host are there: send the calls that wait for them."""
+        self.later(self._advance)
+
+    def _advance(self) -> None:
+        for hosted in self._groups.values():
+            hosted.advance()
 
     # --- what may take a while ---
 

@@ -16,6 +16,7 @@ from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, Call, Kept, RowFacts, WorkerRecord
 from bandmaster.errors import ClosedError, RowsLost
 from bandmaster.failure import Failure, FailureKind
+from bandmaster.plan.handles import contains, united
 from bandmaster.transport.messages import ReplyKind
 from bandmaster.transport.receiver import ChannelTicket, Receiver
 
@@ -41,13 +42,30 @@ class FarRows:
     def __init__(self, agent: Agent, fabric: Fabric, number: int, facts: RowFacts) -> None:
         self.agent, self.number, self.facts = agent, number, facts
         self.origin: object = "rows"
-        self._secret = fabric.secret
-        finalize(self, agent.released.append, number).atexit = False
+        self._secret, self._numbered = fabric.secret, fabric.numbered
+        self._copies: dict[Agent, list[tuple[int, Any]]] = {}  # on other hosts: their numbers, and which rows they have
+        finalize(self, _release, agent, number, self._copies).atexit = False
 
-    @property
-    def fetch(self) -> Fetch:
-        """What another host needs to know to fetch them."""
-        return Fetch(self.agent.address, self.number, str(self.origin))
+    def copy_on(self, agent: Agent, rows: Any) -> tuple[int, Any] | None:
+        """The number of a copy on a host that has some rows, and which it has; None if there is none."""
+        copies = self._copies.get(agent, ())
+        return next((copy for copy in copies if contains(copy[1], rows)), None)
+
+    def fetch_to(self, agent: Agent, rows: Any) -> tuple[Fetch, Any]:
+        """What a host needs to know to fetch some rows, and the numbers of those that it then has."""
+        copies, n_rows = self._copies.setdefault(agent, []), self.facts.n_rows
+        if sum(len(there) for _, there in copies) + len(rows) > n_rows:  # else a host could have many times all rows
+            agent.released.extend(number for number, _ in copies)
+            copies.clear()
+            rows = range(n_rows)
+        copy = -self._numbered(), rows
+        copies.append(copy)
+        wanted = None if len(rows) == n_rows else rows
+        return Fetch(self.agent.address, self.number, str(self.origin), wanted, copy[0]), rows
+
+    def forget_copies(self, agent: Agent) -> None:
+        """A host could not fetch the rows."""
+        self._copies.pop(agent, None)
 
     def payload(self) -> Payload:
         """The encoded rows, in memory of the reader's own."""
@@ -56,9 +74,16 @@ class FarRows:
                 f"{self.origin} are gone (host {self.agent.host} is lost: {self.agent.lost}); make them again"
             )
         try:
-            return fetched(self.fetch, self._secret, in_memory)
+            fetch = Fetch(self.agent.address, self.number, str(self.origin), None, 0)
+            return fetched(fetch, self._secret, in_memory)
         except RowsLost as error:
             raise RowsLost(f"{error}; make them again") from None
+
+
+def _release(agent: Agent, number: int, copies: Mapping[Agent, Sequence[tuple[int, Any]]]) -> None:
+    agent.released.append(number)
+    for other, held in copies.items():
+        other.released.extend(copy for copy, _ in held)
 
 
 class Part:
@@ -80,14 +105,59 @@ class Part:
             self._copy = self.kept.payload()
         return self._copy
 
-    def row_place(self, agent: Agent, packed: Packed, fetches: dict[int, tuple[int, Fetch]]) -> tuple[str, int]:
-        """Where an agent finds kept rows."""
-        if isinstance(self.kept, FarRows) and self.kept.agent is agent:
-            return "shelf", self.kept.number
-        if isinstance(self.kept, FarRows):
-            place, _ = fetches.setdefault(id(self.kept), (len(fetches), self.kept.fetch))
-            return "fetch", place
-        return "table", packed.add(self.sent())
+
+def _is_lost(ticket: ChannelTicket) -> bool:
+    return isinstance(ticket.outcome, Failure) and ticket.outcome.kind is FailureKind.LOST
+
+
+class _Outgoing:
+    """What a call sends to one host.
+
+    Attributes:
+        entries: The calls.
+        packed: The payloads that they name.
+        wanted: The rows of other hosts that they need, by identity.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.entries: list[Any] = []
+        self.packed = Packed()
+        self.wanted: dict[int, tuple[FarRows, Any]] = {}
+
+    def want(self, kept: FarRows, rows: Any) -> None:
+        """Some ranks of the host need these rows."""
+        before = self.wanted.get(id(kept))
+        self.wanted[id(kept)] = kept, rows if before is None else united(before[1], rows)
+
+    def fetches(self) -> tuple[list[tuple[Any, ...]], dict[int, tuple[Any, Any]]]:
+        """What the host has to fetch; by identity of the rows, their place and which of them are there."""
+        fetches, places = [], {}
+        for key, (kept, rows) in self.wanted.items():
+            copy = kept.copy_on(self._agent, rows)
+            if copy is None:
+                fetch, there = kept.fetch_to(self._agent, rows)
+                fetches.append(tuple(fetch))
+                copy = fetch.copy, there
+            is_all = len(copy[1]) == kept.facts.n_rows
+            places[key] = ("shelf", copy[0]), None if is_all else copy[1]
+        return fetches, places
+
+    def frame(self, group: str) -> tuple[tuple[Any, ...], list[Any]]:
+        """The frame, and its chunks."""
+        fetches, places = self.fetches()
+        said = []
+        for number, ranks, call, parts in self.entries:
+            rows = tuple([(label, *place) for label, part in call.rows if (place := self._place(part, places))])
+            said.append((number, ranks, call.method, parts, int(call.reply_code), rows))
+        return (Kind.CALL, group, said, self.packed.table, fetches), self.packed.chunks
+
+    def _place(self, part: Part, places: Mapping[int, tuple[Any, Any]]) -> tuple[Any, Any] | None:
+        """Where the host finds rows, and which of them are there; None if its ranks need none of these."""
+        if isinstance(part.kept, FarRows):
+            here = ("shelf", part.kept.number), None
+            return here if part.kept.agent is self._agent else places.get(id(part.kept))
+        return ("table", self.packed.add(part.sent())), None
 
 
 class AgentWorkers(Receiver):
@@ -111,6 +181,7 @@ class AgentWorkers(Receiver):
         self._agents = list(agents)
         self._records: list[Said] = []
         self._pending: dict[int, dict[int, ChannelTicket]] = {}  # by number of the call, and rank
+        self._fetching: dict[int, list[tuple[FarRows, Agent]]] = {}  # by number of the call
         self._why_stopped: str | None = None
         self._routes: dict[tuple[int, ...], list[tuple[Agent, tuple[int, ...] | None]]] = {}
         with self.lock:
@@ -138,18 +209,17 @@ class AgentWorkers(Receiver):
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """As `contract.Workers.call`: one frame to each host."""
-        frames: dict[Agent, tuple[list[Any], Packed, dict[int, tuple[int, Fetch]]]] = {}
+        frames: dict[Agent, _Outgoing] = {}
         with self.lock:
             if self._why_stopped is not None:
                 raise ClosedError(self._why_stopped)
             for call in calls:
                 self._add(call, tickets, frames)
-            for agent, (entries, packed, fetches) in frames.items():
-                wanted = [tuple(fetch) for _, fetch in fetches.values()]
-                self._fabric.send(agent, (Kind.CALL, self.name, entries, packed.table, wanted), packed.chunks)
+            for agent, outgoing in frames.items():
+                self._fabric.send(agent, *outgoing.frame(self.name))
         self._fabric.flush(list(frames))
 
-    def _add(self, call: Call, tickets: dict[int, Any], frames: dict[Agent, Any]) -> None:
+    def _add(self, call: Call, tickets: dict[int, Any], frames: dict[Agent, _Outgoing]) -> None:
         """Add a call to the frames of its hosts; the lock is held."""
         number = self._fabric.numbered()
         ranks = tuple(call.ranks)
@@ -163,12 +233,28 @@ class AgentWorkers(Receiver):
                 return
         self._pending[number] = made
         for agent, mine in self._route(ranks):
-            if agent not in frames:
-                frames[agent] = [], Packed(), {}
-            entries, packed, fetches = frames[agent]
-            parts = tuple([packed.add(part.sent()) for part in call.parts])
-            rows = tuple([(label, part.row_place(agent, packed, fetches)) for label, part in call.rows])
-            entries.append((number, mine, call.method, parts, int(call.reply_code), rows))
+            outgoing = frames.get(agent)
+            if outgoing is None:
+                outgoing = frames[agent] = _Outgoing(agent)
+            parts = tuple([outgoing.packed.add(part.sent()) for part in call.parts])
+            outgoing.entries.append((number, mine, call, parts))
+            if call.rows:
+                self._want(outgoing, agent, call, mine, number)
+
+    def _want(self, outgoing: _Outgoing, agent: Agent, call: Call, ranks: tuple[int, ...] | None, number: int) -> None:
+        """Note the rows that the ranks of a host need and that lie on another one."""
+        far = [
+            (label, part.kept)
+            for label, part in call.rows
+            if isinstance(part.kept, FarRows) and part.kept.agent is not agent
+        ]
+        if far:
+            on_host = self.ranks_on(agent) if ranks is None else ranks
+            needed = call.needed(on_host) if call.needed is not None else None
+            for label, kept in far:
+                if needed is None or label in needed:
+                    outgoing.want(kept, range(kept.facts.n_rows) if needed is None else needed[label])
+                    self._fetching.setdefault(number, []).append((kept, agent))
 
     def _route(self, ranks: tuple[int, ...]) -> list[tuple[Agent, tuple[int, ...] | None]]:
         """For each host, the ranks of a call on it; None for all that the group has there."""
@@ -208,8 +294,15 @@ class AgentWorkers(Receiver):
                     if times is not None:
                         ticket.times = times, now
                     self._finish(ticket, self._outcome(agent, kind, content, payloads))
-            if not pending:
-                del self._pending[number]
+                    if number in self._fetching and _is_lost(ticket):
+                        for kept, other in self._fetching[number]:
+                            kept.forget_copies(other)
+            self._forget_if_over(number)
+
+    def _forget_if_over(self, number: int) -> None:
+        if not self._pending[number]:
+            del self._pending[number]
+            self._fetching.pop(number, None)
 
     def _outcome(self, agent: Agent, kind: int, content: Any, payloads: Sequence[Payload]) -> Any:
         if kind == ReplyKind.NOTHING:
@@ -231,8 +324,7 @@ class AgentWorkers(Receiver):
                     ticket = pending.pop(rank, None)
                     if ticket is not None:
                         self._finish(ticket, failure)
-                    if not pending:
-                        del self._pending[number]
+                    self._forget_if_over(number)
         self._poller.wake_if_blocked()
 
     def host_is_lost(self, agent: Agent, why: str) -> None:
