@@ -32,7 +32,7 @@ ROOMS = {
     "rl": "__init__",
     "single_controller": "codec errors roles plan worker contract backends calls lifecycle pool group",
     "compat": "errors",
-    "testing": "errors platform plan worker backends pool group registration",
+    "testing": "errors platform plan worker contract transport backends pool group registration",
     "cli": "errors platform plan worker transport backends lifecycle pool group registration __init__",
     "__main__": "cli",
 }

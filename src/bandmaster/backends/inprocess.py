@@ -42,13 +42,18 @@ class InProcessWorkers:
         deaths: The ranks whose objects were discarded, and why.
         arrivals: Always None: a call has run by the time it is sent.
         ranks_are_own: True.
+
+    Args:
+        launch: The group's launch.
+        ranks: The ranks that are here; by default all.
     """
 
     ranks_are_own = True
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, ranks: Sequence[int] | None = None) -> None:
         self._launch = launch
-        self._executors = [self._executor(rank) for rank in range(len(launch.slots))]
+        here = range(len(launch.slots)) if ranks is None else ranks
+        self._executors = {rank: self._executor(rank) for rank in here}
         self.deaths: dict[int, Failure] = {}
         self.arrivals: int | None = None
         self._is_stopped = False
@@ -68,7 +73,7 @@ class InProcessWorkers:
         host, pid = socket.gethostname(), os.getpid()
         return [
             WorkerRecord(host, pid, one.device, "in process", partial(getattr, one, "worker"))
-            for one in self._executors
+            for one in self._executors.values()
         ]
 
     def put(self, payloads: Sequence[Payload | Kept]) -> Sequence[Payload | Kept]:
@@ -135,7 +140,7 @@ class InProcessWorkers:
         """Discard all workers. A thread that is running a method discards them when the method returns."""
         self._check_idle()
         self._is_stopped = True
-        self._let_go(range(len(self._executors)), why)
+        self._let_go(list(self._executors), why)
 
     def _let_go(self, ranks: Sequence[int] | Mapping[int, Any], why: str) -> None:
         self._check_idle()
@@ -169,6 +174,7 @@ class InProcessTicket(contract.Ticket):
     """
 
     __slots__ = ("outcome",)
+    is_done = True
 
     def __init__(self, outcome: Payload | Kept | Failure | None) -> None:
         super().__init__()

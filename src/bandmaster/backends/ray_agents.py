@@ -205,7 +205,7 @@ class RayAgentWorkers:
             )
             for agent in workers.hosts
         }
-        rendezvous = next(found for found in workers.start(said, None) if found is not None)
+        rendezvous = next(found for found in workers.start(said) if found is not None)
         workers.open(rendezvous, sys.path)
 
     @property

@@ -388,7 +388,7 @@ class AgentWorkers(Receiver):
 
     # --- workers that come and go ---
 
-    def start(self, said: Mapping[Agent, bytes], timeout_s: float | None) -> list[Any]:
+    def start(self, said: Mapping[Agent, bytes], timeout_s: float | None = None) -> list[Any]:
         """Have each agent start its part of the group; what it says of it.
 
         Raises:

@@ -1,0 +1,162 @@
+"""Many hosts on one machine: each is a process with an agent, whose ranks are objects in that process.
+
+There is no Ray, no namespace and no worker process: what remains is what a controller and agents do for a call. It is
+for tests of agents, and for measuring what a thousand ranks cost a controller::
+
+    bandmaster.backends.register_backend("simulated", SimulatedHosts)
+    pool = bm.ResourcePool([8] * 128, backend="simulated")       # 128 hosts with 8 ranks each
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+
+from bandmaster.backends.agents.fabric import Agent, Fabric, link_of
+from bandmaster.backends.agents.messages import FOR_MESSAGES
+from bandmaster.backends.agents.server import AgentServer, Host
+from bandmaster.backends.agents.workers import AgentWorkers
+from bandmaster.backends.inprocess import InProcessWorkers
+from bandmaster.backends.machine import MachineBackend
+from bandmaster.contract import NOT_STARTED, Launch, WorkerRecord
+from bandmaster.transport.handshake import Secret, greet
+
+__all__ = ["SimulatedHosts"]
+
+PATIENCE_S = 60.0
+
+
+class SimulatedHosts(MachineBackend):
+    """Backend whose nodes are processes with agents. They end with the last reservation, or with this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fabric = Fabric()
+        self._parent: subprocess.Popen[str] | None = None  # of the agents
+        self._names = itertools.count()
+        self._n_reserved = 0
+
+    def reserve(self, request: Any, timeout_s: float) -> Any:
+        """As `MachineBackend.reserve`."""
+        self._n_reserved += 1
+        return super().reserve(request, timeout_s)
+
+    def release(self, reservation: Any) -> None:
+        """As `MachineBackend.release`; the processes end with the last one."""
+        super().release(reservation)
+        self._n_reserved -= 1
+        if not self._n_reserved and self._parent is not None:
+            for agent in list(self._fabric.agents.values()):
+                self._fabric.remove(agent)
+            assert self._parent.stdin is not None, "it was started with pipes"
+            self._parent.stdin.close()
+            self._parent.wait(10)
+            if self._parent.stdout is not None:
+                self._parent.stdout.close()
+            self._parent = None
+
+    def start(self, launch: Launch) -> SimulatedWorkers:
+        """Start the ranks of each node in the process of its agent."""
+        nodes = [str(slot.node_rank) for slot in launch.slots]
+        missing = [node for node in dict.fromkeys(nodes) if node not in self._fabric.agents]
+        for node, (address, pid) in zip(missing, self._started(len(missing)), strict=True):
+            sock = socket.create_connection(address, timeout=PATIENCE_S)
+            trusted, keys = greet(sock, self._fabric.secret, FOR_MESSAGES)
+            self._fabric.add(Agent(link_of(trusted, keys), node, f"host{node}", address, pid))
+        agents = [self._fabric.agents[node] for node in nodes]
+        return SimulatedWorkers(launch, f"{launch.group} {next(self._names)}", self._fabric, agents)
+
+    def _started(self, n: int) -> list[tuple[tuple[str, int], int]]:
+        """Address and process of new agents."""
+        if n and self._parent is None:
+            secret = self._fabric.secret
+            command = [sys.executable, "-m", __name__, secret.key.hex(), str(int(secret.is_encrypted))]
+            self._parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if not n:
+            return []
+        assert self._parent is not None and self._parent.stdin and self._parent.stdout, "it was started with pipes"
+        self._parent.stdin.write(f"{n}\n")
+        self._parent.stdin.flush()
+        said = [json.loads(self._parent.stdout.readline()) for _ in range(n)]
+        return [((host, port), pid) for host, port, pid in said]
+
+
+class SimulatedWorkers(AgentWorkers):
+    """The ranks of a group on simulated hosts."""
+
+    def __init__(self, launch: Launch, name: str, fabric: Fabric, agents: Sequence[Agent]) -> None:
+        super().__init__(name, fabric, agents)
+        try:
+            self.start({agent: _said(launch, self.ranks_on(agent)) for agent in self.hosts})
+            self.open()
+        except BaseException:
+            self.stop(NOT_STARTED)
+            raise
+
+    @property
+    def records(self) -> Sequence[WorkerRecord]:
+        """As `Workers.records`; a handle is the number of its process."""
+        return self.records_with(lambda rank: self._records[rank][1])
+
+    def replace(self, rank: int) -> None:
+        """As `Workers.replace`."""
+        record, _ = self.told(rank, "replace", rank)
+        self.replaced(rank, record)
+
+
+def _said(launch: Launch, ranks: Sequence[int]) -> bytes:
+    return pickle.dumps((sys.path, cloudpickle.dumps((launch, ranks))))
+
+
+class _SimulatedHost(Host):
+    def start(self, said: bytes) -> tuple[Any, Sequence[int], Any]:
+        """Make the objects of some ranks."""
+        paths, pickled = pickle.loads(said)
+        sys.path.extend(path for path in paths if path not in sys.path)
+        launch, ranks = pickle.loads(pickled)
+        return _Ranks(launch, ranks), ranks, None
+
+
+class _Ranks(InProcessWorkers):
+    def open(self, ranks: Sequence[int], *_: Any) -> None:
+        """Nothing has to be prepared."""
+
+
+def _agent(secret: Secret) -> None:
+    server = AgentServer(secret, "127.0.0.1", _SimulatedHost())
+    os.write(1, f"{json.dumps([*server.address, os.getpid()])}\n".encode())  # at once: others write, too
+    os.close(0)
+    server.run(PATIENCE_S)
+
+
+def main() -> None:
+    """Fork agents when a line on standard input says how many; end them with it."""
+    secret = Secret(bytes.fromhex(sys.argv[1]), sys.argv[2] == "1")
+    children = []
+    for line in sys.stdin:
+        for _ in range(int(line)):
+            child = os.fork()
+            if not child:
+                with contextlib.suppress(BaseException):
+                    _agent(secret)
+                os._exit(0)
+            children.append(child)
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()
