@@ -29,6 +29,7 @@ from bandmaster.backends.ray_attached import AdoptedWorkers
 from bandmaster.backends.ray_session import RaySession
 from bandmaster.backends.ray_workers import START_TIMEOUT_S, RayWorkers
 from bandmaster.contract import CLOSED, NOT_STARTED, Call, Launch, Reply, Slot, WorkerRecord
+from bandmaster.errors import PlacementError
 from bandmaster.failure import Failure
 from bandmaster.platform.limits import start_thread
 from bandmaster.transport.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet
@@ -106,24 +107,22 @@ class RayAgents:
             return None
         name = f"{launch.group} {next(self._numbers)}"
         workers = AgentWorkers(name, self._fabric, [reached[node] for node in nodes])
-        return RayAgentWorkers(launch, start_actor, workers)
+        return RayAgentWorkers(launch, start_actor, workers, self._reach)
 
     def _reach(self, nodes: Sequence[str]) -> dict[str, Agent] | None:
         """The agents of some nodes, which are started where there are none; None if one cannot be reached."""
         if self._session is None or not self._session.is_current:
-            self._fabric, self._actors, self._session = Fabric(), {}, RaySession()
-        assert self._fabric is not None, "it was just made"
-        agents = self._fabric.agents
-        asked = {
-            self._started(node).bandmaster_open.remote(self._fabric.secret): node
-            for node in nodes
-            if node not in agents
-        }
+            self._close()
+            self._actors, self._session = {}, RaySession()
+        fabric = self._fabric = self._fabric or Fabric()
+        agents = fabric.agents
+        missing = [node for node in nodes if node not in agents]
+        asked = {self._started(node).bandmaster_open.remote(fabric.secret): node for node in missing}
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=START_TIMEOUT_S) if asked else ([], [])
         for reference, node in asked.items():
             try:
                 facts: AgentFacts = ray.get(reference, timeout=0.0 if reference not in ready else None)
-                self._fabric.add(_connected(node, facts, self._fabric.secret))
+                fabric.add(_connected(node, facts, fabric.secret))
             except (RayError, OSError, Refused) as error:
                 _log.warning(
                     "calls to workers on other hosts go through Ray, more slowly: there is no direct link to the "
@@ -155,6 +154,13 @@ class RayAgents:
                 if agent is not None:
                     agent.await_end(END_TIMEOUT_S)
                     self._fabric.remove(agent)
+        if not self._actors:
+            self._close()
+
+    def _close(self) -> None:
+        fabric, self._fabric = self._fabric, None
+        if fabric is not None:
+            fabric.close()
 
 
 def _connected(node: str, facts: AgentFacts, secret: Secret) -> Agent:
@@ -165,6 +171,10 @@ def _connected(node: str, facts: AgentFacts, secret: Secret) -> Agent:
         sock.close()
         raise
     return Agent(link_of(trusted, keys), node, facts.host, facts.address, facts.pid)
+
+
+def _is_alive(node: str) -> bool:
+    return any(known["Alive"] for known in ray.nodes() if known["NodeID"] == node)
 
 
 def nodes_of(slots: Sequence[Slot]) -> list[str]:
@@ -187,8 +197,14 @@ class RayAgentWorkers:
 
     ranks_are_own = True
 
-    def __init__(self, launch: Launch, start_actor: StartActor, workers: AgentWorkers) -> None:
-        self._launch, self._start_actor = launch, start_actor
+    def __init__(
+        self,
+        launch: Launch,
+        start_actor: StartActor,
+        workers: AgentWorkers,
+        reach: Callable[[Sequence[str]], Mapping[str, Agent] | None],
+    ) -> None:
+        self._launch, self._start_actor, self._reach = launch, start_actor, reach
         self._workers = workers
         self._left: AdoptedWorkers | None = None
         try:
@@ -199,14 +215,13 @@ class RayAgentWorkers:
 
     def _start(self) -> None:
         workers = self._workers
-        said = {
-            agent: pickle.dumps(
-                (sys.path, cloudpickle.dumps((self._launch, self._start_actor, workers.ranks_on(agent))))
-            )
-            for agent in workers.hosts
-        }
-        rendezvous = next(found for found in workers.start(said) if found is not None)
-        workers.open(rendezvous, sys.path)
+        found = workers.start({agent: self._said(workers.ranks_on(agent)) for agent in workers.hosts})
+        self._rendezvous = next(rendezvous for rendezvous in found if rendezvous is not None)
+        workers.open(self._rendezvous, sys.path)
+
+    def _said(self, ranks: Sequence[int]) -> bytes:
+        """What an agent needs to know to start some ranks."""
+        return pickle.dumps((sys.path, cloudpickle.dumps((self._launch, self._start_actor, ranks))))
 
     @property
     def _now(self) -> Any:
@@ -274,10 +289,25 @@ class RayAgentWorkers:
         if self._left is not None:
             self._left.replace(rank)
             return
+        if self._workers.agent_of(rank).lost is not None:
+            self._move(rank)
         record, rendezvous = self._workers.told(rank, "replace", rank)
         self._workers.replaced(rank, record)
         if rank == 0:
-            self._workers.tell_all("do", "announce", rendezvous)
+            self._rendezvous = rendezvous
+            self._workers.tell_living("do", "announce", rendezvous)
+
+    def _move(self, rank: int) -> None:
+        """Have the rank be one of another agent's, since its own is gone."""
+        (node,) = nodes_of([self._launch.slots[rank]])
+        reached = self._reach([node]) if _is_alive(node) else None
+        if reached is None:
+            lost = self._workers.agent_of(rank)
+            raise PlacementError(
+                f"rank {rank} cannot be replaced on its slot, as host {lost.host} ({lost.address[0]}) is lost; close "
+                "the group and make another one, on a pool of the hosts that are left"
+            )
+        self._workers.move(rank, reached[node], self._said(()), self._rendezvous, sys.path)
 
     def stop(self, why: str = CLOSED) -> None:
         """As `contract.Workers.stop`."""

@@ -233,7 +233,8 @@ class RayWorkers:
 
     def replace(self, rank: int) -> None:
         """Kill the actor of a rank and start a new one on its slot."""
-        self._kill([rank], "ended by the controller, because it is being replaced")
+        if rank in self.actors:
+            self._kill([rank], "ended by the controller, because it is being replaced")
         try:
             self.actors[rank] = self._start_actor(replace(self._launch, is_again=True), rank)
             self._client.forget_death(rank)

@@ -38,11 +38,16 @@ PATIENCE_S = 60.0
 
 
 class SimulatedHosts(MachineBackend):
-    """Backend whose nodes are processes with agents. They end with the last reservation, or with this process."""
+    """Backend whose nodes are processes with agents. They end with the last reservation, or with this process.
 
-    def __init__(self) -> None:
+    Args:
+        n_hosts: Deal the ranks of every pool to so many hosts; by default each node of a pool is a host.
+    """
+
+    def __init__(self, n_hosts: int | None = None) -> None:
         super().__init__()
-        self._fabric = Fabric()
+        self._n_hosts = n_hosts
+        self._made: Fabric | None = None
         self._parent: subprocess.Popen[str] | None = None  # of the agents
         self._names = itertools.count()
         self._n_reserved = 0
@@ -57,8 +62,8 @@ class SimulatedHosts(MachineBackend):
         super().release(reservation)
         self._n_reserved -= 1
         if not self._n_reserved and self._parent is not None:
-            for agent in list(self._fabric.agents.values()):
-                self._fabric.remove(agent)
+            self._fabric.close()
+            self._made = None
             assert self._parent.stdin is not None, "it was started with pipes"
             self._parent.stdin.close()
             self._parent.wait(10)
@@ -66,9 +71,15 @@ class SimulatedHosts(MachineBackend):
                 self._parent.stdout.close()
             self._parent = None
 
+    @property
+    def _fabric(self) -> Fabric:
+        self._made = self._made or Fabric()
+        return self._made
+
     def start(self, launch: Launch) -> SimulatedWorkers:
         """Start the ranks of each node in the process of its agent."""
-        nodes = [str(slot.node_rank) for slot in launch.slots]
+        hosts = [slot.node_rank if self._n_hosts is None else slot.local_rank % self._n_hosts for slot in launch.slots]
+        nodes = [str(host) for host in hosts]
         missing = [node for node in dict.fromkeys(nodes) if node not in self._fabric.agents]
         for node, (address, pid) in zip(missing, self._started(len(missing)), strict=True):
             sock = socket.create_connection(address, timeout=PATIENCE_S)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from bandmaster.transport.channel import Closed
 from bandmaster.transport.handshake import Keys
 
-__all__ = ["Frame", "Link", "LinkStalled", "awaited", "flush", "fresh"]
+__all__ = ["Frame", "Link", "LinkStalled", "Place", "awaited", "flush", "fresh"]
 
 MAC_NBYTES = 16
 MAX_HEAD_NBYTES = 1 << 30

@@ -133,6 +133,13 @@ class Fabric(Receiver):
                 self._stop_beating.set()
                 self._heart, self._stop_beating = None, threading.Event()
 
+    def close(self) -> None:
+        """Close all links."""
+        for agent in list(self.agents.values()):
+            self.remove(agent)
+        with self.lock:
+            self._poller.close()
+
     # --- sending ---
 
     def send(self, agent: Agent, content: tuple[Any, ...], chunks: Sequence[Any] = ()) -> None:

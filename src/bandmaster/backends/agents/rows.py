@@ -14,13 +14,14 @@ from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Kept
 from bandmaster.errors import RowsLost
 from bandmaster.failure import Failure, FailureKind
-from bandmaster.plan.batch import required_batch
+from bandmaster.plan.batch import join_rows, required_batch
 from bandmaster.transport.channel import Closed
 from bandmaster.transport.handshake import Keys, Refused, Secret, greet
-from bandmaster.transport.link import Link, LinkStalled, awaited, flush
+from bandmaster.transport.link import Link, LinkStalled, Place, awaited, flush
 
 __all__ = ["Coming", "Fetch", "RowServer", "Shelf", "fetched", "in_memory"]
 
+N_ATTEMPTS = 3  # to connect
 PATIENCE_S = 10.0  # with a host that sends or takes nothing
 
 
@@ -100,7 +101,7 @@ class RowServer:
             assert not isinstance(kept, Coming), "rows are fetched from where they were made"
             payload = kept.payload()
             if rows is not None:
-                payload = encode(required_batch(decode(payload)).take(rows))
+                payload = encode(join_rows([(required_batch(decode(payload)), rows)]))
         except Exception as error:  # they are gone, or cannot be read here
             link.send(dumped((str(error),)))
         else:
@@ -126,10 +127,7 @@ def fetched(fetch: Fetch, secret: Secret, place: Callable[[Sequence[int]], Paylo
         return [payloads[0].head, *payloads[0].buffers]
 
     try:
-        with contextlib.ExitStack() as stack:
-            sock = stack.enter_context(socket.create_connection(fetch.address, timeout=PATIENCE_S))
-            trusted, keys = greet(sock, secret, FOR_ROWS)
-            link = Link(stack.enter_context(trusted), keys, placed)
+        with contextlib.closing(_greeted(fetch.address, secret, placed)) as link:
             link.send(dumped((fetch.number, fetch.rows)))
             flush([link], PATIENCE_S)
             (said,) = pickle.loads(awaited(link, PATIENCE_S).head)
@@ -139,6 +137,21 @@ def fetched(fetch: Fetch, secret: Secret, place: Callable[[Sequence[int]], Paylo
     if not payloads:
         raise RowsLost(f"{fetch.origin} are gone: {said}")
     return payloads[0]
+
+
+def _greeted(address: tuple[str, int], secret: Secret, place: Place) -> Link:
+    """A new link to another host. It is tried again: whoever floods that host with connections may have it closed."""
+    for left in range(N_ATTEMPTS - 1, -1, -1):
+        sock = None
+        try:
+            sock = socket.create_connection(address, timeout=PATIENCE_S)
+            return Link(*greet(sock, secret, FOR_ROWS), place)
+        except (OSError, Refused):
+            if sock is not None:
+                sock.close()
+            if not left:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def in_memory(sizes: Sequence[int]) -> Payload:

@@ -28,7 +28,7 @@ from bandmaster.transport.link import Frame, Link
 
 __all__ = ["AgentServer", "Host"]
 
-MAX_STRANGERS = 16  # connections that have not proved that they know the secret; more are closed
+MAX_STRANGERS = 64  # connections that have not proved that they know the secret; the oldest makes room for another
 POLL_S = 0.05  # how often to ask for replies of which nothing tells
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ class AgentServer:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._to_do: deque[Callable[[], object]] = deque()  # for the thread that serves, from others
         self._content: tuple[Any, ...] | None = None  # of the frame whose chunks are being received
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
+        self._meeting = threading.Lock()
         self._came: deque[tuple[socket.socket, Any]] = deque()
         self._has_come = threading.Event()
         start_thread("bandmaster-agent-listener", self._listen)
@@ -78,13 +79,17 @@ class AgentServer:
                 sock, peer = self._listening.accept()
             except OSError:
                 return
-            if not self._strangers.acquire(blocking=False):
-                _log.warning(
-                    "closed a connection from %s:%d: %d others have not said who they are", *peer, MAX_STRANGERS
-                )
-                sock.close()
-                continue
+            with self._meeting:
+                if len(self._strangers) == MAX_STRANGERS:
+                    self._turn_away(next(iter(self._strangers)))
+                self._strangers[sock] = None
             start_thread("bandmaster-agent-welcome", self._welcome, sock, peer)
+
+    def _turn_away(self, sock: socket.socket) -> None:
+        """Have the thread that awaits a connection's proof give up."""
+        del self._strangers[sock]
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
 
     def _welcome(self, sock: socket.socket, peer: Any) -> None:
         try:
@@ -94,7 +99,8 @@ class AgentServer:
             sock.close()
             return
         finally:
-            self._strangers.release()
+            with self._meeting:
+                self._strangers.pop(sock, None)
         if purpose == FOR_ROWS:
             self._rows.serve(trusted, keys)
         elif purpose == FOR_MESSAGES and not self._has_come.is_set():
@@ -309,6 +315,9 @@ class AgentServer:
         hosted = self._groups[name]
         hosted.workers.replace(rank)
         self._in_time(hosted.forget_deaths)
+        if rank not in hosted.ranks:
+            hosted.ranks = tuple(sorted((*hosted.ranks, rank)))
+            self._in_time(lambda: self._watch(hosted))
         record = dict(zip(hosted.ranks, hosted.workers.records, strict=True))[rank]
         return tuple(record[:3]), getattr(hosted.workers, "rendezvous", None)
 

@@ -416,6 +416,25 @@ class AgentWorkers(Receiver):
             self._records[rank] = record
             self.deaths.pop(rank, None)
 
+    def agent_of(self, rank: int) -> Agent:
+        """The agent of the host of a rank."""
+        return self._agents[rank]
+
+    def move(self, rank: int, agent: Agent, said: bytes, *args: Any) -> None:
+        """Have a dead rank belong to another agent, which is to replace it then."""
+        if self.name not in agent.groups:
+            self._fabric.answers([self._fabric.ask(agent, "start", self.name, said)])
+            self._fabric.answers([self._fabric.ask(agent, "open", self.name, *args)])
+        with self.lock:
+            agent.groups[self.name] = self
+            self._agents[rank] = agent
+            self._routes.clear()
+
+    def tell_living(self, what: str, *args: Any) -> None:
+        """Ask the agents that are not lost for the same."""
+        living = [agent for agent in self.hosts if agent.lost is None]
+        self._fabric.answers([self._fabric.ask(agent, what, self.name, *args) for agent in living])
+
     def told(self, rank: int, what: str, *args: Any) -> Any:
         """Ask the agent of a rank for something."""
         return self._fabric.answers([self._fabric.ask(self._agents[rank], what, self.name, *args)])[0]

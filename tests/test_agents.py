@@ -1,0 +1,323 @@
+"""Agents: calls to other hosts, rows between hosts, hosts that are lost, and who may connect. Hosts are processes here.
+
+The same on real Ray and separate networks is in test_hosts.py.
+"""
+
+import os
+import pickle
+import signal
+import socket
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+from bandmaster.backends import get_backend, register_backend
+from bandmaster.backends.agents.messages import FOR_MESSAGES, FOR_ROWS
+from bandmaster.testing import BackendContract
+from bandmaster.testing.simulated_hosts import SimulatedHosts
+from bandmaster.transport.channel import Closed
+from bandmaster.transport.handshake import MAGIC, Refused, Secret, greet, welcome
+from bandmaster.transport.link import Link, awaited, flush
+
+pytestmark = pytest.mark.timeout(120)
+
+register_backend("three-hosts", lambda: SimulatedHosts(3))
+register_backend("hosts", SimulatedHosts)
+register_backend("encrypted", SimulatedHosts)
+register_backend("shared-hosts", SimulatedHosts)
+
+
+class TestAgents(BackendContract):
+    """A group whose ranks are dealt to three hosts."""
+
+    backend = "three-hosts"
+    has_processes = False
+
+    def test_workers_have_processes_or_have_not(self):
+        with self.group(4, Maker) as group:
+            assert len(set(group.process())) == 3
+
+
+class Maker(bm.Worker):
+    """Makes rows, and uses those of others."""
+
+    @register(Dispatch.DP_PROTO)
+    def make(self, rows):
+        return {"x": rows["x"] * 2.0, "i": rows["i"]}
+
+    @register(Dispatch.DP_PROTO)
+    def use(self, rows):
+        return {"y": rows["x"] + 1, "j": rows["i"]}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def total(self, rows):
+        return int(rows["i"].sum())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def process(self):
+        return os.getpid()
+
+
+@pytest.fixture
+def group():
+    with bm.ResourcePool([2, 1, 2], backend="hosts") as pool:
+        yield bm.WorkerGroup(pool, Maker)
+
+
+N = 20_000  # rows: enough that no host sends them inside of a message
+ROWS = {"x": np.random.default_rng(0).random((N, 4)), "i": np.arange(N)}
+
+
+def agents():
+    return get_backend("hosts")._fabric.agents
+
+
+def test_ranks_of_a_host_are_called_together(group):
+    pids = group.process()
+    assert pids[0] == pids[1] != pids[2] and len(set(pids)) == 3
+
+
+# --- rows between hosts ---
+
+
+def test_rows_stay_on_their_hosts(group):
+    made = group.make.submit(ROWS)
+    assert made.exception() is None
+    before = sum(agent.link.received_nbytes for agent in agents().values())
+    used = group.use.submit(made)
+    assert used.exception() is None
+    assert sum(agent.link.received_nbytes for agent in agents().values()) - before < 10_000
+    assert (used.result()["y"] == ROWS["x"] * 2 + 1).all()
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_rows_can_be_taken_on_any_host(shared, data):
+    group, made = shared
+    rows, expected = made, np.arange(N)
+    for _ in range(data.draw(st.integers(0, 3))):
+        kind = data.draw(st.sampled_from(["shuffle", "slice", "index"]))
+        if kind == "shuffle":
+            seed = data.draw(st.integers(0, 5))
+            rows, expected = rows.shuffle(seed=seed), expected[np.random.default_rng(seed).permutation(len(expected))]
+        elif kind == "slice":
+            start, stop = sorted(data.draw(st.tuples(st.integers(0, len(expected)), st.integers(0, len(expected)))))
+            rows, expected = rows[start:stop], expected[start:stop]
+        elif len(expected):
+            index = np.array(data.draw(st.lists(st.integers(0, len(expected) - 1), min_size=1, max_size=9)))
+            rows, expected = rows[index], expected[index]
+    found = group.use.submit(rows).result()
+    assert found["j"].tolist() == expected.tolist()
+    assert (found["y"] == ROWS["x"][expected] * 2 + 1).all()
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with bm.ResourcePool([2, 1, 2], backend="shared-hosts") as pool:
+        group = bm.WorkerGroup(pool, Maker)
+        made = group.make.submit(ROWS)
+        made.exception()
+        yield group, made
+
+
+def test_a_group_takes_rows_of_another_one_on_other_hosts(group):
+    with bm.ResourcePool([1, 1], backend="hosts") as pool:
+        other = bm.WorkerGroup(pool, Maker)
+        assert other.total(group.make.submit(ROWS)) == [N * (N - 1) // 2] * 2
+
+
+# --- hosts that are lost ---
+
+
+def test_a_host_that_is_lost_is_named_with_its_ranks(group):
+    pids = group.process()
+    made = group.make.submit(ROWS)
+    made.exception()
+    began = time.monotonic()
+    os.kill(pids[2], signal.SIGKILL)
+    with pytest.raises(bm.WorkerDied, match=r"rank 2 .*host1.* is lost"):
+        while time.monotonic() < began + 30:
+            group.process()
+    assert not group.healthy
+    with pytest.raises(bm.RowsLost, match=r"rank 2 has left on host .* make them again"):
+        made.result()
+    group.restart()
+    assert len(set(group.process())) == 3
+
+
+def test_a_host_that_gives_no_sign_of_life_is_lost(group, monkeypatch):
+    monkeypatch.setenv("BANDMASTER_HOST_TIMEOUT", "3")
+    pids = group.process()
+    os.kill(pids[2], signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(bm.WorkerDied, match=r"rank 2 .*no sign of life"):
+            group.process()
+        assert time.monotonic() - began < 5
+    finally:
+        os.kill(pids[2], signal.SIGKILL)
+
+
+# --- who may connect ---
+
+
+class Bomb:
+    """Whoever unpickles this makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def connected():
+    return socket.create_connection(next(iter(agents().values())).address, timeout=10)
+
+
+def is_closed(sock):
+    sock.settimeout(10)
+    try:
+        while sock.recv(1000):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("opening", [b"", MAGIC, MAGIC + bytes(32)], ids=["nothing", "magic", "nonce"])
+def test_what_comes_before_the_proof_is_not_looked_into(group, tmp_path, opening):
+    bomb = pickle.dumps(Bomb(tmp_path / "made"))
+    with connected() as sock:
+        sock.sendall(opening + struct.pack("<II", len(bomb), 0) + bytes(16) + bomb * 3)
+        sock.shutdown(socket.SHUT_WR)
+        assert is_closed(sock)
+    assert not (tmp_path / "made").exists()
+    assert len(group.process()) == 5
+
+
+@pytest.mark.parametrize("purpose", [FOR_MESSAGES, FOR_ROWS])
+def test_a_wrong_secret_is_refused_by_both_ends(group, purpose):
+    with connected() as sock, pytest.raises(Refused):
+        greet(sock, Secret.new(), purpose)
+    assert len(group.process()) == 5
+
+
+def test_a_second_controller_is_not_served(group):
+    with connected() as sock:
+        trusted, _ = greet(sock, get_backend("hosts")._fabric.secret, FOR_MESSAGES)
+        assert is_closed(trusted)
+    assert len(group.process()) == 5
+
+
+def test_a_frame_that_is_not_authentic_ends_the_connection(group, tmp_path):
+    bomb = pickle.dumps(Bomb(tmp_path / "made"))
+    with connected() as sock:
+        trusted, _ = greet(sock, get_backend("hosts")._fabric.secret, FOR_ROWS)
+        trusted.sendall(struct.pack("<II", len(bomb), 0) + bytes(16) + bomb)
+        assert is_closed(trusted)
+    assert not (tmp_path / "made").exists()
+    assert len(group.process()) == 5
+
+
+def test_silent_strangers_are_closed_and_hold_nobody_up(group):
+    strangers = [connected() for _ in range(100)]
+    try:
+        assert len(group.process()) == 5
+        assert group.total(group.make.submit(ROWS)) == [N * (N - 1) // 2] * 5
+        assert all(is_closed(sock) for sock in strangers)
+    finally:
+        for sock in strangers:
+            sock.close()
+
+
+def test_with_encryption_nothing_can_be_read_or_said_without_it(monkeypatch):
+    monkeypatch.setenv("BANDMASTER_TLS", "1")
+    with bm.ResourcePool([1, 1], backend="encrypted") as pool:
+        group = bm.WorkerGroup(pool, Maker)
+        made = group.make.submit(ROWS)
+        assert (group.use.submit(made.shuffle(seed=1).shuffle(seed=2)).result()["y"].shape) == (N, 4)
+        assert (made.result()["x"] == ROWS["x"] * 2).all()
+        agent = next(iter(get_backend("encrypted")._fabric.agents.values()))
+        with socket.create_connection(agent.address, timeout=10) as sock:
+            sock.sendall(MAGIC + bytes(32))
+            assert is_closed(sock)
+        assert len(group.process()) == 2
+
+
+# --- links ---
+
+
+def link_pair(secret=None):
+    secret = secret or Secret.new()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    with ThreadPoolExecutor(1) as threads:
+        welcomed = threads.submit(welcome, accepted, secret)
+        mine = Link(*greet(client, secret, FOR_MESSAGES))
+        theirs = Link(*welcomed.result()[:2])
+    return mine, theirs
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
+@settings(max_examples=15)
+@given(
+    frames=st.lists(
+        st.tuples(st.integers(0, 300_000), st.lists(st.integers(0, 200_000), max_size=4)), min_size=1, max_size=5
+    )
+)
+def test_frames_arrive_as_they_were_sent(is_encrypted, frames):
+    mine, theirs = link_pair(Secret(bytes(32), is_encrypted))
+    try:
+        sent = [(os.urandom(head), [os.urandom(size) for size in sizes]) for head, sizes in frames]
+        for head, chunks in sent:
+            mine.send(head, chunks)
+        found = []
+        while len(found) < len(sent):
+            mine.pump()
+            frame = theirs.receive()
+            if frame is not None:
+                found.append((frame.head, [bytes(chunk) for chunk in frame.chunks]))
+        assert found == sent
+    finally:
+        mine.close()
+        theirs.close()
+
+
+def test_a_frame_cannot_be_sent_twice():
+    mine, theirs = link_pair()
+    try:
+        mine.send(b"once")
+        copy = mine._socket.dup()
+        assert awaited(theirs, 10).head == b"once"
+        sent = struct.pack("<II", 4, 0)
+        mac = mine._mac_out.copy()
+        mac.update(struct.pack("<Q", 0) + sent + b"once")  # as an eavesdropper has seen it
+        copy.setblocking(True)
+        copy.sendall(sent + mac.digest() + b"once")
+        copy.close()
+        with pytest.raises(Closed, match="not authentic"):
+            awaited(theirs, 10)
+    finally:
+        mine.close()
+        theirs.close()
+
+
+def test_flush_sends_everything():
+    mine, theirs = link_pair()
+    try:
+        mine.send(b"head", [bytes(1000)])
+        flush([mine], 10.0)
+        assert not mine.has_unsent
+        assert awaited(theirs, 10).head == b"head"
+    finally:
+        mine.close()
+        theirs.close()
