@@ -161,7 +161,7 @@ class RayBackend:
             )
         _check_session(launch)
         start = partial(start_actor, self._is_embedded)
-        if launch.lifetime is Lifetime.GROUP and not _overlaps(launch) and not self._is_embedded:
+        if _can_have_agents(launch) and not self._is_embedded:
             nodes = nodes_of(launch.slots)
             if not self._are_near(nodes):
                 workers = self._agents.start(launch, start, nodes)
@@ -300,6 +300,12 @@ def start_actor(is_embedded: bool, launch: Launch, rank: int) -> Any:
                     "unique, so give every group a name_prefix of its own, or none"
                 ) from error
         time.sleep(POLL_S)  # Ray frees the name of a killed actor a little later
+
+
+def _can_have_agents(launch: Launch) -> bool:
+    """Whether calls of the group need not go through Ray, wherever its workers are."""
+    is_wanted = os.environ.get("BANDMASTER_AGENTS") != "0"
+    return is_wanted and launch.lifetime is Lifetime.GROUP and not _overlaps(launch)
 
 
 def _overlaps(launch: Launch) -> bool:

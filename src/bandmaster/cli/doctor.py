@@ -103,19 +103,33 @@ def _look_at_ray(address: str) -> list[Finding]:
     """Print the nodes of a Ray cluster, and return the problems with it."""
     if importlib.util.find_spec("ray") is None:
         return [Finding("Ray is not installed", "pip install 'bandmaster[ray]'")]
-    from bandmaster.cli.ray import NotThere, nodes_of
+    from bandmaster.cli.ray import NotThere, links_and_nodes
 
     try:
-        nodes = nodes_of(address)
+        found = links_and_nodes(address)
     except NotThere as error:
         return [Finding(str(error), "ray start --head, or give the address of a running cluster: --ray HOST:PORT")]
     rows = [
-        [node.name, _of(node.cpus_free, node.cpus_total), _of(node.gpus_free, node.gpus_total), ", ".join(node.holders)]
-        for node in nodes
+        [
+            node.name,
+            _of(node.cpus_free, node.cpus_total),
+            _of(node.gpus_free, node.gpus_total),
+            "yes" if why_not is None else "no",
+            ", ".join(node.holders),
+        ]
+        for node, why_not in found
     ]
     print()
-    print(text_table("the Ray cluster", ["node", "free CPUs", "free GPUs", "held by"], rows))
-    return []
+    print(text_table("the Ray cluster", ["node", "free CPUs", "free GPUs", "direct link", "held by"], rows))
+    return [
+        Finding(
+            f"this host cannot connect to a process on node {node.name} ({why_not}), so calls to workers there go "
+            "through Ray, more slowly",
+            "let the hosts of the cluster reach each other on the ports of sysctl net.ipv4.ip_local_port_range",
+        )
+        for node, why_not in found
+        if why_not is not None
+    ]
 
 
 def _of(free: float | None, total: float | None) -> str:

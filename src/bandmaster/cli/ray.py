@@ -5,25 +5,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bandmaster.backends import get_backend
 from bandmaster.backends.ray import _running_cluster
 from bandmaster.plan.placement import Node
 
-__all__ = ["NotThere", "nodes_of"]
+__all__ = ["NotThere", "links_and_nodes"]
 
 REACHABLE_WITHIN_S = 5.0
+STARTED_WITHIN_S = 60.0  # the process on another host that is connected to
 
 
 class NotThere(Exception):
     """There is no reachable Ray cluster; the message says why."""
 
 
-def nodes_of(address: str) -> tuple[Node, ...]:
-    """Return the living nodes of a cluster.
+def links_and_nodes(address: str) -> list[tuple[Node, str | None]]:
+    """Return the living nodes of a cluster, and why this host cannot connect to a process there; None where it can.
 
     Args:
         address: ``"host:port"`` of the cluster, or ``"auto"`` for the one that a pool would join.
@@ -33,9 +36,40 @@ def nodes_of(address: str) -> tuple[Node, ...]:
     """
     with _joined(address):
         try:
-            return tuple(get_backend("ray").inventory())
+            nodes = get_backend("ray").inventory()
+            return list(zip(nodes, _links([node.key for node in nodes]), strict=True))
         except Exception as error:  # Ray raises many kinds when a cluster ends
             raise NotThere(f"cannot list the nodes of the Ray cluster: {_first_line(error)}") from error
+
+
+def _links(nodes: Sequence[str]) -> list[str | None]:
+    """For each node, why this host cannot connect to a process there; None where it can."""
+    listeners = [
+        ray.remote(_Listener)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        .remote()
+        for node in nodes
+    ]
+    asked = [listener.address.remote() for listener in listeners]
+    found: list[str | None] = []
+    for reference in asked:
+        try:
+            host, port = ray.get(reference, timeout=STARTED_WITHIN_S)
+            socket.create_connection((host, port), timeout=REACHABLE_WITHIN_S).close()
+            found.append(None)
+        except (RayError, OSError) as error:
+            found.append(_first_line(error))
+    return found
+
+
+class _Listener:
+    """A process on a node, which listens as an agent would."""
+
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        self._socket = socket.create_server((ray.util.get_node_ip_address(), 0))
+        host, port = self._socket.getsockname()[:2]
+        return host, port
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from bandmaster.calls.pending import CallSite, Collection, PendingCall
 from bandmaster.codec import Payload
 from bandmaster.contract import CONSTRUCT, NOT_STARTED, START_ADVICE, Backend, Call, Launch, Reply, Workers
 from bandmaster.errors import CallTimeout, ConstructorError, RemoteError
+from bandmaster.lifecycle.start_progress import StartProgress, shown
 from bandmaster.plan.transfer import Gather
 
 __all__ = ["replace_worker", "start_workers"]
@@ -31,12 +32,13 @@ def start_workers(backend: Backend, launch: Launch, constructor: Payload) -> Wor
         CallTimeout: The processes did not start, or the constructors did not end, in time.
         PlacementError: A process did not start.
     """
-    workers = backend.start(launch)
-    try:
-        _construct(workers, launch, constructor, tuple(range(len(launch.slots))))
-    except BaseException:
-        workers.stop(NOT_STARTED)
-        raise
+    with shown(launch.group, len(launch.slots)) as progress:
+        workers = backend.start(launch)
+        try:
+            _construct(workers, launch, constructor, tuple(range(len(launch.slots))), progress)
+        except BaseException:
+            workers.stop(NOT_STARTED)
+            raise
     return workers
 
 
@@ -49,20 +51,23 @@ def replace_worker(workers: Workers, launch: Launch, constructor: Payload, rank:
     """
     workers.replace(rank)
     try:
-        _construct(workers, launch, constructor, (rank,))
+        with shown(launch.group, 1) as progress:
+            _construct(workers, launch, constructor, (rank,), progress)
     except BaseException:
         workers.interrupt({rank: None}, "ended by the controller, because it could not be constructed")
         raise
 
 
-def _construct(workers: Workers, launch: Launch, constructor: Payload, ranks: Sequence[int]) -> None:
+def _construct(
+    workers: Workers, launch: Launch, constructor: Payload, ranks: Sequence[int], progress: StartProgress
+) -> None:
     """Run the constructors on some ranks and wait for them. If one fails, the others are ended without grace."""
     options = CallOptions(launch.start_timeout_s, grace=0.0)
     site = CallSite(launch.constructor, launch.mesh, launch.group, options)
     call = PendingCall(workers, site, Collection(Gather(), ()))
     parts = tuple(workers.put([constructor]))
     workers.call([Call(ranks, CONSTRUCT, parts, Reply.DROP)], call.tickets)
-    if not call.wait(launch.start_timeout_s):
+    if not progress.follow(call, launch.start_timeout_s):
         raise CallTimeout(site.method, call.missing, options.timeout or 0.0, call.stacks(), START_ADVICE)
     error = call.error
     if type(error) is RemoteError:

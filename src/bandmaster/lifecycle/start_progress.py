@@ -1,0 +1,109 @@
+"""A line that shows how far the start of a group is, for those who watch it in a terminal or a notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from bandmaster.calls.deadline import Deadline
+from bandmaster.calls.pending import PendingCall
+from bandmaster.platform.limits import start_thread
+
+__all__ = ["StartProgress", "shown"]
+
+QUIET_S = 2.0  # shorter starts show nothing
+EVERY_S = 0.5
+MOST_RANKS = 8  # that are named
+
+
+class StartProgress:
+    """What is known of the start.
+
+    Attributes:
+        is_seen: Whether somebody sees it.
+
+    Args:
+        group: Name of the group.
+        n_ranks: How many ranks are started.
+    """
+
+    def __init__(self, group: str, n_ranks: int) -> None:
+        self.is_seen = _is_seen()
+        self._call: PendingCall | None = None
+        self._group, self._n_ranks = group, n_ranks
+        self._began = time.monotonic()
+
+    def follow(self, call: PendingCall, timeout_s: float | None) -> bool:
+        """Wait for the constructors; False when the time is over before they are done.
+
+        Args:
+            call: The call of the constructors.
+            timeout_s: How long to wait; None for as long as it takes.
+        """
+        self._call = call
+        deadline = Deadline(timeout_s)
+        while self.is_seen:  # who waits reads what has come, once in a while
+            left = deadline.left()
+            if left is not None and left <= EVERY_S:
+                break
+            if call.wait(EVERY_S):
+                return True
+        return call.wait(deadline.left())
+
+    def __str__(self) -> str:
+        seconds, who = time.monotonic() - self._began, f"starting {self._group}"
+        if self._call is None:
+            return f"{who}: waiting for the processes of {self._n_ranks} ranks, {seconds:.0f} s"
+        late = self._call.missing
+        return f"{who}: {self._n_ranks - len(late)} of {self._n_ranks} ranks, {seconds:.0f} s; {_named(late)}"
+
+
+@contextlib.contextmanager
+def shown(group: str, n_ranks: int) -> Iterator[StartProgress]:
+    """Show the progress of a start that takes longer than two seconds, if somebody sees it.
+
+    Args:
+        group: Name of the group.
+        n_ranks: How many ranks are started.
+    """
+    progress, is_over = StartProgress(group, n_ranks), threading.Event()
+    thread = start_thread("bandmaster-start-progress", _show, progress, is_over) if progress.is_seen else None
+    try:
+        yield progress
+    finally:
+        is_over.set()
+        if thread is not None:
+            thread.join()
+
+
+def _show(progress: StartProgress, is_over: threading.Event) -> None:
+    width = 0
+    wait_s = QUIET_S
+    while not is_over.wait(wait_s):
+        wait_s, line = EVERY_S, str(progress)
+        _write(f"\r{line:<{width}}")
+        width = max(width, len(line))
+    if width:
+        _write(f"\r{'':<{width}}\r")
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or the stream was closed
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _is_seen() -> bool:
+    """Whether standard error is a terminal, or the output of a notebook's cell."""
+    stream = sys.stderr
+    return stream is not None and (stream.isatty() or type(stream).__module__.startswith("ipykernel."))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "all have come"
+    more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
+    return f"late: rank {', '.join(map(str, ranks[:MOST_RANKS]))}{more}"
