@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-verl test-verl-fast lint grpo ppo soak bench bench-verl bench-rlhf clean
+.PHONY: demo test test-hosts test-verl test-verl-fast lint grpo ppo soak bench bench-verl bench-rlhf clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -23,6 +23,13 @@ grpo ppo: $(VENV)/.rlhf
 
 soak: $(VENV)/.dev  ## random groups, calls and faults for ten minutes; SOAK_OPTIONS='--minutes 60 --seed 7'
 	$(BIN)/python tests/soak.py $(SOAK_OPTIONS)
+
+# On several hosts, which are namespaces of this machine with networks of their own: needs root, else it says so.
+HOST_TESTS := tests/test_contract.py tests/test_handles.py
+
+test-hosts: $(VENV)/.dev  ## faults of whole hosts, and the contract of a group whose ranks are on other hosts
+	$(BIN)/python -m pytest tests/test_hosts.py
+	$(BIN)/python tests/on_hosts.py $(HOST_TESTS) -k "not Local and not InProcess"
 
 # Every peer in an environment of its own, torch first in each; one that cannot be installed is reported as absent.
 BENCH := .bench

@@ -41,15 +41,26 @@ def ray_cluster():
     """A real Ray for the session, with devices that stand in for GPUs."""
     import ray
 
-    ray.init("local", num_cpus=16, num_gpus=N_FAKE_GPUS, include_dashboard=False, log_to_driver=False)
+    if ON_HOSTS:
+        ray.init(log_to_driver=False)
+    else:
+        ray.init("local", num_cpus=16, num_gpus=N_FAKE_GPUS, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
 
 
 # Run in processes of their own, and must not be imported for their doctests.
-collect_ignore_glob = ["*_programs/*", "soak.py", "soaking/*", "verl/*"]
+collect_ignore_glob = ["*_programs/*", "hosts.py", "on_hosts.py", "test_hosts.py", "soak.py", "soaking/*", "verl/*"]
 
-BACKENDS = ["inprocess", "local", "ray"]
+ON_HOSTS = bool(os.environ.get("BANDMASTER_TEST_HOSTS"))  # all ranks are on other hosts: see on_hosts.py
+BACKENDS = ["ray"] if ON_HOSTS else ["inprocess", "local", "ray"]
+
+
+def spread(process_on_nodes):
+    """The nodes of a pool; where there are other hosts, its slots are on two of them if it has as many."""
+    if ON_HOSTS and len(process_on_nodes) == 1 and (n := process_on_nodes[0]) > 1:
+        return [n - n // 2, n // 2]
+    return process_on_nodes
 
 
 def pytest_collection_finish(session):
@@ -72,7 +83,8 @@ def pytest_generate_tests(metafunc):
     """
     if "backend" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("backends")
-        metafunc.parametrize("backend", marker.args if marker else BACKENDS, indirect=True)
+        wanted = [name for name in (marker.args if marker else BACKENDS) if name in BACKENDS]
+        metafunc.parametrize("backend", wanted, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +111,7 @@ def make_pool(backend):
     pools = []
 
     def make(process_on_nodes, **options):
-        pools.append(bm.ResourcePool(process_on_nodes, backend=backend, **options))
+        pools.append(bm.ResourcePool(spread(process_on_nodes), backend=backend, **options))
         return pools[-1]
 
     yield make
@@ -124,7 +136,7 @@ def make_group(make_pool):
 def actors(backend):
     """On Ray, the actors of a group that the tests of a module share: see `share_group`."""
     if backend == "ray":
-        with bm.ResourcePool([3], backend="ray") as pool:
+        with bm.ResourcePool(spread([3]), backend="ray") as pool:
             yield SharedActors(pool)
     else:
         yield None

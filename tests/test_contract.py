@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+from conftest import spread
 
 import bandmaster as bm
 from bandmaster.testing import BackendContract
@@ -21,7 +22,7 @@ class OfARole(BackendContract):
     def group(self, where, cls, *args, **kwargs):
         mesh = bm.Mesh(dp=where) if isinstance(where, int) else where
         tested = bm.ClassWithInitArgs(cls, *args, **kwargs)
-        with bm.ResourcePool([mesh.size], backend=self.backend, **self.pool_options) as pool:
+        with bm.ResourcePool(self.nodes(mesh.size), backend=self.backend, **self.pool_options) as pool:
             both = bm.colocate(
                 pool, sibling=Sibling, tested=tested, meshes={"tested": mesh}, start_timeout=self.timeout
             )
@@ -42,6 +43,9 @@ class TestLocal(BackendContract):
 @pytest.mark.usefixtures("ray_cluster")
 class TestRay(BackendContract):
     backend = "ray"
+
+    def nodes(self, size):
+        return spread([size])
 
 
 class TestInProcessRoles(OfARole, TestInProcess):

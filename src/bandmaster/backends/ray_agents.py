@@ -56,7 +56,7 @@ class AgentFacts(NamedTuple):
     pid: int
 
 
-class _AgentActor:
+class BandmasterAgent:
     """The process of an agent."""
 
     def bandmaster_open(self, secret: Secret) -> AgentFacts:
@@ -137,7 +137,7 @@ class RayAgents:
     def _started(self, node: str) -> Any:
         """The actor of a new agent."""
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        made = ray.remote(_AgentActor).options(num_cpus=0, scheduling_strategy=strategy, max_restarts=0)
+        made = ray.remote(BandmasterAgent).options(num_cpus=0, scheduling_strategy=strategy, max_restarts=0)
         actor = self._actors[node] = made.remote()
         return actor
 

@@ -61,11 +61,15 @@ class BackendContract:
     can_replace: ClassVar[bool] = True
     timeout: ClassVar[float] = 60.0
 
+    def nodes(self, size: int) -> list[int]:
+        """The nodes of a pool with so many slots: by default one."""
+        return [size]
+
     @contextlib.contextmanager
     def group(self, where: int | Mesh, cls: type[Worker], *args: Any, **kwargs: Any) -> Iterator[WorkerGroup]:
         """Create a group on a pool of its own; both are closed at the end of the block."""
         mesh = Mesh(dp=where) if isinstance(where, int) else where
-        with ResourcePool([mesh.size], backend=self.backend, **self.pool_options) as pool:
+        with ResourcePool(self.nodes(mesh.size), backend=self.backend, **self.pool_options) as pool:
             group = WorkerGroup(pool, cls, *args, mesh=mesh, start_timeout=self.timeout, **kwargs)
             group.set_default_options(timeout=self.timeout)
             yield group

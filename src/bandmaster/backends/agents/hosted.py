@@ -96,6 +96,7 @@ class Hosted:
         self._keep = keep
         self._open: dict[int, _Open] = {}
         self._done: deque[tuple[int, int]] = deque()  # numbers of calls, and ranks that have replied
+        self._fresh: set[int] = set()  # numbers of calls with replies that were not told of
         self._n_deaths = 0
         self._held: deque[Held] = deque()  # what waits for rows, and what came behind it
 
@@ -162,6 +163,7 @@ class Hosted:
             if rank not in sent:
                 assert why is not None, "a call that was sent has a ticket for each of its ranks"
                 opened.unsent[rank] = (ReplyKind.FAILURE, why, None)
+                self._fresh.add(entry.number)
 
     # --- replies ---
 
@@ -188,6 +190,11 @@ class Hosted:
                 done = self.workers.wait(list(opened.tickets.values()), 0.0)
                 self._done.extend((number, by_id[id(ticket)]) for ticket in done)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there may be something to tell."""
+        return bool(self._done or self._fresh) or len(self.workers.deaths) != self._n_deaths
+
     def replies(self, packed: Packed, is_flushed: bool = False) -> list[tuple[Any, ...]]:
         """What is to be told of calls: ``(number, ranks, kind, content, times)`` for each different reply.
 
@@ -201,24 +208,27 @@ class Hosted:
             ticket = None if opened is None else opened.tickets.pop(rank, None)
             if ticket is not None and opened is not None:
                 opened.unsent[rank] = self._said(ticket)
+                self._fresh.add(number)
         found: list[tuple[Any, ...]] = []
         now = time.monotonic()
-        for number, opened in list(self._open.items()):
-            if not opened.unsent:
-                continue
+        for number in list(self._fresh):
+            opened = self._open[number]
             opened.since = opened.since or now
             has_failed = any(kind == ReplyKind.FAILURE for kind, _, _ in opened.unsent.values())
             if opened.tickets and not (is_flushed or has_failed or now - opened.since >= PATIENCE_S):
                 continue
             found += _merged(number, opened.unsent, packed)
             opened.unsent, opened.since = {}, 0.0
+            self._fresh.remove(number)
             if not opened.tickets:
                 del self._open[number]
         return found
 
     def due_s(self) -> float | None:
         """Seconds after which there is something to tell; None if there is nothing."""
-        moments = [opened.since for opened in self._open.values() if opened.unsent]
+        if not self._fresh:
+            return None
+        moments = [self._open[number].since for number in self._fresh]
         return max(0.0, min(moments) + PATIENCE_S - time.monotonic()) if moments else None
 
     def _said(self, ticket: Any) -> tuple[int, Any, Any]:

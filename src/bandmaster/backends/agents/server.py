@@ -155,6 +155,8 @@ class AgentServer:
     def _tell(self) -> None:
         """Send what the groups have to tell."""
         for name, hosted in list(self._groups.items()):
+            if not hosted.has_news:
+                continue
             deaths = hosted.deaths()
             packed = Packed()
             replies = hosted.replies(packed, bool(deaths))

@@ -1,0 +1,49 @@
+"""Runs on the first host: one call to ranks of two other hosts, for a test that does something to one of these.
+
+python sleep.py SECONDS
+"""
+
+import json
+import os
+import sys
+import time
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+
+class Sleeper(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def place(self):
+        return os.uname().nodename
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    def on_replace(self, rank, state):
+        """Nothing: ranks do not know each other."""
+
+
+def tell(**facts):
+    print(json.dumps(facts), flush=True)
+
+
+with bm.ResourcePool([2, 2], backend="ray") as pool:
+    group = bm.WorkerGroup(pool, Sleeper)
+    channels = {record.channel for record in group._ownership.workers().records}
+    tell(hosts=group.place(), channels=sorted(channels))
+    call = group.sleep.submit(float(sys.argv[1]))
+    tell(is_asleep=True)
+    began = time.monotonic()
+    try:
+        call.result()
+        tell(slept=time.monotonic() - began)
+    except bm.WorkerDied as error:
+        tell(died=time.monotonic() - began, message=str(error))
+        tell(is_healthy=group.healthy)
+    if sys.argv[2:] == ["restart"]:
+        group.replace(2)
+        group.replace(3)
+        tell(hosts=group.place())
+tell(is_over=True)

@@ -1,0 +1,152 @@
+"""A testbed: several hosts on one machine, each with a network, processes, host name and /dev/shm of its own.
+
+    with Hosts(3) as hosts:                      # a Ray cluster of three; the first has no CPUs for workers
+        subprocess.run(hosts.command(0, ["python", "script.py"]), env=hosts.environment)
+        hosts.power_off(2)
+
+Hosts are Linux namespaces on one bridge, with the addresses 10.78.0.1, 10.78.0.2, …: what is no network does not
+connect them. All of it ends with the processes that hold the namespaces, and they end with this process. Needs root.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PROGRAMS = ["ip", "mount", "nsenter", "unshare"]
+RAY_PORT = 6379
+START_TIMEOUT_S = 120
+
+
+def why_not():
+    """Why there can be no testbed here; None if there can."""
+    if os.geteuid() != 0:
+        return "namespaces need root"
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"the programs {', '.join(missing)} are missing"
+    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    return f"namespaces cannot be made: {tried.stderr.strip()}" if tried.returncode else None
+
+
+class Hosts:
+    """Hosts with a Ray cluster on them.
+
+    Args:
+        n: How many.
+        cpus: What Ray is told of the CPUs of each but the first, which has none.
+        gpus: The same for GPUs.
+    """
+
+    def __init__(self, n, cpus=8, gpus=0):
+        self.n, self._cpus, self._gpus = n, cpus, gpus
+        self._holders = []
+        self._pids = []
+        self._off = set()
+
+    @property
+    def environment(self):
+        """For programs on the first host."""
+        return {**os.environ, "RAY_ADDRESS": f"{address(0)}:{RAY_PORT}", "RAY_AUTH_MODE": "token"}
+
+    def command(self, host, command):
+        """What runs a command on a host."""
+        return [*_inside(self._pids[host]), "--", *command]
+
+    def others(self):
+        """The hosts but the first that were not powered off."""
+        return [host for host in range(1, self.n) if host not in self._off]
+
+    def power_off(self, host):
+        """End all processes of a host at once."""
+        os.kill(self._pids[host], signal.SIGKILL)
+        self._off.add(host)
+
+    def cut(self, host):
+        """Take a host off the network."""
+        self._on_switch("ip", "link", "set", f"port{host}", "down")
+
+    def mend(self, host):
+        """Put a host on the network again."""
+        self._on_switch("ip", "link", "set", f"port{host}", "up")
+
+    def __enter__(self):
+        try:
+            self._switch = self._held("--net")
+            self._on_switch("ip", "link", "add", "switch", "type", "bridge")
+            self._on_switch("ip", "link", "set", "switch", "up")
+            Path("/tmp/ray").mkdir(exist_ok=True)
+            for host in range(self.n):
+                self._pids.append(self._held("--net", "--mount", "--uts", "--ipc", "--pid"))
+                self._wire(host)
+            self._start_ray()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        for holder in self._holders:
+            holder.kill()
+            holder.wait()
+
+    def _held(self, *kinds):
+        """New namespaces; the process that holds them, as this one sees it."""
+        command = ["unshare", *kinds, "--fork", "--kill-child", "sleep", "infinity"]
+        holder = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._holders.append(holder)
+        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
+        deadline = time.monotonic() + 10
+        while not (found := children.read_text().split()):
+            if time.monotonic() > deadline:
+                raise RuntimeError("no namespaces within 10 s")
+            time.sleep(0.005)
+        return int(found[0])
+
+    def _wire(self, host):
+        pid = self._pids[host]
+        self._on_switch("ip", "link", "add", f"port{host}", "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        self._on_switch("ip", "link", "set", f"port{host}", "master", "switch", "up")
+        for command in (
+            ["ip", "address", "add", f"{address(host)}/24", "dev", "eth0"],
+            ["ip", "link", "set", "eth0", "up"],
+            ["ip", "link", "set", "lo", "up"],
+            ["hostname", f"host{host}"],
+            ["mount", "-t", "proc", "proc", "/proc"],
+            ["mount", "-t", "tmpfs", "-o", "size=4g", "tmpfs", "/dev/shm"],
+            ["mount", "-t", "tmpfs", "tmpfs", "/tmp/ray"],
+        ):
+            _checked(self.command(host, command))
+
+    def _start_ray(self):
+        ray = str(Path(sys.executable).with_name("ray"))
+        subprocess.run([ray, "get-auth-token", "--generate"], capture_output=True, check=False)  # there may be one
+        common = ["--object-store-memory=1000000000", "--disable-usage-stats"]
+        for host in range(self.n):
+            if host == 0:
+                role = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--num-cpus=0"]
+            else:
+                role = [f"--address={address(0)}:{RAY_PORT}", f"--num-cpus={self._cpus}", f"--num-gpus={self._gpus}"]
+            command = self.command(host, [ray, "start", *role, f"--node-ip-address={address(host)}", *common])
+            _checked(command, env=self.environment, timeout=START_TIMEOUT_S)
+
+    def _on_switch(self, *command):
+        _checked(["nsenter", "-t", str(self._switch), "-n", "--", *command])
+
+
+def address(host):
+    """The IP address of a host."""
+    return f"10.78.0.{host + 1}"
+
+
+def _inside(pid):
+    return ["nsenter", "-t", str(pid), "-n", "-m", "-u", "-i", "-p"]
+
+
+def _checked(command, **options):
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")

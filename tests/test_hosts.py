@@ -1,0 +1,140 @@
+"""Faults of whole hosts, on separate networks and a real Ray cluster; needs root.
+
+What ranks on other hosts do otherwise is what they do anywhere: `python tests/on_hosts.py` runs those tests there.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hosts import Hosts, address, why_not
+
+pytestmark = pytest.mark.timeout(180)
+
+PROGRAM = Path(__file__).parent / "host_programs" / "sleep.py"
+LIMIT_S = 10.0  # after which a host counts as lost
+SLACK_S = 2.0  # for a machine that has other things to do
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Five hosts, of which the first has no ranks, and a pool of two nodes takes the first two others that live."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with Hosts(5) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def running(hosts, *args):
+    """The program on the first host; yields what returns the next thing that it tells."""
+    command = hosts.command(0, [sys.executable, str(PROGRAM), *map(str, args)])
+    with subprocess.Popen(command, env=hosts.environment, stdout=subprocess.PIPE, text=True) as program:
+
+        def told(name):
+            for line in program.stdout:
+                if line.startswith("{") and name in (facts := json.loads(line)):
+                    return facts
+            raise AssertionError(f"the program has ended without telling {name}")
+
+        try:
+            yield told
+        finally:
+            program.kill()
+
+
+def agents_on(hosts, host):
+    found = subprocess.run(hosts.command(host, ["pgrep", "-f", "BandmasterAgent"]), capture_output=True, text=True)
+    return found.stdout.split()
+
+
+def send_signal(hosts, host, name, pids):
+    subprocess.run(hosts.command(host, ["kill", f"-{name}", *pids]), check=True)
+
+
+def workers_on(hosts, host):
+    found = subprocess.run(hosts.command(host, ["pgrep", "-f", "Sleeper|BandmasterAgent"]), capture_output=True)
+    return found.stdout.split()
+
+
+def all_workers(hosts):
+    return [pid for host in hosts.others() for pid in workers_on(hosts, host)]
+
+
+def assert_ends(hosts, within_s):
+    """No agent and no worker is left on the other hosts."""
+    deadline = time.monotonic() + within_s
+    while left := all_workers(hosts):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)  # processes of other hosts tell nobody that they have ended
+
+
+def test_calls_go_by_links_and_a_short_cut_of_the_network_is_survived(hosts):
+    with running(hosts, 4) as told:
+        facts = told("hosts")
+        assert facts["hosts"] == ["host1", "host1", "host2", "host2"] and facts["channels"] == ["link"]
+        told("is_asleep")
+        hosts.cut(2)
+        time.sleep(2)  # how long the cut is
+        hosts.mend(2)
+        assert told("slept")
+        assert told("is_over")
+    assert_ends(hosts, 10)
+
+
+@contextlib.contextmanager
+def stopped_agent(hosts, host):
+    pids = agents_on(hosts, host)
+    send_signal(hosts, host, "STOP", pids)
+    yield
+    send_signal(hosts, host, "KILL", pids)
+
+
+@contextlib.contextmanager
+def cut_off(hosts, host):
+    hosts.cut(host)
+    yield
+    hosts.mend(host)
+
+
+@contextlib.contextmanager
+def powered_off(hosts, host):
+    hosts.power_off(host)
+    yield
+
+
+def test_a_killed_agent_is_replaced_with_its_ranks(hosts):
+    with running(hosts, 60, "restart") as told:
+        told("is_asleep")
+        send_signal(hosts, 2, "KILL", agents_on(hosts, 2))
+        assert told("died")["died"] < LIMIT_S
+        assert told("hosts")["hosts"] == ["host1", "host1", "host2", "host2"]
+        assert told("is_over")
+
+
+@pytest.mark.parametrize("lost", [stopped_agent, cut_off, powered_off])  # the last two leave a host that Ray counts out
+def test_a_lost_host_is_named_in_time(hosts, lost):
+    with running(hosts, 60) as told:
+        host = int(told("hosts")["hosts"][2].removeprefix("host"))
+        told("is_asleep")
+        with lost(hosts, host):
+            facts = told("died")
+        assert facts["died"] < LIMIT_S + SLACK_S
+        assert "rank 2" in facts["message"] and "rank 3" in facts["message"]
+        assert f"host host{host} ({address(host)}) is lost" in facts["message"]
+        assert not told("is_healthy")["is_healthy"]
+        assert told("is_over")
+    assert_ends(hosts, 15)
+
+
+def test_nothing_outlives_the_controllers_host(hosts):
+    with running(hosts, 60) as told:
+        told("is_asleep")
+        assert len(all_workers(hosts)) == 6
+        hosts.power_off(0)
+        assert_ends(hosts, 10)
