@@ -79,6 +79,10 @@ def test_calls_go_by_links_and_a_short_cut_of_the_network_is_survived(hosts):
         facts = told("hosts")
         assert facts["hosts"] == ["host1", "host1", "host2", "host2"] and facts["channels"] == ["link"]
         told("is_asleep")
+        shown = subprocess.run(
+            hosts.command(1, [sys.executable, "-m", "bandmaster", "ps"]), capture_output=True, text=True
+        )
+        assert "0-1 of 4" in shown.stdout and "on host0)" in shown.stdout, shown.stdout
         hosts.cut(2)
         time.sleep(2)  # how long the cut is
         hosts.mend(2)

@@ -59,9 +59,9 @@ class AgentFacts(NamedTuple):
 class BandmasterAgent:
     """The process of an agent."""
 
-    def bandmaster_open(self, secret: Secret) -> AgentFacts:
+    def bandmaster_open(self, secret: Secret, controller: str) -> AgentFacts:
         """Listen for the controller, and serve it until it is gone; then this process ends, and the workers with it."""
-        server = AgentServer(secret, ray.util.get_node_ip_address(), _RayHost())
+        server = AgentServer(secret, ray.util.get_node_ip_address(), _RayHost(), controller)
         start_thread("bandmaster-agent", self._serve, server)
         return AgentFacts(server.address, os.uname().nodename, os.getpid())
 
@@ -117,7 +117,8 @@ class RayAgents:
         fabric = self._fabric = self._fabric or Fabric()
         agents = fabric.agents
         missing = [node for node in nodes if node not in agents]
-        asked = {self._started(node).bandmaster_open.remote(fabric.secret): node for node in missing}
+        me = f"pid {os.getpid()} on {socket.gethostname()}"
+        asked = {self._started(node).bandmaster_open.remote(fabric.secret, me): node for node in missing}
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=START_TIMEOUT_S) if asked else ([], [])
         for reference, node in asked.items():
             try:

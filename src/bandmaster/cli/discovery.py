@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bandmaster.platform.proc import pids, stat
-from bandmaster.transport.control_page import WorkerIdentity, find_all
+from bandmaster.transport.control_page import WorkerIdentity, controller_of_agent, find_all
 from bandmaster.transport.kept import held_nbytes
 
 __all__ = ["Discovered", "Group", "Process", "discover"]
@@ -60,6 +60,7 @@ class Group:
         is_orphan: Whether the controller has ended.
         workers: Identity and process of each worker on this machine, by rank.
         held_nbytes: Bytes of rows that these workers have made and their controller holds, in shared memory.
+        agent_of: If ``controller`` is the agent of a controller on another host, what it calls that one; else "".
     """
 
     name: str
@@ -68,6 +69,7 @@ class Group:
     is_orphan: bool
     workers: tuple[tuple[WorkerIdentity, Process], ...]
     held_nbytes: int = 0
+    agent_of: str = ""
 
     @property
     def full_name(self) -> str:
@@ -107,7 +109,8 @@ def _group(name: str, controller: int, world_size: int, members: list[tuple[Work
     is_gone = living is None or living.started_s > oldest  # another process may have got the pid since
     held = held_nbytes(controller) if controller else {}
     nbytes = sum(held.get(process.pid, 0) for _, process in workers)
-    return Group(name, controller, world_size, controller != 0 and is_gone, workers, nbytes)
+    agent_of = (controller_of_agent(controller) if controller else None) or ""
+    return Group(name, controller, world_size, controller != 0 and is_gone, workers, nbytes, agent_of)
 
 
 def _orphaned_zygotes() -> Iterator[Process]:

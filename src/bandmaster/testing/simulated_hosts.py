@@ -145,7 +145,7 @@ class _Ranks(InProcessWorkers):
 
 
 def _agent(secret: Secret) -> None:
-    server = AgentServer(secret, "127.0.0.1", _SimulatedHost())
+    server = AgentServer(secret, "127.0.0.1", _SimulatedHost(), "a test")
     os.write(1, f"{json.dumps([*server.address, os.getpid()])}\n".encode())  # at once: others write, too
     os.close(0)
     server.run(PATIENCE_S)

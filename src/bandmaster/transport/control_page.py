@@ -34,7 +34,9 @@ __all__ = [
     "N_SLOTS",
     "STACKS_SIGNAL",
     "WorkerIdentity",
+    "announce_agent",
     "announced",
+    "controller_of_agent",
     "find",
     "find_all",
     "interrupt",
@@ -48,6 +50,7 @@ ANNOUNCED = N_SLOTS  # where a worker says which call it runs
 STACKS_TIMEOUT_S = 0.5
 
 _MARK = "bandmaster-worker"
+_AGENT = "bandmaster-agent"
 _MAX_NAME_NBYTES = 200  # the kernel takes 249
 _NAME = re.compile(rf"/memfd:{_MARK} ([0-9]+) ([0-9]+) ([0-9]+) ([0-9]+) (.*) \(deleted\)", re.DOTALL)
 _MAX_PID = 1 << 22
@@ -88,6 +91,26 @@ class WorkerIdentity:
             return None
         group = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found[5])
         return cls(pid, controller, rank, world_size, group)
+
+
+def announce_agent(controller: str) -> int:
+    """Have others find that this process is the agent of a controller on another host, as long as a descriptor is open.
+
+    Args:
+        controller: What messages call the controller.
+    """
+    return os.memfd_create(f"{_AGENT} {controller}".replace("/", "|")[:_MAX_NAME_NBYTES], os.MFD_CLOEXEC)
+
+
+def controller_of_agent(pid: int) -> str | None:
+    """What an agent calls its controller; None if the process is no agent."""
+    with contextlib.suppress(OSError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found = re.fullmatch(rf"/memfd:{_AGENT} (.*) \(deleted\)", os.readlink(path))
+                if found is not None:
+                    return "".join(c for c in found[1] if c.isprintable())
+    return None
 
 
 def find_all() -> Iterator[WorkerIdentity]:

@@ -23,6 +23,7 @@ from bandmaster.errors import ClosedError, ResourceError, RowsLost
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.platform.limits import start_thread
 from bandmaster.transport.channel import Closed
+from bandmaster.transport.control_page import announce_agent
 from bandmaster.transport.handshake import Refused, Secret, welcome
 from bandmaster.transport.link import Frame, Link
 
@@ -51,10 +52,12 @@ class AgentServer:
         secret: What the controller and other agents have to know.
         address: The IP address of this host, on which alone it listens.
         host: Starts workers.
+        controller: What `bandmaster ps` calls the controller.
     """
 
-    def __init__(self, secret: Secret, address: str, host: Host) -> None:
+    def __init__(self, secret: Secret, address: str, host: Host, controller: str) -> None:
         self._secret, self._host = secret, host
+        self._announced = announce_agent(controller)
         self._listening = socket.create_server((address, 0), backlog=128)
         self.address: tuple[str, int] = self._listening.getsockname()[:2]
         self._shelf = Shelf()
