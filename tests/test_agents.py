@@ -165,6 +165,78 @@ def test_a_host_that_gives_no_sign_of_life_is_lost(group, monkeypatch):
         os.kill(pids[2], signal.SIGKILL)
 
 
+# --- many hosts ---
+
+
+class Odd(Maker):
+    """A method of which fails on one rank."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_on(self, rank):
+        if self.rank == rank:
+            raise ValueError(f"rank {rank} is odd")
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value, self.rank
+
+    @register(Dispatch.DP_PROTO)
+    def double(self, rows):
+        return rows * 2
+
+
+@pytest.fixture
+def tree(monkeypatch):
+    """Seven hosts, three of which pass calls on to the others."""
+    monkeypatch.setattr("bandmaster.backends.agents.workers.TREE_FROM", 4)
+    with bm.ResourcePool([2, 1, 2, 1, 2, 1, 2], backend="hosts") as pool:
+        yield bm.WorkerGroup(pool, Odd)
+
+
+def test_agents_of_many_hosts_pass_calls_on(tree):
+    sent = {agent.host: agent.link._n_sent for agent in agents().values()}
+    large = np.arange(100_000)
+    for _ in range(3):
+        assert [rank for _, rank in tree.echo("x")] == list(range(11))
+    assert all((value == large).all() for value, _ in tree.echo(large))
+    asked = {agent.host for agent in agents().values() if agent.link._n_sent - sent[agent.host] >= 4}
+    assert len(asked) == 3
+    assert tree.double(large).tolist() == (large * 2).tolist()
+    assert tree.double(np.arange(3)).tolist() == [0, 2, 4]
+
+
+def test_calls_that_are_passed_on_keep_their_order(tree):
+    futures = [tree.echo.submit(n) if n % 3 else tree.double.submit(np.full(5, n)) for n in range(60)]
+    for n, future in enumerate(futures):
+        found = future.result(60)
+        assert found[0][0] == n if n % 3 else found.tolist() == [2 * n] * 5
+
+
+def test_rows_are_taken_on_any_of_many_hosts(tree):
+    made = tree.make.submit(ROWS)
+    used = tree.use.submit(made.shuffle(seed=3))
+    del made  # the call still needs its rows
+    assert used.result()["j"].tolist() == np.random.default_rng(3).permutation(N).tolist()
+
+
+def test_the_rank_that_fails_among_many_hosts_is_named(tree):
+    for rank in (0, 3, 10):
+        with pytest.raises(bm.RemoteError, match=rf"rank {rank} .*rank {rank} is odd"):
+            tree.fail_on(rank)
+    assert tree.fail_on(99) == list(range(11))
+
+
+def test_the_loss_of_a_host_that_passes_calls_on_ends_calls_and_is_named(tree):
+    pids = dict(zip(range(11), tree.process(), strict=True))
+    os.kill(pids[0], signal.SIGKILL)  # the host of ranks 0 and 1
+    with pytest.raises(bm.WorkerDied, match=r"rank 0 .*host0.* is lost"):
+        while True:
+            tree.process()
+    tree.restart()
+    assert len(set(tree.process())) == 7
+
+
 # --- who may connect ---
 
 

@@ -40,6 +40,7 @@ from bandmaster.platform.locks import check_not_held
 __all__ = ["CallSite", "Collection", "OpenCalls", "PendingCall"]
 
 LOOK_AROUND_S = 5.0  # a call that is waited for may be cancelled by another thread meanwhile
+UNCHANGEABLE = {type(None), bool, int, float, str, bytes}
 MANY = 64  # open calls; from there on, each new one looks whether the oldest is over
 
 
@@ -468,6 +469,7 @@ class PendingCall:
         done = self.workers.wait(list(self.tickets.values()), timeout_s)
         finished = None if len(done) == len(self.tickets) else set(map(id, done))
         still = {}
+        same = shared = None  # a payload that several ranks have sent alike, and its value
         for rank, ticket in self.tickets.items():
             if finished is not None and id(ticket) not in finished:
                 still[rank] = ticket
@@ -477,7 +479,11 @@ class PendingCall:
                 self.record.came(rank, ticket, value)
             if type(value) is Payload and not self.keeps_rows:
                 try:
-                    value = decode(value)
+                    if value is not same:
+                        same, shared = value, decode(value)
+                    elif type(shared) not in UNCHANGEABLE:
+                        shared = decode(value)
+                    value = shared
                 except BaseException as error:  # the user's objects may raise anything as they are unpickled
                     value = self._unreadable(rank, error)
             if type(value) is Failure:

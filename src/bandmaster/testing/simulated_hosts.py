@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -159,9 +160,12 @@ def main() -> None:
         for _ in range(int(line)):
             child = os.fork()
             if not child:
-                with contextlib.suppress(BaseException):
+                try:
                     _agent(secret)
-                os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(0)
             children.append(child)
     for child in children:
         with contextlib.suppress(ProcessLookupError):

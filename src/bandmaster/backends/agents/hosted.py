@@ -69,10 +69,13 @@ class Held:
 class _Open:
     """A call that ranks of this host have not all replied to."""
 
-    __slots__ = ("since", "tickets", "unsent")
+    __slots__ = ("is_sent", "n_below", "patience_s", "since", "tickets", "unsent")
 
-    def __init__(self, tickets: dict[int, Any]) -> None:
-        self.tickets = tickets
+    def __init__(self, n_below: int) -> None:
+        self.tickets: dict[int, Any] = {}
+        self.is_sent = False  # to the ranks of this host
+        self.n_below = n_below  # ranks on other hosts, whose replies come here as well
+        self.patience_s = PATIENCE_S
         self.unsent: dict[int, Any] = {}
         self.since = 0.0  # when the first of the unsent replies came
 
@@ -83,7 +86,9 @@ class Hosted:
     Attributes:
         workers: The workers.
         ranks: Their ranks.
-        is_watched: Whether `Workers.arrivals` tells of what comes.
+        home: The link that calls come by, and replies go back by.
+        below: The links to agents that calls for all hosts are passed on to.
+        n_below: How many ranks these have, and those below them.
 
     Args:
         workers: The workers.
@@ -94,6 +99,9 @@ class Hosted:
     def __init__(self, workers: Workers, ranks: Sequence[int], keep: Callable[[Any], int]) -> None:
         self.workers, self.ranks = workers, tuple(ranks)
         self._keep = keep
+        self.home: Any = None
+        self.below: list[Any] = []
+        self.n_below = 0
         self._open: dict[int, _Open] = {}
         self._done: deque[tuple[int, int]] = deque()  # numbers of calls, and ranks that have replied
         self._fresh: set[int] = set()  # numbers of calls with replies that were not told of
@@ -154,7 +162,8 @@ class Hosted:
 
     def _await(self, entry: Entry, sent: Mapping[int, Any], why: Failure | None) -> None:
         ranks = self._ranks_of(entry)
-        opened = self._open[entry.number] = _Open({rank: sent[rank] for rank in ranks if rank in sent})
+        opened = self._open.setdefault(entry.number, _Open(0))
+        opened.tickets, opened.is_sent = {rank: sent[rank] for rank in ranks if rank in sent}, True
         for rank, ticket in list(opened.tickets.items()):
             ticket.on_done = partial(self._done.append, (entry.number, rank))
             if getattr(ticket, "is_done", False):
@@ -215,21 +224,41 @@ class Hosted:
             opened = self._open[number]
             opened.since = opened.since or now
             has_failed = any(kind == ReplyKind.FAILURE for kind, _, _ in opened.unsent.values())
-            if opened.tickets and not (is_flushed or has_failed or now - opened.since >= PATIENCE_S):
+            is_whole = opened.is_sent and not opened.tickets and not opened.n_below
+            if not (is_whole or is_flushed or has_failed or now - opened.since >= opened.patience_s):
                 continue
+            opened.patience_s *= 2
             found += _merged(number, opened.unsent, packed)
             opened.unsent, opened.since = {}, 0.0
             self._fresh.remove(number)
-            if not opened.tickets:
+            if is_whole:
                 del self._open[number]
         return found
+
+    def await_below(self, numbers: Sequence[int]) -> None:
+        """Calls were passed on: the replies of the other hosts belong to those of this one."""
+        for number in numbers:
+            self._open[number] = _Open(self.n_below)
+
+    def pass_back(self, replies: Sequence[tuple[Any, ...]], payloads: Sequence[Payload]) -> None:
+        """Replies of ranks on other hosts have come."""
+        for number, ranks, kind, content, times in replies:
+            opened = self._open.get(number)
+            if opened is None:  # it was for other hosts alone
+                opened = self._open[number] = _Open(0)
+                opened.is_sent = True
+            value = payloads[content] if kind == ReplyKind.PART else content
+            said = kind, Payload(value) if kind == ReplyKind.VALUE else value, times
+            opened.unsent.update(dict.fromkeys(ranks, said))
+            opened.n_below = max(0, opened.n_below - len(ranks))
+            self._fresh.add(number)
 
     def due_s(self) -> float | None:
         """Seconds after which there is something to tell; None if there is nothing."""
         if not self._fresh:
             return None
-        moments = [self._open[number].since for number in self._fresh]
-        return max(0.0, min(moments) + PATIENCE_S - time.monotonic()) if moments else None
+        moments = [self._open[number].since + self._open[number].patience_s for number in self._fresh]
+        return max(0.0, min(moments) - time.monotonic())
 
     def _said(self, ticket: Any) -> tuple[int, Any, Any]:
         """Kind, content and times of a reply."""
@@ -297,7 +326,7 @@ def _merged(number: int, replies: Mapping[int, tuple[int, Any, Any]], packed: Pa
         elif kind == ReplyKind.VALUE and times is None:
             alike.setdefault((kind, bytes(content.head)), []).append(rank)
         elif kind == ReplyKind.FAILURE:
-            found.append((number, (rank,), kind, _pickled(content), times))
+            found.append((number, (rank,), kind, content if isinstance(content, bytes) else _pickled(content), times))
         elif isinstance(content, Payload):
             found.append((number, (rank,), ReplyKind.PART, packed.add(content), times))
         else:

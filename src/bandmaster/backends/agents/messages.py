@@ -13,15 +13,15 @@ from typing import Any
 from bandmaster.codec import Payload
 from bandmaster.transport.channel import INLINE_NBYTES, inline
 
-__all__ = ["FOR_MESSAGES", "FOR_ROWS", "Kind", "Packed", "dumped", "unpacked"]
+__all__ = ["FOR_MESSAGES", "FOR_RELAY", "FOR_ROWS", "Kind", "Packed", "dumped", "unpacked"]
 
-FOR_MESSAGES, FOR_ROWS = 1, 2  # purposes of connections
+FOR_MESSAGES, FOR_ROWS, FOR_RELAY = 1, 2, 3  # purposes of connections: of the controller, for rows, of another agent
 
 
 class Kind(IntEnum):
     """What a frame says, and what follows in its head."""
 
-    CALL = 1  # group, entries, table of payloads, what is fetched
+    CALL = 1  # group, entries, table of payloads, what is fetched, whether it is for all hosts below as well
     INTERRUPT = 2  # group, {rank: number or None}, why they are to be killed
     RELEASE = 3  # numbers of rows
     ASK = 4  # number, name of what is asked for, arguments
@@ -30,6 +30,7 @@ class Kind(IntEnum):
     DEATHS = 7  # group, {rank: pickled failure}
     ANSWER = 8  # number, whether it is an error, what is pickled
     PONG = 9  # nothing
+    FORWARD = 10  # group, which of the hosts below, the head of the frame for it, whose chunks are these
 
 
 def dumped(content: tuple[Any, ...]) -> bytes:

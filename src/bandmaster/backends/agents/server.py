@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from bandmaster.backends.agents.hosted import Entry, Held, Hosted
-from bandmaster.backends.agents.messages import FOR_MESSAGES, FOR_ROWS, Kind, Packed, dumped
+from bandmaster.backends.agents.messages import FOR_MESSAGES, FOR_RELAY, FOR_ROWS, Kind, Packed, dumped
 from bandmaster.backends.agents.rows import Fetch, RowServer, Shelf, in_memory
 from bandmaster.codec import Payload
 from bandmaster.contract import KeptCopy
@@ -24,8 +24,8 @@ from bandmaster.failure import Failure, FailureKind
 from bandmaster.platform.limits import start_thread
 from bandmaster.transport.channel import Closed
 from bandmaster.transport.control_page import announce_agent
-from bandmaster.transport.handshake import Refused, Secret, welcome
-from bandmaster.transport.link import Frame, Link
+from bandmaster.transport.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet, welcome
+from bandmaster.transport.link import Link
 
 __all__ = ["AgentServer", "Host"]
 
@@ -40,6 +40,36 @@ class Host:
     def start(self, said: bytes) -> tuple[Any, Sequence[int], Any]:
         """Start the part of a group. Returns the workers, their ranks, and what the controller is to know."""
         raise NotImplementedError
+
+
+class Conversation:
+    """One link of an agent, and the frame that is being received over it.
+
+    Attributes:
+        link: The link.
+        content: The content of that frame, once it was looked at for where its chunks are to lie.
+        payloads: The payloads that its chunks are.
+    """
+
+    def __init__(self, sock: socket.socket, keys: Any, place: Callable[[Conversation, Sequence[int]], Any]) -> None:
+        self.content: tuple[Any, ...] | None = None
+        self.payloads: list[Payload] = []
+        self._where = place
+        self.link = Link(sock, keys, self._place)
+
+    def _place(self, head: bytes, sizes: Sequence[int]) -> Sequence[memoryview]:
+        self.content = pickle.loads(head)
+        self.payloads = self._where(self, sizes)
+        return [view for payload in self.payloads for view in (payload.head, *payload.buffers)]
+
+    def receive(self) -> tuple[tuple[Any, ...], list[Payload]] | None:
+        """The content and the large payloads of the next frame; None if it is not all there."""
+        frame = self.link.receive()
+        if frame is None:
+            return None
+        content, payloads = self.content or pickle.loads(frame.head), self.payloads
+        self.content, self.payloads = None, []
+        return content, payloads
 
 
 class AgentServer:
@@ -64,10 +94,11 @@ class AgentServer:
         self._rows = RowServer(self._shelf)
         self._groups: dict[str, Hosted] = {}
         self._by_fd: dict[int, Hosted] = {}
-        self._link: Link
+        self._controller: Conversation
+        self._conversations: dict[int, Conversation] = {}  # by descriptor: with the controller, and other agents
+        self._below: dict[tuple[str, int], Conversation] = {}  # by address: agents that this one passes calls on to
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._to_do: deque[Callable[[], object]] = deque()  # for the thread that serves, from others
-        self._content: tuple[Any, ...] | None = None  # of the frame whose chunks are being received
         self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
         self._meeting = threading.Lock()
         self._came: deque[tuple[socket.socket, Any]] = deque()
@@ -109,6 +140,8 @@ class AgentServer:
         elif purpose == FOR_MESSAGES and not self._has_come.is_set():
             self._came.append((trusted, keys))
             self._has_come.set()
+        elif purpose == FOR_RELAY:
+            self.later(lambda: self._converse(Conversation(trusted, keys, self._place)))
         else:
             trusted.close()
 
@@ -123,31 +156,62 @@ class AgentServer:
         if not self._has_come.wait(patience_s):
             _log.warning("no controller has connected within %g s", patience_s)
             return
-        self._link = Link(*self._came.popleft(), place=self._place)
         self._poll = select.epoll()
-        self._poll.register(self._link.fileno(), select.EPOLLIN)
         self._poll.register(self._wake, select.EPOLLIN)
+        self._controller = Conversation(*self._came.popleft(), self._place)
+        self._converse(self._controller)
         with contextlib.suppress(Closed):
             while True:
                 self._serve()
 
+    def _converse(self, other: Conversation) -> None:
+        """Serve a link from here on."""
+        self._conversations[other.link.fileno()] = other
+        self._poll.register(other.link.fileno(), select.EPOLLIN)
+
     def _serve(self) -> None:
         for fd, events in self._poll.poll(self._patience_s()):
-            if fd == self._link.fileno():
-                if events & select.EPOLLOUT and self._link.pump():
-                    self._poll.modify(fd, select.EPOLLIN)
-                while (frame := self._link.receive()) is not None:
-                    self._take(frame)
+            if fd in self._conversations:
+                self._listen_to(self._conversations[fd], events)
             elif fd == self._wake:
                 os.eventfd_read(self._wake)
-                while self._to_do:
-                    self._to_do.popleft()()
+                self._do()
             elif fd in self._by_fd:
                 self._by_fd[fd].look()
         for hosted in self._groups.values():
             if hosted.arrivals is None and hosted.has_open_calls:
                 hosted.look()
         self._tell()
+
+    def _listen_to(self, other: Conversation, events: int) -> None:
+        try:
+            if events & select.EPOLLOUT and other.link.pump():
+                self._poll.modify(other.link.fileno(), select.EPOLLIN)
+            while (said := other.receive()) is not None:
+                self._take(other, *said)
+        except Closed:
+            self._end(other)
+
+    def _end(self, other: Conversation) -> None:
+        """A link has ended. Without the controller there is nothing left to do."""
+        if other is self._controller:
+            raise Closed("the controller is gone")
+        self._poll.unregister(other.link.fileno())
+        del self._conversations[other.link.fileno()]
+        self._below = {address: below for address, below in self._below.items() if below is not other}
+        for hosted in self._groups.values():
+            hosted.below = [below for below in hosted.below if below is not other]
+        other.link.close()
+
+    def _do(self) -> None:
+        while self._to_do:
+            do = self._to_do.popleft()
+            try:
+                do()
+            except Closed:
+                raise
+            except Exception:  # of one group: the others are served further on
+                _log.exception("the agent of this host could not do what it was asked for")
 
     def _patience_s(self) -> float | None:
         dues = [due for hosted in self._groups.values() if (due := hosted.due_s()) is not None]
@@ -164,13 +228,23 @@ class AgentServer:
             packed = Packed()
             replies = hosted.replies(packed, bool(deaths))
             if replies:
-                self._send((Kind.REPLIES, name, replies, packed.table), packed.chunks)
+                self._send(hosted.home or self._controller, (Kind.REPLIES, name, replies, packed.table), packed.chunks)
             if deaths:
-                self._send((Kind.DEATHS, name, deaths))
+                self._send(self._controller, (Kind.DEATHS, name, deaths))
 
-    def _send(self, content: tuple[Any, ...], chunks: Sequence[Any] = ()) -> None:
-        if not self._link.send(dumped(content), chunks):
-            self._poll.modify(self._link.fileno(), select.EPOLLIN | select.EPOLLOUT)
+    def _send(self, other: Conversation, content: tuple[Any, ...], chunks: Sequence[Any] = ()) -> None:
+        self._send_frame(other, dumped(content), chunks)
+
+    def _send_frame(self, other: Conversation, head: bytes, chunks: Sequence[Any]) -> None:
+        if other.link.fileno() < 0:
+            return  # it has ended: the controller finds out by itself, and what it is owed is lost
+        try:
+            is_sent = other.link.send(head, chunks)
+        except Closed:
+            self._end(other)
+        else:
+            if not is_sent:
+                self._poll.modify(other.link.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
     def later(self, do: Callable[[], object]) -> None:
         """Have something done by the thread that serves. From any thread."""
@@ -179,30 +253,33 @@ class AgentServer:
 
     # --- what the controller says ---
 
-    def _place(self, head: bytes, sizes: Sequence[int]) -> Sequence[memoryview]:
+    def _place(self, other: Conversation, sizes: Sequence[int]) -> list[Payload]:
         """Where the chunks of a frame are received: the large payloads of a call in segments, which its ranks map."""
-        content = self._content = pickle.loads(head)
-        hosted = self._groups.get(content[1])
+        content = other.content
+        assert content is not None, "it was just looked at"
+        if content[0] == Kind.FORWARD:
+            return [in_memory(sizes)]
+        hosted = self._groups.get(content[1]) if content[0] == Kind.CALL else None
         reserve = getattr(hosted and hosted.workers, "reserve", None)
-        views: list[memoryview] = []
-        self._payloads: list[Payload] = []
+        payloads: list[Payload] = []
         at = 0
         for n in (said for said in content[3] if type(said) is int):
             mine = sizes[at : at + n]
             at += n
             try:
-                payload = in_memory(mine) if reserve is None else reserve(mine)
+                payloads.append(in_memory(mine) if reserve is None else reserve(mine))
             except (ResourceError, ClosedError):  # the call fails for the same reason, once it is put
-                payload = in_memory(mine)
-            self._payloads.append(payload)
-            views += [payload.head, *payload.buffers]
-        return views
+                payloads.append(in_memory(mine))
+        return payloads
 
-    def _take(self, frame: Frame) -> None:
-        content, self._content = self._content or pickle.loads(frame.head), None
+    def _take(self, other: Conversation, content: tuple[Any, ...], large: list[Payload]) -> None:
         kind = content[0]
         if kind == Kind.CALL:
-            self._call(content, bool(frame.chunks))
+            self._call(other, content, large)
+        elif kind == Kind.REPLIES:
+            self._pass_back(content, large)
+        elif kind == Kind.FORWARD:
+            self._forward(content, large)
         elif kind == Kind.INTERRUPT:
             hosted = self._groups.get(content[1])
             if hosted is not None:
@@ -210,20 +287,38 @@ class AgentServer:
         elif kind == Kind.RELEASE:
             self._shelf.release(content[1])
         elif kind == Kind.PING:
-            self._send((Kind.PONG,))
+            self._send(other, (Kind.PONG,))
         elif kind == Kind.ASK:
             start_thread("bandmaster-agent-ask", self._answer, *content[1:])
 
-    def _call(self, content: tuple[Any, ...], has_chunks: bool) -> None:
-        _, name, entries, table, fetches = content
-        large = iter(self._payloads) if has_chunks else iter(())
-        payloads = [next(large) if type(said) is int else Payload(*said) for said in table]
-        if has_chunks:
-            self._payloads = []
+    def _forward(self, content: tuple[Any, ...], large: Sequence[Payload]) -> None:
+        """Pass a frame on to one of the agents below."""
+        _, _, address, head = content
+        below = self._below.get(address)
+        if below is not None:  # else the controller has been told that it is gone, or will be
+            self._send_frame(below, head, [view for payload in large for view in (payload.head, *payload.buffers)])
+
+    def _pass_back(self, content: tuple[Any, ...], large: Sequence[Payload]) -> None:
+        """Have the replies of an agent below come together with those of this host."""
+        _, name, replies, table = content
+        hosted = self._groups.get(name)
+        if hosted is not None:
+            it = iter(large)
+            hosted.pass_back(replies, [next(it) if type(said) is int else Payload(*said) for said in table])
+
+    def _call(self, other: Conversation, content: tuple[Any, ...], large: Sequence[Payload]) -> None:
+        _, name, entries, table, fetches, is_for_all = content
+        it = iter(large)
+        payloads = [next(it) if type(said) is int else Payload(*said) for said in table]
         hosted = self._groups.get(name)
         if hosted is None:
             return  # it was stopped
+        hosted.home = other
         calls = [Entry(*entry) for entry in entries]
+        if is_for_all and hosted.below:
+            for below in hosted.below:
+                self._send(below, content, [view for payload in large for view in (payload.head, *payload.buffers)])
+            hosted.await_below([call.number for call in calls])
         reserve = getattr(hosted.workers, "reserve", None)
         place = in_memory if reserve is None else partial(reserve, is_kept=True)
         for fetch in (Fetch(*said) for said in fetches):
@@ -264,7 +359,7 @@ class AgentServer:
 
         def answer() -> None:
             self._tell()  # of deaths first, if it was that
-            self._send((Kind.ANSWER, number, is_error, pickled))
+            self._send(self._controller, (Kind.ANSWER, number, is_error, pickled))
 
         self.later(answer)
 
@@ -281,6 +376,21 @@ class AgentServer:
         hosted.workers.open(hosted.ranks, *args)  # type: ignore[attr-defined]
         self._in_time(lambda: self._watch(hosted))
         return [tuple(record[:3]) for record in hosted.workers.records]
+
+    def _ask_relay(self, name: str, addresses: Sequence[tuple[str, int]], n_ranks: int) -> None:
+        """Pass calls of a group on to other agents, which have so many ranks of it together."""
+        missing = [address for address in addresses if address not in self._below]
+        made = {}
+        for address in missing:
+            sock = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
+            made[address] = Conversation(*greet(sock, self._secret, FOR_RELAY), self._place)
+        self._in_time(lambda: self._relay(self._groups[name], addresses, n_ranks, made))
+
+    def _relay(self, hosted: Hosted, addresses: Any, n_ranks: int, made: Mapping[Any, Conversation]) -> None:
+        for address, below in made.items():
+            self._below[address] = below
+            self._converse(below)
+        hosted.below, hosted.n_below = [self._below[address] for address in addresses], n_ranks
 
     def _watch(self, hosted: Hosted) -> None:
         fd = hosted.arrivals
@@ -331,8 +441,10 @@ class AgentServer:
         done = threading.Event()
 
         def run() -> None:
-            do()
-            done.set()
+            try:
+                do()
+            finally:
+                done.set()
 
         self.later(run)
         done.wait()

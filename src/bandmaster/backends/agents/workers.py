@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +12,7 @@ from typing import Any
 from weakref import finalize
 
 from bandmaster.backends.agents.fabric import Agent, Fabric, revived
-from bandmaster.backends.agents.messages import Kind, Packed, unpacked
+from bandmaster.backends.agents.messages import Kind, Packed, dumped, unpacked
 from bandmaster.backends.agents.rows import Fetch, fetched, in_memory
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, Call, Kept, RowFacts, WorkerRecord
@@ -23,6 +25,8 @@ from bandmaster.transport.receiver import ChannelTicket, Receiver
 __all__ = ["AgentWorkers", "FarRows"]
 
 STACKS_TIMEOUT_S = 1.0
+TREE_FROM = int(os.environ.get("BANDMASTER_TREE_FROM", "32"))  # hosts of a group, from which on agents form a tree
+_OF_EACH: Any = object()  # an outcome that ranks do not share
 Said = tuple[str, int, str]  # host, pid and device of a rank
 
 
@@ -150,7 +154,7 @@ class _Outgoing:
         for number, ranks, call, parts in self.entries:
             rows = tuple([(label, *place) for label, part in call.rows if (place := self._place(part, places))])
             said.append((number, ranks, call.method, parts, int(call.reply_code), rows))
-        return (Kind.CALL, group, said, self.packed.table, fetches), self.packed.chunks
+        return (Kind.CALL, group, said, self.packed.table, fetches, False), self.packed.chunks
 
     def _place(self, part: Part, places: Mapping[int, tuple[Any, Any]]) -> tuple[Any, Any] | None:
         """Where the host finds rows, and which of them are there; None if its ranks need none of these."""
@@ -182,6 +186,8 @@ class AgentWorkers(Receiver):
         self._records: list[Said] = []
         self._pending: dict[int, dict[int, ChannelTicket]] = {}  # by number of the call, and rank
         self._fetching: dict[int, list[tuple[FarRows, Agent]]] = {}  # by number of the call
+        self._holding: dict[int, Sequence[Part]] = {}  # kept rows that calls take, which agents must not release before
+        self._relay_of: Mapping[Agent, Agent] | None = None  # by which agent the frames of each go, if not by itself
         self._why_stopped: str | None = None
         self._routes: dict[tuple[int, ...], list[tuple[Agent, tuple[int, ...] | None]]] = {}
         with self.lock:
@@ -214,10 +220,36 @@ class AgentWorkers(Receiver):
             if self._why_stopped is not None:
                 raise ClosedError(self._why_stopped)
             for call in calls:
-                self._add(call, tickets, frames)
+                if not (len(calls) == 1 and self._send_to_all(call, tickets)):
+                    self._add(call, tickets, frames)
             for agent, outgoing in frames.items():
-                self._fabric.send(agent, *outgoing.frame(self.name))
-        self._fabric.flush(list(frames))
+                self._send(agent, *outgoing.frame(self.name))
+        self._fabric.flush(list(frames) if self._relay_of is None else self.hosts)
+
+    def _send(self, agent: Agent, content: tuple[Any, ...], chunks: Sequence[Any] = ()) -> None:
+        """Send a frame to an agent, by way of the one that all its frames go by; the lock is held."""
+        relay = agent if self._relay_of is None else self._relay_of[agent]
+        if relay is agent:
+            self._fabric.send(agent, content, chunks)
+        else:
+            self._fabric.send(relay, (Kind.FORWARD, self.name, agent.address, dumped(content)), chunks)
+
+    def _send_to_all(self, call: Call, tickets: dict[int, Any]) -> bool:
+        """Send a call that is the same for all ranks of a large group to a few agents, which pass it on.
+
+        Returns:
+            Whether it could be sent so; the lock is held.
+        """
+        if self._relay_of is None or self.deaths or call.rows or len(call.ranks) < len(self._agents):
+            return False
+        number, packed = self._fabric.numbered(), Packed()
+        self._pending[number] = made = {rank: ChannelTicket(number) for rank in call.ranks}
+        tickets.update(made)
+        parts = tuple([packed.add(part.sent()) for part in call.parts])
+        entries = [(number, None, call.method, parts, int(call.reply_code), ())]
+        for relay in dict.fromkeys(self._relay_of.values()):
+            self._fabric.send(relay, (Kind.CALL, self.name, entries, packed.table, [], True), packed.chunks)
+        return True
 
     def _add(self, call: Call, tickets: dict[int, Any], frames: dict[Agent, _Outgoing]) -> None:
         """Add a call to the frames of its hosts; the lock is held."""
@@ -239,6 +271,7 @@ class AgentWorkers(Receiver):
             parts = tuple([outgoing.packed.add(part.sent()) for part in call.parts])
             outgoing.entries.append((number, mine, call, parts))
             if call.rows:
+                self._holding[number] = [part for _, part in call.rows]
                 self._want(outgoing, agent, call, mine, number)
 
     def _want(self, outgoing: _Outgoing, agent: Agent, call: Call, ranks: tuple[int, ...] | None, number: int) -> None:
@@ -288,27 +321,31 @@ class AgentWorkers(Receiver):
             pending = self._pending.get(number)
             if pending is None:
                 continue
+            outcome = None if kind == ReplyKind.NOTHING else Payload(content) if kind == ReplyKind.VALUE else _OF_EACH
             for rank in ranks:
                 ticket = pending.pop(rank, None)
-                if ticket is not None:
-                    if times is not None:
-                        ticket.times = times, now
-                    self._finish(ticket, self._outcome(agent, kind, content, payloads))
-                    if number in self._fetching and _is_lost(ticket):
-                        for kept, other in self._fetching[number]:
-                            kept.forget_copies(other)
+                if ticket is None:
+                    continue
+                if times is not None:
+                    ticket.times = times, now
+                if outcome is _OF_EACH:
+                    self._finish(ticket, self._outcome(self._agents[rank], kind, content, payloads))
+                else:  # as most are
+                    ticket.outcome, ticket.is_done = outcome, True
+                    if ticket.on_done is not None:
+                        ticket.on_done()
+                if number in self._fetching and _is_lost(ticket):
+                    for kept, other in self._fetching[number]:
+                        kept.forget_copies(other)
             self._forget_if_over(number)
 
     def _forget_if_over(self, number: int) -> None:
         if not self._pending[number]:
             del self._pending[number]
             self._fetching.pop(number, None)
+            self._holding.pop(number, None)
 
     def _outcome(self, agent: Agent, kind: int, content: Any, payloads: Sequence[Payload]) -> Any:
-        if kind == ReplyKind.NOTHING:
-            return None
-        if kind == ReplyKind.VALUE:
-            return Payload(content)
         if kind == ReplyKind.PART:
             return payloads[content]
         if kind == ReplyKind.ROWS:
@@ -335,6 +372,19 @@ class AgentWorkers(Receiver):
             summary = f"host {agent.host} ({agent.address[0]}) is lost: {why}"
             found[rank] = Failure.of_death(summary, "", agent.host, pid, device)
         self.take_deaths(found)
+        if self._relay_of is not None:
+            self._fail_what_went_by(agent)
+            self._relay_of = None  # the rest of this group's life: who dies next must not take others along
+
+    def _fail_what_went_by(self, relay: Agent) -> None:
+        """The replies to calls that a lost agent has passed on to others will not come."""
+        assert self._relay_of is not None, "the caller has looked"
+        others = {agent for agent, by in self._relay_of.items() if by is relay}
+        why = f"its reply was lost with host {relay.host}, which passes calls on to its host"
+        for number, pending in list(self._pending.items()):
+            for rank in [rank for rank in pending if self._agents[rank] in others]:
+                self._finish(pending.pop(rank), Failure(FailureKind.CANCELLED, why))
+            self._forget_if_over(number)
 
     def has_pending(self, agent: Agent) -> bool:
         """As `fabric.Group.has_pending`."""
@@ -348,8 +398,8 @@ class AgentWorkers(Receiver):
         if kill_because is None:
             with self.lock:
                 for agent, numbers in by_agent.items():
-                    self._fabric.send(agent, (Kind.INTERRUPT, self.name, numbers, None))
-            self._fabric.flush(list(by_agent))
+                    self._send(agent, (Kind.INTERRUPT, self.name, numbers, None))
+            self._fabric.flush(self.hosts)
         else:
             asked = [self._fabric.ask(agent, "kill", self.name, said, kill_because) for agent, said in by_agent.items()]
             self._settled(asked)
@@ -409,6 +459,20 @@ class AgentWorkers(Receiver):
         ):
             found.update(zip(self.ranks_on(agent), said, strict=True))
         self._records = [found[rank] for rank in range(len(self._agents))]
+        if len(self.hosts) >= TREE_FROM:
+            self._form_tree()
+
+    def _form_tree(self) -> None:
+        """Have some agents pass calls on to others."""
+        hosts, n_relays = self.hosts, math.ceil(math.sqrt(len(self.hosts)))
+        blocks = [hosts[at::n_relays] for at in range(n_relays)]
+        asked = []
+        for relay, *below in blocks:
+            n_ranks = sum(len(self.ranks_on(agent)) for agent in below)
+            asked.append(self._fabric.ask(relay, "relay", self.name, [agent.address for agent in below], n_ranks))
+        self._fabric.answers(asked)
+        with self.lock:
+            self._relay_of = {agent: block[0] for block in blocks for agent in block}
 
     def replaced(self, rank: int, record: Said) -> None:
         """There is a new worker for a rank."""
