@@ -68,7 +68,12 @@ def code_cells(notebook):
 def shown(cell):
     """What a reader sees below a cell, with Ray's ids, new in each run, made equal."""
     texts = [output.text if output.output_type == "stream" else richest(output.data) for output in cell.outputs]
-    return re.sub(r"\b[0-9a-f]{16,}\b", "ID", "".join(texts)).strip()
+    return re.sub(r"\b[0-9a-f]{16,}\b", "ID", seen("".join(texts))).strip()
+
+
+def seen(text):
+    """A text with carriage returns, as a terminal shows it: a line that was begun again is not seen."""
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
 
 
 def richest(data):
