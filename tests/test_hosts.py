@@ -112,12 +112,12 @@ def powered_off(hosts, host):
     yield
 
 
-def test_a_killed_agent_is_replaced_with_its_ranks(hosts):
-    with running(hosts, 60, "restart") as told:
+def test_a_killed_agent_is_replaced_with_its_rank(hosts):
+    with running(hosts, 60, "replace") as told:
         told("is_asleep")
         send_signal(hosts, 2, "KILL", agents_on(hosts, 2))
         assert told("died")["died"] < LIMIT_S
-        assert told("hosts")["hosts"] == ["host1", "host1", "host2", "host2"]
+        assert told("hosts")["hosts"] == ["host1", "host2"]
         assert told("is_over")
 
 

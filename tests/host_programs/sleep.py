@@ -1,6 +1,6 @@
 """Runs on the first host: one call to ranks of two other hosts, for a test that does something to one of these.
 
-python sleep.py SECONDS
+python sleep.py SECONDS [replace]
 """
 
 import json
@@ -29,7 +29,8 @@ def tell(**facts):
     print(json.dumps(facts), flush=True)
 
 
-with bm.ResourcePool([2, 2], backend="ray") as pool:
+replaces = sys.argv[2:] == ["replace"]
+with bm.ResourcePool([1, 1] if replaces else [2, 2], backend="ray") as pool:
     group = bm.WorkerGroup(pool, Sleeper)
     channels = {record.channel for record in group._ownership.workers().records}
     tell(hosts=group.place(), channels=sorted(channels))
@@ -42,8 +43,7 @@ with bm.ResourcePool([2, 2], backend="ray") as pool:
     except bm.WorkerDied as error:
         tell(died=time.monotonic() - began, message=str(error))
         tell(is_healthy=group.healthy)
-    if sys.argv[2:] == ["restart"]:
-        group.replace(2)
-        group.replace(3)
+    if replaces:
+        group.replace(1)
         tell(hosts=group.place())
 tell(is_over=True)
