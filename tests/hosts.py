@@ -53,8 +53,8 @@ class Hosts:
         return {**os.environ, "RAY_ADDRESS": f"{address(0)}:{RAY_PORT}", "RAY_AUTH_MODE": "token"}
 
     def command(self, host, command):
-        """What runs a command on a host."""
-        return [*_inside(self._pids[host]), "--", *command]
+        """What runs a command on a host, in the working directory of this process."""
+        return [*_inside(self._pids[host]), "--", "env", "-C", os.getcwd(), *command]
 
     def others(self):
         """The hosts but the first that were not powered off."""

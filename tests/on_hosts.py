@@ -1,12 +1,10 @@
 """Runs pytest on the first of several hosts, so that all ranks are on the others: see `hosts.py`.
 
-python tests/on_hosts.py tests/test_contract.py -k handles
+The command ``python tests/on_hosts.py tests/test_contract.py -k TestRay`` runs the contract of a backend there.
 """
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 from hosts import Hosts, why_not
 
@@ -17,13 +15,10 @@ def main():
     if reason is not None:
         print(f"SKIPPED: no hosts to run {' '.join(sys.argv[1:])} on, because {reason}")
         return 0
-    root = Path(__file__).resolve().parent.parent
     with Hosts(3, gpus=4) as hosts:
         environment = {**hosts.environment, "BANDMASTER_TEST_HOSTS": "1"}
         command = hosts.command(0, [sys.executable, "-m", "pytest", *sys.argv[1:]])
-        return subprocess.run(
-            command, cwd=os.getcwd() if sys.argv[1:] else root, env=environment, check=False
-        ).returncode
+        return subprocess.run(command, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":
