@@ -393,3 +393,17 @@ def test_flush_sends_everything():
     finally:
         mine.close()
         theirs.close()
+
+
+def test_a_link_that_takes_what_is_sent_slowly_is_alive():
+    mine, theirs = link_pair()
+    try:
+        mine.send(b"large", [bytes(50_000_000)])
+        assert mine.has_unsent
+        before = mine.heard_at
+        while theirs.receive() is None:
+            mine.pump()
+        assert mine.heard_at > before
+    finally:
+        mine.close()
+        theirs.close()

@@ -29,7 +29,7 @@ from bandmaster.backends.ray_attached import AdoptedWorkers
 from bandmaster.backends.ray_session import RaySession
 from bandmaster.backends.ray_workers import START_TIMEOUT_S, RayWorkers
 from bandmaster.contract import CLOSED, NOT_STARTED, Call, Launch, Reply, Slot, WorkerRecord
-from bandmaster.errors import PlacementError
+from bandmaster.errors import ClosedError, PlacementError
 from bandmaster.failure import Failure
 from bandmaster.platform.limits import start_thread
 from bandmaster.transport.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet
@@ -216,7 +216,10 @@ class RayAgentWorkers:
 
     def _start(self) -> None:
         workers = self._workers
-        found = workers.start({agent: self._said(workers.ranks_on(agent)) for agent in workers.hosts})
+        try:
+            found = workers.start({agent: self._said(workers.ranks_on(agent)) for agent in workers.hosts})
+        except ClosedError as error:
+            raise PlacementError(f"group {self._launch.group!r} cannot be started: {error}; start it again") from error
         self._rendezvous = next(rendezvous for rendezvous in found if rendezvous is not None)
         workers.open(self._rendezvous, sys.path)
 

@@ -72,7 +72,8 @@ class Link:
     """One end of a link. Not thread-safe: its owner holds a lock.
 
     Attributes:
-        heard_at: When something was received last, by `time.monotonic`.
+        heard_at: When something was received last, or the other end took more of what it had not taken at once; by
+            `time.monotonic`.
         received_nbytes: Bytes of all that was received.
 
     Args:
@@ -95,6 +96,7 @@ class Link:
         self._mac_in = hashlib.blake2b(key=keys.receives, digest_size=MAC_NBYTES)
         self._n_sent = self._n_received = 0
         self._out: deque[memoryview] = deque()
+        self._is_held_up = False  # the other end did not take all at once
         self._memory = bytearray(_BUFFER_NBYTES)
         self._view = memoryview(self._memory)
         self._from = self._to = 0  # what is in the buffer and was not looked at
@@ -157,11 +159,15 @@ class Link:
         while out:
             n_sent = self._sent([out[index] for index in range(min(len(out), MAX_VIEWS))])
             if not n_sent:
+                self._is_held_up = True
                 return False
+            if self._is_held_up:
+                self.heard_at = time.monotonic()
             while n_sent and out[0].nbytes <= n_sent:
                 n_sent -= out.popleft().nbytes
             if n_sent:
                 out[0] = out[0][n_sent:]
+        self._is_held_up = False
         return True
 
     def _sent(self, views: Sequence[Any]) -> int:

@@ -158,8 +158,9 @@ class Fabric(Receiver):
         waiting = self._unsent(agents)
         while waiting:
             poll = select.poll()
-            for agent in waiting:
-                poll.register(agent.link.fileno(), select.POLLOUT)
+            for fd in [agent.link.fileno() for agent in waiting]:
+                if fd >= 0:  # else it was lost just now
+                    poll.register(fd, select.POLLOUT)
             if not poll.poll(host_timeout_s() * 1000):
                 with self.lock:
                     for agent in waiting:
