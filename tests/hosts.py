@@ -33,7 +33,7 @@ def why_not():
 
 
 class Hosts:
-    """Hosts with a Ray cluster on them.
+    """Hosts with a Ray cluster on them, in which each has a label with its number, and the odd ones one thing odd.
 
     Args:
         n: How many.
@@ -130,7 +130,9 @@ class Hosts:
                 role = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--num-cpus=0"]
             else:
                 role = [f"--address={address(0)}:{RAY_PORT}", f"--num-cpus={self._cpus}", f"--num-gpus={self._gpus}"]
-            command = self.command(host, [ray, "start", *role, f"--node-ip-address={address(host)}", *common])
+            place = [f"--node-ip-address={address(host)}", f"--labels=number={host}"]
+            place += ['--resources={"odd": 1}'] if host % 2 else []
+            command = self.command(host, [ray, "start", *role, *place, *common])
             _checked(command, env=self.environment, timeout=START_TIMEOUT_S)
 
     def _on_switch(self, *command):

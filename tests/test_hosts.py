@@ -22,11 +22,11 @@ SLACK_S = 2.0  # for a machine that has other things to do
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Five hosts, of which the first has no ranks, and a pool of two nodes takes the first two others that live."""
+    """Six hosts, of which the first has no ranks, and a pool of two nodes takes the first two others that live."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    with Hosts(5) as made:
+    with Hosts(6) as made:
         yield made
 
 
@@ -112,6 +112,27 @@ def powered_off(hosts, host):
     yield
 
 
+def test_pools_go_where_they_are_asked_to(hosts):
+    command = hosts.command(0, [sys.executable, str(PROGRAM.with_name("pools.py"))])
+    done = subprocess.run(command, env=hosts.environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    before, after = facts["planned"]
+    where = [f"{address(2)} (host2)  0-1    2      2 of 8 CPUs", f"{address(1)} (host1)  2      1      1 of 8 CPUs"]
+    assert "not reserved yet" in before and all(line in before for line in where), before
+    assert ", reserved" in after and before.splitlines()[1:] == after.splitlines()[1:]
+    assert "spare" in before.splitlines()[-1] and "host1" not in before.splitlines()[-1]
+    assert facts["labels"] == ["host2", "host2", "host1"]
+    assert facts["name"] == ["host3"]
+    assert facts["resource"] == ["host1", "host3"]
+    assert len(set(facts["pack"])) == 1
+    assert f"node {address(1)} (number=1) has 8 CPUs, room for 8" in facts["no label"]
+    assert facts["no label"].endswith("no node is number=9")
+    assert facts["no name"].endswith("there is no node host9")
+    assert "6 workers as [1, 1, 1, 1, 1, 1] (1 CPU each), each on a node of its own" in facts["too few"]
+    assert "8 CPUs and 1 odd, room for 0" in facts["no resource"]
+
+
 def test_a_killed_agent_is_replaced_with_its_rank(hosts):
     with running(hosts, 60, "replace") as told:
         told("is_asleep")
@@ -134,6 +155,20 @@ def test_a_lost_host_is_named_in_time(hosts, lost):
         assert not told("is_healthy")["is_healthy"]
         assert told("is_over")
     assert_ends(hosts, 15)
+
+
+def test_the_ranks_of_a_lost_host_restart_on_a_spare_one(hosts):
+    with running(hosts, 60, "restart") as told:
+        before = told("hosts")["hosts"]
+        told("is_asleep")
+        hosts.power_off(int(before[2].removeprefix("host")))
+        told("died")
+        facts = told("plan")
+        assert "spare" not in facts["plan"] and "lost" not in facts["plan"]
+        assert facts["took"] < 30, "Ray finds out after half a minute"
+        after = told("hosts")["hosts"]
+        assert after[:2] == before[:2] and set(after[2:]).isdisjoint(before)
+        assert told("is_over")
 
 
 def test_nothing_outlives_the_controllers_host(hosts):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bandmaster.plan.node_choice import ANY_NODE, NodeChoice
 from bandmaster.plan.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
 
 
@@ -106,6 +107,81 @@ def test_parts_have_nodes_of_their_own_whenever_they_can(workers, free):
     assert can == (assigned is not None and len(set(assigned)) == len(workers))
 
 
+# --- entries that may not go everywhere --------------------------------------------------------------------------
+
+ZONES = ("a", "b", None)
+CHOICES = (ANY_NODE, NodeChoice(labels=(("zone", ("a",)),)), NodeChoice(labels=(("zone", ("a", "b")),)))
+
+
+def in_zones(free, zones):
+    return [
+        Node(f"10.0.0.{n}", 64, 64, 8, room, labels={"zone": zone} if zone else {})
+        for n, (room, zone) in enumerate(zip(free, zones, strict=True))
+    ]
+
+
+entries = st.lists(st.tuples(st.integers(1, 4), st.sampled_from(CHOICES)), min_size=1, max_size=4)
+zoned = st.lists(st.tuples(st.integers(0, 6), st.sampled_from(ZONES)), min_size=1, max_size=4)
+
+
+@given(entries, zoned, st.sampled_from(["spread", "strict_spread", "pack"]), st.integers(0, 2))
+def test_an_assignment_is_found_whenever_there_is_one_that_is_allowed(entries, zoned, strategy, n_spares):
+    sizes, choices = zip(*entries, strict=True)
+    n_spares = min(n_spares, len(sizes) - 1)
+    nodes = in_zones(*zip(*zoned, strict=True))
+    request = Request("pool", sizes, 0, 1, choices=choices, strategy=strategy, n_spares=n_spares)
+
+    def is_allowed(chosen):
+        on = {index: [entry for entry, node in enumerate(chosen) if node == index] for index in chosen}
+        return all(
+            sum(sizes[entry] for entry in here) <= nodes[index].gpus_free
+            and all(nodes[index].allows(choices[entry]) for entry in here)
+            and (len(here) == 1 or not any(request.is_alone(entry) for entry in here))
+            for index, here in on.items()
+        )
+
+    is_possible = any(map(is_allowed, itertools.product(range(len(nodes)), repeat=len(sizes))))
+    assigned = assign_nodes(request, nodes)
+
+    assert (assigned is not None) == is_possible
+    assert assigned is None or is_allowed(assigned)
+
+
+def test_a_packed_pool_takes_as_few_nodes_as_it_can():
+    assert assign_nodes(Request("pool", (2, 2, 2), 0, 1, strategy="pack"), gpu_nodes(2, 8, 4)) == (1, 1, 1)
+    assert assign_nodes(Request("pool", (2, 2), 0, 1, strategy="pack"), gpu_nodes(8, 8)) == (0, 0)
+    assert assign_nodes(Request("pool", (2, 2), 0, 1), gpu_nodes(8, 8)) == (0, 1)
+
+
+def test_custom_resources_count_like_others():
+    nodes = [Node(f"10.0.0.{n}", 64, 64, 0, 0, total={"trainer": 4}, free={"trainer": n}) for n in range(3)]
+    request = Request("pool", (2,), 1, 0, resources_per_worker=(("trainer", 1.0),))
+
+    assert assign_nodes(request, nodes) == (2,)
+    assert could_ever_fit(Request("pool", (4, 4, 4), 1, 0, resources_per_worker=(("trainer", 1.0),)), nodes)
+    assert assign_nodes(Request("pool", (2,), 1, 0, resources_per_worker=(("other", 1.0),)), nodes) is None
+
+
+def test_a_machine_that_stands_for_all_nodes_has_what_they_are_asked_for():
+    here = [Node("this machine", None, None, 2, 2, is_many=True)]
+    wanted = Request("pool", (1, 1), 1, 1, False, (("trainer", 1.0),), (CHOICES[1],) * 2, "strict_spread", 1)
+
+    assert assign_nodes(wanted, here) == (0, 0)
+
+
+@pytest.mark.timeout(10)
+def test_a_large_cluster_in_zones_is_decided_at_once():
+    nodes = in_zones([8] * 128, [ZONES[n % 2] for n in range(128)])
+    in_a, in_b = (NodeChoice(labels=(("zone", (zone,)),)) for zone in "ab")
+
+    def fits(n_in_a, n_in_b, **options):
+        choices = (in_a,) * n_in_a + (in_b,) * n_in_b
+        return assign_nodes(Request("pool", (8,) * len(choices), 0, 1, choices=choices, **options), nodes) is not None
+
+    assert fits(64, 64) and fits(60, 60, strategy="strict_spread", n_spares=2)
+    assert not fits(65, 0) and not fits(65, 63)
+
+
 @pytest.mark.parametrize(
     ("workers", "free", "fits"),
     [
@@ -171,6 +247,21 @@ def test_a_puzzle_is_given_up():
             "pool 'pool' cannot place 16 GPU workers as [16] (1 GPU each): "
             "node 10.0.0.0 has 8 GPUs and 64 CPUs, room for 8; node 10.0.0.1 has 8 GPUs and 64 CPUs, room for 8; "
             "ask for [8, 8]",
+        ),
+        (
+            Request("pool", (2, 2), 1, 0, choices=CHOICES[1:], strategy="strict_spread", n_spares=1),
+            [Node("10.0.0.1", 8, 2, 0, 0, labels={"zone": "b"}), Node("10.0.0.2", 8, 8, 0, 0)],
+            {},
+            "pool 'pool' cannot place 2 workers as [2] and spare [2] (1 CPU each), each on a node of its own: "
+            "node 10.0.0.1 (zone=b) has 2 of 8 CPUs free, room for 2; "
+            "node 10.0.0.2 (zone=(none)) has 8 of 8 CPUs free, room for 8; no node is zone=a",
+        ),
+        (
+            Request("pool", (2,), 1, 0, resources_per_worker=(("trainer", 0.5),), choices=(NodeChoice("node-b"),)),
+            [Node("10.0.0.1", 8, 8, 0, 0, hostname="node-b", total={"trainer": 1}, free={"trainer": 0.5})],
+            {},
+            "pool 'pool' cannot place 2 workers as [2] (1 CPU and 0.5 trainer each): "
+            "node 10.0.0.1 has 8 of 8 CPUs and 0.5 of 1 trainer free, room for 1; ask for [1]",
         ),
         (
             cpus(1),

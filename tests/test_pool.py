@@ -2,7 +2,15 @@
 
 import pytest
 
-from bandmaster import ClosedError, ResourcePool, UsageError, merge_resource_pool, split_resource_pool
+from bandmaster import (
+    ClosedError,
+    ResourcePool,
+    UsageError,
+    Worker,
+    WorkerGroup,
+    merge_resource_pool,
+    split_resource_pool,
+)
 
 
 def nodes(pools):
@@ -120,6 +128,36 @@ def test_a_notebook_shows_every_place():
     assert "<tr><td>2</td><td>1</td><td>1</td><td>-</td></tr>" in html
 
 
+# --- where nodes are --------------------------------------------------------------------------------------------
+
+
+ANYWHERE = {"nodes": [{"zone": "a"}, "node-b"], "resources_per_worker": {"trainer": 1}, "strategy": "strict_spread"}
+
+
+@pytest.mark.parametrize("here", ["inprocess", "local"])
+def test_one_machine_is_every_node_that_a_script_asks_for(here):
+    with ResourcePool([1, 1], backend=here, spares=[1], **ANYWHERE) as pool:
+        group = WorkerGroup(pool, Worker)
+        group.restart()
+        assert group.world_size == 2
+        lines = str(pool.plan()).splitlines()
+        assert lines[0].endswith("reserved") and len(lines) == 5
+        assert lines[-1].split()[0] == "spare"
+
+
+def test_a_plan_reserves_nothing():
+    pool = ResourcePool([3, 2], backend="inprocess", name_prefix="train")
+    merged = merge_resource_pool(split_resource_pool(pool, [2, 3])[1], ResourcePool([4], backend="inprocess"))
+
+    assert "not reserved yet" in str(pool.plan())
+    assert [(node.ranks, node.n_slots) for node in pool.plan().nodes] == [(range(3), 3), (range(3, 5), 2)]
+    assert [node.ranks for node in merged.plan().nodes] == [range(1), range(1, 3), range(3, 7)]
+    assert "<td>3-4</td>" in pool.plan()._repr_html_()
+    pool.close()
+    with pytest.raises(ClosedError):
+        pool.plan()
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +181,17 @@ def test_a_notebook_shows_every_place():
         (lambda: ResourcePool([1], cpus_per_worker=-1), "cpus_per_worker must be a non-negative number, got -1"),
         (lambda: ResourcePool([1], placement_timeout="1"), "placement_timeout must be a non-negative number, got '1'"),
         (lambda: ResourcePool([1], use_gpu=2), "use_gpu must be True (one GPU for every slot) or False (none), got 2"),
+        (lambda: ResourcePool([1], strategy="STRICT"), "'spread', 'strict_spread', 'pack', got 'STRICT'"),
+        (lambda: ResourcePool([1], spares=1), "spares must be a list with one number per spare node"),
+        (lambda: ResourcePool([1], spares=[0]), "every spare node must have an integer number of slots of at least 1"),
+        (lambda: ResourcePool([1], resources_per_worker=["trainer"]), "such as {'trainer': 1}, got ['trainer']"),
+        (lambda: ResourcePool([1], resources_per_worker={"GPU": 1}), "use cpus_per_worker= and use_gpu= for these"),
+        (lambda: ResourcePool([1], resources_per_worker={"x": -1}), "resources_per_worker['x'] must be a non-negative"),
+        (lambda: ResourcePool([1, 1], nodes=["a"]), "nodes has 1 items, but the pool has 2 nodes: give the address"),
+        (lambda: ResourcePool([1], nodes=["a"] * 3, spares=[1]), "has 1 nodes, or 2 with those of the spare nodes"),
+        (lambda: ResourcePool([1], nodes=5), "nodes is 5: give the address or the host name of a node"),
+        (lambda: ResourcePool([1], nodes=[5]), "nodes has 5: give the address or the host name of a node"),
+        (lambda: ResourcePool([1], nodes={"zone": 5}), "nodes has 5 for label 'zone': give a string, or a list"),
         (lambda: split_resource_pool(ResourcePool([4]), 3), "cannot split 4 slots into parts of 3; give a divisor"),
         (lambda: split_resource_pool(ResourcePool([4]), 0), "cannot split 4 slots into parts of 0"),
         (lambda: split_resource_pool(ResourcePool([4]), [1, 2]), "cannot split 4 slots into [1, 2], which are 3"),

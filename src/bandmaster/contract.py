@@ -122,6 +122,7 @@ class Launch:
         is_again: Whether these slots had workers of the same names just before.
         variables: Further environment variables of the workers.
         lifetime: When the workers end.
+        resources_per_worker: Custom resources that each slot has.
     """
 
     group: str
@@ -137,6 +138,7 @@ class Launch:
     is_again: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
     lifetime: Lifetime = Lifetime.GROUP
+    resources_per_worker: Mapping[str, float] = field(default_factory=dict)
 
     def context(self, rank: int, device: str) -> WorkerContext:
         """The attributes that the worker of ``rank`` has before its constructor runs."""
@@ -431,6 +433,9 @@ class Backend(Protocol):
         Raises:
             PlacementError: The slots do not fit, or did not become free in time.
         """
+
+    def nodes(self, reservation: Any) -> Sequence[Node | None]:
+        """The node of each entry of the request that was reserved; None if that node is lost."""
 
     def release(self, reservation: Any) -> None:
         """Release the slots of a reservation."""

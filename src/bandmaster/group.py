@@ -144,6 +144,7 @@ class GroupOf(Generic[W]):
                 pool.cpus_per_worker,
                 options,
                 start_timeout,
+                resources_per_worker=pool.resources_per_worker,
             )
             with renewal(self._turns):
                 self._start(self._launch)
@@ -388,7 +389,8 @@ class GroupOf(Generic[W]):
     def restart(self, state: Any = None) -> None:
         """End all workers, even busy ones, and start and construct new ones on the same slots.
 
-        The constructors run with their original arguments, in a new rendezvous. If the class has a method
+        Ranks whose host is lost get the slots of a spare node of the pool (``ResourcePool(..., spares=)``). The
+        constructors run with their original arguments, in a new rendezvous. If the class has a method
         ``on_restart(self, state)``, the group then calls it on every rank. Pending calls fail with `WorkerDied`.
 
         Args:
@@ -399,6 +401,7 @@ class GroupOf(Generic[W]):
         Raises:
             UsageError: ``state`` is given, but the class has no ``on_restart``, or this thread has the turn of another
                 group on the same slots; nothing was done.
+            PlacementError: A host is lost, and the pool has no spare node for its ranks; nothing was done.
             ConstructorError, WorkerDied, CallTimeout: The new workers failed to start, as for a new group; `restart`
                 can be called again.
             RemoteError: ``on_restart`` raised.
@@ -414,10 +417,11 @@ class GroupOf(Generic[W]):
             )
         hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
         with renewal(self._turns), self._changing:
+            self._launch = replace(self._launch, slots=self._pool._renewed(), is_again=True)
             self._ownership.workers().stop("the group was restarted")
             self._end_watches()
             self._submitter.begin_anew()
-            self._start(replace(self._launch, is_again=True))
+            self._start(self._launch)
             self._turns.is_new()
             self._watch_again()
             if hook is not None:

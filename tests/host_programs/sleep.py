@@ -1,6 +1,6 @@
 """Runs on the first host: one call to ranks of two other hosts, for a test that does something to one of these.
 
-python sleep.py SECONDS [replace]
+python sleep.py SECONDS [replace | restart]
 """
 
 import json
@@ -29,8 +29,8 @@ def tell(**facts):
     print(json.dumps(facts), flush=True)
 
 
-replaces = sys.argv[2:] == ["replace"]
-with bm.ResourcePool([1, 1] if replaces else [2, 2], backend="ray") as pool:
+replaces, restarts = (sys.argv[2:] == [word] for word in ("replace", "restart"))
+with bm.ResourcePool([1, 1] if replaces else [2, 2], backend="ray", spares=[2] if restarts else []) as pool:
     group = bm.WorkerGroup(pool, Sleeper)
     channels = {record.channel for record in group._ownership.workers().records}
     tell(hosts=group.place(), channels=sorted(channels))
@@ -45,5 +45,10 @@ with bm.ResourcePool([1, 1] if replaces else [2, 2], backend="ray") as pool:
         tell(is_healthy=group.healthy)
     if replaces:
         group.replace(1)
+    if restarts:
+        restarted = time.monotonic()
+        group.restart()
+        tell(plan=str(pool.plan()), took=time.monotonic() - restarted)
+    if replaces or restarts:
         tell(hosts=group.place())
 tell(is_over=True)

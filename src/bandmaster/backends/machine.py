@@ -45,7 +45,7 @@ class MachineBackend:
             self._take_back()
             n_gpus, holders = count_gpus(), list(self._holders.values())
         names = tuple(sorted({f"pool {holder.name!r}" for holder in holders}))
-        return (Node("this machine", None, None, n_gpus, n_gpus - len(holders), names),)
+        return (Node("this machine", None, None, n_gpus, n_gpus - len(holders), names, is_many=True),)
 
     def reserve(self, request: Request, timeout_s: float) -> Reservation:
         """Reserve GPUs, if the request needs any. It does not wait, because only this process could release GPUs.
@@ -64,6 +64,10 @@ class MachineBackend:
             reservation = Reservation(request.name, tuple(tuple(islice(free, size)) for size in sizes))
             self._holders.update({gpu: reservation for on_node in reservation.gpus for gpu in on_node})
         return reservation
+
+    def nodes(self, reservation: Reservation) -> list[Node | None]:
+        """This machine, as often as the request has entries."""
+        return [self.inventory()[0]] * len(reservation.gpus)
 
     def release(self, reservation: Reservation) -> None:
         """Release the GPUs of a reservation."""

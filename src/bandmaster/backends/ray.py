@@ -21,7 +21,7 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bandmaster.backends.ray_actor import WorkerActor, actor_class
-from bandmaster.backends.ray_agents import RayAgents, RayAgentWorkers, nodes_of
+from bandmaster.backends.ray_agents import RayAgents, RayAgentWorkers, nodes_of, unreachable
 from bandmaster.backends.ray_attached import AttachedWorkers
 from bandmaster.backends.ray_overlapping import OverlappingActor, has_async_methods
 from bandmaster.backends.ray_session import RaySession
@@ -98,6 +98,11 @@ class RayBackend:
                 gpus_free=free.get(node["NodeID"], {}).get("GPU", 0.0),
                 holders=tuple(f"{name} ({n} slots)" for name, n in sorted(holders.get(node["NodeID"], {}).items())),
                 key=node["NodeID"],
+                hostname=node["NodeManagerHostname"],
+                labels=node.get("Labels", {}),
+                total=node["Resources"],
+                free=free.get(node["NodeID"], {}),
+                is_many=self._is_embedded,
             )
             for node in ray.nodes()
             if node["Alive"]
@@ -129,6 +134,12 @@ class RayBackend:
         except BaseException:
             self._disconnect_if_idle()
             raise
+
+    def nodes(self, reservation: Reservation) -> list[Node | None]:
+        """The node of each entry; where the agent of a host is gone, it is found out at once whether the host is."""
+        gone = unreachable(self._agents.suspects())
+        living = {node.key: node for node in self.inventory() if node.key not in gone}
+        return [living.get(_node_of(group)) for group in reservation.groups]
 
     def release(self, reservation: Reservation) -> None:
         """Remove the placement groups of a reservation. A private Ray instance ends with its last reservation."""
@@ -190,7 +201,8 @@ class RayBackend:
 
     def _try_to_reserve(self, request: Request, keys: Sequence[str], deadline: float) -> Reservation | None:
         """Create placement groups on the given nodes; None, leaving none behind, if resources were taken meanwhile."""
-        bundle = _bundle(request.cpus_per_worker, request.gpus_per_worker, self._is_embedded)
+        resources = dict(request.resources_per_worker)
+        bundle = _bundle(request.cpus_per_worker, request.gpus_per_worker, resources, self._is_embedded)
         groups: list[PlacementGroup] = []
         try:
             for n_places, key in zip(request.workers, keys, strict=True):
@@ -272,7 +284,7 @@ def start_actor(is_embedded: bool, launch: Launch, rank: int) -> Any:
     _check_session(launch)
     slot = launch.slots[rank]
     share = math.floor(slot.share * 1e4) / 1e4  # Ray rounds resources to ten-thousandths
-    bundle = _bundle(launch.cpus_per_worker, int(launch.uses_gpu), is_embedded)
+    bundle = _bundle(launch.cpus_per_worker, int(launch.uses_gpu), launch.resources_per_worker, is_embedded)
     taken = {name: amount * share for name, amount in bundle.items()}
     options = {key: value for key, value in launch.options.items() if key not in PLACED_BY_POOL}
     strategy = PlacementGroupSchedulingStrategy(
@@ -339,9 +351,10 @@ def _running_cluster() -> str | None:
     return str(address)
 
 
-def _bundle(cpus: float, gpus: int, is_embedded: bool) -> dict[str, float]:
+def _bundle(cpus: float, gpus: int, resources: Mapping[str, float], is_embedded: bool) -> dict[str, float]:
     """Resources that Ray reserves for one slot; Ray refuses an empty bundle."""
-    amounts = {"GPU": gpus, PLACE: 1} if is_embedded else {"GPU": gpus, "CPU": cpus if cpus or gpus else 0.01}
+    least = 0.0 if gpus or resources else 0.01
+    amounts = {"GPU": gpus, PLACE: 1} if is_embedded else {"GPU": gpus, "CPU": cpus or least, **resources}
     return {name: float(amount) for name, amount in amounts.items() if amount}
 
 
@@ -359,6 +372,11 @@ def _in_device_order(group: PlacementGroup, has_gpus: bool) -> tuple[int, ...]:
 @ray.remote(num_cpus=0, num_gpus=1, max_retries=0)  # type: ignore[untyped-decorator]
 def _gpu_of_bundle() -> str:
     return str(ray.get_gpu_ids()[0])
+
+
+def _node_of(group: PlacementGroup) -> str:
+    """Ray's id of the node of a placement group; empty if that is lost."""
+    return str(placement_group_table(group)["bundles_to_node_id"].get(0, ""))
 
 
 def _device_key(gpu: str) -> tuple[int, str]:

@@ -6,13 +6,14 @@ controller sends one message per host to start a group, as it does to call one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -34,9 +35,10 @@ from bandmaster.failure import Failure
 from bandmaster.platform.limits import start_thread
 from bandmaster.transport.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet
 
-__all__ = ["RayAgentWorkers", "RayAgents", "nodes_of"]
+__all__ = ["RayAgentWorkers", "RayAgents", "nodes_of", "unreachable"]
 
 END_TIMEOUT_S = 2.0  # for Ray to end an agent
+PROBE_TIMEOUT_S = 5.0  # for a host to take a connection
 PATIENCE_S = 60.0  # of an agent, for its controller to connect
 StartActor = Callable[[Launch, int], Any]
 _log = logging.getLogger(__name__)
@@ -137,10 +139,13 @@ class RayAgents:
 
     def _started(self, node: str) -> Any:
         """The actor of a new agent."""
-        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        made = ray.remote(BandmasterAgent).options(num_cpus=0, scheduling_strategy=strategy, max_restarts=0)
+        made = ray.remote(BandmasterAgent).options(**_on(node), max_restarts=0)
         actor = self._actors[node] = made.remote()
         return actor
+
+    def suspects(self) -> set[str]:
+        """The nodes whose agents are gone though nobody has ended them."""
+        return set() if self._fabric is None else self._actors.keys() - self._fabric.agents
 
     def let_go(self) -> None:
         """End the agents of hosts on which no group has ranks."""
@@ -172,6 +177,24 @@ def _connected(node: str, facts: AgentFacts, secret: Secret) -> Agent:
         sock.close()
         raise
     return Agent(link_of(trusted, keys), node, facts.host, facts.address, facts.pid)
+
+
+def _on(node: str) -> dict[str, Any]:
+    """Options of a task or an actor without resources on a node."""
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+def unreachable(nodes: Collection[str]) -> set[str]:
+    """Those of some nodes to whose Ray nobody can connect. Ray itself takes half a minute to find that out."""
+    gone = set()
+    for node in ray.nodes() if nodes else ():
+        if node["NodeID"] in nodes:
+            try:
+                address = node["NodeManagerAddress"], node["NodeManagerPort"]
+                socket.create_connection(address, timeout=PROBE_TIMEOUT_S).close()
+            except OSError:
+                gone.add(str(node["NodeID"]))
+    return gone
 
 
 def _is_alive(node: str) -> bool:
@@ -308,8 +331,9 @@ class RayAgentWorkers:
         if reached is None:
             lost = self._workers.agent_of(rank)
             raise PlacementError(
-                f"rank {rank} cannot be replaced on its slot, as host {lost.host} ({lost.address[0]}) is lost; close "
-                "the group and make another one, on a pool of the hosts that are left"
+                f"rank {rank} cannot be replaced on its slot, as host {lost.host} ({lost.address[0]}) is lost; "
+                "restart() the group, if its pool was made with spare nodes (spares=), or make another one on a pool "
+                "of the hosts that are left"
             )
         self._workers.move(rank, reached[node], self._said(()), self._rendezvous, sys.path)
 
@@ -318,6 +342,9 @@ class RayAgentWorkers:
         if self._left is not None:
             self._left.stop(why)
         self._workers.stop(why)
+        for rank in self._workers.ranks_of_lost_hosts():
+            with contextlib.suppress(ValueError, RayError):  # Ray may have found out itself
+                ray.kill(ray.get_actor(self._launch.worker_names[rank]))  # else its name would stay taken
 
     def _handle(self, rank: int) -> Any:
         self._leave()

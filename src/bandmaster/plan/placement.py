@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from bandmaster.errors import PlacementError
+from bandmaster.plan.node_choice import ANY_NODE, NodeChoice
+from bandmaster.plan.node_search import Bins, Item, search
 
-__all__ = ["RESERVING", "Node", "Request", "assign_nodes", "cannot_place", "could_ever_fit"]
+__all__ = ["RESERVING", "STRATEGIES", "Node", "Request", "assign_nodes", "cannot_place", "could_ever_fit"]
 
 RESERVING = (
     "a signal handler cannot reserve slots while another reservation is in progress; set a flag in the handler, and "
     "reserve after it has returned"
 )
-
-MAX_DEAD_ENDS = 10_000  # limit of the search; requests with few different sizes never reach it
+STRATEGIES = {  # of placement, and what a message says of each
+    "spread": "",
+    "strict_spread": ", each on a node of its own",
+    "pack": "",
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,11 @@ class Node:
         gpus_free: Number of GPUs that are not reserved.
         holders: Descriptions of the pools and groups that have reserved resources of the host.
         key: The backend's identifier of the host.
+        hostname: Its name in its own words.
+        labels: Its labels.
+        total: Its custom resources, by name.
+        free: Those of them that are not reserved.
+        is_many: Whether it stands for as many nodes as a request has, with all labels and custom resources.
     """
 
     name: str
@@ -40,6 +49,11 @@ class Node:
     gpus_free: float
     holders: tuple[str, ...] = ()
     key: str = ""
+    hostname: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    total: Mapping[str, float] = field(default_factory=dict)
+    free: Mapping[str, float] = field(default_factory=dict)
+    is_many: bool = False
 
     def capacity(self, request: Request, *, free: bool = True) -> int | None:
         """How many workers of ``request`` fit on this node; None if the request needs nothing that is counted.
@@ -48,13 +62,24 @@ class Node:
             request: The resources per worker.
             free: Count only resources that are not reserved; otherwise all resources of the node.
         """
-        fits = []
-        if request.gpus_per_worker:
-            fits.append((self.gpus_free if free else self.gpus_total) / request.gpus_per_worker)
-        cpus = self.cpus_free if free else self.cpus_total
-        if request.cpus_per_worker and cpus is not None:
-            fits.append(cpus / request.cpus_per_worker)
+        fits = [(there if free else total) / each for _, each, there, total in self.amounts(request) if each]
         return int(min(fits) + 1e-6) if fits else None
+
+    def amounts(self, request: Request) -> list[tuple[str, float, float, float]]:
+        """Of each resource that counts for a request: its name, how much a worker needs, and what is free and there."""
+        found = []
+        if request.gpus_per_worker:
+            found.append(("GPUs", float(request.gpus_per_worker), self.gpus_free, self.gpus_total))
+        if self.cpus_free is not None and self.cpus_total is not None:
+            found.append(("CPUs", request.cpus_per_worker, self.cpus_free, self.cpus_total))
+        if not self.is_many:
+            for name, each in request.resources_per_worker:
+                found.append((name, each, self.free.get(name, 0.0), self.total.get(name, 0.0)))
+        return found
+
+    def allows(self, choice: NodeChoice) -> bool:
+        """Whether an entry with this choice of nodes may go here."""
+        return self.is_many or choice.allows((self.name, self.hostname, self.key), self.labels)
 
 
 @dataclass(frozen=True)
@@ -67,6 +92,10 @@ class Request:
         cpus_per_worker: CPUs reserved for each slot.
         gpus_per_worker: GPUs reserved for each slot, 0 or 1.
         is_detached: Whether the slots stay reserved when the pool is closed or its process ends; only on Ray.
+        resources_per_worker: Custom resources reserved for each slot, as name and amount.
+        choices: The nodes that each entry may go onto; empty if they may all go onto any.
+        strategy: One of `STRATEGIES`.
+        n_spares: How many of the entries, the last ones, are spare: each is alone on its node.
     """
 
     name: str
@@ -74,21 +103,39 @@ class Request:
     cpus_per_worker: float
     gpus_per_worker: int
     is_detached: bool = False
+    resources_per_worker: tuple[tuple[str, float], ...] = ()
+    choices: tuple[NodeChoice, ...] = ()
+    strategy: str = "spread"
+    n_spares: int = 0
 
     @property
     def words(self) -> str:
         """Description for messages, such as ``"4 GPU workers as [2, 2] (1 GPU each)"``."""
         each = [f"{self.cpus_per_worker:g} CPU"] if self.cpus_per_worker else []
         each += [f"{self.gpus_per_worker} GPU"] if self.gpus_per_worker else []
+        each += [f"{amount:g} {name}" for name, amount in self.resources_per_worker]
         kind = "GPU workers" if self.gpus_per_worker else "workers"
-        return f"{sum(self.workers)} {kind} as {list(self.workers)} ({' and '.join(each) or 'nothing'} each)"
+        n_used = len(self.workers) - self.n_spares
+        used, spare = list(self.workers[:n_used]), list(self.workers[n_used:])
+        spares = f" and spare {spare}" if spare else ""
+        amounts = _listed(each) or "nothing"
+        return f"{sum(used)} {kind} as {used}{spares} ({amounts} each){STRATEGIES[self.strategy]}"
+
+    def choice(self, entry: int) -> NodeChoice:
+        """The nodes that an entry may go onto."""
+        return self.choices[entry] if self.choices else ANY_NODE
+
+    def is_alone(self, entry: int) -> bool:
+        """Whether an entry has to have a node of its own."""
+        return self.strategy == "strict_spread" or entry >= len(self.workers) - self.n_spares
 
 
 def assign_nodes(request: Request, nodes: Sequence[Node], *, free: bool = True) -> tuple[int, ...] | None:
     """Choose a node for each entry of ``request.workers``.
 
     All slots of an entry go onto one node. Entries get separate nodes if there are enough, the tightest fit first, and
-    share nodes otherwise. Entries of equal size follow the order of the nodes' addresses.
+    share nodes otherwise; the request's strategy may say otherwise. Entries that are alike follow the order of the
+    nodes' addresses.
 
     Whether a request fits is a bin packing problem, whose exact solution can take exponential time. The search stops
     with None after 10,000 dead ends (about a second). It can therefore miss a solution if many entries of many
@@ -103,64 +150,27 @@ def assign_nodes(request: Request, nodes: Sequence[Node], *, free: bool = True) 
         An index into ``nodes`` for each entry; None if the request does not fit.
     """
     order = sorted(range(len(nodes)), key=lambda index: _address(nodes[index]))
-    wanted = sorted(request.workers, reverse=True)
     room = [nodes[index].capacity(request, free=free) for index in order]
-    unbounded = sum(wanted)
-    found = _search(tuple(wanted), tuple(unbounded if fits is None else fits for fits in room))
+    choices = list(dict.fromkeys(request.choice(entry) for entry in range(len(request.workers))))
+    bins = Bins(
+        tuple(sum(request.workers) if fits is None else fits for fits in room),
+        tuple(frozenset(k for k, choice in enumerate(choices) if nodes[index].allows(choice)) for index in order),
+        tuple(nodes[index].is_many for index in order),
+        request.strategy == "pack",
+    )
+    items = [
+        Item(size, choices.index(request.choice(entry)), request.is_alone(entry))
+        for entry, size in enumerate(request.workers)
+    ]
+    wanted = sorted(items, reverse=True)
+    found = search(tuple(wanted), bins)
     if found is None:
         return None
-    by_size: dict[int, list[int]] = {}
-    for size, position in zip(wanted, found, strict=True):
-        by_size.setdefault(size, []).append(position)
-    queues = {size: iter(sorted(positions)) for size, positions in by_size.items()}
-    return tuple(order[next(queues[size])] for size in request.workers)
-
-
-@lru_cache(maxsize=256)
-def _search(wanted: tuple[int, ...], room: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Choose a node for each entry of ``wanted``, which is sorted in descending order; None if none is found.
-
-    A depth-first search without recursion. It reverts a choice as soon as the remaining entries cannot fit, or have
-    failed before with the same free room.
-    """
-    left, used = list(room), [0] * len(room)
-    chosen: list[int] = []
-    hopeless: set[tuple[int, ...]] = set()
-    untried = [_candidates(wanted, left, used)]
-    while len(chosen) < len(wanted) and len(hopeless) < MAX_DEAD_ENDS:
-        index = next(untried[-1], None)
-        if index is not None:
-            chosen.append(index)
-            left[index] -= wanted[len(chosen) - 1]
-            used[index] += 1
-            rest = wanted[len(chosen) :]
-            is_dead = tuple(sorted(left)) in hopeless or not _may_fit(rest, left)
-            untried.append(iter(()) if is_dead else _candidates(rest, left, used))
-            continue
-        hopeless.add(tuple(sorted(left)))  # sorted, because nodes with equal room are interchangeable
-        untried.pop()
-        if not chosen:
-            return None
-        index = chosen.pop()
-        left[index] += wanted[len(chosen)]
-        used[index] -= 1
-    return tuple(chosen) if len(chosen) == len(wanted) else None
-
-
-def _candidates(wanted: Sequence[int], left: Sequence[int], used: Sequence[int]) -> Iterator[int]:
-    """Nodes for ``wanted[0]``: unused before used, tightest first; one node stands for all with equal room."""
-    if not wanted:
-        return iter(())
-    alike: dict[tuple[bool, int], int] = {}
-    for index, fits in enumerate(left):
-        if fits >= wanted[0]:
-            alike.setdefault((used[index] > 0, fits), index)
-    return iter([alike[key] for key in sorted(alike)])
-
-
-def _may_fit(wanted: Sequence[int], left: Sequence[int]) -> bool:
-    """A necessary condition: for every unit size, the nodes hold at least as many units as the entries need."""
-    return all(sum(fits // unit for fits in left) >= sum(size // unit for size in wanted) for unit in {1, *wanted})
+    alike: dict[Item, list[int]] = {}
+    for item, position in zip(wanted, found, strict=True):
+        alike.setdefault(item, []).append(position)
+    queues = {item: iter(sorted(positions)) for item, positions in alike.items()}
+    return tuple(order[next(queues[item])] for item in items)
 
 
 def could_ever_fit(request: Request, nodes: Sequence[Node]) -> bool:
@@ -181,24 +191,42 @@ def cannot_place(
     """
     rooms = [(node, node.capacity(request, free=free)) for node in nodes]
     there = "; ".join(_describe(node, fits, request, free) for node, fits in rooms) or "there are no nodes"
-    fitting = sorted((fits for _, fits in rooms if fits), reverse=True)
-    advice = f"ask for {fitting}" if fitting else "no node has room"
-    if request.gpus_per_worker and not any(node.gpus_total for node in nodes):
-        advice = "no node has a GPU; make the pool with use_gpu=False"
-    elif free and any(node.holders for node in nodes):
-        advice += ", or close pools and groups that hold the rest"
     waited = f" within {waited_s:g} s" if waited_s is not None else ""
+    advice = _advice(request, rooms, free)
     return PlacementError(f"pool {request.name!r} cannot place {request.words}{waited}: {there}; {advice}")
 
 
+def _advice(request: Request, rooms: Sequence[tuple[Node, int | None]], free: bool) -> str:
+    choices = dict.fromkeys(request.choice(entry) for entry in range(len(request.workers)))
+    for choice in choices:
+        if rooms and not any(node.allows(choice) for node, _ in rooms):
+            return f"no node is {choice}" if choice.name is None else f"there is no {choice}"
+    if request.gpus_per_worker and not any(node.gpus_total for node, _ in rooms):
+        return "no node has a GPU; make the pool with use_gpu=False"
+    fitting = sorted((fits for node, fits in rooms if fits and any(map(node.allows, choices))), reverse=True)
+    advice = f"ask for {fitting}" if fitting else "no node has room"
+    if free and any(node.holders for node, _ in rooms):
+        advice += ", or close pools and groups that hold the rest"
+    return advice
+
+
 def _describe(node: Node, fits: int | None, request: Request, free: bool) -> str:
-    amounts = [(node.gpus_free, node.gpus_total, "GPUs")] if request.gpus_per_worker else []
-    if node.cpus_free is not None and node.cpus_total is not None:
-        amounts.append((node.cpus_free, node.cpus_total, "CPUs"))
-    parts = [f"{left:g} of {total:g} {what}" if free else f"{total:g} {what}" for left, total, what in amounts]
+    amounts = node.amounts(request)
+    parts = [f"{there:g} of {total:g} {what}" if free else f"{total:g} {what}" for what, _, there, total in amounts]
     held = f", held by {', '.join(node.holders)}" if free and node.holders else ""
-    has = f"{' and '.join(parts) or 'room'}{' free' if free else ''}"
-    return f"node {node.name} has {has}, room for {fits}{held}"
+    has = f"{_listed(parts) or 'room'}{' free' if free else ''}"
+    return f"node {node.name}{_labels(node, request)} has {has}, room for {fits}{held}"
+
+
+def _labels(node: Node, request: Request) -> str:
+    """What a node has of the labels that a request asks for."""
+    asked = dict.fromkeys(label for choice in request.choices for label, _ in choice.labels)
+    said = [f"{label}={node.labels.get(label, '(none)')}" for label in asked]
+    return f" ({', '.join(said)})" if said else ""
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return ", ".join([*parts[:-2], " and ".join(parts[-2:])]) if parts else ""
 
 
 def _address(node: Node) -> tuple[int, int, str, str]:

@@ -499,6 +499,10 @@ class AgentWorkers(Receiver):
         living = [agent for agent in self.hosts if agent.lost is None]
         self._fabric.answers([self._fabric.ask(agent, what, self.name, *args) for agent in living])
 
+    def ranks_of_lost_hosts(self) -> list[int]:
+        """The ranks whose agents are gone though nobody has ended them."""
+        return [rank for rank, agent in enumerate(self._agents) if agent.lost not in (None, CLOSED)]
+
     def told(self, rank: int, what: str, *args: Any) -> Any:
         """Ask the agent of a rank for something."""
         return self._fabric.answers([self._fabric.ask(self._agents[rank], what, self.name, *args)])[0]

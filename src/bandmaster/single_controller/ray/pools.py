@@ -98,10 +98,9 @@ class RayResourcePool(ResourcePool):
         """
         if self._whole is not None:
             return self._whole.pgs
-        reservations = [part.lease.reservation for part in self._parts]
-        if None in reservations:
+        if any(part.lease.reservation is None for part in self._parts):
             return None
-        return [found.groups[part.node] for found, part in zip(reservations, self._parts, strict=True)]
+        return [part.lease.reservation.groups[part.lease.entry(part.node)] for part in self._parts]
 
     @pgs.setter
     def pgs(self, groups: Sequence[Any]) -> None:

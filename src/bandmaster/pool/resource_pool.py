@@ -1,46 +1,26 @@
-"""Resource pools: reserved slots for workers, and how pools are merged and split.
-
-A pool starts no process. It asks its backend to reserve the slots when the first group needs them (or on
-``with pool:``), and to release them when it is closed. Merged and split pools share the slots of the pools from which
-they were made::
-
-    ResourcePool([4]) ──┐
-                        ├─ merge_resource_pool ──► nodes [4, 4], the same eight slots
-    ResourcePool([4]) ──┘
-"""
+"""The pool that users make."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from bandmaster.backends import get_backend
 from bandmaster.contract import Slot
 from bandmaster.errors import ClosedError, PlacementError, UsageError
-from bandmaster.plan.placement import RESERVING, Request
+from bandmaster.plan.node_choice import node_choices
+from bandmaster.plan.placement import STRATEGIES, Request
 from bandmaster.plan.render import html_table
-from bandmaster.platform.locks import check_not_held
-from bandmaster.worker import ClassLoading
+from bandmaster.pool.checks import check_amount, checked_resources, checked_sizes
+from bandmaster.pool.lease import Closes, Lease, Part, Place, close_all, free, occupying
+from bandmaster.pool.plan import PlannedNode, PoolPlan
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ResourcePool", "merge_resource_pool", "split_resource_pool"]
-
-
-class Closes(Protocol):
-    """The part of a worker group that a pool uses: the group occupies slots, and `close` releases them."""
-
-    def close(self) -> None:
-        """Release the slots."""
-
-
-_occupying = threading.RLock()  # one group at a time occupies slots; re-entrant, as a signal handler may close a pool
+__all__ = ["ResourcePool"]
 
 
 class ResourcePool:
@@ -60,6 +40,15 @@ class ResourcePool:
         cpus_per_worker: CPUs reserved for each slot, shared by all groups on it. Only a Ray cluster counts CPUs.
         placement_timeout: Seconds to wait for resources that other pools hold. Only backend ``"ray"`` waits.
         is_detached: Whether the slots stay reserved when the pool is closed or its process ends; only on Ray.
+        nodes: Where the nodes of the pool may be: the address or host name of a node, or a dict of labels
+            (``{"zone": "a"}``, or ``{"zone": ["a", "b"]}`` where both will do); or a list with one of these, or None,
+            for each node of the pool. Only a Ray cluster has nodes to choose from: elsewhere every node is this
+            machine, whatever is asked for.
+        resources_per_worker: Custom resources reserved for each slot, by name. Only a Ray cluster counts them.
+        strategy: ``"spread"``: nodes of the pool are different hosts if there are enough; ``"strict_spread"``: they
+            are, or the pool does not fit; ``"pack"``: they share hosts as far as they fit.
+        spares: Slots of each spare node. Spare nodes are reserved like the others, each on a host of its own, and hold
+            no group until a host is lost: `WorkerGroup.restart` then puts the ranks of that host there.
 
     Raises:
         UsageError: A value has the wrong type or range, or the backend does not exist or is not installed.
@@ -81,8 +70,13 @@ class ResourcePool:
         cpus_per_worker: float = 1,
         placement_timeout: float = 60.0,
         is_detached: bool = False,
+        nodes: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | None] | None = None,
+        resources_per_worker: Mapping[str, float] | None = None,
+        strategy: str = "spread",
+        spares: Sequence[int] = (),
     ) -> None:
-        nodes = _checked_sizes(process_on_nodes, "process_on_nodes", "node")
+        sizes = checked_sizes(process_on_nodes, "process_on_nodes", "node")
+        spare_sizes = checked_sizes(spares, "spares", "spare node") if spares != () else ()
         is_count = isinstance(max_colocate_count, int) and not isinstance(max_colocate_count, bool)
         if not is_count or max_colocate_count < 1:
             raise UsageError(
@@ -90,19 +84,30 @@ class ResourcePool:
                 f"got {max_colocate_count!r}"
             )
         for what, amount in (("cpus_per_worker", cpus_per_worker), ("placement_timeout", placement_timeout)):
-            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
-                raise UsageError(f"{what} must be a non-negative number, got {amount!r}")
+            check_amount(what, amount)
+        if strategy not in STRATEGIES:
+            raise UsageError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
         if not isinstance(use_gpu, bool):
             raise UsageError(f"use_gpu must be True (one GPU for every slot) or False (none), got {use_gpu!r}")
         if not isinstance(name_prefix, str | None):
             raise UsageError(f"name_prefix must be a string, or None for a pool without a name, got {name_prefix!r}")
         get_backend(backend)
-        request = Request(name_prefix or "pool", nodes, cpus_per_worker, int(use_gpu), is_detached)
-        lease = _Lease(request, backend, max_colocate_count, placement_timeout)
-        parts = [_Part(lease, node, tuple(range(size))) for node, size in enumerate(nodes)]
+        request = Request(
+            name_prefix or "pool",
+            sizes + spare_sizes,
+            cpus_per_worker,
+            int(use_gpu),
+            is_detached,
+            checked_resources(resources_per_worker),
+            node_choices(nodes, len(sizes), len(spare_sizes)),
+            strategy,
+            len(spare_sizes),
+        )
+        lease = Lease(request, backend, max_colocate_count, placement_timeout)
+        parts = [Part(lease, node, tuple(range(size))) for node, size in enumerate(sizes)]
         self._set_up(parts, name_prefix or "", (lease,))
 
-    def _set_up(self, parts: Sequence[_Part], name_prefix: str, owned: tuple[_Lease, ...]) -> None:
+    def _set_up(self, parts: Sequence[Part], name_prefix: str, owned: tuple[Lease, ...]) -> None:
         self._parts = tuple(parts)
         self._owned = owned  # released when this pool is closed
         self._groups: weakref.WeakSet[Closes] = weakref.WeakSet()
@@ -110,7 +115,7 @@ class ResourcePool:
         self.name_prefix = name_prefix
 
     @classmethod
-    def _of(cls, parts: Sequence[_Part], name_prefix: str) -> Self:
+    def _of(cls, parts: Sequence[Part], name_prefix: str) -> Self:
         pool = cls.__new__(cls)
         pool._set_up(parts, name_prefix, ())
         return pool
@@ -151,7 +156,12 @@ class ResourcePool:
         return self._lease.request.cpus_per_worker
 
     @property
-    def _lease(self) -> _Lease:
+    def resources_per_worker(self) -> Mapping[str, float]:
+        """Custom resources reserved for each slot."""
+        return dict(self._lease.request.resources_per_worker)
+
+    @property
+    def _lease(self) -> Lease:
         return self._parts[0].lease
 
     def local_rank_list(self) -> list[int]:
@@ -181,6 +191,45 @@ class ResourcePool:
         self._check_open()  # another thread may have closed the pool meanwhile
         return self
 
+    def plan(self) -> PoolPlan:
+        """Where the ranks are, or, as long as nothing is reserved, where they would be now; prints as a table.
+
+        Raises:
+            PlacementError: The slots are not reserved, and do not fit now.
+            ClosedError: The pool was closed.
+            UsageError: As for `reserve`.
+
+        Example:
+            >>> print(ResourcePool([2, 1]).plan())
+            ResourcePool([2, 1], backend='local'), not reserved yet
+            node  host          ranks  slots  takes
+            0     this machine  0-1    2      nothing that is counted
+            1     this machine  2      1      nothing that is counted
+        """
+        self._check_open()
+        nodes = {lease: lease.nodes() for lease in dict.fromkeys(part.lease for part in self._parts)}
+        found, rank = [], 0
+        for part in self._parts:
+            ranks = range(rank, rank := rank + len(part.indices))
+            found.append(PlannedNode(nodes[part.lease][part.lease.entry(part.node)], ranks, len(part.indices)))
+        spares = [
+            PlannedNode(nodes[lease][entry], range(0), lease.request.workers[entry])
+            for lease in self._owned
+            for entry in lease.spares()
+        ]
+        is_reserved = all(lease.is_reserved for lease in nodes)
+        return PoolPlan(self._described(), is_reserved, tuple(found), tuple(spares), self._lease.request)
+
+    def _renewed(self) -> tuple[Slot, ...]:
+        """The slots in rank order; those of lost nodes are replaced by spare ones.
+
+        Raises:
+            PlacementError: A node is lost, and there is no spare one for it.
+        """
+        for lease in dict.fromkeys(part.lease for part in self._parts):
+            lease.renew()
+        return tuple(self._slots())
+
     def close(self) -> None:
         """Close the groups on the pool and release its slots.
 
@@ -193,8 +242,8 @@ class ResourcePool:
         """
         self._is_closed = True
         try:
-            _close_all(self._groups)
-            _close_all(self._owned)
+            close_all(self._groups)
+            close_all(self._owned)
         except UsageError:
             self._is_closed = False
             raise
@@ -206,7 +255,7 @@ class ResourcePool:
         self.close()
 
     @property
-    def _places(self) -> list[tuple[_Lease, int, int]]:
+    def _places(self) -> list[Place]:
         """What identifies each slot, in rank order: merged and split pools share slots."""
         return [(part.lease, part.node, index) for part in self._parts for index in part.indices]
 
@@ -235,14 +284,14 @@ class ResourcePool:
         self.reserve()
         places = self._places
         holder = object()
-        take(partial(_free, places, holder))
-        with _occupying:
+        take(partial(free, places, holder))
+        with occupying:
             for lease, node, index in places:
                 lease.holders.setdefault((node, index), {})[holder] = name
             try:
                 self._check_room(holder, name)
             except PlacementError:
-                _free(places, holder)  # under the lock, so that no other group counts this one
+                free(places, holder)  # under the lock, so that no other group counts this one
                 raise
             for lease in {part.lease for part in self._parts}:
                 lease.groups.add(owner)
@@ -268,7 +317,8 @@ class ResourcePool:
         for node_rank, part in enumerate(self._parts):
             for local_rank, index in enumerate(part.indices):
                 share = 1 / part.lease.max_colocate_count
-                yield Slot(part.lease.reservation, part.node, index, node_rank, local_rank, len(part.indices), share)
+                entry = part.lease.entry(part.node)
+                yield Slot(part.lease.reservation, entry, index, node_rank, local_rank, len(part.indices), share)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -288,188 +338,3 @@ class ResourcePool:
         places = [part.lease.names((part.node, index)) for part in self._parts for index in part.indices]
         rows = [[*slot, ", ".join(names) or "-"] for slot, names in zip(slots, places, strict=True)]
         return html_table(repr(self), ["rank", "node", "local rank", "groups"], rows)
-
-
-def merge_resource_pool(*pools: ResourcePool) -> ResourcePool:
-    """Return one pool over the slots of several pools, in the given order. The slots are shared, not moved.
-
-    The pools may themselves be merged or split. Adjacent parts of one node, in the order of its devices, become one
-    node again.
-
-    Args:
-        *pools: Two pools or more, with the same ``backend``, ``use_gpu`` and ``cpus_per_worker``.
-
-    Raises:
-        UsageError: Fewer than two pools, an argument that is not a pool, pools that differ in the parameters above,
-            or pools that share a slot.
-        ClosedError: One of the pools was closed.
-    """
-    if len(pools) < 2:
-        raise UsageError(f"merge_resource_pool takes two pools or more, got {len(pools)}")
-    for pool in pools:
-        _check_pool(pool, "merge_resource_pool")
-        for what in ("backend", "use_gpu", "cpus_per_worker"):
-            ours, theirs = getattr(pools[0], what), getattr(pool, what)
-            if ours != theirs:
-                raise UsageError(
-                    f"cannot merge {pools[0]!r} and {pool!r}: {what} must be equal, got {ours!r} and {theirs!r}"
-                )
-    parts: list[_Part] = []
-    taken: set[tuple[_Lease, int, int]] = set()
-    for part in (part for pool in pools for part in pool._parts):
-        places = {(part.lease, part.node, index) for index in part.indices}
-        if places & taken:
-            raise UsageError(
-                f"cannot merge pools that share slots: {', '.join(map(repr, pools))}; merge disjoint pools"
-            )
-        taken |= places
-        parts.append(part)
-    return ResourcePool._of(_joined(parts), "".join(pool.name_prefix for pool in pools))
-
-
-def split_resource_pool(pool: ResourcePool, split_size: int | Sequence[int]) -> list[ResourcePool]:
-    """Return pools over consecutive slots of a pool, in rank order. The slots are shared, not moved.
-
-    Args:
-        pool: The pool to split; it may itself be merged or split.
-        split_size: Slots of every part, or a list with the size of each part.
-
-    Raises:
-        UsageError: The first argument is not a pool, or the sizes do not add up to the pool's.
-        ClosedError: The pool was closed.
-
-    Example:
-        >>> [part.process_on_nodes for part in split_resource_pool(ResourcePool([2, 4]), 3)]
-        [(2, 1), (3,)]
-    """
-    _check_pool(pool, "split_resource_pool")
-    size = pool.world_size
-    if isinstance(split_size, int):
-        if split_size < 1 or size % split_size:
-            raise UsageError(f"cannot split {size} slots into parts of {split_size}; give a divisor or a list of sizes")
-        split_size = [split_size] * (size // split_size)
-    sizes = _checked_sizes(split_size, "split_size", "part")
-    if sum(sizes) != size:
-        raise UsageError(
-            f"cannot split {size} slots into {list(sizes)}, which are {sum(sizes)}; give sizes that add up to {size}"
-        )
-    places = iter(pool._places)
-    pools = []
-    for n in sizes:
-        parts = [_Part(lease, node, (index,)) for lease, node, index in (next(places) for _ in range(n))]
-        pools.append(ResourcePool._of(_joined(parts), pool.name_prefix))
-    return pools
-
-
-class _Lease:
-    """The slots of one pool made by `ResourcePool()`, which merged and split pools share.
-
-    They are reserved at most once, and released by `close` or when the last pool that refers to them is collected.
-    """
-
-    def __init__(self, request: Request, backend: str, max_colocate_count: int, timeout_s: float) -> None:
-        self.request = request
-        self.backend = backend
-        self.max_colocate_count = max_colocate_count
-        self.holders: dict[tuple[int, int], dict[object, str]] = {}  # group names, by (node, index) and then by holder
-        self.groups: weakref.WeakSet[Closes] = weakref.WeakSet()
-        self.reservation: Any = None
-        self.is_closed = False
-        self._timeout_s = timeout_s
-        self._lock = threading.RLock()  # held while the backend reserves the slots
-        self._release: weakref.finalize[Any, _Lease] | None = None
-
-    def open(self) -> None:
-        ClassLoading.check()
-        check_not_held(self._lock, RESERVING)
-        with self._lock:
-            if self._release is None:
-                backend = get_backend(self.backend)
-                self.reservation = backend.reserve(self.request, self._timeout_s)
-                self._release = weakref.finalize(self, backend.release, self.reservation)
-            if self.is_closed:  # another thread closed it meanwhile
-                self._end()
-
-    def take_over(self, reservation: Any) -> None:
-        with self._lock:
-            self._end()
-            self.reservation = reservation
-            self._release = weakref.finalize(self, _nothing)
-
-    def close(self) -> None:
-        self.is_closed = True
-        try:
-            _close_all(self.groups)
-        except UsageError:
-            self.is_closed = False
-            raise
-        except BaseException:
-            self._end()
-            raise
-        self._end()
-
-    def names(self, place: tuple[int, int]) -> list[str]:
-        return list(self.holders.get(place, {}).values())
-
-    def _end(self) -> None:
-        if self._release is not None:
-            self._release()
-
-
-def _nothing() -> None:
-    """What is to be done about slots that somebody else releases."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Slots of one node of a `_Lease`: one node of a pool."""
-
-    lease: _Lease
-    node: int
-    indices: tuple[int, ...]
-
-    def continues_in(self, other: _Part) -> bool:
-        is_same_node = self.lease is other.lease and self.node == other.node
-        return is_same_node and self.indices[-1] < other.indices[0]
-
-
-def _joined(parts: Sequence[_Part]) -> list[_Part]:
-    """Merge neighbouring parts that are on one node, in the order of its devices."""
-    joined: list[_Part] = []
-    for part in parts:
-        if joined and joined[-1].continues_in(part):
-            part = _Part(part.lease, part.node, joined.pop().indices + part.indices)
-        joined.append(part)
-    return joined
-
-
-def _free(places: Sequence[tuple[_Lease, int, int]], holder: object) -> None:
-    """Remove a group from its slots. Takes no lock, as it may run as a finalizer at any moment in any thread."""
-    for lease, node, index in places:
-        lease.holders.get((node, index), {}).pop(holder, None)
-
-
-def _close_all(things: Iterable[Closes | _Lease]) -> None:
-    """Close every group or lease, even if closing one of them raises."""
-    with _occupying:  # no group is added while the list is made
-        listed = list(things)
-    with contextlib.ExitStack() as closing:
-        for thing in listed:
-            closing.callback(thing.close)
-
-
-def _check_pool(pool: object, function: str) -> None:
-    if not isinstance(pool, ResourcePool):
-        raise UsageError(f"{function} takes ResourcePools, got {type(pool).__name__} ({pool!r})")
-    pool._check_open()
-
-
-def _checked_sizes(sizes: object, name: str, unit: str) -> tuple[int, ...]:
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
-        raise UsageError(f"{name} must be a list with one number per {unit}, such as [4, 2], got {sizes!r}")
-    for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UsageError(
-                f"every {unit} must have an integer number of slots of at least 1, got {size!r} in {list(sizes)}"
-            )
-    return tuple(sizes)

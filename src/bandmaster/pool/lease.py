@@ -1,0 +1,192 @@
+"""The slots of one pool as its backend has reserved them, and the parts of them that merged and split pools have."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from bandmaster.backends import get_backend
+from bandmaster.errors import PlacementError, UsageError
+from bandmaster.plan.placement import RESERVING, Node, Request, assign_nodes, cannot_place
+from bandmaster.platform.locks import check_not_held
+from bandmaster.worker import ClassLoading
+
+__all__ = ["Closes", "Lease", "Part", "Place", "close_all", "free", "joined", "occupying"]
+
+
+class Closes(Protocol):
+    """The part of a worker group that a pool uses: the group occupies slots, and `close` releases them."""
+
+    def close(self) -> None:
+        """Release the slots."""
+
+
+occupying = threading.RLock()  # one group at a time occupies slots; re-entrant, as a signal handler may close a pool
+
+
+class Lease:
+    """The slots of one pool made by `ResourcePool()`, which merged and split pools share.
+
+    They are reserved at most once, and released by `close` or when the last pool that refers to them is collected. An
+    entry of the request is the slots of one node; when that node is lost, a spare entry takes its place.
+    """
+
+    def __init__(self, request: Request, backend: str, max_colocate_count: int, timeout_s: float) -> None:
+        self.request = request
+        self.backend = backend
+        self.max_colocate_count = max_colocate_count
+        self.holders: dict[tuple[int, int], dict[object, str]] = {}  # group names, by (node, index) and then by holder
+        self.groups: weakref.WeakSet[Closes] = weakref.WeakSet()
+        self.reservation: Any = None
+        self.is_closed = False
+        n_used = len(request.workers) - request.n_spares
+        self._entries = list(range(n_used))  # for each node of the pool, the entry of the request that it is now
+        self._spares = list(range(n_used, len(request.workers)))
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()  # held while the backend reserves the slots
+        self._release: weakref.finalize[Any, Lease] | None = None
+
+    def open(self) -> None:
+        """Reserve the slots."""
+        ClassLoading.check()
+        check_not_held(self._lock, RESERVING)
+        with self._lock:
+            if self._release is None:
+                backend = get_backend(self.backend)
+                self.reservation = backend.reserve(self.request, self._timeout_s)
+                self._release = weakref.finalize(self, backend.release, self.reservation)
+            if self.is_closed:  # another thread closed it meanwhile
+                self._end()
+
+    def take_over(self, reservation: Any) -> None:
+        """Use what was reserved elsewhere, and is released by whoever reserved it."""
+        with self._lock:
+            self._end()
+            self.reservation = reservation
+            self._release = weakref.finalize(self, _nothing)
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the slots are reserved."""
+        return self._release is not None
+
+    def entry(self, node: int) -> int:
+        """The entry of the request that a node of the pool is now."""
+        return self._entries[node]
+
+    def spares(self) -> tuple[int, ...]:
+        """The entries of the request that are spare."""
+        return tuple(self._spares)
+
+    def nodes(self) -> list[Node | None]:
+        """The node of each entry of the request; where it would be if the slots are not reserved; None if it is lost.
+
+        Raises:
+            PlacementError: The slots are not reserved, and do not fit now.
+        """
+        backend = get_backend(self.backend)
+        if self.is_reserved:
+            return list(backend.nodes(self.reservation))
+        nodes = backend.inventory()
+        assigned = assign_nodes(self.request, nodes)
+        if assigned is None:
+            raise cannot_place(self.request, nodes)
+        return [nodes[index] for index in assigned]
+
+    def renew(self) -> None:
+        """Have spare entries take the place of those whose nodes are lost.
+
+        Raises:
+            PlacementError: There is no spare entry that can.
+        """
+        with self._lock:
+            nodes = self.nodes()
+            for node, entry in enumerate(self._entries):
+                if nodes[entry] is None:
+                    spare = self._spare_for(entry, nodes)
+                    self._spares.remove(spare)
+                    self._entries[node] = spare
+
+    def _spare_for(self, entry: int, nodes: Sequence[Node | None]) -> int:
+        size, choice = self.request.workers[entry], self.request.choice(entry)
+        for spare in self._spares:
+            there = nodes[spare]
+            if there is not None and self.request.workers[spare] >= size and there.allows(choice):
+                return spare
+        left = [self.request.workers[spare] for spare in self._spares if nodes[spare] is not None]
+        raise PlacementError(
+            f"node {self._entries.index(entry)} of pool {self.request.name!r} is lost, with its {size} slots, and no "
+            f"spare node can take its place: {f'there are spare {left}' if left else 'there is none left'}; close the "
+            f"pool and make another one, with spares=[{size}] where this has to be survived"
+        )
+
+    def close(self) -> None:
+        """Close the groups, and release the slots."""
+        self.is_closed = True
+        try:
+            close_all(self.groups)
+        except UsageError:
+            self.is_closed = False
+            raise
+        except BaseException:
+            self._end()
+            raise
+        self._end()
+
+    def names(self, place: tuple[int, int]) -> list[str]:
+        """The groups on a slot."""
+        return list(self.holders.get(place, {}).values())
+
+    def _end(self) -> None:
+        if self._release is not None:
+            self._release()
+
+
+Place = tuple[Lease, int, int]  # what identifies a slot: node of the pool, and index there
+
+
+def _nothing() -> None:
+    """What is to be done about slots that somebody else releases."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Slots of one node of a `Lease`: one node of a pool."""
+
+    lease: Lease
+    node: int
+    indices: tuple[int, ...]
+
+    def continues_in(self, other: Part) -> bool:
+        """Whether another part is of the same node, and comes behind this one in the order of its devices."""
+        is_same_node = self.lease is other.lease and self.node == other.node
+        return is_same_node and self.indices[-1] < other.indices[0]
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """Merge neighbouring parts that are on one node, in the order of its devices."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and joined[-1].continues_in(part):
+            part = Part(part.lease, part.node, joined.pop().indices + part.indices)
+        joined.append(part)
+    return joined
+
+
+def free(places: Sequence[Place], holder: object) -> None:
+    """Remove a group from its slots. Takes no lock, as it may run as a finalizer at any moment in any thread."""
+    for lease, node, index in places:
+        lease.holders.get((node, index), {}).pop(holder, None)
+
+
+def close_all(things: Iterable[Closes | Lease]) -> None:
+    """Close every group or lease, even if closing one of them raises."""
+    with occupying:  # no group is added while the list is made
+        listed = list(things)
+    with contextlib.ExitStack() as closing:
+        for thing in listed:
+            closing.callback(thing.close)
