@@ -63,6 +63,13 @@ def spread(process_on_nodes):
     return process_on_nodes
 
 
+def pytest_collection_modifyitems(items):
+    """Skip tests that look at processes or memory of ranks, where these are on other hosts."""
+    for item in items:
+        if ON_HOSTS and item.get_closest_marker("here"):
+            item.add_marker(pytest.mark.skip(reason="the ranks are on other hosts"))
+
+
 def pytest_collection_finish(session):
     """Send the classes of modules to Ray by value: actors that import the modules import pytest and more, each time."""
     for item in session.items:

@@ -547,6 +547,7 @@ def test_rows_go_from_one_backend_to_another(two, three):
         assert here.who(made(two))["id"].tolist() == list(range(7))
 
 
+@pytest.mark.here
 @without_waiting
 def test_rows_outlive_the_worker_that_made_them(backend, three):
     with bm.ResourcePool([2], backend=backend) as pool:

@@ -31,12 +31,15 @@ def hosts():
 
 
 @contextlib.contextmanager
-def running(hosts, *args):
-    """The program on the first host; yields what returns the next thing that it tells."""
-    command = hosts.command(0, [sys.executable, str(PROGRAM), *map(str, args)])
-    with subprocess.Popen(command, env=hosts.environment, stdout=subprocess.PIPE, text=True) as program:
+def running(hosts, *args, program=PROGRAM):
+    """A program on the first host; yields what returns the next thing that it tells, after some input."""
+    command = hosts.command(0, [sys.executable, str(program), *map(str, args)])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=hosts.environment, text=True, **pipes) as program:
 
-        def told(name):
+        def told(name, said=""):
+            program.stdin.write(said)
+            program.stdin.flush()
             for line in program.stdout:
                 if line.startswith("{") and name in (facts := json.loads(line)):
                     return facts
@@ -131,6 +134,14 @@ def test_pools_go_where_they_are_asked_to(hosts):
     assert facts["no name"].endswith("there is no node host9")
     assert "6 workers as [1, 1, 1, 1, 1, 1] (1 CPU each), each on a node of its own" in facts["too few"]
     assert "8 CPUs and 1 odd, room for 0" in facts["no resource"]
+
+
+def test_agents_wait_for_rows_that_somebody_needs(hosts):
+    with running(hosts, program=PROGRAM.with_name("rows.py")) as told:
+        told("kept")
+        assert len(all_workers(hosts)) == 2, "their agents, not the workers"
+        told("released", "\n")
+        assert_ends(hosts, 10)
 
 
 def test_a_killed_agent_is_replaced_with_its_rank(hosts):

@@ -85,6 +85,7 @@ class Keeper(bm.Worker):
         self.kept = rows
 
 
+@pytest.mark.here
 @pytest.mark.backends("local", "ray")
 def test_a_large_payload_is_written_once_however_many_ranks_of_this_host_read_it(share_group):
     def n_written(n_ranks, method, *args):

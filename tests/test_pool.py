@@ -146,7 +146,7 @@ def test_one_machine_is_every_node_that_a_script_asks_for(here):
 
 
 def test_a_plan_reserves_nothing():
-    pool = ResourcePool([3, 2], backend="inprocess", name_prefix="train")
+    pool = ResourcePool([3, 2], backend="inprocess", name_prefix="train", spares=[])
     merged = merge_resource_pool(split_resource_pool(pool, [2, 3])[1], ResourcePool([4], backend="inprocess"))
 
     assert "not reserved yet" in str(pool.plan())

@@ -111,14 +111,15 @@ class _RankError(BandmasterError, RuntimeError):
 
     def _message(self) -> Iterator[str]:
         first, *others = self.failures.values()
-        ranks = [str(rank) for rank in self.failures if rank != self.rank]
-        also = f", and on rank {', '.join(ranks)}" if ranks else ""
+        ranks = [rank for rank in self.failures if rank != self.rank]
+        alike = [str(rank) for rank in ranks if self.failures[rank].kind is first.kind]
+        also = f", and on rank {', '.join(alike)}" if alike else ""
         yield f"{self.method} {self._verb} on rank {self.rank}{self._where(self.rank)}{also}: {first.summary}"
         if first.traceback:
             yield f"--- on rank {self.rank} ---\n{first.traceback.rstrip()}"
         if any(other.summary != first.summary for other in others):
             yield "--- on the other ranks ---"
-            yield from (f"rank {rank}{self._where(rank)}: {self.failures[rank].summary}" for rank in map(int, ranks))
+            yield from (f"rank {rank}{self._where(rank)}: {self.failures[rank].summary}" for rank in ranks)
 
     def _where(self, rank: int) -> str:
         failure = self.failures[rank]

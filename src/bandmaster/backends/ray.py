@@ -38,7 +38,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bandmaster.backends.ray_actor import WorkerActor, actor_class
-from bandmaster.backends.ray_agents import RayAgents, RayAgentWorkers, nodes_of, unreachable
+from bandmaster.backends.ray_agents import RayAgents, RayAgentWorkers, nodes_of
 from bandmaster.backends.ray_attached import AttachedWorkers
 from bandmaster.backends.ray_overlapping import OverlappingActor, has_async_methods
 from bandmaster.backends.ray_session import RaySession
@@ -137,8 +137,8 @@ class RayBackend:
 
     def nodes(self, reservation: Reservation) -> list[Node | None]:
         """The node of each entry; where the agent of a host is gone, it is found out at once whether the host is."""
-        gone = unreachable(self._agents.suspects())
-        living = {node.key: node for node in self.inventory() if node.key not in gone}
+        lost = self._agents.lost_nodes()
+        living = {node.key: node for node in self.inventory() if node.key not in lost}
         return [living.get(_node_of(group)) for group in reservation.groups]
 
     def release(self, reservation: Reservation) -> None:

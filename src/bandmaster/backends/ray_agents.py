@@ -13,7 +13,9 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -34,11 +36,13 @@ from bandmaster.errors import ClosedError, PlacementError
 from bandmaster.failure import Failure
 from bandmaster.platform.limits import start_thread
 from bandmaster.transport.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet
+from bandmaster.transport.probes import answering
 
-__all__ = ["RayAgentWorkers", "RayAgents", "nodes_of", "unreachable"]
+__all__ = ["RayAgentWorkers", "RayAgents", "nodes_of"]
 
 END_TIMEOUT_S = 2.0  # for Ray to end an agent
-PROBE_TIMEOUT_S = 5.0  # for a host to take a connection
+PROBE_TIMEOUT_S = 3.0  # for a host to take a connection
+NOTICED_AFTER_S = 30.0  # Ray itself knows by then which hosts are lost
 PATIENCE_S = 60.0  # of an agent, for its controller to connect
 StartActor = Callable[[Launch, int], Any]
 _log = logging.getLogger(__name__)
@@ -88,11 +92,17 @@ class _RayHost(Host):
 
 
 class RayAgents:
-    """The agents of this controller; those of hosts without a group end."""
+    """The agents of this controller. They end when no group has ranks, and no future rows, on their hosts.
+
+    Any thread may call its methods. Finalizers may call `let_go` at any moment, so it waits for no lock.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # held while agents are started or ended
+        self._is_due = False  # to look which ones are not needed
         self._fabric: Fabric | None = None
         self._actors: dict[str, Any] = {}  # by node
+        self._lost_at: dict[str, float] = {}  # by node: when it could not be reached
         self._session: RaySession | None = None
         self._numbers = itertools.count()
 
@@ -104,19 +114,26 @@ class RayAgents:
             start_actor: Starts an actor on its host.
             nodes: Ray's id of the node of each rank.
         """
-        reached = self._reach(list(dict.fromkeys(nodes)))
-        if reached is None or self._fabric is None:
-            return None
-        name = f"{launch.group} {next(self._numbers)}"
-        workers = AgentWorkers(name, self._fabric, [reached[node] for node in nodes])
-        return RayAgentWorkers(launch, start_actor, workers, self._reach)
+        with self._lock:
+            reached = self._reach(list(dict.fromkeys(nodes)))
+            workers = None
+            if reached is not None and self._fabric is not None:
+                name = f"{launch.group} {next(self._numbers)}"
+                workers = AgentWorkers(name, self._fabric, [reached[node] for node in nodes])
+        if self._is_due:
+            self.let_go()
+        return None if workers is None else RayAgentWorkers(launch, start_actor, workers, self.reach)
+
+    def reach(self, nodes: Sequence[str]) -> dict[str, Agent] | None:
+        """The agents of some nodes, which are started where there are none; None if one cannot be reached."""
+        with self._lock:
+            return self._reach(nodes)
 
     def _reach(self, nodes: Sequence[str]) -> dict[str, Agent] | None:
-        """The agents of some nodes, which are started where there are none; None if one cannot be reached."""
         if self._session is None or not self._session.is_current:
             self._close()
             self._actors, self._session = {}, RaySession()
-        fabric = self._fabric = self._fabric or Fabric()
+        fabric = self._fabric = self._fabric or Fabric(self.let_go)
         agents = fabric.agents
         missing = [node for node in nodes if node not in agents]
         me = f"pid {os.getpid()} on {socket.gethostname()}"
@@ -133,7 +150,7 @@ class RayAgents:
                     node,
                     error,
                 )
-                self.let_go()
+                self._is_due = True
                 return None
         return {node: agents[node] for node in nodes}
 
@@ -143,23 +160,42 @@ class RayAgents:
         actor = self._actors[node] = made.remote()
         return actor
 
-    def suspects(self) -> set[str]:
-        """The nodes whose agents are gone though nobody has ended them."""
-        return set() if self._fabric is None else self._actors.keys() - self._fabric.agents
+    def lost_nodes(self) -> set[str]:
+        """Those of the nodes whose agents are gone, though nobody has ended them, that cannot be reached either."""
+        gone = set() if self._fabric is None else self._actors.keys() - self._fabric.agents
+        now = time.monotonic()
+        known = {node for node, found_at in self._lost_at.items() if node in gone and now - found_at < NOTICED_AFTER_S}
+        asked = [node for node in (ray.nodes() if gone - known else ()) if node["NodeID"] in gone - known]
+        addresses = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in asked]
+        answers = answering(addresses, PROBE_TIMEOUT_S)
+        lost = {node["NodeID"] for node, address in zip(asked, addresses, strict=True) if address not in answers}
+        self._lost_at |= dict.fromkeys(lost, now)
+        return known | lost
 
     def let_go(self) -> None:
-        """End the agents of hosts on which no group has ranks."""
+        """End the agents that are not needed, now or when a thread that starts or ends some has done so."""
+        self._is_due = True
+        while self._is_due and self._lock.acquire(blocking=False):
+            try:
+                self._is_due = False
+                self._end_unneeded()
+            finally:
+                self._lock.release()
+
+    def _end_unneeded(self) -> None:
         if self._fabric is None:
             return
         for node, actor in list(self._actors.items()):
             agent = self._fabric.agents.get(node)
-            if agent is None or not agent.groups:
-                del self._actors[node]
-                if self._session is not None and self._session.is_current:
-                    ray.kill(actor)  # before its link ends, at which it would end by itself: Ray would report that
-                if agent is not None:
-                    agent.await_end(END_TIMEOUT_S)
-                    self._fabric.remove(agent)
+            if agent is not None and agent.is_needed:
+                agent.awaits_release = not agent.groups
+                continue
+            del self._actors[node]
+            if self._session is not None and self._session.is_current:
+                ray.kill(actor)  # before its link ends, at which it would end by itself: Ray would report that
+            if agent is not None:
+                agent.await_end(END_TIMEOUT_S)
+                self._fabric.remove(agent)
         if not self._actors:
             self._close()
 
@@ -182,19 +218,6 @@ def _connected(node: str, facts: AgentFacts, secret: Secret) -> Agent:
 def _on(node: str) -> dict[str, Any]:
     """Options of a task or an actor without resources on a node."""
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-
-
-def unreachable(nodes: Collection[str]) -> set[str]:
-    """Those of some nodes to whose Ray nobody can connect. Ray itself takes half a minute to find that out."""
-    gone = set()
-    for node in ray.nodes() if nodes else ():
-        if node["NodeID"] in nodes:
-            try:
-                address = node["NodeManagerAddress"], node["NodeManagerPort"]
-                socket.create_connection(address, timeout=PROBE_TIMEOUT_S).close()
-            except OSError:
-                gone.add(str(node["NodeID"]))
-    return gone
 
 
 def _is_alive(node: str) -> bool:

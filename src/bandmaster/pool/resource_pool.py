@@ -76,7 +76,7 @@ class ResourcePool:
         spares: Sequence[int] = (),
     ) -> None:
         sizes = checked_sizes(process_on_nodes, "process_on_nodes", "node")
-        spare_sizes = checked_sizes(spares, "spares", "spare node") if spares != () else ()
+        spare_sizes = () if spares in ((), []) else checked_sizes(spares, "spares", "spare node")
         is_count = isinstance(max_colocate_count, int) and not isinstance(max_colocate_count, bool)
         if not is_count or max_colocate_count < 1:
             raise UsageError(

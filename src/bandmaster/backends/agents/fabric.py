@@ -10,7 +10,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,16 +67,25 @@ class Agent:
         pid: Its process, on its host.
         groups: The groups that have ranks on its host.
         lost: Why it is gone; None as long as it is not.
+        kept: Numbers of rows that futures of this controller refer to.
         released: Numbers of rows that nobody refers to any more, and that it was not told of.
+        awaits_release: Whether it is to end as soon as it is not needed.
     """
 
     def __init__(self, link: Link, key: str, host: str, address: tuple[str, int], pid: int) -> None:
         self.link, self.key, self.host, self.address, self.pid = link, key, host, address, pid
         self.groups: dict[str, Group] = {}
         self.lost: str | None = None
+        self.kept: set[int] = set()
         self.released: deque[int] = deque()
+        self.awaits_release = False
         self.asked: dict[int, ChannelTicket] = {}
         self.pinged_at = 0.0
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a group has ranks on its host, or a future rows."""
+        return bool(self.groups or self.kept)
 
     def await_end(self, timeout_s: float) -> None:
         """Wait until its process has ended, which somebody has killed."""
@@ -95,14 +104,19 @@ class Fabric(Receiver):
     Attributes:
         secret: What agents know.
         agents: The agents, by what identifies their hosts.
+
+    Args:
+        let_go: Ends the agents that are not needed; called from a thread, some time after one has become so that awaits
+            its release.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, let_go: Callable[[], object] = lambda: None) -> None:
         super().__init__(Poller())
         self.secret = Secret.new()
         self.agents: dict[str, Agent] = {}
         self._by_fd: dict[int, Agent] = {}
         self._numbers = itertools.count(1)
+        self._let_go = let_go
         self._heart: threading.Thread | None = None
         self._stop_beating = threading.Event()
 
@@ -281,6 +295,8 @@ class Fabric(Receiver):
                 self._receive_all()  # before anything is concluded: nobody may have waited for what has come
                 for agent in list(self.agents.values()):
                     self._look_after(agent)
+            if any(agent.awaits_release and not agent.is_needed for agent in list(self.agents.values())):
+                self._let_go()
 
     def _look_after(self, agent: Agent) -> None:
         now, limit_s = time.monotonic(), host_timeout_s()

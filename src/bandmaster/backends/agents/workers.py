@@ -48,6 +48,7 @@ class FarRows:
         self.origin: object = "rows"
         self._secret, self._numbered = fabric.secret, fabric.numbered
         self._copies: dict[Agent, list[tuple[int, Any]]] = {}  # on other hosts: their numbers, and which rows they have
+        agent.kept.add(number)
         finalize(self, _release, agent, number, self._copies).atexit = False
 
     def copy_on(self, agent: Agent, rows: Any) -> tuple[int, Any] | None:
@@ -86,6 +87,7 @@ class FarRows:
 
 def _release(agent: Agent, number: int, copies: Mapping[Agent, Sequence[tuple[int, Any]]]) -> None:
     agent.released.append(number)
+    agent.kept.discard(number)
     for other, held in copies.items():
         other.released.extend(copy for copy, _ in held)
 
