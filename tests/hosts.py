@@ -19,6 +19,7 @@ from pathlib import Path
 PROGRAMS = ["ip", "mount", "nsenter", "unshare"]
 RAY_PORT = 6379
 START_TIMEOUT_S = 120
+SHM_SIZE = "4g"
 
 
 def why_not():
@@ -73,6 +74,10 @@ class Hosts:
         """Put a host on the network again."""
         self._on_switch("ip", "link", "set", f"port{host}", "up")
 
+    def limit_shared_memory(self, host, size):
+        """What ``/dev/shm`` of a host has room for, as mount writes it, like "64k"."""
+        _checked(self.command(host, ["mount", "-o", f"remount,size={size}", "/dev/shm"]))
+
     def __enter__(self):
         try:
             self._switch = self._held("--net")
@@ -116,7 +121,7 @@ class Hosts:
             ["ip", "link", "set", "lo", "up"],
             ["hostname", f"host{host}"],
             ["mount", "-t", "proc", "proc", "/proc"],
-            ["mount", "-t", "tmpfs", "-o", "size=4g", "tmpfs", "/dev/shm"],
+            ["mount", "-t", "tmpfs", "-o", f"size={SHM_SIZE}", "tmpfs", "/dev/shm"],
             ["mount", "-t", "tmpfs", "tmpfs", "/tmp/ray"],
         ):
             _checked(self.command(host, command))

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, address, why_not
+from hosts import SHM_SIZE, Hosts, address, why_not
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -134,6 +134,22 @@ def test_pools_go_where_they_are_asked_to(hosts):
     assert facts["no name"].endswith("there is no node host9")
     assert "6 workers as [1, 1, 1, 1, 1, 1] (1 CPU each), each on a node of its own" in facts["too few"]
     assert "8 CPUs and 1 odd, room for 0" in facts["no resource"]
+
+
+@pytest.fixture
+def without_shared_memory(hosts):
+    """Hosts whose ``/dev/shm`` is full, as that of a container often is."""
+    for host in range(6):
+        hosts.limit_shared_memory(host, "64k")
+    yield hosts
+    for host in range(6):
+        hosts.limit_shared_memory(host, SHM_SIZE)
+
+
+def test_large_calls_and_rows_need_no_shared_memory_file_system(without_shared_memory):
+    with running(without_shared_memory, program=PROGRAM.with_name("rows.py")) as told:
+        told("kept")
+    assert_ends(without_shared_memory, 10)
 
 
 def test_agents_wait_for_rows_that_somebody_needs(hosts):

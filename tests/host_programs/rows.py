@@ -18,9 +18,9 @@ class Rows(bm.Worker):
 
 ray.init(logging_level="warning")  # else the connection ends with the pool
 with bm.ResourcePool([1, 1], backend="ray") as pool:
-    rows = bm.WorkerGroup(pool, Rows).doubled.submit(np.arange(100_000))
-    assert len(rows) == 100_000
-assert (rows.result() == np.arange(0, 200_000, 2)).all()
+    rows = bm.WorkerGroup(pool, Rows).doubled.submit(np.arange(1_000_000))
+    assert len(rows) == 1_000_000
+assert (rows.result() == np.arange(0, 2_000_000, 2)).all()
 print(json.dumps({"kept": True}), flush=True)
 sys.stdin.readline()
 del rows

@@ -17,7 +17,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -467,16 +467,13 @@ class PendingCall:
     def _take(self, timeout_s: float) -> None:
         """Take the replies that come in this time."""
         done = self.workers.wait(list(self.tickets.values()), timeout_s)
-        finished = None if len(done) == len(self.tickets) else set(map(id, done))
-        still = {}
+        replied, still = self._replied(done)
+        fetch, record, values = self.workers.fetch, self.record, self._values
         same = shared = None  # a payload that several ranks have sent alike, and its value
-        for rank, ticket in self.tickets.items():
-            if finished is not None and id(ticket) not in finished:
-                still[rank] = ticket
-                continue
-            value = self.workers.fetch(ticket)
-            if self.record is not None:
-                self.record.came(rank, ticket, value)
+        for rank, ticket in replied.items():
+            value = fetch(ticket)
+            if record is not None:
+                record.came(rank, ticket, value)
             if type(value) is Payload and not self.keeps_rows:
                 try:
                     if value is not same:
@@ -489,8 +486,16 @@ class PendingCall:
             if type(value) is Failure:
                 self.failures[rank], self._has_failed = value, True
             else:
-                self._values[rank] = value
-        self.tickets = still
+                values[rank] = value
+        self.tickets = still  # now that nothing can interrupt it any more
+
+    def _replied(self, done: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+        """The tickets, by rank, of the ranks that have replied, and of those that have not."""
+        if len(done) == len(self.tickets):
+            return self.tickets, {}
+        finished = set(map(id, done))
+        replied = {rank: ticket for rank, ticket in self.tickets.items() if id(ticket) in finished}
+        return replied, {rank: ticket for rank, ticket in self.tickets.items() if id(ticket) not in finished}
 
     def _unreadable(self, rank: int, error: BaseException) -> Failure:
         """The failure of a rank whose value raised as it was decoded; raises the error again if it is Ctrl-C's."""
