@@ -146,6 +146,11 @@ class ResourcePool:
         return min(part.lease.max_colocate_count for part in self._parts)
 
     @property
+    def is_detached(self) -> bool:
+        """Whether the slots stay reserved when the pool is closed or its process ends."""
+        return all(part.lease.request.is_detached for part in self._parts)
+
+    @property
     def cpus_per_worker(self) -> float:
         """CPUs reserved for each slot."""
         return self._lease.request.cpus_per_worker
