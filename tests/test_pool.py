@@ -184,6 +184,7 @@ def test_a_plan_reserves_nothing():
         (lambda: ResourcePool([1], strategy="STRICT"), "'spread', 'strict_spread', 'pack', got 'STRICT'"),
         (lambda: ResourcePool([1], spares=1), "spares must be a list with one number per spare node"),
         (lambda: ResourcePool([1], spares=[0]), "every spare node must have an integer number of slots of at least 1"),
+        (lambda: ResourcePool([1], spares=[1], is_detached=True), "a detached pool has no spare nodes"),
         (lambda: ResourcePool([1], resources_per_worker=["trainer"]), "such as {'trainer': 1}, got ['trainer']"),
         (lambda: ResourcePool([1], resources_per_worker={"GPU": 1}), "use cpus_per_worker= and use_gpu= for these"),
         (lambda: ResourcePool([1], resources_per_worker={"x": -1}), "resources_per_worker['x'] must be a non-negative"),

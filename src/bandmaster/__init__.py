@@ -50,11 +50,12 @@ from bandmaster.plan.transfer import (
     TransferProtocol,
     collect_all_to_all,
 )
+from bandmaster.platform.version import VERSION
 from bandmaster.pool import ResourcePool, merge_resource_pool, split_resource_pool
 from bandmaster.registration import register
 from bandmaster.worker import ClassWithInitArgs, Worker
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "ArgumentError",

@@ -108,6 +108,8 @@ class ColocatedGroup(GroupOf[Any]):
     processes, and pass each role's hook its own part of the state.
     """
 
+    _is_colocated = True
+
     def __init__(
         self,
         pool: ResourcePool,
@@ -255,6 +257,8 @@ class RoleGroup(WorkerGroup):
 
     What is about the processes (`restart`, `replace`, `close`, ``with``) is asked of the colocated group.
     """
+
+    _is_colocated = True
 
     def __init__(self, colocated: ColocatedGroup, role: str, parts: _RoleParts) -> None:
         self._colocated = colocated  # lives as long as this

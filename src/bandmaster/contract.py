@@ -1,5 +1,6 @@
 """The waist: what a backend is (4 methods), and what the running workers of a group are (9 methods, 4 facts).
 
+A backend on whose cluster workers can outlive their controller has one method more: see `DetachingBackend`.
 The core plans calls and never sees a socket. A backend carries payloads and never sees an axis or a protocol::
 
     WorkerGroup ── Launch ──► Backend.start ──► Workers ── put, call ──────► worker processes
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from types import MappingProxyType
@@ -41,6 +43,8 @@ __all__ = [
     "TIMES",
     "Backend",
     "Call",
+    "DetachedGroups",
+    "DetachingBackend",
     "Kept",
     "KeptCopy",
     "Launch",
@@ -101,6 +105,12 @@ class Lifetime(Enum):
     GROUP = "with the group"
     HANDLES = "with the group, but for workers whose handles it gave away: those end with the last handle"
     DETACHED = "when somebody kills them"
+    NAMED = "when a controller ends the group, which others attach by its name"
+
+    @property
+    def outlives_controller(self) -> bool:
+        """Whether the workers live on when their controller has ended."""
+        return self in (Lifetime.DETACHED, Lifetime.NAMED)
 
 
 @dataclass(frozen=True)
@@ -450,4 +460,57 @@ class Backend(Protocol):
             PlacementError: A process did not start in time.
             WorkerDied: A process ended as it started.
             CallTimeout: The processes did not start within the launch's ``start_timeout_s``.
+        """
+
+
+class DetachedGroups(Protocol):
+    """The groups of a cluster whose workers outlive their controllers, by name; all its controllers see the same ones.
+
+    A group is claimed before its workers start, and published when all of them are constructed.
+    """
+
+    def check_free(self, name: str) -> None:
+        """Raise UsageError if a detached group has this name. End one whose controller has died as it started it."""
+
+    def claim(self, launch: Launch, identity: str, description: Payload) -> None:
+        """Take the name of a group that is about to start.
+
+        Args:
+            launch: The group.
+            identity: Tells it from later groups of the same name.
+            description: What a controller that attaches to it needs; handed out as it is.
+
+        Raises:
+            UsageError: The name is taken.
+        """
+
+    def publish(self, name: str) -> None:
+        """Let controllers attach to a group that was claimed."""
+
+    def find(self, name: str) -> tuple[str, Payload]:
+        """The identity and the description of a published group.
+
+        Raises:
+            UsageError: There is none of that name, it has not started, or another version of bandmaster started it.
+        """
+
+    def attach(self, launch: Launch) -> Workers:
+        """Call the workers of a published group, in this process or another one. Those that have died are `deaths`."""
+
+    def end(self, name: str, identity: str) -> None:
+        """End the workers of a claimed group, dead or alive, and release its slots and its name.
+
+        Slots stay where another detached group uses them, and where a pool of this process has them, until that is
+        closed. Nothing happens if the group has ended, even if another one has its name.
+        """
+
+
+class DetachingBackend(Backend, Protocol):
+    """A backend that has detached groups. The others lack the method."""
+
+    def detached_groups(self) -> AbstractContextManager[DetachedGroups]:
+        """The detached groups of the cluster, to which this process stays connected while the block runs.
+
+        Raises:
+            UsageError: There is no cluster, or it would end with this process.
         """

@@ -13,6 +13,7 @@ import string
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
@@ -28,11 +29,12 @@ from bandmaster.calls.pending import CallSite, Collection
 from bandmaster.calls.records import CallTable
 from bandmaster.calls.spec import specs_of
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import Launch
+from bandmaster.contract import Launch, Lifetime
 from bandmaster.errors import ArgumentError, ClosedError, UsageError, WorkerDied
-from bandmaster.lifecycle.checks import check_names, check_options, checked_mesh, checked_meshes, unwrap
+from bandmaster.lifecycle.checks import check_name, check_names, check_options, checked_mesh, checked_meshes, unwrap
 from bandmaster.lifecycle.construction import replace_worker, start_workers
 from bandmaster.lifecycle.death_watch import DeathWatch
+from bandmaster.lifecycle.detached import DetachedGroup, check_detachable, is_or_was, nodes_of
 from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.lifecycle.participant import Participant
 from bandmaster.lifecycle.turns import Turn, renewal
@@ -72,6 +74,9 @@ class GroupOf(Generic[W]):
 
     _worker_classes: ClassVar[tuple[type[Worker], ...]] = ()
     _roles_have_hooks = False  # those of a colocated group
+    _is_colocated = False  # whether groups of this class share processes
+    _detached: DetachedGroup | None = None
+    _is_attached = False  # whether another controller has started the workers
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -93,8 +98,10 @@ class GroupOf(Generic[W]):
         *args: Any,
         mesh: Mesh | None = None,
         meshes: Mapping[str, Mesh] | None = None,
+        name: str | None = None,
         name_prefix: str | None = None,
         start_timeout: float | None = None,
+        is_detached: bool = False,
         **kwargs: Any,
     ) -> None:
         if not isinstance(pool, ResourcePool):
@@ -103,6 +110,9 @@ class GroupOf(Generic[W]):
                 f"got {type(pool).__name__} ({pool!r})"
             )
         check_options(type(self).__name__, name_prefix, start_timeout)
+        check_name(type(self).__name__, name, name_prefix)
+        if not isinstance(is_detached, bool):
+            raise UsageError(f"is_detached of {type(self).__name__} must be True or False, got {is_detached!r}")
         cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
         if issubclass(cls, GroupOf):
             raise UsageError(
@@ -116,21 +126,16 @@ class GroupOf(Generic[W]):
             )
         registered = registrations(cls)
         check_names(cls, registered, dir(GroupOf))
-        self._cls = cls
-        self._pool = pool
-        self._mesh = checked_mesh(mesh, pool.world_size, pool)
-        self._meshes = checked_meshes(meshes, pool.world_size, pool)
-        self._methods = specs_of(cls, registered, self._mesh, self._meshes)
-        self._changing = threading.RLock()  # one restart or replacement at a time
-        self._watches: list[DeathWatch] = []
-        self._constructor = encode_constructor(cls, args, kwargs)
+        if is_detached:
+            backend = check_detachable(get_backend(pool.backend), pool.backend, name, pool.is_detached)
+            self._detached = DetachedGroup.new(name or "", backend)
         prefix = pool.name_prefix + _random_letters() if name_prefix is None else name_prefix
-        self._name = f"{prefix}{cls.__name__}"
-        self._ownership = Ownership(self, self._name)
-        self._submitter = Submitter(self._ownership.workers, cls, self._mesh, self._name)
-        self._submitter.meshes = {name: spec.mesh for name, spec in self._methods.items()}
-        self._turns = self._participant(cls, self._name, self._submitter, options)
+        own_meshes = checked_mesh(mesh, pool.world_size, pool), checked_meshes(meshes, pool.world_size, pool)
+        self._constructor = encode_constructor(cls, args, kwargs)
+        self._set_up(cls, pool, *own_meshes, name or f"{prefix}{cls.__name__}", options)
         try:
+            if self._detached is not None:
+                self._detached.check_free()
             slots = pool._occupy(self, self._name, self._ownership.set_slots)
             names = tuple(f"{self._name}_{slot.node_rank}:{slot.local_rank}" for slot in slots)
             self._launch = Launch(
@@ -145,12 +150,99 @@ class GroupOf(Generic[W]):
                 options,
                 start_timeout,
                 resources_per_worker=pool.resources_per_worker,
+                lifetime=Lifetime.GROUP if self._detached is None else Lifetime.NAMED,
             )
-            with renewal(self._turns):
+            with renewal(self._turns), self._publishing():
                 self._start(self._launch)
         except BaseException:
             self._ownership.close()
             raise
+
+    def _set_up(
+        self,
+        cls: type[Worker],
+        pool: ResourcePool,
+        mesh: Mesh,
+        meshes: Mapping[str, Mesh],
+        name: str,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Set what a group has before it has workers. ``options`` are those of ``@ray.remote``."""
+        self._cls, self._pool, self._mesh, self._meshes, self._name = cls, pool, mesh, meshes, name
+        self._methods = specs_of(cls, registrations(cls), mesh, meshes)
+        self._changing = threading.RLock()  # one restart or replacement at a time
+        self._watches: list[DeathWatch] = []
+        self._ownership = Ownership(self, name)
+        self._submitter = Submitter(self._ownership.workers, cls, mesh, name)
+        self._submitter.meshes = {method: spec.mesh for method, spec in self._methods.items()}
+        self._turns = self._participant(cls, name, self._submitter, options)
+
+    def _publishing(self) -> AbstractContextManager[None]:
+        """The context in which the workers of a new group start; those of a detached one can be attached to then."""
+        return nullcontext() if self._detached is None else self._detached.starting(self._launch)
+
+    @classmethod
+    def attach(cls, name: str) -> Self:
+        """Return a group of the workers of a detached group, which another controller may have started.
+
+        The worker class and the meshes are those of that group. Closing the returned group lets go of the workers;
+        `end` ends them. Several controllers may be attached at a time. Each rank runs the calls of one controller in
+        the order in which that controller submits them; calls of different controllers come in any order, which may
+        differ between ranks, so that methods whose ranks wait for each other must be called by one controller at a
+        time.
+
+        Only backend ``"ray"`` has detached groups. If this process is not connected to Ray, it connects to the cluster
+        that RAY_ADDRESS names or that runs on this machine. The description of the group, which contains the class, is
+        unpickled: attach only where you trust everybody who may connect to the cluster.
+
+        Args:
+            name: The name that was given to `WorkerGroup` with ``is_detached=True``.
+
+        Raises:
+            UsageError: There is no cluster, or no detached group of that name on it; the group has not started; another
+                version of bandmaster has started it; or its class cannot be loaded here.
+            ArgumentError: The group's worker class is not a subclass of the worker class among the bases.
+
+        Example::
+
+            with bandmaster.WorkerGroup.attach("actor") as actor:
+                actor.update(batch)
+        """
+        check_name(f"{cls.__name__}.attach", "" if name is None else name)
+        if cls._is_colocated:
+            raise UsageError(
+                f"there is no {cls.__name__} to attach to: the processes of colocate() end with their controller"
+            )
+        backend = check_detachable(get_backend("ray"), "ray", name)
+        detached, launch, workers, disconnect = DetachedGroup.attach(name, backend)
+        group = object.__new__(cls)
+        try:
+            group._adopt(detached, launch)
+            group._ownership.set_slots(disconnect)
+            group._ownership.set_workers(workers)
+        except BaseException:
+            workers.stop()
+            disconnect()
+            raise
+        return group
+
+    def _adopt(self, detached: DetachedGroup, launch: Launch) -> None:
+        """Become a group of workers that another controller has started."""
+        for base in self._worker_classes:
+            if not is_or_was(launch.cls, base):
+                raise ArgumentError(
+                    f"the worker class of {type(self).__name__} must be {base.__name__} or a subclass, but detached "
+                    f"group {launch.group!r} has {launch.cls.__name__}"
+                )
+        self._detached, self._is_attached, self._launch = detached, True, launch
+        pool = ResourcePool(
+            nodes_of(launch),
+            backend="ray",
+            use_gpu=launch.uses_gpu,
+            cpus_per_worker=launch.cpus_per_worker,
+            is_detached=True,
+        )
+        self._set_up(launch.cls, pool, launch.mesh, launch.meshes, launch.group, launch.options)
 
     def _participant(
         self, cls: type[Worker], name: str, submitter: Submitter, options: Mapping[str, Any]
@@ -180,12 +272,17 @@ class GroupOf(Generic[W]):
 
     @property
     def name(self) -> str:
-        """The group's name, ``{name_prefix}{ClassName}``; the workers' names begin with it."""
+        """The group's name, by default ``{name_prefix}{ClassName}``; the workers' names begin with it."""
         return self._name
 
     @property
+    def is_detached(self) -> bool:
+        """Whether the workers outlive their controller."""
+        return self._detached is not None
+
+    @property
     def worker_names(self) -> list[str]:
-        """One name per rank, in rank order: ``{name_prefix}{ClassName}_{node}:{local_rank}``."""
+        """One name per rank, in rank order: ``{name}_{node}:{local_rank}``."""
         return list(self._launch.worker_names)
 
     @property
@@ -384,6 +481,7 @@ class GroupOf(Generic[W]):
     def _turn_taker(self) -> Participant:
         """What takes turns for this group. Raises UsageError if it cannot."""
         self._turns.check()
+        self._check_own("turn", "turns are between the groups of one controller")
         return self._turns
 
     def restart(self, state: Any = None) -> None:
@@ -409,6 +507,7 @@ class GroupOf(Generic[W]):
         """
         check_not_held(self._changing)
         self._ownership.check()
+        self._check_own("restart", "end() the group, and start it again")
         has_hook = callable(getattr(self._cls, "on_restart", None))
         if state is not None and not has_hook:
             raise UsageError(
@@ -447,6 +546,7 @@ class GroupOf(Generic[W]):
             ClosedError: The group was closed.
         """
         self._ownership.check()
+        self._check_own("replace", "end() the group, and start it again")
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise UsageError(f"{self._name} has ranks 0 to {self.world_size - 1}, got rank {rank!r}")
         if not callable(getattr(self._cls, "on_replace", None)):
@@ -467,6 +567,14 @@ class GroupOf(Generic[W]):
             self._turns.has_new(rank)
             self._on_all("on_replace", hook)
 
+    def _check_own(self, method: str, instead: str) -> None:
+        """Refuse what only the controller can do that has started the workers."""
+        if self._is_attached:
+            raise UsageError(
+                f"{method}() of group {self._name!r} is for the controller that has started it, and this one is "
+                f"attached to it; {instead}"
+            )
+
     def _check_alive_but(self, rank: int) -> None:
         workers = self._ownership.workers()
         workers.check()
@@ -485,8 +593,33 @@ class GroupOf(Generic[W]):
         """Register every `on_death` callback again, now for the new workers."""
         self._watches = [watch.again(self._ownership.workers()) for watch in self._watches]
 
+    def end(self) -> None:
+        """End the workers and release their slots, also those of a detached group, and close the group.
+
+        Any controller of a detached group can end it, whether it has started it or is attached to it, and also if
+        workers are dead. Its name is free then. In other controllers pending calls fail with `WorkerDied`. A pool of
+        this process keeps its slots until it is closed, and other detached groups on the pool keep them. Ordinary
+        groups of other controllers on the pool end with the last detached one. Without ``is_detached`` this is `close`.
+
+        Raises:
+            ClosedError: The detached group was closed, so that this controller has let go of it; attach to it again.
+            UsageError: This process was forked from the controller.
+        """
+        if self._detached is not None:
+            if not self._ownership.is_open:
+                raise ClosedError(
+                    f"group {self._name!r} was closed, so that this controller has let go of its workers; "
+                    f"WorkerGroup.attach({self._name!r}).end() ends them"
+                )
+            self._ownership.check()
+            self._detached.end()
+        self.close()
+
     def close(self) -> None:
-        """End the workers and release their slots. Pending calls fail with `WorkerDied`. Closing twice does nothing."""
+        """End the workers and release their slots. Pending calls fail with `WorkerDied`. Closing twice does nothing.
+
+        The workers of a detached group live on, and go on with the calls that were sent; `end` ends them.
+        """
         self._ownership.close()
         self._end_watches()
         self._submitter.begin_anew()
@@ -523,7 +656,10 @@ class GroupOf(Generic[W]):
 
     def __repr__(self) -> str:
         closed = self._turns.note if self._ownership.is_open else ", closed"
-        return f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{closed}>"
+        kind = "" if self._detached is None else ", attached" if self._is_attached else ", detached"
+        return (
+            f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{kind}{closed}>"
+        )
 
     def _repr_html_(self) -> str:
         return html_table(repr(self), *self._table([{}] * self.world_size))
@@ -596,11 +732,14 @@ class WorkerGroup(GroupOf[Any]):
         mesh: Named axes over the ranks; ``Mesh(dp=world_size)`` by default.
         meshes: Further meshes of the same ranks by name, for methods that were registered with ``mesh=name``: for
             example one of training and one of generation.
+        name: Name of the group, with which the workers' names begin; by default ``{name_prefix}{ClassName}``.
         name_prefix: Prefix of the workers' names; by default the pool's prefix followed by six random letters.
         start_timeout: Seconds that the processes may take to start, and then the same again for the constructors;
             None sets no limit. On Ray the processes have at most 300 s in any case.
-        **kwargs: Keyword arguments of the worker's constructor. Arguments called ``mesh``, ``meshes``,
-            ``name_prefix`` or ``start_timeout`` have to go through `ClassWithInitArgs`.
+        is_detached: Whether the workers outlive this process, so that other controllers can `attach` to them by
+            ``name``. That needs a Ray cluster, and a pool with ``is_detached=True``.
+        **kwargs: Keyword arguments of the worker's constructor. Arguments called ``mesh``, ``meshes``, ``name``,
+            ``name_prefix``, ``start_timeout`` or ``is_detached`` have to go through `ClassWithInitArgs`.
 
     Raises:
         ArgumentError: The first argument is not a pool, the arguments do not fit the constructor, or one of them
@@ -608,7 +747,8 @@ class WorkerGroup(GroupOf[Any]):
         MeshError: A mesh and the pool differ in size, or a registered method names a mesh or an axis that the group
             does not have.
         UsageError: ``worker_class`` is not a worker class or has an async constructor, an option has the wrong type,
-            or a registered method hides an attribute of the group.
+            a registered method hides an attribute of the group, or the group cannot be detached: the pool is on another
+            backend or not detached, the Ray instance ends with this process, or there is no name, or it is taken.
         ConstructorError: A worker's constructor raised. The other workers were ended and all slots released.
         WorkerDied: A worker's process ended before the worker was constructed. The other workers were ended and all
             slots released.

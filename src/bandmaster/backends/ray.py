@@ -14,6 +14,7 @@ CPUs are not counted, and the last pool stops it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -21,7 +22,7 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,11 +41,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from bandmaster.backends.ray_actor import WorkerActor, actor_class
 from bandmaster.backends.ray_agents import RayAgents, RayAgentWorkers, nodes_of
 from bandmaster.backends.ray_attached import AttachedWorkers
+from bandmaster.backends.ray_detached import NAMESPACE, RayDetachedGroups
 from bandmaster.backends.ray_overlapping import OverlappingActor, has_async_methods
 from bandmaster.backends.ray_session import RaySession
 from bandmaster.backends.ray_workers import POLL_S, START_TIMEOUT_S, RayWorkers
 from bandmaster.contract import Launch, Lifetime
-from bandmaster.errors import UsageError
+from bandmaster.errors import ClosedError, UsageError
 from bandmaster.plan.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
 from bandmaster.platform.limits import working_directory
 
@@ -55,6 +57,10 @@ RENAME_TIMEOUT_S = 10.0  # time for Ray to free the name of a killed actor
 _NO_CLIENT = (
     "backend 'ray' does not work over Ray Client (ray://), because the controller must be part of the cluster; run the "
     "script on a node of the cluster, with `ray job submit` for example, and without ray:// in ray.init and RAY_ADDRESS"
+)
+_NO_CLUSTER = (
+    "detached groups need a Ray cluster that outlives this process: start one with `ray start --head`, or set "
+    "RAY_ADDRESS; a Ray instance that a pool or ray.init() starts ends with this process"
 )
 _UNIQUE = " #"  # begins the suffix that makes the name of a placement group unique; messages omit the suffix
 REFUSED_OPTIONS = (  # actor options, and why they are refused
@@ -78,6 +84,7 @@ class RayBackend:
         self._session: RaySession | None = None  # the session that this backend opened
         self._is_embedded = False  # whether it is a private Ray instance
         self._reservations: list[Reservation] = []
+        self._ended: set[str] = set()  # placement groups of pools of this process whose detached groups have ended
         self._agents = RayAgents()
 
     def inventory(self) -> tuple[Node, ...]:
@@ -142,12 +149,16 @@ class RayBackend:
         return [living.get(_node_of(group)) for group in reservation.groups]
 
     def release(self, reservation: Reservation) -> None:
-        """Remove the placement groups of a reservation. A private Ray instance ends with its last reservation."""
+        """Remove the placement groups of a reservation. A private Ray instance ends with its last reservation.
+
+        Those of a detached pool stay, unless this process has ended the last detached group in them.
+        """
         self._reservations.remove(reservation)
         self._agents.let_go()
-        if reservation.session.is_current and not reservation.is_detached:
+        if reservation.session.is_current:
             for group in reservation.groups:
-                remove_placement_group(group)
+                if not reservation.is_detached or self._is_over(group.id.hex()):
+                    remove_placement_group(group)
         self._disconnect_if_idle()
 
     def start(self, launch: Launch) -> RayWorkers | RayAgentWorkers:
@@ -171,6 +182,7 @@ class RayBackend:
                 "calls of async methods can overlap, and it has none; leave this out of @ray.remote(...)"
             )
         _check_session(launch)
+        _check_slots(launch)
         start = partial(start_actor, self._is_embedded)
         if _can_have_agents(launch) and not self._is_embedded:
             nodes = nodes_of(launch.slots)
@@ -198,6 +210,38 @@ class RayBackend:
     def adopt(self, name: str, groups: Sequence[PlacementGroup]) -> Reservation:
         """A reservation that consists of the user's own placement groups, one per node; the user removes them."""
         return Reservation(name, tuple(groups), tuple(tuple(range(g.bundle_count)) for g in groups), RaySession())
+
+    @contextlib.contextmanager
+    def detached_groups(self) -> Iterator[RayDetachedGroups]:
+        """The detached groups of the cluster, to which this process stays connected while the block runs.
+
+        Raises:
+            UsageError: There is no cluster, it would end with this process, or it can only be reached by Ray Client.
+        """
+        if not ray.is_initialized() and _running_cluster() is None:
+            raise UsageError(_NO_CLUSTER)
+        self._connect()
+        held = Reservation("detached groups", (), (), RaySession(), is_detached=True)
+        self._reservations.append(held)
+        try:
+            if held.session.ends_with_process:
+                raise UsageError(_NO_CLUSTER)
+            yield RayDetachedGroups(self._keep)
+        finally:
+            self.release(held)
+
+    def _keep(self, group: str) -> bool:
+        """Whether a pool of this process has a placement group, by its id; it removes it when it is closed."""
+        held = [found.id.hex() for reservation in self._reservations for found in reservation.groups]
+        if group in held:
+            self._ended.add(group)
+        return group in held
+
+    def _is_over(self, group: str) -> bool:
+        """Whether a placement group of a detached pool has had detached groups, and has none any more."""
+        is_ended = group in self._ended
+        self._ended.discard(group)
+        return is_ended and not RayDetachedGroups.is_used(group)
 
     def _try_to_reserve(self, request: Request, keys: Sequence[str], deadline: float) -> Reservation | None:
         """Create placement groups on the given nodes; None, leaving none behind, if resources were taken meanwhile."""
@@ -291,8 +335,10 @@ def start_actor(is_embedded: bool, launch: Launch, rank: int) -> Any:
         placement_group=slot.reservation.groups[slot.node],
         placement_group_bundle_index=slot.reservation.bundles[slot.node][slot.index],
     )
-    if launch.lifetime is Lifetime.DETACHED:
+    if launch.lifetime.outlives_controller:
         options["lifetime"] = "detached"
+    if launch.lifetime is Lifetime.NAMED:
+        options["namespace"] = NAMESPACE
     actor = actor_class(launch.cls, OverlappingActor if _overlaps(launch) else WorkerActor).options(
         **options,
         name=launch.worker_names[rank],
@@ -328,6 +374,16 @@ def _overlaps(launch: Launch) -> bool:
 def _check_session(launch: Launch) -> None:
     for slot in launch.slots:
         slot.reservation.session.check(f"pool {slot.reservation.name!r}")
+
+
+def _check_slots(launch: Launch) -> None:
+    """Raise ClosedError if another controller has released the slots of a detached pool."""
+    for group in {slot.reservation.groups[slot.node] for slot in launch.slots if slot.reservation.is_detached}:
+        if placement_group_table(group)["state"] == "REMOVED":
+            raise ClosedError(
+                f"the slots of group {launch.group!r} were released by another controller, which has ended the last "
+                "detached group on them; make a new pool"
+            )
 
 
 def _running_cluster() -> str | None:

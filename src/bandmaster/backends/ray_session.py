@@ -29,6 +29,11 @@ class RaySession:
         is_here = ray.is_initialized() and _worker.global_worker.node is self._node()
         return is_here and self._n_forks == n_forks()
 
+    @property
+    def ends_with_process(self) -> bool:
+        """Whether the cluster ends with this process, which has started it."""
+        return bool(_worker.global_worker.node.head)
+
     def check(self, what: str) -> None:
         """Check that Ray can still be called for a pool or group that was made in this session.
 

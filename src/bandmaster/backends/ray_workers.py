@@ -170,8 +170,8 @@ class RayWorkers:
         """
         launch, here, asked = self._launch, host_identity(), {}
         for rank in ranks:
-            identity = WorkerIdentity(0, os.getpid(), rank, len(launch.slots), launch.group)
-            ends_alone = launch.lifetime is Lifetime.DETACHED
+            ends_alone = launch.lifetime.outlives_controller
+            identity = WorkerIdentity(0, os.getpid(), rank, len(launch.slots), launch.group, ends_alone)
             asked[self.actors[rank].bandmaster_begin.remote(launch.uses_gpu, identity, here, ends_alone)] = rank
         limit_s = START_TIMEOUT_S if launch.start_timeout_s is None else min(launch.start_timeout_s, START_TIMEOUT_S)
         missing = self._unanswered(list(asked), limit_s)
@@ -480,7 +480,8 @@ class RayWorkers:
         """Have an actor serve its lane again, after the actor tasks that were submitted before."""
         if rank not in self._serving:
             self._serving.add(rank)
-            self.actors[rank].bandmaster_serve.remote(0, SHARED_S if self._is_left else LONG_S)
+            is_shared = self._is_left or self._launch.lifetime is Lifetime.NAMED
+            self.actors[rank].bandmaster_serve.remote(0, SHARED_S if is_shared else LONG_S)
 
     def _pause(self, rank: int) -> None:
         """Have an actor leave its lane, after the calls that were sent there, so that actor tasks can run."""

@@ -61,6 +61,7 @@ class Group:
         workers: Identity and process of each worker on this machine, by rank.
         held_nbytes: Bytes of rows that these workers have made and their controller holds, in shared memory.
         agent_of: If ``controller`` is the agent of a controller on another host, what it calls that one; else "".
+        is_detached: Whether the workers outlive their controller; then the group is never an orphan.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Group:
     workers: tuple[tuple[WorkerIdentity, Process], ...]
     held_nbytes: int = 0
     agent_of: str = ""
+    is_detached: bool = False
 
     @property
     def full_name(self) -> str:
@@ -110,7 +112,9 @@ def _group(name: str, controller: int, world_size: int, members: list[tuple[Work
     held = held_nbytes(controller) if controller else {}
     nbytes = sum(held.get(process.pid, 0) for _, process in workers)
     agent_of = (controller_of_agent(controller) if controller else None) or ""
-    return Group(name, controller, world_size, controller != 0 and is_gone, workers, nbytes, agent_of)
+    is_detached = all(identity.is_detached for identity, _ in workers)
+    is_orphan = controller != 0 and is_gone and not is_detached
+    return Group(name, controller, world_size, is_orphan, workers, nbytes, agent_of, is_detached)
 
 
 def _orphaned_zygotes() -> Iterator[Process]:

@@ -100,6 +100,8 @@ def _row(group: Group) -> list[object]:
     controller = f"{group.controller} (gone)" if group.is_orphan else str(group.controller or "on another host")
     if group.agent_of and not group.is_orphan:
         controller = f"{group.controller} (agent of {group.agent_of})"
+    if group.is_detached:
+        controller = "detached"
     pids = " ".join(str(process.pid) for process in processes)
     held = _mib(group.held_nbytes) if group.held_nbytes else "-"
     return [group.name, controller, ranks, _memory(processes), held, _age(processes), pids]

@@ -11,7 +11,7 @@ from bandmaster.errors import ArgumentError, MeshError, UsageError
 from bandmaster.plan.mesh import Mesh
 from bandmaster.worker import ClassWithInitArgs, Worker
 
-__all__ = ["check_names", "check_options", "checked_mesh", "checked_meshes", "unwrap"]
+__all__ = ["check_name", "check_names", "check_options", "checked_mesh", "checked_meshes", "unwrap"]
 
 
 def unwrap(
@@ -71,6 +71,26 @@ def check_names(cls: type[Worker], methods: Collection[str], taken: Collection[s
         raise UsageError(
             f"{cls.__name__} registers {', '.join(map(repr, unreachable))}, but every Worker has an attribute of that "
             "name, which hides the method; rename the method"
+        )
+
+
+def check_name(owner: str, name: object, name_prefix: object = None) -> None:
+    """Check the name of a group.
+
+    Args:
+        owner: Name of the group's class, for messages.
+        name: The name, or None.
+        name_prefix: The option of that name, which makes a name of the class's.
+
+    Raises:
+        UsageError: ``name`` is neither a string of printable characters nor None, or both are given.
+    """
+    if name is not None and not (isinstance(name, str) and name and name.isprintable()):
+        raise UsageError(f"name of {owner} must be a string of printable characters, got {name!r}")
+    if name is not None and name_prefix is not None:
+        raise UsageError(
+            f"{owner} got both name={name!r} and name_prefix={name_prefix!r}, which is put before the name of the "
+            "class; give one of them"
         )
 
 

@@ -51,11 +51,13 @@ class DeathWatch:
 
     def look(self) -> bool:
         """Look for deaths, and run the callback if there is one. Returns whether the watch is over."""
-        if self._is_over or not self.workers.check(is_thorough=self.due is None or self.due <= time.monotonic()):
+        is_due = self.due is None or self.due <= time.monotonic()
+        if self._is_over or not self.workers.check(is_thorough=is_due):
             return True
         deaths = dict(self.workers.deaths)
         if not deaths:
-            self.due = time.monotonic() + LOOK_S
+            if is_due:  # a look that is not thorough, of which there are more, must not put it off
+                self.due = time.monotonic() + LOOK_S
             return False
         where = {rank: self._site.mesh.coordinates(rank) for rank in deaths}
         try:

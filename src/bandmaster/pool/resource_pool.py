@@ -92,6 +92,8 @@ class ResourcePool:
         if not isinstance(name_prefix, str | None):
             raise UsageError(f"name_prefix must be a string, or None for a pool without a name, got {name_prefix!r}")
         get_backend(backend)
+        if is_detached and spare_sizes:
+            raise UsageError("a detached pool has no spare nodes: a group that is attached to cannot be restarted")
         request = Request(
             name_prefix or "pool",
             sizes + spare_sizes,
@@ -149,6 +151,11 @@ class ResourcePool:
     def max_colocate_count(self) -> int:
         """How many groups may share a slot. A merged pool has the smallest value of its source pools."""
         return min(part.lease.max_colocate_count for part in self._parts)
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether the slots stay reserved when the pool is closed or its process ends."""
+        return all(part.lease.request.is_detached for part in self._parts)
 
     @property
     def cpus_per_worker(self) -> float:

@@ -50,9 +50,10 @@ ANNOUNCED = N_SLOTS  # where a worker says which call it runs
 STACKS_TIMEOUT_S = 0.5
 
 _MARK = "bandmaster-worker"
+_DETACHED = "bandmaster-detached"  # in place of it
 _AGENT = "bandmaster-agent"
 _MAX_NAME_NBYTES = 200  # the kernel takes 249
-_NAME = re.compile(rf"/memfd:{_MARK} ([0-9]+) ([0-9]+) ([0-9]+) ([0-9]+) (.*) \(deleted\)", re.DOTALL)
+_NAME = re.compile(rf"/memfd:({_MARK}|{_DETACHED}) ([0-9]+) ([0-9]+) ([0-9]+) ([0-9]+) (.*) \(deleted\)", re.DOTALL)
 _MAX_PID = 1 << 22
 _MAX_SIZE = 1 << 31
 _SETTLED_S = 0.01  # stacks that have not grown for so long are whole
@@ -68,6 +69,7 @@ class WorkerIdentity:
         rank: Its rank in its group.
         world_size: Number of ranks of the group.
         group: The group's name.
+        is_detached: Whether the worker outlives its controller.
     """
 
     pid: int
@@ -75,9 +77,11 @@ class WorkerIdentity:
     rank: int
     world_size: int
     group: str
+    is_detached: bool = False
 
     def __str__(self) -> str:
-        text = f"{_MARK} {self.pid} {self.controller} {self.rank} {self.world_size} {self.group}"
+        mark = _DETACHED if self.is_detached else _MARK
+        text = f"{mark} {self.pid} {self.controller} {self.rank} {self.world_size} {self.group}"
         return text.replace("/", "|").encode()[:_MAX_NAME_NBYTES].decode(errors="ignore")
 
     @classmethod
@@ -86,11 +90,11 @@ class WorkerIdentity:
         found = _NAME.fullmatch(link)
         if found is None:
             return None
-        pid, controller, rank, world_size = map(int, found.groups()[:4])
+        pid, controller, rank, world_size = map(int, found.groups()[1:5])
         if not (0 < pid <= _MAX_PID and controller <= _MAX_PID and rank < world_size < _MAX_SIZE):
             return None
-        group = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found[5])
-        return cls(pid, controller, rank, world_size, group)
+        group = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found[6])
+        return cls(pid, controller, rank, world_size, group, found[1] == _DETACHED)
 
 
 def announce_agent(controller: str) -> int:
