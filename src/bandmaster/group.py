@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 from bandmaster.backends import get_backend
+from bandmaster.calls.by_name import ByName
 from bandmaster.calls.derived import PutRows
 from bandmaster.calls.encoding import encode_constructor
 from bandmaster.calls.future import Future
@@ -25,7 +26,7 @@ from bandmaster.calls.kept_rows import held_by
 from bandmaster.calls.ledger import calls_of
 from bandmaster.calls.method import GroupMethod
 from bandmaster.calls.options import check_seconds, default_options
-from bandmaster.calls.pending import CallSite, Collection
+from bandmaster.calls.pending import CallSite
 from bandmaster.calls.records import CallTable
 from bandmaster.calls.spec import specs_of
 from bandmaster.calls.submission import Submitter
@@ -38,11 +39,8 @@ from bandmaster.lifecycle.detached import DetachedGroup, check_detachable, is_or
 from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.lifecycle.participant import Participant
 from bandmaster.lifecycle.turns import Turn, renewal
-from bandmaster.plan.arguments import BoundArgument, CallPlan, everywhere, scatter
-from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.render import html_table, text_table
-from bandmaster.plan.transfer import Gather, Only
 from bandmaster.platform.locks import check_not_held
 from bandmaster.pool import ResourcePool
 from bandmaster.worker import Worker, registrations
@@ -55,7 +53,7 @@ __all__ = ["GroupOf", "WorkerGroup"]
 W = TypeVar("W", bound=Worker)
 
 
-class GroupOf(Generic[W]):
+class GroupOf(ByName, Generic[W]):
     """A worker group whose methods editors complete and type checkers check.
 
     Subclass it together with the worker class. At run time the subclass behaves like `WorkerGroup`::
@@ -292,52 +290,6 @@ class GroupOf(Generic[W]):
         On Ray, reading this makes the group call its workers through actor tasks from then on, which is slower.
         """
         return [record.handle() for record in self._ownership.workers().records]
-
-    def execute_all_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run a method, registered or not, on every rank, and wait for all results.
-
-        When every argument is a list of world_size values, rank r gets the r-th value of each list; otherwise every
-        rank gets the arguments unchanged.
-
-        Args:
-            method_name: Name of the method.
-            *args: Its positional arguments.
-            **kwargs: Its keyword arguments.
-
-        Returns:
-            One value per rank, in rank order.
-
-        Raises:
-            ArgumentError: The class has no such method, or the arguments do not fit it.
-            RemoteError: The method raised on at least one rank.
-            CollectError: A returned value cannot be pickled or unpickled.
-            WorkerDied, CallTimeout: As for a registered method.
-        """
-        values: list[Any] = self._on_all(method_name, self._plan_for_all(method_name, args, kwargs))
-        return values
-
-    def execute_all_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Non-blocking `execute_all_sync`. Returns one ObjectRef per rank on Ray, one `Future` per rank elsewhere."""
-        plan = self._plan_for_all(method_name, args, kwargs)
-        return self._submitter.submit_for_each(self, method_name, plan, self._submitter.ranks)
-
-    def execute_rank_zero_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method, registered or not, on rank 0, wait for it, and return its value.
-
-        Raises:
-            ArgumentError: The class has no such method, or the arguments do not fit it.
-            RemoteError: The method raised.
-        """
-        plan = self._same(method_name, args, kwargs, 1)
-        return self._submitter.submit(self, method_name, plan, (0,), Collection(Only(), (0,)), waits=True)
-
-    def execute_rank_zero_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Non-blocking `execute_rank_zero_sync`. Returns an ObjectRef on Ray, a `Future` elsewhere."""
-        plan = self._same(method_name, args, kwargs, 1)
-        return self._submitter.submit_for_each(self, method_name, plan, (0,))[0]
-
-    execute_all = execute_all_async
-    execute_rank_zero = execute_rank_zero_async
 
     def put(self, batch: Any) -> Future[Any]:
         """Make a future of the controller's own rows, which calls of this and of other groups take as those of a call.
@@ -672,35 +624,6 @@ class GroupOf(Generic[W]):
             for rank, (name, fact) in enumerate(zip(self._launch.worker_names, facts, strict=True))
         ]
         return ["rank", "worker", *self._mesh.axis_names, *known], rows
-
-    def _plan_for_all(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
-        arguments = self._bind(method, args, kwargs)
-        if arguments and all(isinstance(a.value, list) and len(a.value) == self.world_size for a in arguments):
-            return CallPlan(tuple(scatter(arguments, self.world_size, self._submitter.label(method))))
-        return CallPlan((everywhere(arguments, self.world_size),))
-
-    def _same(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], n_ranks: int) -> CallPlan:
-        """A plan that broadcasts the arguments to ranks 0 … n_ranks-1."""
-        return CallPlan((everywhere(self._bind(method, args, kwargs), n_ranks),))
-
-    def _on_all(self, method: str, plan: CallPlan) -> Any:
-        """Run a planned call on every rank, and return the values in rank order."""
-        ranks = self._submitter.ranks
-        return self._submitter.submit(self, method, plan, ranks, Collection(Gather(), ranks), waits=True)
-
-    def _bind(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[BoundArgument]:
-        if not (isinstance(method, str) and callable(getattr(self._cls, method, None))):
-            if isinstance(method, str) and hasattr(self._cls, method):
-                kind = type(getattr(self._cls, method)).__name__
-                raise ArgumentError(
-                    f"{self._submitter.label(method)} is a {kind}, not a method; add a method that returns it"
-                )
-            import difflib  # here, as only this error needs it, and `import bandmaster` has to be quick
-
-            near = difflib.get_close_matches(str(method), dir(self._cls), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ArgumentError(f"{self._cls.__name__} has no method {method!r}{hint}")
-        return bind(self._submitter.label(method), signature_without_self(self._cls, method), args, kwargs)
 
     def set_default_options(self, /, **options: float | None) -> None:
         """Set the options of this group's calls that do not set them with `GroupMethod.options`.
