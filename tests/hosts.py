@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-PROGRAMS = ["ip", "mount", "nsenter", "unshare"]
+PROGRAMS = ["ip", "mount", "nsenter", "tc", "unshare"]
 RAY_PORT = 6379
 START_TIMEOUT_S = 120
 
@@ -72,6 +72,23 @@ class Hosts:
     def mend(self, host):
         """Put a host on the network again."""
         self._on_switch("ip", "link", "set", f"port{host}", "up")
+
+    def limit(self, rate):
+        """Limit what each host sends and receives to a rate as tc writes it, like "1gbit"; None ends the limit."""
+        kind = ["tbf", "rate", rate, "burst", "256kb", "latency", "200ms"] if rate else ["noqueue"]
+        for host in range(self.n):
+            self._on_switch("tc", "qdisc", "replace", "dev", f"port{host}", "root", *kind)
+            _checked(self.command(host, ["tc", "qdisc", "replace", "dev", "eth0", "root", *kind]))
+
+    def traffic(self, host):
+        """Bytes that a host has received from the network so far, and bytes that it has sent."""
+        lines = Path(f"/proc/{self._pids[host]}/net/dev").read_text().splitlines()
+        counts = next(line.partition(":")[2].split() for line in lines if line.strip().startswith("eth0:"))
+        return int(counts[0]), int(counts[8])
+
+    def first_process(self, host):
+        """What Ray's processes on a host descend from, by its number outside of the host."""
+        return self._pids[host]
 
     def __enter__(self):
         try:
