@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-hosts test-verl test-verl-fast lint grpo ppo soak bench bench-verl bench-rlhf clean
+.PHONY: demo test test-hosts test-verl test-verl-fast lint grpo ppo soak bench bench-verl bench-rlhf bench-hosts clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -28,7 +28,7 @@ soak: $(VENV)/.dev  ## random groups, calls and faults for ten minutes; SOAK_OPT
 HOST_TESTS := tests/test_contract.py -k "TestRay and not Roles"
 
 test-hosts: $(VENV)/.dev  ## faults of whole hosts, and the contract of a group whose ranks are on other hosts
-	$(BIN)/python -m pytest tests/test_hosts.py
+	$(BIN)/python -m pytest tests/test_hosts.py tests/test_bench_hosts.py
 	$(BIN)/python tests/on_hosts.py $(HOST_TESTS)
 
 # Every peer in an environment of its own, torch first in each; one that cannot be installed is reported as absent.
@@ -74,6 +74,9 @@ bench-verl: $(VERL)/.ready  ## the calls of verl's trainers on verl and on bandm
 
 bench-rlhf: $(VERL)/.ready  ## a step of GRPO on bandmaster, plain Ray and verl, in turn
 	$(VERL)/bin/python benchmarks/rlhf/grpo_step.py $(BENCH_OPTIONS)
+
+bench-hosts: $(VENV)/.dev  ## calls and rows to ranks on other hosts, which are namespaces; needs root, else it says so
+	$(BIN)/python benchmarks/hosts.py $(BENCH_OPTIONS)
 
 $(VERL)/.ready: constraints.txt tests/verl/requirements.txt benchmarks/requirements-torch.txt benchmarks/requirements-verl-itself.txt
 	$(PYTHON) -m venv $(VERL)

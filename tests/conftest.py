@@ -50,7 +50,8 @@ def ray_cluster():
 
 
 # Run in processes of their own, and must not be imported for their doctests.
-collect_ignore_glob = ["*_programs/*", "hosts.py", "on_hosts.py", "test_hosts.py", "soak.py", "soaking/*", "verl/*"]
+collect_ignore_glob = ["*_programs/*", "hosts.py", "on_hosts.py", "soak.py", "soaking/*", "verl/*"]
+collect_ignore_glob += ["test_hosts.py", "test_bench_hosts.py"]  # need root, and a Ray cluster of several hosts
 
 ON_HOSTS = bool(os.environ.get("BANDMASTER_TEST_HOSTS"))  # all ranks are on other hosts: see on_hosts.py
 BACKENDS = ["ray"] if ON_HOSTS else ["inprocess", "local", "ray"]

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-PROGRAMS = ["ip", "mount", "nsenter", "unshare"]
+PROGRAMS = ["ip", "mount", "nsenter", "tc", "unshare"]
 RAY_PORT = 6379
 START_TIMEOUT_S = 120
 SHM_SIZE = "4g"
@@ -77,6 +77,23 @@ class Hosts:
     def limit_shared_memory(self, host, size):
         """What ``/dev/shm`` of a host has room for, as mount writes it, like "64k"."""
         _checked(self.command(host, ["mount", "-o", f"remount,size={size}", "/dev/shm"]))
+
+    def limit(self, rate):
+        """Limit what each host sends and receives to a rate as tc writes it, like "1gbit"; None ends the limit."""
+        kind = ["tbf", "rate", rate, "burst", "256kb", "latency", "200ms"] if rate else ["noqueue"]
+        for host in range(self.n):
+            self._on_switch("tc", "qdisc", "replace", "dev", f"port{host}", "root", *kind)
+            _checked(self.command(host, ["tc", "qdisc", "replace", "dev", "eth0", "root", *kind]))
+
+    def traffic(self, host):
+        """Bytes that a host has received from the network so far, and bytes that it has sent."""
+        lines = Path(f"/proc/{self._pids[host]}/net/dev").read_text().splitlines()
+        counts = next(line.partition(":")[2].split() for line in lines if line.strip().startswith("eth0:"))
+        return int(counts[0]), int(counts[8])
+
+    def first_process(self, host):
+        """What Ray's processes on a host descend from, by its number outside of the host."""
+        return self._pids[host]
 
     def __enter__(self):
         try:

@@ -54,7 +54,7 @@ def rows_of(path):
 
 def test_every_benchmark_is_tested():
     files = {path.stem for path in BENCHMARKS.glob("*.py")}
-    assert files == {*EXPECTED, "weights", "run_all"}
+    assert files == {*EXPECTED, "weights", "hosts", "run_all"}
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,24 @@ def test_ways_to_move_weights_are_compared(tmp_path):
     assert figures["tp=3"]["over_minimum"] == 1
     assert [way["name"] for way in figures["tp=3"]["ways"]] == ["WeightSync", "process group", "checkpoint"]
     assert "to tp=3" in done.stdout
+
+
+def test_the_processor_time_of_a_controller_of_many_hosts_is_measured(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "hosts.py"), "--smoke", "--only", "many", "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("*-hosts.json")
+    rows = rows_of(path)
+    assert [row["what"] for row in rows] == ["4 hosts"] * 2
+    assert all(0 < row["median"] < 1 for row in rows)
+    assert "8 ranks on each" in path.with_suffix(".md").read_text()
+
+
+def test_a_part_that_nobody_knows_is_refused():
+    command = [sys.executable, str(BENCHMARKS / "hosts.py"), "--only", "noop,nop"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode
+    assert "no part is called nop" in done.stderr
 
 
 def test_peers_on_ray_do_the_same_work(tmp_path):

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 from harness import proc
@@ -31,15 +32,16 @@ class PeerProcess:
     Args:
         found: The peer and its interpreter.
         environment: Variables to set, besides those that every peer gets.
+        prefix: A command that runs the command behind it elsewhere.
     """
 
-    def __init__(self, found: Found, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, found: Found, environment: dict[str, str] | None = None, prefix: Sequence[str] = ()) -> None:
         self.kind = found.kind
         self._log = os.memfd_create("log")
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [found.python, "-m", "harness.child", found.kind.name, str(theirs.fileno())],
+                [*prefix, found.python, "-m", "harness.child", found.kind.name, str(theirs.fileno())],
                 cwd=BENCHMARKS,
                 env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
                 | ENVIRONMENT

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from harness.cli import Options
-from harness.environments import KINDS, Found
+from harness.environments import Found
 from harness.machine import available_nbytes
 from harness.peer_process import PeerFailed, PeerProcess
 from harness.rows import REFERENCES, Row, figure
@@ -86,6 +86,7 @@ class Stage:
         self.names = [found.kind.name for found in peers]
         self.running: dict[str, PeerProcess] = {}
         self.why_not = {found.kind.name: found.why_not for found in peers if found.why_not}
+        self._titles = {found.kind.name: found.kind.title for found in peers}
         for found in peers:
             if not found.why_not:
                 self._start(found)
@@ -99,7 +100,7 @@ class Stage:
 
     def fail(self, name: str, error: PeerFailed) -> None:
         """Note that a peer is of no more use."""
-        say(f"  {KINDS[name].title} failed: {error}")
+        say(f"  {self._titles[name]} failed: {error}")
         self.why_not[name] = f"failed: {error}"
         self.running.pop(name).close()
 
@@ -108,26 +109,35 @@ class Stage:
         while self.running:
             self.running.popitem()[1].close()
 
+    def process(self, found: Found) -> PeerProcess:
+        """The process of a peer."""
+        return PeerProcess(found, LIGHT)
+
+    def n_workers_of(self, name: str) -> int:
+        """How many workers a peer starts."""
+        return self.n_workers
+
     def _start(self, found: Found) -> None:
         name = found.kind.name
-        process = self.running[name] = PeerProcess(found, LIGHT)
+        n_workers = self.n_workers_of(name)
+        process = self.running[name] = self.process(found)
         try:
-            answer = process.ask("start", START_TIMEOUT_S, n_workers=self.n_workers)
-            say(f"  {found.kind.title} started with {self.n_workers} workers in {answer['seconds']:.1f} s")
+            answer = process.ask("start", START_TIMEOUT_S, n_workers=n_workers)
+            say(f"  {found.kind.title} started with {n_workers} workers in {answer['seconds']:.1f} s")
         except PeerFailed as error:
             self.fail(name, error)
 
     def _run(self, cell: Cell) -> list[Row]:
         results: dict[str, list[tuple[float, ...]]] = {name: [] for name in self.running}
         firsts: dict[str, float] = {}
-        refused = {name: reason for name in self.running if (reason := self._too_big(name, cell))}
+        refused = {name: reason for name in self.running if (reason := self.too_big(name, cell))}
         if refused and refused.keys() == self.running.keys() - set(REFERENCES):
             refused |= {name: "nobody to compare with" for name in self.running if name not in refused}
         for turn in range(cell.rounds + 1):
             in_turn = [name for name in self.names if name in self.running and name not in refused]
             for name in random.Random(turn).sample(in_turn, len(in_turn)):  # lest one always comes after another
                 try:
-                    seconds, cpu_s = self._measure(cell, name, is_warm_up=not turn)
+                    seconds, cpu_s = self.measure(cell, name, is_warm_up=not turn)
                 except PeerFailed as error:
                     self.fail(name, error)
                     continue
@@ -141,7 +151,8 @@ class Stage:
         is_large = cell.nbytes >= LARGE_NBYTES
         return [replace(row, note=_note(row, firsts)) if is_large and row.rounds else row for row in rows]
 
-    def _measure(self, cell: Cell, name: str, is_warm_up: bool) -> tuple[tuple[float, ...], float]:
+    def measure(self, cell: Cell, name: str, is_warm_up: bool) -> tuple[tuple[float, ...], float]:
+        """One peer's turn: seconds of each call, and the controller's processor time for all."""
         if is_warm_up:
             limits = {"n_min": cell.n_warm, "n_max": 20 * cell.n_warm, "budget_s": cell.budget_s / 2}
         else:
@@ -149,7 +160,7 @@ class Stage:
         answer = self.running[name].ask("measure", CALL_TIMEOUT_S, op=cell.op, nbytes=cell.nbytes, **limits)
         return tuple(answer["seconds"]), answer["cpu_s"]
 
-    def _too_big(self, name: str, cell: Cell) -> str:
+    def too_big(self, name: str, cell: Cell) -> str:
         """Why a peer had better not try this, for the time or the memory it takes; "" if it may."""
         if cell.nbytes > MOST_NBYTES.get(name, cell.nbytes) and not self.is_full:
             return f"more than {size_name(MOST_NBYTES[name])} only with --full"

@@ -133,6 +133,33 @@ class Chain(Work):
         self.expect(result == [float((self.n_calls % 1000 + 1) * n_items)] * self.n_workers, result)
 
 
+class MakeAndRead(Work):
+    """Rows that a worker on one host makes, and a worker on another reads in 64 places. Each call has its own rows."""
+
+    def call(self) -> Any:
+        return self.peer.read_on_second(self.peer.make_on_first(self.nbytes, self.n_calls % 1000))
+
+    def check(self, result: Any) -> None:
+        n_read = sampled(np.empty(self.nbytes // 4, np.float32)).size
+        self.expect(result == [float(self.n_calls % 1000 * n_read)], result)
+
+
+class ReadMade(MakeAndRead):
+    """The same; only reading is timed."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.rows = self.peer.make_on_first(self.nbytes, self.n_calls % 1000)
+        self.peer.await_rows(self.rows)
+
+    def call(self) -> Any:
+        return self.peer.read_on_second(self.rows)
+
+    def check(self, result: Any) -> None:
+        super().check(result)
+        del self.rows  # which frees them
+
+
 class MiniBatch(Work):
     """Ten rows of those that the ranks hold, in an order that was shuffled: each rank gets its share of them."""
 
@@ -194,6 +221,8 @@ WORKS = {
     "split_inc_concat": SplitIncConcat,
     "gather": Gather,
     "chain": Chain,
+    "make_and_read": MakeAndRead,
+    "read_made": ReadMade,
     "mini_batch": MiniBatch,
     "mini_batch_of_objects": MiniBatchOfObjects,
     "long_tail": LongTail,

@@ -18,4 +18,10 @@ Every `Peer` has these methods, and its workers do what `peers.desk.Desk` does, 
                                    verl. The floor knows beforehand how long each takes
     long_tail_split(seconds)       the same in equal parts; the floor does what it does for `long_tail`
     stop()
+
+Peers on several hosts (`peers.on_hosts`) have these::
+
+    make_on_first(nbytes, token)   rows that hold the token, made by a worker of the first host: what names them there
+    await_rows(rows)               these rows are there
+    read_on_second(rows)           a worker of the second host reads 64 places of them: a list of their sum
 """
