@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-hosts test-verl test-verl-fast lint grpo ppo soak bench bench-verl bench-rlhf bench-hosts clean
+.PHONY: demo test test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak bench bench-verl bench-rlhf bench-hosts clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -25,11 +25,16 @@ soak: $(VENV)/.dev  ## random groups, calls and faults for ten minutes; SOAK_OPT
 	$(BIN)/python tests/soak.py $(SOAK_OPTIONS)
 
 # On several hosts, which are namespaces of this machine with networks of their own: needs root, else it says so.
-HOST_TESTS := tests/test_contract.py -k "TestRay and not Roles"
+HOST_TESTS := $(addprefix tests/test_,$(addsuffix .py,contract handles laws streams turns colocation seeds)) \
+	-k "(ray or seeds) and not Roles"
 
-test-hosts: $(VENV)/.dev  ## faults of whole hosts, and the contract of a group whose ranks are on other hosts
+test-hosts: $(VENV)/.dev  ## faults of whole hosts, and what groups do whose ranks are on other hosts
 	$(BIN)/python -m pytest tests/test_hosts.py tests/test_bench_hosts.py
 	$(BIN)/python tests/on_hosts.py $(HOST_TESTS)
+
+test-hosts-fast: $(VENV)/.dev  ## of these, the faults, and the contract of a backend
+	$(BIN)/python -m pytest tests/test_hosts.py
+	$(BIN)/python tests/on_hosts.py tests/test_contract.py -k "TestRay and not Roles"
 
 # Every peer in an environment of its own, torch first in each; one that cannot be installed is reported as absent.
 BENCH := .bench

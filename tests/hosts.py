@@ -29,7 +29,9 @@ def why_not():
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"the programs {', '.join(missing)} are missing"
-    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    kinds = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork"]
+    links = "ip link add a type bridge && ip link add b type veth peer name c && mount -t tmpfs tmpfs /dev/shm"
+    tried = subprocess.run(["unshare", *kinds, "sh", "-c", links], capture_output=True, text=True)
     return f"namespaces cannot be made: {tried.stderr.strip()}" if tried.returncode else None
 
 
