@@ -30,7 +30,9 @@ def why_not():
     if missing:
         return f"the programs {', '.join(missing)} are missing"
     kinds = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork"]
-    links = "ip link add test0 type bridge && ip link add test1 type veth peer name test2 && mount -t tmpfs tmpfs /dev/shm"
+    links = (
+        "ip link add test0 type bridge && ip link add test1 type veth peer name test2 && mount -t tmpfs tmpfs /dev/shm"
+    )
     tried = subprocess.run(["unshare", *kinds, "sh", "-c", links], capture_output=True, text=True)
     return f"namespaces cannot be made: {tried.stderr.strip()}" if tried.returncode else None
 

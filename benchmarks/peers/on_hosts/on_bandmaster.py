@@ -24,6 +24,8 @@ class OnTwoHosts(BandmasterPeer):
         self._group = bm.WorkerGroup(self._pool, Player)
         if self._group.describe().count(f" {self.channel} ") != n_workers:
             raise RuntimeError(f"not all calls go by {self.channel}:\n{self._group.describe()}")
+        if n_workers == 2:
+            assert len(self._ends) == 2  # made now, lest the first call wait for them
 
     def make_on_first(self, nbytes: int, token: int) -> Any:
         return self._ends[0].make.submit(nbytes, token)
