@@ -75,11 +75,12 @@ class Link:
         heard_at: When something was received last, or the other end took more of what it had not taken at once; by
             `time.monotonic`.
         received_nbytes: Bytes of all that was received.
+        place: Where the chunks of a frame are to be received.
 
     Args:
         sock: The connection; it is owned from here on.
         keys: Its keys.
-        place: Where the chunks of a frame are to be received.
+        place: As the attribute.
     """
 
     def __init__(self, sock: socket.socket, keys: Keys, place: Place = fresh) -> None:
@@ -91,7 +92,7 @@ class Link:
         for option, value in _KEEP_ALIVE:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
-        self._place = place
+        self.place = place
         self._mac_out = hashlib.blake2b(key=keys.sends, digest_size=MAC_NBYTES)
         self._mac_in = hashlib.blake2b(key=keys.receives, digest_size=MAC_NBYTES)
         self._n_sent = self._n_received = 0
@@ -275,7 +276,7 @@ class Link:
         sizes = list(struct.unpack_from(f"<{n_chunks}Q", body))
         head = body[8 * n_chunks :]
         self._head = head, sizes
-        self._chunks = self._place(head, sizes) if sizes else ()
+        self._chunks = self.place(head, sizes) if sizes else ()
         self._open = deque(chunk for chunk in self._chunks if chunk.nbytes)
         self._take_chunks()
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bandmaster.backends.agents.messages import Kind, dumped
+from bandmaster.backends.agents.row_links import RowLinks
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED
 from bandmaster.errors import BandmasterError, ClosedError
@@ -30,6 +31,7 @@ from bandmaster.transport.receiver import ChannelTicket, Receiver
 __all__ = ["Agent", "Fabric", "host_timeout_s"]
 
 BEAT_S = 1.0  # how often somebody looks whether the hosts are there
+IDLE_S = 3.0  # after which links are closed that rows were fetched by
 SILENCE_S = 2.0  # after which a host that owes a reply is asked for a sign of life
 
 
@@ -104,6 +106,7 @@ class Fabric(Receiver):
     Attributes:
         secret: What agents know.
         agents: The agents, by what identifies their hosts.
+        row_links: Links to them that rows are fetched by.
 
     Args:
         let_go: Ends the agents that are not needed; called from a thread, some time after one has become so that awaits
@@ -114,6 +117,7 @@ class Fabric(Receiver):
         super().__init__(Poller())
         self.secret = Secret.new()
         self.agents: dict[str, Agent] = {}
+        self.row_links = RowLinks(self.secret)
         self._by_fd: dict[int, Agent] = {}
         self._numbers = itertools.count(1)
         self._let_go = let_go
@@ -151,6 +155,7 @@ class Fabric(Receiver):
         """Close all links."""
         for agent in list(self.agents.values()):
             self.remove(agent)
+        self.row_links.close()
         with self.lock:
             self._poller.close()
 
@@ -295,6 +300,7 @@ class Fabric(Receiver):
                 self._receive_all()  # before anything is concluded: nobody may have waited for what has come
                 for agent in list(self.agents.values()):
                     self._look_after(agent)
+            self.row_links.close_idle(IDLE_S)
             if any(agent.awaits_release and not agent.is_needed for agent in list(self.agents.values())):
                 self._let_go()
 

@@ -7,40 +7,20 @@ import itertools
 import pickle
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from bandmaster.backends.agents.messages import FOR_ROWS, dumped
+from bandmaster.backends.agents.messages import dumped
+from bandmaster.backends.agents.row_links import PATIENCE_S, Fetch, RowLinks
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Kept
 from bandmaster.errors import RowsLost
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.plan.batch import join_rows, required_batch
 from bandmaster.transport.channel import Closed
-from bandmaster.transport.handshake import Keys, Refused, Secret, greet
-from bandmaster.transport.link import Link, LinkStalled, Place, awaited, flush
+from bandmaster.transport.handshake import Keys
+from bandmaster.transport.link import Link, LinkStalled, awaited, flush
 
-__all__ = ["Coming", "Fetch", "RowServer", "Shelf", "fetched", "in_memory"]
-
-N_ATTEMPTS = 3  # to connect
-PATIENCE_S = 10.0  # with a host that sends or takes nothing
-
-
-class Fetch(NamedTuple):
-    """Rows that a call needs and that lie on another host.
-
-    Attributes:
-        address: Where the agent of that host listens.
-        number: The number of the rows on its shelf.
-        origin: What messages call them.
-        rows: The numbers of the rows that are needed; None for all.
-        copy: The number by which they are known on this host from here on.
-    """
-
-    address: tuple[str, int]
-    number: int
-    origin: str
-    rows: Any
-    copy: int
+__all__ = ["Coming", "RowServer", "Shelf"]
 
 
 class Shelf:
@@ -109,57 +89,6 @@ class RowServer:
         flush([link], PATIENCE_S)
 
 
-def fetched(fetch: Fetch, secret: Secret, place: Callable[[Sequence[int]], Payload]) -> Payload:
-    """Fetch rows from the host where they lie.
-
-    Args:
-        fetch: The rows.
-        secret: What both hosts know.
-        place: Returns the payload that a head and buffers of these sizes are received in.
-
-    Raises:
-        RowsLost: They are gone, or the host is.
-    """
-    payloads: list[Payload] = []
-
-    def placed(_: bytes, sizes: Sequence[int]) -> Sequence[memoryview]:
-        payloads.append(place(sizes))
-        return [payloads[0].head, *payloads[0].buffers]
-
-    try:
-        with contextlib.closing(_greeted(fetch.address, secret, placed)) as link:
-            link.send(dumped((fetch.number, fetch.rows)))
-            flush([link], PATIENCE_S)
-            (said,) = pickle.loads(awaited(link, PATIENCE_S).head)
-    except (OSError, Refused, Closed, LinkStalled) as error:
-        why = "it sends nothing" if isinstance(error, LinkStalled) else str(error)
-        raise RowsLost(f"{fetch.origin} cannot be fetched from {fetch.address[0]}: {why}") from None
-    if not payloads:
-        raise RowsLost(f"{fetch.origin} are gone: {said}")
-    return payloads[0]
-
-
-def _greeted(address: tuple[str, int], secret: Secret, place: Place) -> Link:
-    """A new link to another host. It is tried again: whoever floods that host with connections may have it closed."""
-    for left in range(N_ATTEMPTS - 1, -1, -1):
-        sock = None
-        try:
-            sock = socket.create_connection(address, timeout=PATIENCE_S)
-            return Link(*greet(sock, secret, FOR_ROWS), place)
-        except (OSError, Refused):
-            if sock is not None:
-                sock.close()
-            if not left:
-                raise
-    raise AssertionError("the last attempt returns or raises")
-
-
-def in_memory(sizes: Sequence[int]) -> Payload:
-    """A payload in memory of its own, whose head and buffers of these sizes are still to be written."""
-    head, *buffers = [memoryview(bytearray(size)) for size in sizes]
-    return Payload(head, tuple(buffers))
-
-
 class Coming:
     """Rows that are being fetched from another host.
 
@@ -171,18 +100,18 @@ class Coming:
         self.outcome: Payload | Failure | None = None
 
     def fetch(
-        self, fetch: Fetch, secret: Secret, place: Callable[[Sequence[int]], Payload], done: Callable[[], object]
+        self, fetch: Fetch, links: RowLinks, place: Callable[[Sequence[int]], Payload], done: Callable[[], object]
     ) -> None:
         """Fetch the rows. Called in a thread of its own.
 
         Args:
             fetch: The rows.
-            secret: What both hosts know.
+            links: The links of this host.
             place: Returns the payload that a head and buffers of these sizes are received in.
             done: Called when the outcome is there.
         """
         try:
-            self.outcome = fetched(fetch, secret, place)
+            self.outcome = links.fetched(fetch, place)
         except RowsLost as error:
             self.outcome = Failure(FailureKind.LOST, str(error))
         except Exception as error:  # there is no memory, or the group was closed

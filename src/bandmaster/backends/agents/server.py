@@ -16,7 +16,8 @@ from typing import Any
 
 from bandmaster.backends.agents.hosted import Entry, Held, Hosted
 from bandmaster.backends.agents.messages import FOR_MESSAGES, FOR_RELAY, FOR_ROWS, Kind, Packed, dumped
-from bandmaster.backends.agents.rows import Fetch, RowServer, Shelf, in_memory
+from bandmaster.backends.agents.row_links import Fetch, RowLinks, in_memory
+from bandmaster.backends.agents.rows import RowServer, Shelf
 from bandmaster.codec import Payload
 from bandmaster.contract import KeptCopy
 from bandmaster.errors import ClosedError, ResourceError, RowsLost
@@ -91,7 +92,7 @@ class AgentServer:
         self._listening = socket.create_server((address, 0), backlog=128)
         self.address: tuple[str, int] = self._listening.getsockname()[:2]
         self._shelf = Shelf()
-        self._rows = RowServer(self._shelf)
+        self._rows, self._links = RowServer(self._shelf), RowLinks(secret)
         self._groups: dict[str, Hosted] = {}
         self._by_fd: dict[int, Hosted] = {}
         self._controller: Conversation
@@ -323,7 +324,7 @@ class AgentServer:
         place = in_memory if reserve is None else partial(reserve, is_kept=True)
         for fetch in (Fetch(*said) for said in fetches):
             coming = self._shelf.await_copy(fetch.copy)
-            start_thread("bandmaster-fetch", coming.fetch, fetch, self._secret, place, self._has_come_in)
+            start_thread("bandmaster-fetch", coming.fetch, fetch, self._links, place, self._has_come_in)
         hosted.take(Held(calls, payloads, self._rows_of(calls, payloads)))
 
     def _rows_of(self, calls: Sequence[Entry], payloads: Sequence[Payload]) -> Any:

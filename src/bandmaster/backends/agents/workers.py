@@ -13,7 +13,7 @@ from weakref import finalize
 
 from bandmaster.backends.agents.fabric import Agent, Fabric, revived
 from bandmaster.backends.agents.messages import Kind, Packed, dumped, unpacked
-from bandmaster.backends.agents.rows import Fetch, fetched, in_memory
+from bandmaster.backends.agents.row_links import Fetch, in_memory
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, Call, Kept, RowFacts, WorkerRecord
 from bandmaster.errors import ClosedError, RowsLost
@@ -46,7 +46,7 @@ class FarRows:
     def __init__(self, agent: Agent, fabric: Fabric, number: int, facts: RowFacts) -> None:
         self.agent, self.number, self.facts = agent, number, facts
         self.origin: object = "rows"
-        self._secret, self._numbered = fabric.secret, fabric.numbered
+        self._links, self._numbered = fabric.row_links, fabric.numbered
         self._copies: dict[Agent, list[tuple[int, Any]]] = {}  # on other hosts: their numbers, and which rows they have
         agent.kept.add(number)
         finalize(self, _release, agent, number, self._copies).atexit = False
@@ -80,7 +80,7 @@ class FarRows:
             )
         try:
             fetch = Fetch(self.agent.address, self.number, str(self.origin), None, 0)
-            return fetched(fetch, self._secret, in_memory)
+            return self._links.fetched(fetch, in_memory)
         except RowsLost as error:
             raise RowsLost(f"{error}; make them again") from None
 
