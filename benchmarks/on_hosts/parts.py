@@ -12,7 +12,7 @@ from harness import proc
 from harness.rows import Row
 from harness.stage import Cell, MiB, say, size_name
 
-from on_hosts.peers import AGENTS, EIGHT_EACH, FLOOR, LOCAL, ONE_EACH, PLAIN, RAY_PATH
+from on_hosts.peers import AGENTS, EIGHT_EACH, FLOOR, LOCAL, MONARCH, ONE_EACH, PLAIN, RAY_PATH
 from on_hosts.stage import CONTROLLER, OTHERS, HostStage, SimulatedStage, closing
 
 RATES = {"no limit": None, "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit"}
@@ -55,7 +55,7 @@ class Run:
 def noop(run: Run) -> list[Row]:
     """What does a call cost that does nothing? The number 1 to each of 16 ranks, 8 on each of two other hosts, and
     back. bandmaster local has 16 ranks on the controller's host."""
-    with run.stage((AGENTS, RAY_PATH, PLAIN, LOCAL), 4 if run.is_smoke else 16) as stage:
+    with run.stage((AGENTS, RAY_PATH, PLAIN, MONARCH, LOCAL), 4 if run.is_smoke else 16) as stage:
         return [row for _, rows in stage.run([run.cell("noop", "noop", 0)]) for row in rows]
 
 
@@ -63,7 +63,7 @@ def broadcast(run: Run) -> list[Row]:
     """What does it cost to give every rank the same array? To each of 16 ranks, 8 on each of two other hosts, which
     read 64 places of it. The floor sends it to one process on each host, both at the same time."""
     cell = run.cell("broadcast", "broadcast", run.large)
-    with run.stage((AGENTS, RAY_PATH, PLAIN, FLOOR), 4 if run.is_smoke else 16) as stage:
+    with run.stage((AGENTS, RAY_PATH, PLAIN, MONARCH, FLOOR), 4 if run.is_smoke else 16) as stage:
         rows = [row for _, rows in stage.run([cell]) for row in rows]
         what = f"{cell.what}: sent by the controller's host"
         return rows + _traffic(stage, cell, what, OF_ARRAY, lambda hosts: hosts[CONTROLLER][1])
@@ -73,7 +73,7 @@ def split(run: Run) -> list[Row]:
     """What does a data-parallel call cost? Rows split over 8 ranks, 4 on each of two other hosts, each adds 1, and the
     results are joined in order. The floor sends half to a process on each host, which adds 1, and receives the halves
     straight into the result."""
-    with run.stage((AGENTS, RAY_PATH, PLAIN, FLOOR), 4 if run.is_smoke else 8) as stage:
+    with run.stage((AGENTS, RAY_PATH, PLAIN, MONARCH, FLOOR), 4 if run.is_smoke else 8) as stage:
         return [row for _, rows in stage.run([run.cell("split", "split_inc_concat", run.large)]) for row in rows]
 
 

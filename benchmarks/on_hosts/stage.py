@@ -12,12 +12,13 @@ from harness.cli import Options
 from harness.environments import Found
 from harness.peer_process import PeerProcess
 from harness.stage import LIGHT, Cell, Stage
-from peers.on_hosts.floor import ADDRESSES
+from peers.on_hosts import floor
 
 from on_hosts import testbed
-from on_hosts.peers import EIGHT_EACH, FLOOR, found
+from on_hosts.peers import EIGHT_EACH, FLOOR, MONARCH, found
 
 CONTROLLER, *OTHERS = range(testbed.N_HOSTS)
+MONARCH_ADDRESSES = "MONARCH_ADDRESSES"  # which its peer reads
 
 
 class HostStage(Stage):
@@ -36,15 +37,18 @@ class HostStage(Stage):
     def __init__(self, hosts: Any, names: Sequence[str], n_workers: int, is_smoke: bool) -> None:
         self.hosts = hosts
         self.traffic: dict[tuple[Cell, str], list[list[tuple[float, float]]]] = defaultdict(list)
-        self._floor_hosts: list[subprocess.Popen[bytes]] = []
+        self._processes_of_hosts: list[subprocess.Popen[bytes]] = []
         super().__init__(Options(found(names), is_smoke, is_full=False), n_workers)
 
     def process(self, found: Found) -> PeerProcess:
         """The controller of a peer, on the first host."""
         environment = {**self.hosts.environment, **LIGHT}
         if found.kind.name == FLOOR:
-            self._start_floor_hosts(found.python)
-            environment[ADDRESSES] = ",".join(map(testbed.address, OTHERS))
+            self._start_on_hosts(found.python, "peers.on_hosts.floor_host")
+            environment[floor.ADDRESSES] = ",".join(map(testbed.address, OTHERS))
+        if found.kind.name == MONARCH:
+            self._start_on_hosts(found.python, "peers.on_hosts.monarch_host")
+            environment[MONARCH_ADDRESSES] = ",".join(map(testbed.address, range(testbed.N_HOSTS)))
         return PeerProcess(found, environment, prefix=self.hosts.command(CONTROLLER, []))
 
     def measure(self, cell: Cell, name: str, is_warm_up: bool) -> tuple[tuple[float, ...], float]:
@@ -63,16 +67,20 @@ class HostStage(Stage):
         return ""
 
     def close(self) -> None:
-        """As `Stage.close`; the floor's other processes end with its connections."""
+        """As `Stage.close`; the processes of peers on other hosts end with their connections, or are ended."""
         super().close()
-        for process in self._floor_hosts:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+        for process in self._processes_of_hosts:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.terminate()
                 process.wait(5)
 
-    def _start_floor_hosts(self, python: str) -> None:
+    def _start_on_hosts(self, python: str, module: str) -> None:
+        """Run a module on each other host, which gets the host's address."""
         for host in OTHERS:
-            command = self.hosts.command(host, [python, "-m", "peers.on_hosts.floor_host"])
-            self._floor_hosts.append(subprocess.Popen(command, env=self.hosts.environment))
+            command = self.hosts.command(host, [python, "-m", module, testbed.address(host)])
+            self._processes_of_hosts.append(subprocess.Popen(command, env=self.hosts.environment))
 
 
 class SimulatedStage(Stage):
