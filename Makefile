@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak bench bench-verl bench-rlhf bench-hosts clean
+.PHONY: demo test test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak bench bench-verl bench-rlhf bench-hosts dist clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -93,8 +93,20 @@ $(VERL)/.ready: constraints.txt tests/verl/requirements.txt benchmarks/requireme
 
 VERL_PIP = $(VERL)/bin/python -m pip --quiet --disable-pip-version-check
 
+# Built and tried on every supported Python that is at hand, in environments of their own.
+DIST_TOOLS := .dist
+
+dist: $(DIST_TOOLS)/.ready  ## build sdist and wheel into dist/, check them, and try the wheel
+	$(DIST_TOOLS)/bin/python tools/dist.py
+
+$(DIST_TOOLS)/.ready: constraints.txt tools/requirements-dist.txt
+	$(PYTHON) -m venv $(DIST_TOOLS)
+	$(DIST_TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--requirement tools/requirements-dist.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VERL) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL) $(DIST_TOOLS) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

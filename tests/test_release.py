@@ -1,0 +1,43 @@
+"""What a release needs is there and agrees; `make dist` builds it and tries the wheel."""
+
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import bandmaster as bm
+from bandmaster.cli import main
+
+ROOT = Path(__file__).parents[1]
+HEADING = re.compile(r"## (\d+\.\d+\.\d+) - \d{4}-\d\d-\d\d")
+
+
+def test_the_version_is_that_of_the_first_heading_of_the_changelog_and_of_the_citation():
+    first = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
+    assert HEADING.fullmatch(first)[1] == bm.__version__
+    assert f"\nversion: {bm.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_installed_package_and_the_command_say_the_same_version(capsys):
+    assert importlib.metadata.version("bandmaster") == bm.__version__
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"bandmaster {bm.__version__}\n"
+
+
+def test_the_base_install_needs_numpy_and_cloudpickle_alone():
+    needed = [name for name in importlib.metadata.requires("bandmaster") if "extra ==" not in name]
+    assert sorted(re.split("[<>=]", name)[0] for name in needed) == ["cloudpickle", "numpy"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_the_classifiers_name_the_pythons_that_the_wheel_is_tried_on():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [match[1] for line in project["classifiers"] if (match := re.fullmatch(r".*:: (3\.\d+)", line))]
+    tried = re.search(r"MINORS = \((.*)\)", (ROOT / "tools/dist.py").read_text())[1].split(", ")
+    assert named == [f"3.{minor}" for minor in tried]
+    assert project["requires-python"] == f">={named[0]}"
