@@ -1,4 +1,4 @@
-"""The documentation site has every public name, every page is in its navigation, and links between pages lead somewhere.
+"""The site has every public name, every page is in its navigation, and links between pages lead somewhere.
 
 `make docs` builds the site, and `tools/site_shots.py` opens it in a browser.
 """

@@ -1,8 +1,7 @@
 """Opens every page of the built site in a headless Chromium, and takes screenshots of five in light and dark mode.
 
-Run it after ``make docs`` with Debian's package chromium installed: ``python tools/site_shots.py FOLDER``. It serves the
-site on a free port of 127.0.0.1. A page fails if one of its requests does, if it asks another host for anything, or if
-its script raises.
+Run it after ``make docs``, with Debian's chromium installed: ``python tools/site_shots.py FOLDER``. It serves the
+site on a free port of 127.0.0.1. A page fails if one of its requests does, or if its script raises.
 """
 
 from __future__ import annotations
@@ -17,27 +16,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 SITE = Path(__file__).resolve().parents[1] / "site"
 SHOWN = ("", "start/first-group/", "concepts/mesh/", "reference/groups/", "benchmarks/results/2026-11-22/")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars --virtual-time-budget=4000"
-).split()
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--virtual-time-budget=4000",
+]
 SIZE = (1280, 1500)
 
 
 class Recorder(SimpleHTTPRequestHandler):
     """Serves files, and notes the requests that failed."""
 
-    failed: list[str] = []
+    failed: ClassVar[list[str]] = []
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """As the base class; notes the path."""
         self.failed.append(f"{code} {self.path}")
         super().send_error(code, message, explain)
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the name is that of the base class
+    def log_message(self, format: str, *args: object) -> None:
         """Nothing."""
 
 
