@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak bench bench-verl bench-rlhf bench-hosts dist clean
+.PHONY: demo test test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak bench bench-verl bench-rlhf bench-hosts dist docs clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -105,8 +105,20 @@ $(DIST_TOOLS)/.ready: constraints.txt tools/requirements-dist.txt
 		--requirement tools/requirements-dist.txt
 	touch $@
 
+# The documentation site, in site/: fails for broken links, and for public names without a page.
+DOCS := .docs
+
+docs: $(DOCS)/.ready  ## build the documentation site into site/
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+
+$(DOCS)/.ready: constraints.txt tools/requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable . \
+		--requirement tools/requirements-docs.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VERL) $(DIST_TOOLS) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL) $(DIST_TOOLS) $(DOCS) site build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
