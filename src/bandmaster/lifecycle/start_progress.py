@@ -24,6 +24,7 @@ class StartProgress:
 
     Attributes:
         is_seen: Whether somebody sees it.
+        doing: What the ranks do before their constructors run; "" once these do.
 
     Args:
         group: Name of the group.
@@ -32,6 +33,7 @@ class StartProgress:
 
     def __init__(self, group: str, n_ranks: int) -> None:
         self.is_seen = _is_seen()
+        self.doing = ""
         self._call: PendingCall | None = None
         self._group, self._n_ranks = group, n_ranks
         self._began = time.monotonic()
@@ -58,7 +60,8 @@ class StartProgress:
         if self._call is None:
             return f"{who}: waiting for the processes of {self._n_ranks} ranks, {seconds:.0f} s"
         late = self._call.missing
-        return f"{who}: {self._n_ranks - len(late)} of {self._n_ranks} ranks, {seconds:.0f} s; {_named(late)}"
+        doing = f", {self.doing}" if self.doing else ""
+        return f"{who}{doing}: {self._n_ranks - len(late)} of {self._n_ranks} ranks, {seconds:.0f} s; {_named(late)}"
 
 
 @contextlib.contextmanager
