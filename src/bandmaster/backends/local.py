@@ -68,6 +68,11 @@ class LocalBackend(MachineBackend):
         self._zygotes = Zygotes()
         self._released_pools: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
+    @property
+    def lasting_zygote(self) -> Zygote | None:
+        """The zygote that stays until the controller ends; None if it was not needed yet."""
+        return self._zygotes.lasting
+
     def start(self, launch: Launch) -> LocalWorkers:
         """Fork a worker process for every slot."""
         pools = list(dict.fromkeys(slot.reservation for slot in launch.slots))

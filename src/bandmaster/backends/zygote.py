@@ -83,7 +83,7 @@ class Zygote:
         self._n_forks = n_forks()
         source = str(Path(__file__).parents[2])
         program = (
-            f"import sys; sys.path[:] = [{source!r}, *filter(None, sys.path)]; "
+            f"import sys; sys.path[:] = {[source, *filter(None, sys.path)]!r}; "
             "from bandmaster.backends.zygote_process import main; main()"
         )
         single = dict.fromkeys(THREAD_VARIABLES, "1")  # workers set the number of threads that they are told

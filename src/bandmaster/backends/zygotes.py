@@ -41,6 +41,11 @@ class Zygotes:
         self._zygotes: dict[Key, Zygote] = {}
         self._lock = threading.Lock()  # held while a zygote is started
 
+    @property
+    def lasting(self) -> Zygote | None:
+        """The zygote of pools that ask for nothing; None if it was not needed yet."""
+        return self._zygotes.get((None, ()))
+
     def get(self, preload: tuple[str, ...] | None, variables: Mapping[str, str], pools: Sequence[object]) -> Zygote:
         """The zygote for a group; it does not end before `release` was called with all pools.
 
