@@ -63,6 +63,7 @@ class Zygote:
 
     Attributes:
         is_abandoned: Whether the zygote was abandoned.
+        is_ended: Whether it was ended, or is about to be, as nobody used it any more.
         preload: Names of the modules that the zygote imports. Those that cannot be imported, or that start threads,
             are skipped.
 
@@ -100,7 +101,8 @@ class Zygote:
         self._users: set[int] = set()
         self._pools: set[int] = set()
         self._using = threading.RLock()  # re-entrant, as a finalizer may end a use at any point
-        self._is_kept, self._is_ended, self._has_warned = is_kept, False, False
+        self._is_kept, self._has_warned = is_kept, False
+        self.is_ended = False
         self._workers: set[int] = set()
         try:
             start_thread("bandmaster-zygote-watch", _end_after, os.pidfd_open(self._process.pid), self._workers)
@@ -123,7 +125,7 @@ class Zygote:
         """Have the zygote stay until `let_go` was called with every pool, unless it is abandoned. False if it ended."""
         with self._using:
             self._pools.add(id(pool))  # first, as a finalizer may release the last other pool here
-            return not self._is_ended
+            return not self.is_ended
 
     def let_go(self, pool: object) -> None:
         """Undo `keep_for`. Calling it again, or without that, does nothing."""
@@ -147,8 +149,8 @@ class Zygote:
     def _end_if_unused(self) -> None:
         with self._using:
             is_unkept = self.is_abandoned or not (self._is_kept or self._pools)
-            is_over = is_unkept and not self._users and not self._is_ended
-            self._is_ended = self._is_ended or is_over
+            is_over = is_unkept and not self._users and not self.is_ended
+            self.is_ended = self.is_ended or is_over
         if is_over:
             self.close()
 

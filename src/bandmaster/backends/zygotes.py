@@ -58,13 +58,14 @@ class Zygotes:
             UsageError: This process is a fork of the controller, or ``sys.executable`` is no program.
             ResourceError: The system allows no more processes or descriptors.
         """
-        if not all(zygote.is_ours for zygote in self._zygotes.values()):
+        if not all(zygote.is_ours for zygote in list(self._zygotes.values())):
             raise UsageError(
                 "backend 'local' cannot start workers in this process, because it was forked from a controller that "
                 "has workers; create pools in that controller"
             )
         key = preload, tuple(sorted(variables.items()))
         with self._lock:
+            self._forget_those_that_ended()
             while True:
                 zygote = self._zygotes[key] = self._usable(key) or _started(key)
                 if all(zygote.keep_for(pool) for pool in pools):
@@ -76,13 +77,16 @@ class Zygotes:
             if zygote.is_ours:
                 zygote.let_go(pool)
 
+    def _forget_those_that_ended(self) -> None:
+        for key, zygote in list(self._zygotes.items()):
+            if not zygote.is_alive:
+                zygote.close()
+                del self._zygotes[key]
+
     def _usable(self, key: Key) -> Zygote | None:
-        """The zygote that was started for this, unless it has ended or lacks modules that are imported by default."""
+        """The zygote that was started for this, unless it ends or lacks modules that are imported by default."""
         zygote = self._zygotes.get(key)
-        if zygote is None:
-            return None
-        if not zygote.is_alive:
-            zygote.close()
+        if zygote is None or zygote.is_ended:
             return None
         if not set(_needed(key[0])) <= set(zygote.preload):
             zygote.abandon()  # it has workers, which it must not neglect to import more
