@@ -22,7 +22,7 @@ __all__ = ["Zygotes"]
 
 Key = tuple[tuple[str, ...] | None, tuple[tuple[str, str], ...]]
 
-# Modules that take more than half a second to import, and start no threads: a zygote imports those that the controller
+# Modules that take long to import, and start no threads: a zygote imports those that the controller
 # has loaded. A script that has loaded a module of the second column has workers that train, as a rule, and each of
 # them would import the first one, with its 800 modules, when it makes an optimizer.
 LONG_IMPORTS = (
