@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -94,7 +96,9 @@ def placed(options: Options, **roles: tuple[Any, ...]) -> Iterator[SimpleNamespa
             for _ in (roles if is_split else ["all"])
         ]
         if is_split:
-            found = [bm.WorkerGroup(pool, *said, mesh=mesh) for pool, said in zip(pools, roles.values(), strict=True)]
+            with ThreadPoolExecutor() as executor:  # all groups start at the same time
+                start = partial(bm.WorkerGroup, mesh=mesh)
+                found = list(executor.map(lambda pool, said: start(pool, *said), pools, roles.values()))
         else:
             group = bm.colocate(pools[0], meshes=dict.fromkeys(roles, mesh), **roles)
             found = [getattr(group, role) for role in roles]

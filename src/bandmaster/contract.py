@@ -36,6 +36,7 @@ __all__ = [
     "NEXT",
     "NOT_STARTED",
     "OPEN_STREAM",
+    "PRELOAD",
     "QUEUED",
     "START_ADVICE",
     "STREAM",
@@ -69,7 +70,8 @@ START_ADVICE = (
 KEPT_FROM_NBYTES = 64 * 1024  # smaller values travel inside the reply: a segment would cost more than they do
 
 # What calls may name in place of one of the user's methods:
-CONSTRUCT = "bandmaster.construct"  # the first call on a worker: its argument is ``(cls, args, kwargs)``
+PRELOAD = "bandmaster.preload"  # before `CONSTRUCT`, where the pool asks for it: its arguments are names of modules
+CONSTRUCT = "bandmaster.construct"  # the first other call on a worker: its argument is ``(cls, args, kwargs)``
 OPEN_STREAM = "bandmaster.open"  # begin a generator method: to its arguments come its name and the stream's, by keyword
 NEXT = "bandmaster.next"  # the next item of a stream, by the stream's name; no value where there is none any more
 CLOSE_STREAM = "bandmaster.close"  # close the generator of a stream, by the stream's name
@@ -133,6 +135,9 @@ class Launch:
         variables: Further environment variables of the workers.
         lifetime: When the workers end.
         resources_per_worker: Custom resources that each slot has.
+        env: Environment variables that the pool asks for, from the time at which the workers' processes start.
+        preload: Names of the modules that are imported before the workers are constructed; None where the pool does not
+            say, so that the backend may import what it sees fit.
     """
 
     group: str
@@ -149,6 +154,8 @@ class Launch:
     variables: Mapping[str, str] = field(default_factory=dict)
     lifetime: Lifetime = Lifetime.GROUP
     resources_per_worker: Mapping[str, float] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    preload: tuple[str, ...] | None = None
 
     def context(self, rank: int, device: str) -> WorkerContext:
         """The attributes that the worker of ``rank`` has before its constructor runs."""

@@ -147,6 +147,8 @@ class GroupOf(ByName, Generic[W]):
                 pool.cpus_per_worker,
                 options,
                 start_timeout,
+                env=pool.env,
+                preload=pool.preload,
                 resources_per_worker=pool.resources_per_worker,
                 lifetime=Lifetime.GROUP if self._detached is None else Lifetime.NAMED,
             )

@@ -11,12 +11,13 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
+from bandmaster.backends.shared_environment import SharedEnvironment
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, TIMES, Call, Kept, KeptCopy, Launch, Rows, WorkerRecord
 from bandmaster.failure import Failure, FailureKind
@@ -30,9 +31,13 @@ __all__ = ["InProcessBackend", "InProcessTicket", "InProcessWorkers"]
 class InProcessBackend(MachineBackend):
     """Backend whose ranks are objects in the controller's process."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._environment = SharedEnvironment()
+
     def start(self, launch: Launch) -> InProcessWorkers:
         """Return the workers of a group. No process is started: the `CONSTRUCT` call makes the users' objects."""
-        return InProcessWorkers(launch)
+        return InProcessWorkers(launch, release=self._environment.hold(launch.group, launch.env))
 
 
 class InProcessWorkers:
@@ -46,11 +51,15 @@ class InProcessWorkers:
     Args:
         launch: The group's launch.
         ranks: The ranks that are here; by default all.
+        release: Called when the workers are stopped.
     """
 
     ranks_are_own = True
 
-    def __init__(self, launch: Launch, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, launch: Launch, ranks: Sequence[int] | None = None, release: Callable[[], object] = bool
+    ) -> None:
+        self._release = release
         self._launch = launch
         here = range(len(launch.slots)) if ranks is None else ranks
         self._executors = {rank: self._executor(rank) for rank in here}
@@ -141,6 +150,7 @@ class InProcessWorkers:
         self._check_idle()
         self._is_stopped = True
         self._let_go(list(self._executors), why)
+        self._release()
 
     def _let_go(self, ranks: Sequence[int] | Mapping[int, Any], why: str) -> None:
         self._check_idle()

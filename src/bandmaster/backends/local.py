@@ -15,22 +15,23 @@ import contextlib
 import os
 import socket
 import sys
-import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bandmaster.backends.machine import MachineBackend
+from bandmaster.backends.machine import MachineBackend, Reservation
 from bandmaster.backends.output import WorkerOutput
 from bandmaster.backends.zygote import NoAnswer, Zygote
 from bandmaster.backends.zygote_process import Spawn
+from bandmaster.backends.zygotes import Zygotes
 from bandmaster.contract import CLOSED, Launch, WorkerRecord
-from bandmaster.errors import ResourceError, UsageError
+from bandmaster.errors import ResourceError
 from bandmaster.failure import Failure
 from bandmaster.platform.hardware import count_cores, visible_devices
-from bandmaster.platform.limits import cannot_start, working_directory
+from bandmaster.platform.limits import working_directory
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.math_threads import THREAD_VARIABLES
 from bandmaster.transport.client import WorkerClient
@@ -64,29 +65,29 @@ class LocalBackend(MachineBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self._zygote: Zygote | None = None
-        self._lock = threading.Lock()  # held while the zygote is started
+        self._zygotes = Zygotes()
+        self._released_pools: weakref.WeakSet[Reservation] = weakref.WeakSet()
+
+    @property
+    def lasting_zygote(self) -> Zygote | None:
+        """The zygote that stays until the controller ends; None if it was not needed yet."""
+        return self._zygotes.lasting
 
     def start(self, launch: Launch) -> LocalWorkers:
         """Fork a worker process for every slot."""
-        return LocalWorkers(launch, self._living_zygote())
+        pools = list(dict.fromkeys(slot.reservation for slot in launch.slots))
+        zygote = self._zygotes.get(launch.preload, launch.env, pools)
+        try:
+            return LocalWorkers(launch, zygote)
+        finally:
+            for pool in self._released_pools.intersection(pools):  # another thread has closed it meanwhile
+                self._zygotes.release(pool)
 
-    def _living_zygote(self) -> Zygote:
-        if self._zygote is not None and not self._zygote.is_ours:
-            raise UsageError(
-                "backend 'local' cannot start workers in this process, because it was forked from a controller that "
-                "has workers; create pools in that controller"
-            )
-        with self._lock:
-            if self._zygote is not None and not self._zygote.is_alive:
-                self._zygote.close()
-                self._zygote = None
-            preload = _preload()
-            if self._zygote is not None and not set(preload) <= set(self._zygote.preload):
-                self._zygote.abandon()  # it has workers, which it must not neglect to import more
-            if self._zygote is None or self._zygote.is_abandoned:  # existing groups may still use an abandoned one
-                self._zygote = _started_zygote(preload)
-            return self._zygote
+    def release(self, reservation: Reservation) -> None:
+        """Release the GPUs of a reservation, and end the zygotes that only its pool has used."""
+        super().release(reservation)
+        self._released_pools.add(reservation)
+        self._zygotes.release(reservation)
 
 
 class LocalWorkers:
@@ -231,46 +232,18 @@ class LocalWorkers:
         return Failure.of_death(ended, last, socket.gethostname(), pid, _device_of(self._launch))
 
 
-def _started_zygote(preload: Sequence[str]) -> Zygote:
-    """Start a zygote that imports some modules.
-
-    Raises:
-        UsageError: ``sys.executable`` is not the path of an executable file.
-        ResourceError: The system allows no more processes or descriptors.
-    """
-    if not os.access(sys.executable or "", os.X_OK):
-        raise UsageError(
-            f"backend 'local' starts Python with sys.executable, but {sys.executable!r} is not an executable file; set "
-            "it to the path of a Python interpreter, or use backend 'inprocess'"
-        )
-    try:
-        return Zygote(preload)
-    except ResourceError:
-        raise
-    except (OSError, RuntimeError) as error:
-        raise cannot_start("the process that workers are forked from", error) from error
-
-
 def _device_of(launch: Launch) -> str:
     return "cuda:0" if launch.uses_gpu else "cpu"  # a worker sees only its own GPU
 
 
 def _spawn_of(launch: Launch, rank: int, port: int) -> Spawn:
     slot, context = launch.slots[rank], launch.context(rank, _device_of(launch))
-    environment = {**os.environ, **launch.variables, **context.environment()}
+    environment = {**os.environ, **launch.env, **launch.variables, **context.environment()}
     environment.update(rendezvous_environment(LOOPBACK, port))
     if launch.uses_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = visible_devices()[slot.reservation.gpus[slot.node][slot.index]]
-    if "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in environment:
         share = str(max(1, count_cores() // len(launch.slots)))
-        environment.update({name: share for name in THREAD_VARIABLES if name not in os.environ})
+        environment.update({name: share for name in THREAD_VARIABLES if name not in environment})
     identity = WorkerIdentity(0, os.getpid(), rank, len(launch.slots), launch.group)
     return Spawn(identity, context, environment, working_directory(), tuple(sys.path), tuple(sys.argv))
-
-
-def _preload() -> tuple[str, ...]:
-    """What the zygote imports: ``BANDMASTER_PRELOAD`` (comma-separated), else numpy, and torch if it is loaded here."""
-    named = os.environ.get("BANDMASTER_PRELOAD")
-    if named is not None:
-        return tuple(name.strip() for name in named.split(",") if name.strip())
-    return ("numpy.random", "torch") if "torch" in sys.modules else ("numpy.random",)

@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
 import uuid
 from collections import Counter
@@ -86,6 +87,8 @@ class RayBackend:
         self._reservations: list[Reservation] = []
         self._ended: set[str] = set()  # placement groups of pools of this process whose detached groups have ended
         self._agents = RayAgents()
+        self._connecting = threading.RLock()  # held while this connects or disconnects; re-entrant for finalizers
+        self._making: list[object] = []  # one for each reservation that is being made
 
     def inventory(self) -> tuple[Node, ...]:
         """The live nodes of the cluster, to which this connects if needed. A private Ray instance does not count CPUs.
@@ -124,7 +127,7 @@ class RayBackend:
             PlacementError: The request can never fit, or the resources did not become free in time.
         """
         deadline = time.monotonic() + timeout_s
-        try:
+        with self._staying_connected():
             while True:
                 nodes = self.inventory()
                 if not could_ever_fit(request, nodes):
@@ -138,9 +141,6 @@ class RayBackend:
                 if time.monotonic() >= deadline:
                     raise cannot_place(request, nodes, waited_s=timeout_s)
                 time.sleep(POLL_S)
-        except BaseException:
-            self._disconnect_if_idle()
-            raise
 
     def nodes(self, reservation: Reservation) -> list[Node | None]:
         """The node of each entry; where the agent of a host is gone, it is found out at once whether the host is."""
@@ -220,9 +220,10 @@ class RayBackend:
         """
         if not ray.is_initialized() and _running_cluster() is None:
             raise UsageError(_NO_CLUSTER)
-        self._connect()
-        held = Reservation("detached groups", (), (), RaySession(), is_detached=True)
-        self._reservations.append(held)
+        with self._staying_connected():
+            self._connect()
+            held = Reservation("detached groups", (), (), RaySession(), is_detached=True)
+            self._reservations.append(held)
         try:
             if held.session.ends_with_process:
                 raise UsageError(_NO_CLUSTER)
@@ -267,7 +268,28 @@ class RayBackend:
                 return None
             raise
 
+    @contextlib.contextmanager
+    def _staying_connected(self) -> Iterator[None]:
+        """Let no other thread disconnect while a reservation is made; disconnect if there is none in the end."""
+        making = object()
+        with self._connecting:
+            self._making.append(making)
+        try:
+            yield
+        finally:
+            self._making.remove(making)
+            self._disconnect_if_idle()
+
     def _connect(self) -> None:
+        """Connect to Ray, unless this process is connected. Threads that come here meanwhile wait.
+
+        Raises:
+            UsageError: The cluster can only be reached through Ray Client.
+        """
+        with self._connecting:
+            self._connect_once()
+
+    def _connect_once(self) -> None:
         """Connect to Ray, unless this process is connected.
 
         Uses the cluster that RAY_ADDRESS names or that runs on this machine, else starts a private Ray instance.
@@ -292,10 +314,17 @@ class RayBackend:
         self._session = RaySession()
 
     def _disconnect_if_idle(self) -> None:
-        if self._is_connected_here and not any(held.session.is_current for held in self._reservations):
-            if self._session is not None and self._session.is_current:
-                ray.shutdown()
-            self._is_connected_here = self._is_embedded = False
+        """Disconnect if nothing is reserved. If another thread connects, which is to reserve slots, it looks later."""
+        if not self._connecting.acquire(blocking=False):
+            return
+        try:
+            is_used = self._making or any(held.session.is_current for held in self._reservations)
+            if self._is_connected_here and not is_used:
+                if self._session is not None and self._session.is_current:
+                    ray.shutdown()
+                self._is_connected_here = self._is_embedded = False
+        finally:
+            self._connecting.release()
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,6 +364,9 @@ def start_actor(is_embedded: bool, launch: Launch, rank: int) -> Any:
         placement_group=slot.reservation.groups[slot.node],
         placement_group_bundle_index=slot.reservation.bundles[slot.node][slot.index],
     )
+    if launch.env:  # in the environment of its process from the start: modules read variables when they are imported
+        given = options.get("runtime_env") or {}
+        options["runtime_env"] = {**given, "env_vars": {**given.get("env_vars", {}), **launch.env}}
     if launch.lifetime.outlives_controller:
         options["lifetime"] = "detached"
     if launch.lifetime is Lifetime.NAMED:

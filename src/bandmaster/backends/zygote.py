@@ -20,6 +20,7 @@ import array
 import atexit
 import contextlib
 import itertools
+import logging
 import os
 import pickle
 import select
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ from bandmaster.platform.processes import Ended, Orphans, memory_file, status_in
 __all__ = ["NoAnswer", "Zygote"]
 
 ANSWER_S = 2.0  # time limit for an answer that the zygote can give at once
-POLL_S = 0.1  # how often a waiting thread checks whether another thread has read its answer
+POLL_S = 0.1  # how often a waiting thread looks at the time
+SHARED_POLL_S = 0.002  # how often it looks whether another thread has read its answer, where others wait, too
+_log = logging.getLogger(__name__)
 
 
 class NoAnswer(PlacementError):
@@ -60,10 +63,17 @@ class Zygote:
 
     Attributes:
         is_abandoned: Whether the zygote was abandoned.
-        preload: Names of the modules that the zygote imports; modules that cannot be imported are skipped.
+        is_ended: Whether it was ended, or is about to be, as nobody used it any more.
+        preload: Names of the modules that the zygote imports. Those that cannot be imported, or that start threads,
+            are skipped.
+
+    Args:
+        preload: The same.
+        variables: Environment variables of the zygote, besides those of the controller.
+        is_kept: Whether the zygote stays when nobody uses it.
     """
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    def __init__(self, preload: Sequence[str], variables: Mapping[str, str], is_kept: bool) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._reading = threading.RLock()  # re-entrant, as a finalizer may close a group at any point
         self._numbers = itertools.count()
@@ -74,21 +84,25 @@ class Zygote:
         self._n_forks = n_forks()
         source = str(Path(__file__).parents[2])
         program = (
-            f"import sys; sys.path[:] = [{source!r}, *filter(None, sys.path)]; "
+            f"import sys; sys.path[:] = {[source, *filter(None, sys.path)]!r}; "
             "from bandmaster.backends.zygote_process import main; main()"
         )
-        single = {name: "1" for name in THREAD_VARIABLES if name not in os.environ}
+        single = dict.fromkeys(THREAD_VARIABLES, "1")  # workers set the number of threads that they are told
         with contextlib.ExitStack() as if_it_fails, theirs:
             if_it_fails.enter_context(self._control)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program, str(theirs.fileno()), *preload],
+                [sys.executable, "-c", program, str(theirs.fileno()), "", *preload],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **single},
+                env={**os.environ, **variables, **single},
             )
             if_it_fails.pop_all()
         self.is_abandoned = False
         self._users: set[int] = set()
+        self._pools: set[int] = set()
+        self._using = threading.RLock()  # re-entrant, as a finalizer may end a use at any point
+        self._is_kept, self._has_warned = is_kept, False
+        self.is_ended = False
         self._workers: set[int] = set()
         try:
             start_thread("bandmaster-zygote-watch", _end_after, os.pidfd_open(self._process.pid), self._workers)
@@ -107,20 +121,37 @@ class Zygote:
         """Whether the zygote's process is running."""
         return self._process.poll() is None
 
+    def keep_for(self, pool: object) -> bool:
+        """Have the zygote stay until `let_go` was called with every pool, unless it is abandoned. False if it ended."""
+        with self._using:
+            self._pools.add(id(pool))  # first, as a finalizer may release the last other pool here
+            return not self.is_ended
+
+    def let_go(self, pool: object) -> None:
+        """Undo `keep_for`. Calling it again, or without that, does nothing."""
+        self._pools.discard(id(pool))
+        self._end_if_unused()
+
     def begin_use(self, user: object) -> None:
-        """Register a user. The zygote is not killed for being abandoned until every user has called `end_use`."""
+        """Register a user. The zygote is not ended until every user has called `end_use`."""
         self._users.add(id(user))
 
     def end_use(self, user: object) -> None:
         """Unregister a user, whose workers have ended. Calling it again does nothing."""
         self._users.discard(id(user))
-        if self.is_abandoned and not self._users:
-            self.close()
+        self._end_if_unused()
 
     def abandon(self) -> None:
         """Have new groups use another zygote; this one is ended once no group uses it."""
         self.is_abandoned = True
-        if not self._users:
+        self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        with self._using:
+            is_unkept = self.is_abandoned or not (self._is_kept or self._pools)
+            is_over = is_unkept and not self._users and not self.is_ended
+            self.is_ended = self.is_ended or is_over
+        if is_over:
             self.close()
 
     def spawn(self, spawn: Spawn, descriptors: Sequence[int], timeout_s: float | None) -> int:
@@ -143,8 +174,16 @@ class Zygote:
             answer = self._ask(("spawn",), timeout_s, [*descriptors, file.fileno()])
         if isinstance(answer, str):
             raise PlacementError(f"cannot start a worker process: {answer}")
-        self._workers.add(int(answer))
-        return int(answer)
+        pid, skipped = answer
+        self._workers.add(pid)
+        if skipped and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "each worker imports some modules itself, rather than sharing one import, because a process that has "
+                "threads cannot be forked safely: %s",
+                skipped,
+            )
+        return int(pid)
 
     def how_it_ended(self, pid: int) -> str:
         """Describe, for a message, how a worker ended whose lane was closed. If it is still running, it is killed."""
@@ -220,7 +259,8 @@ class Zygote:
                 if left <= 0:
                     raise self._unanswered()
                 poll.register(self._control, select.POLLIN if is_sent else select.POLLIN | select.POLLOUT)
-                poll.poll(min(left, POLL_S) * 1000)  # another waiting thread may read the answer to this request
+                others = SHARED_POLL_S if len(self._answers) > 1 and is_sent else POLL_S
+                poll.poll(min(left, others) * 1000)  # another waiting thread may read the answer to this request
                 if not is_sent:
                     is_sent = self._send(pickle.dumps((number, *request)), ancillary)
                 self._receive()

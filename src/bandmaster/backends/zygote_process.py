@@ -13,9 +13,11 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from bandmaster.platform.math_threads import set_threads
@@ -64,19 +66,54 @@ class Spawn:
 
 
 def main() -> None:
-    """Run the zygote. ``sys.argv`` holds the descriptor of its socket, then the names of the modules to import."""
+    """Run the zygote. ``sys.argv`` holds the descriptor of its socket, and the arguments of `_import_all`."""
     control = socket.socket(fileno=int(sys.argv[1]))
     prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of a dead worker become children of the zygote, which kills them
     # A process group of its own, so that Ctrl-C in a terminal reaches the controller alone. The same session, because
     # Linux schedules sessions against each other (autogroup), which would make calls slower.
     os.setpgid(0, 0)
     controller = os.pidfd_open(os.getppid())  # unlike the socket, forks of the controller do not keep it open
-    for name in sys.argv[2:]:
-        with contextlib.suppress(Exception, SystemExit):  # a worker that needs the module gets the error itself
-            importlib.import_module(name)
+    skipped = _import_all(control, *sys.argv[2:])
     gc.collect()
     gc.freeze()  # keeps the memory of imported modules shared with the workers
-    _Zygote(control, controller).run()
+    _Zygote(control, controller, skipped).run()
+
+
+def _import_all(control: socket.socket, skipped: str, *names: str) -> str:
+    """Import modules, but for those that start threads. Those whose import fails are skipped too.
+
+    A fork of a process with several threads can wait for ever, as only one of them exists in the fork, and not those
+    that hold locks. A thread that a module has started cannot be ended, so that the zygote begins anew without it.
+
+    Args:
+        control: The socket of the zygote.
+        skipped: The modules that have started threads when the zygote began before, and the threads; "" for none.
+        *names: The modules.
+
+    Returns:
+        ``skipped``.
+    """
+    for number, name in enumerate(names):
+        with contextlib.suppress(Exception, SystemExit):  # a worker that needs the module gets the error itself
+            importlib.import_module(name)
+        threads = _other_threads()
+        if threads:
+            more = f"{skipped}{'; ' if skipped else ''}{name} starts {', '.join(threads)}"
+            rest = [*names[:number], *names[number + 1 :]]
+            os.set_inheritable(control.fileno(), True)
+            os.execv(sys.executable, [*sys.orig_argv[: -len(names) - 2], str(control.fileno()), more, *rest])
+    return skipped
+
+
+def _other_threads() -> list[str]:
+    """The threads of this process but for the main one, by the names that Python knows, else by those of the kernel."""
+    found = {thread.native_id: thread.name for thread in threading.enumerate()}
+    tasks = set(map(int, os.listdir("/proc/self/task"))) - {os.getpid()}
+    names = []
+    for task in sorted(tasks):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names.append(found.get(task) or Path(f"/proc/self/task/{task}/comm").read_text().strip())
+    return [f"thread {name!r}" for name in names]
 
 
 @dataclass
@@ -101,8 +138,9 @@ class _Question:
 class _Zygote:
     """Forks workers, and records how each of them ended. While the controller lives, it blocks only in `run`'s poll."""
 
-    def __init__(self, control: socket.socket, controller: int) -> None:
+    def __init__(self, control: socket.socket, controller: int, skipped: str) -> None:
         self._control = control
+        self._skipped = skipped
         self._controller = controller
         self._living: set[int] = set()
         self._ended: dict[int, Ended] = {}
@@ -184,7 +222,7 @@ class _Zygote:
                 (pid,) = question.pids
                 self._answer(question.number, self._ended.get(pid))
 
-    def _fork(self, spawn: int, fds: list[int]) -> int | str:
+    def _fork(self, spawn: int, fds: list[int]) -> tuple[int, str] | str:
         with open(spawn, "rb") as file:
             what = pickle.load(file)
         try:
@@ -199,7 +237,7 @@ class _Zygote:
             _run_worker(what, *fds)
         _close_all(fds)
         self._living.add(pid)
-        return pid
+        return pid, self._skipped
 
     def _reap(self) -> None:
         """Collect children that have ended, and kill their orphans, which become children of the zygote only then."""

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import CallSite, Collection, PendingCall
-from bandmaster.codec import Payload
-from bandmaster.contract import CONSTRUCT, NOT_STARTED, START_ADVICE, Backend, Call, Launch, Reply, Workers
+from bandmaster.codec import Payload, encode
+from bandmaster.contract import (
+    CONSTRUCT,
+    NOT_STARTED,
+    PRELOAD,
+    START_ADVICE,
+    Backend,
+    Call,
+    Launch,
+    Reply,
+    Workers,
+)
 from bandmaster.errors import CallTimeout, ConstructorError, RemoteError
 from bandmaster.lifecycle.start_progress import StartProgress, shown
 from bandmaster.plan.transfer import Gather
@@ -27,7 +38,7 @@ def start_workers(backend: Backend, launch: Launch, constructor: Payload) -> Wor
         The running workers; the caller has to stop them.
 
     Raises:
-        ConstructorError: A constructor raised.
+        ConstructorError: A constructor raised, or a module of ``launch.preload`` could not be imported.
         WorkerDied: A process ended before its worker was constructed.
         CallTimeout: The processes did not start, or the constructors did not end, in time.
         PlacementError: A process did not start.
@@ -61,13 +72,31 @@ def replace_worker(workers: Workers, launch: Launch, constructor: Payload, rank:
 def _construct(
     workers: Workers, launch: Launch, constructor: Payload, ranks: Sequence[int], progress: StartProgress
 ) -> None:
-    """Run the constructors on some ranks and wait for them. If one fails, the others are ended without grace."""
+    """Import modules and run the constructors on some ranks. If one fails, the others are ended without grace."""
+    deadline = Deadline(launch.start_timeout_s)
+    if launch.preload:
+        progress.doing = f"importing {', '.join(launch.preload)}"
+        _run(workers, launch, PRELOAD, encode(launch.preload), ranks, progress, deadline)
+    progress.doing = ""
+    _run(workers, launch, CONSTRUCT, constructor, ranks, progress, deadline)
+
+
+def _run(
+    workers: Workers,
+    launch: Launch,
+    what: str,
+    argument: Payload,
+    ranks: Sequence[int],
+    progress: StartProgress,
+    deadline: Deadline,
+) -> None:
+    """Run one step of the construction on some ranks, and wait for it."""
     options = CallOptions(launch.start_timeout_s, grace=0.0)
     site = CallSite(launch.constructor, launch.mesh, launch.group, options)
     call = PendingCall(workers, site, Collection(Gather(), ()))
-    parts = tuple(workers.put([constructor]))
-    workers.call([Call(ranks, CONSTRUCT, parts, Reply.DROP)], call.tickets)
-    if not progress.follow(call, launch.start_timeout_s):
+    parts = tuple(workers.put([argument]))
+    workers.call([Call(ranks, what, parts, Reply.DROP)], call.tickets)
+    if not progress.follow(call, deadline.left()):
         raise CallTimeout(site.method, call.missing, options.timeout or 0.0, call.stacks(), START_ADVICE)
     error = call.error
     if type(error) is RemoteError:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.pending import PendingCall
@@ -24,6 +25,7 @@ class StartProgress:
 
     Attributes:
         is_seen: Whether somebody sees it.
+        doing: What the ranks do before their constructors run; "" once these do.
 
     Args:
         group: Name of the group.
@@ -32,6 +34,7 @@ class StartProgress:
 
     def __init__(self, group: str, n_ranks: int) -> None:
         self.is_seen = _is_seen()
+        self.doing = ""
         self._call: PendingCall | None = None
         self._group, self._n_ranks = group, n_ranks
         self._began = time.monotonic()
@@ -58,7 +61,8 @@ class StartProgress:
         if self._call is None:
             return f"{who}: waiting for the processes of {self._n_ranks} ranks, {seconds:.0f} s"
         late = self._call.missing
-        return f"{who}: {self._n_ranks - len(late)} of {self._n_ranks} ranks, {seconds:.0f} s; {_named(late)}"
+        doing = f", {self.doing}" if self.doing else ""
+        return f"{who}{doing}: {self._n_ranks - len(late)} of {self._n_ranks} ranks, {seconds:.0f} s; {_named(late)}"
 
 
 @contextlib.contextmanager
@@ -80,14 +84,47 @@ def shown(group: str, n_ranks: int) -> Iterator[StartProgress]:
 
 
 def _show(progress: StartProgress, is_over: threading.Event) -> None:
+    if is_over.wait(QUIET_S):
+        return
+    _Line.begin(progress)
+    while not is_over.wait(EVERY_S):
+        _Line.refresh(progress)
+    _Line.end(progress)
+
+
+class _Line:
+    """The line in the terminal, which all starts of this process share."""
+
+    lock = threading.Lock()
+    starts: ClassVar[list[StartProgress]] = []  # those that are shown, the oldest first: its thread refreshes the line
     width = 0
-    wait_s = QUIET_S
-    while not is_over.wait(wait_s):
-        wait_s, line = EVERY_S, str(progress)
-        _write(f"\r{line:<{width}}")
-        width = max(width, len(line))
-    if width:
-        _write(f"\r{'':<{width}}\r")
+
+    @classmethod
+    def begin(cls, start: StartProgress) -> None:
+        """Show a start."""
+        with cls.lock:
+            cls.starts.append(start)
+            cls._write()
+
+    @classmethod
+    def refresh(cls, start: StartProgress) -> None:
+        """Write the line anew, if the start is the oldest one."""
+        with cls.lock:
+            if start is cls.starts[0]:
+                cls._write()
+
+    @classmethod
+    def end(cls, start: StartProgress) -> None:
+        """Show a start no longer; without any, the line is empty."""
+        with cls.lock:
+            cls.starts.remove(start)
+            cls._write()
+
+    @classmethod
+    def _write(cls) -> None:
+        line = " | ".join(map(str, cls.starts))
+        _write(f"\r{line:<{cls.width}}" if line else f"\r{'':<{cls.width}}\r")
+        cls.width = max(cls.width, len(line)) if line else 0
 
 
 def _write(text: str) -> None:

@@ -19,8 +19,8 @@ def merge_resource_pool(*pools: ResourcePool) -> ResourcePool:
     node again.
 
     Args:
-        *pools: Two pools or more, with the same ``backend``, ``use_gpu``, ``cpus_per_worker`` and
-            ``resources_per_worker``.
+        *pools: Two pools or more, with the same ``backend``, ``use_gpu``, ``cpus_per_worker``,
+            ``resources_per_worker``, ``preload`` and ``env``.
 
     Raises:
         UsageError: Fewer than two pools, an argument that is not a pool, pools that differ in the parameters above,
@@ -31,7 +31,7 @@ def merge_resource_pool(*pools: ResourcePool) -> ResourcePool:
         raise UsageError(f"merge_resource_pool takes two pools or more, got {len(pools)}")
     for pool in pools:
         _check_pool(pool, "merge_resource_pool")
-        for what in ("backend", "use_gpu", "cpus_per_worker", "resources_per_worker"):
+        for what in ("backend", "use_gpu", "cpus_per_worker", "resources_per_worker", "preload", "env"):
             ours, theirs = getattr(pools[0], what), getattr(pool, what)
             if ours != theirs:
                 raise UsageError(

@@ -15,7 +15,7 @@ from bandmaster.plan.placement import RESERVING, Node, Request, assign_nodes, ca
 from bandmaster.platform.locks import check_not_held
 from bandmaster.worker import ClassLoading
 
-__all__ = ["Closes", "Lease", "Part", "Place", "close_all", "free", "joined", "occupying"]
+__all__ = ["Closes", "Lease", "Part", "Place", "WorkerStart", "close_all", "free", "joined", "occupying"]
 
 
 class Closes(Protocol):
@@ -28,6 +28,19 @@ class Closes(Protocol):
 occupying = threading.RLock()  # one group at a time occupies slots; re-entrant, as a signal handler may close a pool
 
 
+@dataclass(frozen=True)
+class WorkerStart:
+    """What the pool asks for of the processes of workers on it.
+
+    Attributes:
+        preload: Names of the modules that are imported first; None if the backend chooses them.
+        env: Environment variables, by name.
+    """
+
+    preload: tuple[str, ...] | None
+    env: tuple[tuple[str, str], ...]
+
+
 class Lease:
     """The slots of one pool made by `ResourcePool()`, which merged and split pools share.
 
@@ -35,8 +48,11 @@ class Lease:
     entry of the request is the slots of one node; when that node is lost, a spare entry takes its place.
     """
 
-    def __init__(self, request: Request, backend: str, max_colocate_count: int, timeout_s: float) -> None:
+    def __init__(
+        self, request: Request, backend: str, max_colocate_count: int, timeout_s: float, start: WorkerStart
+    ) -> None:
         self.request = request
+        self.start = start
         self.backend = backend
         self.max_colocate_count = max_colocate_count
         self.holders: dict[tuple[int, int], dict[object, str]] = {}  # group names, by (node, index) and then by holder

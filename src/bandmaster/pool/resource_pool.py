@@ -13,8 +13,8 @@ from bandmaster.errors import ClosedError, PlacementError, UsageError
 from bandmaster.plan.node_choice import node_choices
 from bandmaster.plan.placement import STRATEGIES, Request
 from bandmaster.plan.render import html_table
-from bandmaster.pool.checks import check_amount, checked_resources, checked_sizes
-from bandmaster.pool.lease import Closes, Lease, Part, Place, close_all, free, occupying
+from bandmaster.pool.checks import check_amount, checked_env, checked_modules, checked_resources, checked_sizes
+from bandmaster.pool.lease import Closes, Lease, Part, Place, WorkerStart, close_all, free, occupying
 from bandmaster.pool.plan import PlannedNode, PoolPlan
 
 if TYPE_CHECKING:
@@ -49,6 +49,13 @@ class ResourcePool:
             are, or the pool does not fit; ``"pack"``: they share hosts as far as they fit.
         spares: Slots of each spare node. Spare nodes are reserved like the others, each on a host of its own, and hold
             no group until a host is lost: `WorkerGroup.restart` then puts the ranks of that host there.
+        preload: Names of modules that are imported before the workers are constructed, in this order. On backend
+            ``"local"`` one process imports them, from which the workers of all pools with the same ``preload`` and
+            ``env`` are forked; elsewhere each worker's process does. None: numpy, and of torch and some other modules
+            that take long those that this process has imported by then. See docs/start-up.md.
+        env: Environment variables of the workers, added to those of this process on backend ``"local"``, and to those
+            of the cluster's nodes on ``"ray"``. They are set when the worker's process starts. On ``"inprocess"``
+            they are set in this process while it has groups on the pool.
 
     Raises:
         UsageError: A value has the wrong type or range, or the backend does not exist or is not installed.
@@ -74,6 +81,8 @@ class ResourcePool:
         resources_per_worker: Mapping[str, float] | None = None,
         strategy: str = "spread",
         spares: Sequence[int] = (),
+        preload: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         sizes = checked_sizes(process_on_nodes, "process_on_nodes", "node")
         spare_sizes = () if spares in ((), []) else checked_sizes(spares, "spares", "spare node")
@@ -105,7 +114,8 @@ class ResourcePool:
             strategy,
             len(spare_sizes),
         )
-        lease = Lease(request, backend, max_colocate_count, placement_timeout)
+        start = WorkerStart(checked_modules(preload), checked_env(env, use_gpu))
+        lease = Lease(request, backend, max_colocate_count, placement_timeout, start)
         parts = [Part(lease, node, tuple(range(size))) for node, size in enumerate(sizes)]
         self._set_up(parts, name_prefix or "", (lease,))
 
@@ -166,6 +176,16 @@ class ResourcePool:
     def resources_per_worker(self) -> Mapping[str, float]:
         """Custom resources reserved for each slot."""
         return dict(self._lease.request.resources_per_worker)
+
+    @property
+    def preload(self) -> tuple[str, ...] | None:
+        """The modules that are imported before the workers are constructed; None if the backend chooses them."""
+        return self._lease.start.preload
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """Environment variables of the workers, besides those that they inherit."""
+        return dict(self._lease.start.env)
 
     @property
     def _lease(self) -> Lease:

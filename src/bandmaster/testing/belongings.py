@@ -157,9 +157,9 @@ class _Zygote(NamedTuple):
 
 
 def _zygote() -> _Zygote:
-    """The zygote of this process, with the descriptors that the process holds for it; pid 0 without a zygote."""
+    """The zygote that stays, with the descriptors that this process holds for it; pid 0 if there is none."""
     module = sys.modules.get("bandmaster.backends.local")
-    zygote = get_backend("local")._zygote if module is not None else None  # type: ignore[attr-defined]
+    zygote = get_backend("local").lasting_zygote if module is not None else None  # type: ignore[attr-defined]
     if zygote is None or not zygote.is_ours:
         return _Zygote()
     watched = f"Pid:\t{zygote._process.pid}\n"

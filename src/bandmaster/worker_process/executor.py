@@ -21,6 +21,7 @@ from bandmaster.contract import (
     METHOD,
     NEXT,
     OPEN_STREAM,
+    PRELOAD,
     STREAM,
     TIMED,
     Reply,
@@ -36,6 +37,7 @@ from bandmaster.roles import Roles
 from bandmaster.transport.kept import NO_ROWS, RowReaders
 from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
 from bandmaster.worker_process.control_page import Interrupted
+from bandmaster.worker_process.imports import importing, preload
 from bandmaster.worker_process.kept_rows import with_rows
 from bandmaster.worker_process.rendezvous import Rendezvous
 from bandmaster.worker_process.streams import END, Streams
@@ -79,7 +81,7 @@ class Executor:
         """Run one call.
 
         Args:
-            method: Name of the method, or `CONSTRUCT`.
+            method: Name of the method, or what `bandmaster.contract` names in place of one.
             reply: What happens to the returned value, a `bandmaster.contract.Reply`; with `TIMED` added, `times` is
                 to be called afterwards.
             parts: The encoded arguments, in memory that the worker owns; a memoryview if they are a single pickle
@@ -185,9 +187,13 @@ class Executor:
             what = f"the returned {type(value).__name__} cannot be pickled: {summary_of(error)}"
             return self.failure(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
 
+    def _preload(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> None:
+        with ClassLoading():
+            preload(self._merge(parts))
+
     def _construct(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> None:
         assert self._context is not None, "it was set before the first call"
-        with ClassLoading():
+        with ClassLoading(), importing():
             cls, args, kwargs = self._merge(parts)
         self.worker = make_worker(cls, self._context, args, kwargs)
 
@@ -277,6 +283,7 @@ class Executor:
 
 
 _OWN: dict[str, Callable[[Executor, Sequence[Payload] | memoryview, RowReaders], Any]] = {
+    PRELOAD: Executor._preload,
     CONSTRUCT: Executor._construct,
     OPEN_STREAM: Executor._open_stream,
     NEXT: Executor._next,
