@@ -52,7 +52,6 @@ __all__ = [
     "TurnTimeout",
     "UsageError",
     "WorkerDied",
-    "hide_library_frames",
 ]
 
 
