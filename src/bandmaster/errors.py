@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -64,8 +65,10 @@ class BandmasterError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """The traceback as IPython shows it, which asks an exception for it."""
-        shell = sys.modules["IPython"].get_ipython()
         frames = self.__traceback__ if _shows_all() else without_library_frames(self.__traceback__)
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        if shell is None:  # somebody else asks
+            return traceback.format_exception(type(self), self, frames)
         lines: list[str] = shell.InteractiveTB.structured_traceback(type(self), self, frames)
         return lines
 
