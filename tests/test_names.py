@@ -98,6 +98,17 @@ def test_a_cell_that_makes_the_pool_as_well_can_be_run_again(make_pool, monkeypa
     assert bm.WorkerGroup(former, Critic).get() == [0, 0], "the former pool takes slots when it needs them"
 
 
+@pytest.mark.backends("ray")
+def test_the_slots_on_a_cluster_go_to_the_pool_of_the_cell_that_is_run_again(make_pool):
+    groups = []
+    for n in range(2):
+        pool = make_pool([2], cpus_per_worker=8, placement_timeout=0)  # all that there is
+        groups.append(bm.WorkerGroup(pool, Actor, n, name="actor"))
+    assert groups[1].get() == [1, 1]
+    with pytest.raises(bm.ClosedError, match="a new group of that name replaced it"):
+        groups[0].get()
+
+
 @pytest.mark.backends("inprocess")
 def test_slots_with_other_groups_are_kept(make_pool, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 
@@ -33,4 +34,5 @@ def pass_on(data: bytes, group: str, rank: int) -> None:
         if n_dropped:
             _log.warning("[%s %d] %d log records are lost, as they were not read in time", group, rank, n_dropped)
     except Exception:  # a handler or a filter of the user's
-        _log.exception("a log record of rank %d of %s cannot be handled", rank, group)
+        with contextlib.suppress(Exception):  # it may be the root logger's
+            _log.exception("a log record of rank %d of %s cannot be handled", rank, group)

@@ -6,6 +6,7 @@ cell of a notebook can be run again. Without one, a group is named by its class,
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
@@ -37,7 +38,8 @@ class OpenGroups:
     """The groups that are open or being constructed; only weak references to them are kept."""
 
     def __init__(self) -> None:
-        self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
+        self._groups: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()  # in the order of `add`
+        self._numbers = itertools.count()
         self._used: set[str] = set()  # every name that a group has had
         self._lock = threading.RLock()  # re-entrant, as a finalizer may construct a group at any point
 
@@ -58,18 +60,18 @@ class OpenGroups:
                 n += 1
                 name = f"{base}-{n}"
             group._name = group._ownership.name = name
-            self._groups.add(group)
+            self._groups[group] = next(self._numbers)
         return name
 
     def all(self) -> list[Group]:
         """The groups that are open."""
         with self._lock:
-            return [group for group in self._groups if group._ownership.is_open]
+            return [group for group in list(self._groups) if group._ownership.is_open]
 
     def close_former(self, group: Group) -> list[Group]:
-        """Close the open groups that have the name of a new one, but for detached ones. Returns them."""
-        former = [other for other in self.all() if other._name == group._name and other is not group]
-        closed = [other for other in former if not other.is_detached]
+        """Close the open groups that got the name of a new one before it, but for detached ones. Returns them."""
+        former = [other for other in self.all() if other._name == group._name and not other.is_detached]
+        closed = [other for other in former if self._groups[other] < self._groups[group]]
         for other in closed:
             _log.info("group %r is closed, because a new group of that name replaces it", group._name)
             other._ownership.why_closed = ", because a new group of that name replaced it; use that one"

@@ -37,7 +37,7 @@ class RecordSender(logging.Handler):
             fields |= {"msg": text, "n_dropped": self._n_dropped}
             data = json.dumps(fields).encode()
             if len(data) > MAX_RECORD_NBYTES:
-                fields["msg"] = text[: MAX_RECORD_NBYTES // 16] + " …"
+                fields["msg"] = text[: MAX_RECORD_NBYTES // 8] + " …"
                 data = json.dumps(fields).encode()
             self._connection.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             self._n_dropped = 0
