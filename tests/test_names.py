@@ -102,7 +102,7 @@ def test_a_cell_that_makes_the_pool_as_well_can_be_run_again(make_pool, monkeypa
 def test_the_slots_on_a_cluster_go_to_the_pool_of_the_cell_that_is_run_again(make_pool):
     groups = []
     for n in range(2):
-        pool = make_pool([2], cpus_per_worker=8, placement_timeout=0)  # all that there is
+        pool = make_pool([2], cpus_per_worker=8, placement_timeout=20)  # all that there is, which Ray frees soon
         groups.append(bm.WorkerGroup(pool, Actor, n, name="actor"))
     assert groups[1].get() == [1, 1]
     with pytest.raises(bm.ClosedError, match="a new group of that name replaced it"):
