@@ -44,7 +44,8 @@ def as_html(
     else:
         header, rows = _ranks(names, mesh, records, held)
     calls = [[f"{spec.name}{spec.signature}", _protocol(spec)] for spec in methods]
-    return html_table(title, header, rows) + html_table("", ["method", "transfer protocol"], calls)
+    shown = html_table(title, header, rows)
+    return shown + html_table("", ["method", "transfer protocol"], calls) if calls else shown
 
 
 def _named(names: Sequence[str], mesh: Mesh) -> tuple[list[str], list[list[Any]]]:
