@@ -17,6 +17,7 @@ from bandmaster.testing import no_leaks
 settings.register_profile("default", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("default")
 
+os.environ.setdefault("BANDMASTER_FULL_TRACEBACKS", "1")  # who works on this library wants to see its frames
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray's next version does by itself
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job, and so in what tests start

@@ -402,7 +402,7 @@ class Mine(bm.Worker):
 @pytest.mark.backends("local", "ray")
 def test_a_group_is_shown_and_ended(make_pool, capsys):
     pool = make_pool([2])
-    group, other = bm.WorkerGroup(pool, Mine), bm.WorkerGroup(pool, Mine)
+    group, other = bm.WorkerGroup(pool, Mine, name=f"mine-{os.getpid()}"), bm.WorkerGroup(pool, Mine)
     pids = group.pid()
 
     assert main(["ps"]) == 0

@@ -537,7 +537,7 @@ def test_a_group_has_several_meshes_of_which_a_method_names_one(make_group):
     assert group.generate([1, 2, 3]) == [(1, 0), (2, 0), (3, 2)]
     assert group.where()[3] == ({"train": {"pp": 1, "dp": 0, "tp": 1}, "rollout": {"dp": 1, "tp": 1}}, {"dp": 3})
     assert (group.meshes, group.mesh) == (meshes, Mesh(dp=4))
-    with pytest.raises(bm.RemoteError, match=r"TwoLayouts\.fail failed on rank 0 \(pp=0, dp=0, tp=0, "):
+    with pytest.raises(bm.RemoteError, match=r"TwoLayouts\.fail failed on rank 0 \(pp=0, tp=0, "):
         group.fail()
 
 

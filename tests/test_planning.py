@@ -1,5 +1,6 @@
 """Planning, without a process: which rows go to which rank, what shares a group, whose values come back."""
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -634,3 +635,29 @@ def test_the_drawn_plan_has_a_band_for_each_collect():
     drawing = plan(TransferProtocol(Split("dp"), (Concat("dp"), Gather())), Mesh(dp=2, tp=2), 3)._repr_svg_()
 
     assert [drawing.count(text) for text in (">Concat<", ">Gather<", ">part ", ">item ")] == [1, 1, 2, 4]
+
+
+def test_a_drawing_can_be_read_on_light_and_on_dark_pages():
+    drawing = plan("3D_PROTO", Mesh(pp=2, dp=2), 3)._repr_svg_()
+    texts = re.findall(r"<text [^>]*fill='(#\w+)'( text-anchor)?", drawing)
+    frames = re.findall(r"stroke='(#\w+)' stroke-width", drawing)
+    boxes = re.findall(r"<rect [^>]*fill='(#\w+)'", drawing)
+    for colour in {*(colour for colour, is_in_box in texts if not is_in_box), *frames}:
+        for page in ("#ffffff", "#111111"):
+            assert contrast(colour, page) > 3.5, f"{colour} on {page}"
+    for colour in {colour for colour, is_in_box in texts if is_in_box}:
+        assert all(contrast(colour, box) > 7 for box in boxes)
+    assert "#ffffff" not in boxes and "white" not in drawing
+
+
+def contrast(one, other):
+    """The ratio that WCAG 2 defines; 3 is enough for drawings and large text."""
+    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def luminance(colour):
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[n : n + 2], 16) / 255 for n in (0, 2, 4)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -384,6 +384,6 @@ def test_a_dead_worker_is_named(ray_cluster):
 def test_worker_names_can_be_taken_once(ray_cluster):
     with bm.ResourcePool([1], backend="ray") as pool:
         kept = bm.WorkerGroup(pool, Big, name_prefix="same")
-        with pytest.raises(bm.UsageError, match="name_prefix of its own"):
+        with pytest.raises(bm.UsageError, match="give every group a name of its own"):
             bm.WorkerGroup(pool, Big, name_prefix="same")
         assert len(kept.look()) == 1

@@ -66,9 +66,10 @@ def code_cells(notebook):
 
 
 def shown(cell):
-    """What a reader sees below a cell, with Ray's ids, new in each run, made equal."""
+    """What a reader sees below a cell, with what is new in each run made equal: Ray's ids, hosts and processes."""
     texts = [output.text if output.output_type == "stream" else richest(output.data) for output in cell.outputs]
-    return re.sub(r"\b[0-9a-f]{16,}\b", "ID", seen("".join(texts))).strip()
+    text = re.sub(r"\b[0-9a-f]{16,}\b", "ID", seen("".join(texts)))
+    return re.sub(r"<td>[\w.-]+</td><td>\d+</td>(?=<td>(cpu|cuda))", "<td>HOST</td><td>PID</td>", text).strip()
 
 
 def seen(text):

@@ -10,6 +10,7 @@ from bandmaster.calls.pulled import FailedRows, PartialResult
 from bandmaster.calls.records import CallRecord, CallTable, RankTimes
 from bandmaster.calls.stream import Stream
 from bandmaster.calls.waiting import as_completed, wait
+from bandmaster.closing import close_all
 from bandmaster.colocation import ColocatedGroup, RoleGroup, colocate
 from bandmaster.errors import (
     ArgumentError,
@@ -31,6 +32,7 @@ from bandmaster.errors import (
     UsageError,
     WorkerDied,
 )
+from bandmaster.errors import hide_library_frames as _hide_library_frames
 from bandmaster.group import GroupOf, WorkerGroup
 from bandmaster.plan.batch import register_batch_type
 from bandmaster.plan.layout import Box, Layout
@@ -56,6 +58,7 @@ from bandmaster.registration import register
 from bandmaster.worker import ClassWithInitArgs, Worker
 
 __version__ = VERSION
+_hide_library_frames()
 
 __all__ = [
     "ArgumentError",
@@ -109,6 +112,7 @@ __all__ = [
     "WorkerDied",
     "WorkerGroup",
     "as_completed",
+    "close_all",
     "collect_all_to_all",
     "colocate",
     "concat",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -38,8 +39,11 @@ def colocate(
     /,
     *,
     meshes: Mapping[str, Mesh | Mapping[str, Mesh]] | None = None,
+    name: str | None = None,
     name_prefix: str | None = None,
     start_timeout: float | None = None,
+    output: str | PathLike[str] | None = None,
+    logging: str | int | None = None,
     **roles: Any,
 ) -> ColocatedGroup:
     """Start one process per slot that holds a worker of every role, and return a group of each role.
@@ -51,8 +55,11 @@ def colocate(
         pool: The slots, one process per slot.
         meshes: By role, the mesh of its group, ``Mesh(dp=world_size)`` by default; or a dict of named meshes, as the
             ``meshes`` of `WorkerGroup`.
-        name_prefix: Prefix of the workers' names, as for `WorkerGroup`.
+        name: Name of the group, as for `WorkerGroup`; by default the names of the roles, such as ``actor_critic``.
+        name_prefix: What that name has before the names of the roles, as for `WorkerGroup`.
         start_timeout: Seconds that the processes may take to start, and then the same again for all constructors.
+        output: A directory for the output of the workers, as for `WorkerGroup`.
+        logging: The lowest level of records of workers that the controller handles, as for `WorkerGroup`.
         **roles: By name of the role: a subclass of `Worker`, a tuple of it and positional arguments of its constructor,
             or a `ClassWithInitArgs`. The constructors run in this order.
 
@@ -80,7 +87,14 @@ def colocate(
 
     Source: HybridFlow (arXiv 2409.19256), section 4.1; verl's ``create_colocated_worker_cls``.
     """
-    return ColocatedGroup(pool, roles, {} if meshes is None else meshes, name_prefix, start_timeout)
+    options = {
+        "name": name,
+        "name_prefix": name_prefix,
+        "start_timeout": start_timeout,
+        "output": output,
+        "logging": logging,
+    }
+    return ColocatedGroup(pool, roles, {} if meshes is None else meshes, options)
 
 
 class _Checked(NamedTuple):
@@ -115,8 +129,7 @@ class ColocatedGroup(GroupOf[Any]):
         pool: ResourcePool,
         roles: Mapping[str, Any],
         meshes: Mapping[str, Mesh | Mapping[str, Mesh]],
-        name_prefix: str | None,
-        start_timeout: float | None,
+        options: Mapping[str, Any],
     ) -> None:
         if not isinstance(pool, ResourcePool):
             raise ArgumentError(f"the first argument of colocate must be a ResourcePool, got {type(pool).__name__}")
@@ -128,7 +141,7 @@ class ColocatedGroup(GroupOf[Any]):
         given = {name: checked.role for name, checked in found.items()}
         self._found = found
         self._roles_have_hooks = any(_has(checked, hook) for checked in found.values() for hook in TURN_HOOKS)
-        super().__init__(pool, ClassWithInitArgs(wrapped, given), name_prefix=name_prefix, start_timeout=start_timeout)
+        super().__init__(pool, ClassWithInitArgs(wrapped, given), **options)
 
     def _start(self, launch: Launch) -> None:
         if not self._parts:  # in the turn in which the group is constructed

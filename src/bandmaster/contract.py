@@ -11,6 +11,7 @@ Backends import this module. It imports no backend, and knows nothing that only 
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -131,13 +132,16 @@ class Launch:
         options: The backend's own options, from the class as the user wrapped it.
         start_timeout_s: How long the processes may take to start, and then the constructors; None for as long as they
             take.
-        is_again: Whether these slots had workers of the same names just before.
+        is_again: Whether workers of the same names may have ended just before.
         variables: Further environment variables of the workers.
         lifetime: When the workers end.
         resources_per_worker: Custom resources that each slot has.
         env: Environment variables that the pool asks for, from the time at which the workers' processes start.
         preload: Names of the modules that are imported before the workers are constructed; None where the pool does not
             say, so that the backend may import what it sees fit.
+        output: The directory that the output of workers goes to, each to a file of its own; None for the controller's
+            streams.
+        log_level: The lowest level of log records that the controller's loggers get; None for none.
     """
 
     group: str
@@ -156,6 +160,18 @@ class Launch:
     resources_per_worker: Mapping[str, float] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] | None = None
+    output: str | None = None
+    log_level: int | None = None
+
+    def label(self, rank: int) -> str:
+        """What each line of the output of a rank begins with."""
+        return f"[{self.group} {rank}]"
+
+    def output_file(self, rank: int) -> str | None:
+        """The file that the output of a rank goes to; None if it goes to the controller's streams."""
+        return (
+            None if self.output is None else os.path.join(self.output, f"{self.group.replace(os.sep, '_')}-{rank}.out")
+        )
 
     def context(self, rank: int, device: str) -> WorkerContext:
         """The attributes that the worker of ``rank`` has before its constructor runs."""

@@ -26,10 +26,13 @@ Every leaf also inherits the builtin exception named beside it, so that ``except
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+import sys
+import traceback
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from bandmaster.failure import Failure, FailureKind
+from bandmaster.failure import Failure, FailureKind, with_source_lines, without_library_frames
 
 __all__ = [
     "ArgumentError",
@@ -54,7 +57,36 @@ __all__ = [
 
 
 class BandmasterError(Exception):
-    """Base class of all exceptions of this library."""
+    """Base class of all exceptions of this library.
+
+    In notebooks and pytest, the frames of this library are left out of its traceback, unless the environment variable
+    BANDMASTER_FULL_TRACEBACKS is 1.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        """The traceback as IPython shows it, which asks an exception for it."""
+        frames = self.__traceback__ if _shows_all() else without_library_frames(self.__traceback__)
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        if shell is None:  # somebody else asks
+            return traceback.format_exception(type(self), self, frames)
+        lines: list[str] = shell.InteractiveTB.structured_traceback(type(self), self, frames)
+        return lines
+
+
+def hide_library_frames() -> None:
+    """Have pytest leave the frames of the modules of this library that are loaded out of tracebacks of its errors."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("bandmaster.") and module is not None:
+            vars(module)["__tracebackhide__"] = _hides  # which pytest looks for among a frame's globals as well
+
+
+def _hides(seen: Any) -> bool:
+    """Whether pytest leaves out the frames of this library. ``seen`` is its ``ExceptionInfo``."""
+    return isinstance(seen.value, BandmasterError) and not _shows_all()
+
+
+def _shows_all() -> bool:
+    return os.environ.get("BANDMASTER_FULL_TRACEBACKS", "0") not in ("", "0")
 
 
 class UsageError(BandmasterError):
@@ -96,8 +128,9 @@ class _RankError(BandmasterError, RuntimeError):
         failures: Mapping[int, Failure],
         coordinates: Mapping[int, Mapping[str, int]] | None = None,
         group: str = "",
+        axes: Collection[str] | None = None,
     ) -> None:
-        self.method, self.group = method, group
+        self.method, self.group, self._axes = method, group, axes
         self.failures = dict(sorted(failures.items(), key=lambda item: (*self._order(item[1]), item[0])))
         self.coordinates = {rank: dict((coordinates or {}).get(rank, {})) for rank in sorted(self.failures)}
         self.rank = next(iter(self.failures))
@@ -116,21 +149,22 @@ class _RankError(BandmasterError, RuntimeError):
         also = f", and on rank {', '.join(alike)}" if alike else ""
         yield f"{self.method} {self._verb} on rank {self.rank}{self._where(self.rank)}{also}: {first.summary}"
         if first.traceback:
-            yield f"--- on rank {self.rank} ---\n{first.traceback.rstrip()}"
+            yield f"--- on rank {self.rank} ---\n{with_source_lines(first.traceback.rstrip())}"
         if any(other.summary != first.summary for other in others):
             yield "--- on the other ranks ---"
             yield from (f"rank {rank}{self._where(rank)}: {self.failures[rank].summary}" for rank in ranks)
 
     def _where(self, rank: int) -> str:
         failure = self.failures[rank]
-        known = [f"{axis}={index}" for axis, index in self.coordinates[rank].items()]
+        is_shown = self.coordinates[rank] if self._axes is None else self._axes
+        known = [f"{axis}={index}" for axis, index in self.coordinates[rank].items() if axis in is_shown]
         known += [f"host {failure.host}, pid {failure.pid}"] if failure.host else []
         known += [f"device {failure.device}"] if failure.device else []
         known += [f"group {self.group}"] if self.group and rank == self.rank else []
         return f" ({', '.join(known)})" if known else ""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.method, self.failures, self.coordinates, self.group)
+        return type(self), (self.method, self.failures, self.coordinates, self.group, self._axes)
 
 
 class RemoteError(_RankError):
@@ -218,7 +252,10 @@ class CallTimeout(BandmasterError, TimeoutError):
         ranks_by_stack: dict[str, list[str]] = {}
         for rank, stack in self.stacks.items():
             ranks_by_stack.setdefault(stack, []).append(str(rank))
-        shown = [f"\n--- stack of rank {', '.join(ranks)} ---\n{text}" for text, ranks in ranks_by_stack.items()]
+        shown = [
+            f"\n--- stack of rank {', '.join(ranks)} ---\n{with_source_lines(text)}"
+            for text, ranks in ranks_by_stack.items()
+        ]
         super().__init__(
             f"{method} got no reply from rank {', '.join(map(str, missing))} within {timeout_s:g} s; "
             f"{what_next}{''.join(shown)}"

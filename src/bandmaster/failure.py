@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import pickle
+import re
 import signal
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -15,7 +17,15 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["N_LAST_LINES", "Failure", "FailureKind", "reraise_if_from_signal", "summary_of"]
+__all__ = [
+    "N_LAST_LINES",
+    "Failure",
+    "FailureKind",
+    "reraise_if_from_signal",
+    "summary_of",
+    "with_source_lines",
+    "without_library_frames",
+]
 
 N_LAST_LINES = 60  # of the standard error of a process that died; Ray and C libraries end with long dumps
 
@@ -109,15 +119,48 @@ class Failure:
 
 
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_FRAME = re.compile(r'(?P<indent>  )File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 _PACKAGE = f"{os.path.dirname(__file__)}{os.sep}"
 
 
 def _user_frames(frames: TracebackType | None) -> TracebackType | None:
     """The traceback without this library's outermost frames; the whole traceback if it has no other frames."""
-    rest = frames
-    while rest is not None and rest.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-        rest = rest.tb_next
-    return rest or frames
+    return next((frame for frame in _each(frames) if not _is_ours(frame)), frames)
+
+
+def without_library_frames(frames: TracebackType | None) -> TracebackType | None:
+    """A copy of a traceback without the frames of this library; the whole traceback if it has no other frames."""
+    kept = [(f.tb_frame, f.tb_lasti, f.tb_lineno) for f in _each(frames) if not _is_ours(f)]
+    copy = None
+    for frame, instruction, line in reversed(kept):
+        copy = TracebackType(copy, frame, instruction, line)
+    return copy or frames
+
+
+def _each(frames: TracebackType | None) -> Iterator[TracebackType]:
+    while frames is not None:
+        yield frames
+        frames = frames.tb_next
+
+
+def _is_ours(frame: TracebackType) -> bool:
+    return frame.tb_frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def with_source_lines(text: str) -> str:
+    """A traceback as text, with the source lines that another process could not find and this one can.
+
+    Those are of classes that were defined in the cell of a notebook, or in a script that the other host lacks.
+    """
+    lines = text.split("\n")
+    shown = []
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        shown.append(line)
+        place = _FRAME.match(line)
+        if place and not following.startswith(place["indent"] + "  "):
+            source = linecache.getline(place["file"], int(place["line"])).strip()
+            shown += [f"{place['indent']}  {source}"] if source else []
+    return "\n".join(shown)
 
 
 def _innermost_file(frames: TracebackType | None) -> str:

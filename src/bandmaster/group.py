@@ -9,12 +9,11 @@
 
 from __future__ import annotations
 
-import string
 import threading
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 from bandmaster.backends import get_backend
@@ -32,15 +31,25 @@ from bandmaster.calls.spec import specs_of
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import Launch, Lifetime
 from bandmaster.errors import ArgumentError, ClosedError, UsageError, WorkerDied
-from bandmaster.lifecycle.checks import check_name, check_names, check_options, checked_mesh, checked_meshes, unwrap
+from bandmaster.lifecycle import tables
+from bandmaster.lifecycle.checks import (
+    check_name,
+    check_names,
+    check_options,
+    checked_level,
+    checked_mesh,
+    checked_meshes,
+    checked_output,
+    unwrap,
+)
 from bandmaster.lifecycle.construction import replace_worker, start_workers
 from bandmaster.lifecycle.death_watch import DeathWatch
 from bandmaster.lifecycle.detached import DetachedGroup, check_detachable, is_or_was, nodes_of
+from bandmaster.lifecycle.open_groups import open_groups
 from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.lifecycle.participant import Participant
 from bandmaster.lifecycle.turns import Turn, renewal
 from bandmaster.plan.mesh import Mesh
-from bandmaster.plan.render import html_table, text_table
 from bandmaster.platform.locks import check_not_held
 from bandmaster.pool import ResourcePool
 from bandmaster.worker import Worker, registrations
@@ -73,6 +82,7 @@ class GroupOf(ByName, Generic[W]):
     _worker_classes: ClassVar[tuple[type[Worker], ...]] = ()
     _roles_have_hooks = False  # those of a colocated group
     _is_colocated = False  # whether groups of this class share processes
+    _name: str
     _detached: DetachedGroup | None = None
     _is_attached = False  # whether another controller has started the workers
 
@@ -100,6 +110,8 @@ class GroupOf(ByName, Generic[W]):
         name_prefix: str | None = None,
         start_timeout: float | None = None,
         is_detached: bool = False,
+        output: str | PathLike[str] | None = None,
+        logging: str | int | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(pool, ResourcePool):
@@ -111,6 +123,7 @@ class GroupOf(ByName, Generic[W]):
         check_name(type(self).__name__, name, name_prefix)
         if not isinstance(is_detached, bool):
             raise UsageError(f"is_detached of {type(self).__name__} must be True or False, got {is_detached!r}")
+        directory, level = checked_output(type(self).__name__, output), checked_level(type(self).__name__, logging)
         cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
         if issubclass(cls, GroupOf):
             raise UsageError(
@@ -127,13 +140,19 @@ class GroupOf(ByName, Generic[W]):
         if is_detached:
             backend = check_detachable(get_backend(pool.backend), pool.backend, name, pool.is_detached)
             self._detached = DetachedGroup.new(name or "", backend)
-        prefix = pool.name_prefix + _random_letters() if name_prefix is None else name_prefix
+        prefix = pool.name_prefix if name_prefix is None else name_prefix
         own_meshes = checked_mesh(mesh, pool.world_size, pool), checked_meshes(meshes, pool.world_size, pool)
         self._constructor = encode_constructor(cls, args, kwargs)
-        self._set_up(cls, pool, *own_meshes, name or f"{prefix}{cls.__name__}", options)
+        is_default = name is None and name_prefix is None
+        self._ownership = Ownership(self, name or f"{prefix}{cls.__name__}")
+        open_groups.add(self, self._ownership.name, is_default)
         try:
+            self._set_up(cls, pool, *own_meshes, options)
             if self._detached is not None:
                 self._detached.check_free()
+            elif name is not None:
+                for former in open_groups.close_former(self):
+                    former._pool._give_back(pool)
             slots = pool._occupy(self, self._name, self._ownership.set_slots)
             names = tuple(f"{self._name}_{slot.node_rank}:{slot.local_rank}" for slot in slots)
             self._launch = Launch(
@@ -149,8 +168,11 @@ class GroupOf(ByName, Generic[W]):
                 start_timeout,
                 env=pool.env,
                 preload=pool.preload,
+                is_again=open_groups.use(self),
                 resources_per_worker=pool.resources_per_worker,
                 lifetime=Lifetime.GROUP if self._detached is None else Lifetime.NAMED,
+                output=directory,
+                log_level=level,
             )
             with renewal(self._turns), self._publishing():
                 self._start(self._launch)
@@ -164,15 +186,14 @@ class GroupOf(ByName, Generic[W]):
         pool: ResourcePool,
         mesh: Mesh,
         meshes: Mapping[str, Mesh],
-        name: str,
         options: Mapping[str, Any],
     ) -> None:
-        """Set what a group has before it has workers. ``options`` are those of ``@ray.remote``."""
-        self._cls, self._pool, self._mesh, self._meshes, self._name = cls, pool, mesh, meshes, name
+        """Set what a group with a name has before it has workers. ``options`` are those of ``@ray.remote``."""
+        name = self._name
+        self._cls, self._pool, self._mesh, self._meshes = cls, pool, mesh, meshes
         self._methods = specs_of(cls, registrations(cls), mesh, meshes)
         self._changing = threading.RLock()  # one restart or replacement at a time
         self._watches: list[DeathWatch] = []
-        self._ownership = Ownership(self, name)
         self._submitter = Submitter(self._ownership.workers, cls, mesh, name)
         self._submitter.meshes = {method: spec.mesh for method, spec in self._methods.items()}
         self._turns = self._participant(cls, name, self._submitter, options)
@@ -242,7 +263,9 @@ class GroupOf(ByName, Generic[W]):
             cpus_per_worker=launch.cpus_per_worker,
             is_detached=True,
         )
-        self._set_up(launch.cls, pool, launch.mesh, launch.meshes, launch.group, launch.options)
+        self._ownership = Ownership(self, launch.group)
+        open_groups.add(self, launch.group, is_default=False)
+        self._set_up(launch.cls, pool, launch.mesh, launch.meshes, launch.options)
 
     def _participant(
         self, cls: type[Worker], name: str, submitter: Submitter, options: Mapping[str, Any]
@@ -272,7 +295,10 @@ class GroupOf(ByName, Generic[W]):
 
     @property
     def name(self) -> str:
-        """The group's name, by default ``{name_prefix}{ClassName}``; the workers' names begin with it."""
+        """The group's name, with which the workers' names begin; by default that of the class, such as ``Actor``.
+
+        If another open group has it, a number is added: ``Actor-2``.
+        """
         return self._name
 
     @property
@@ -317,21 +343,14 @@ class GroupOf(ByName, Generic[W]):
     def describe(self) -> str:
         """Return a table with one line per rank: name, mesh coordinates, host, pid, device, channel, and rows held.
 
-        The last column says how many bytes of rows the rank has made that futures still hold; see `Future.release`.
+        Coordinates are those on axes that are larger than 1. The last column says how many bytes of rows the rank has
+        made that futures still hold; see `Future.release`.
 
         Raises:
             ClosedError: The group was closed.
         """
         workers = self._ownership.workers()
-        held = held_by(workers)
-        facts = [
-            {
-                **{name: getattr(record, name) for name in ("host", "pid", "device", "channel")},
-                "rows held": f"{held[rank]:,} B" if rank in held else "-",
-            }
-            for rank, record in enumerate(workers.records)
-        ]
-        return text_table(repr(self), *self._table(facts))
+        return tables.as_text(repr(self), self.worker_names, self._mesh, workers.records, held_by(workers))
 
     def calls(self) -> CallTable:
         """The calls of this group that the present or last `bandmaster.trace` has recorded; prints as a table.
@@ -616,16 +635,12 @@ class GroupOf(ByName, Generic[W]):
         )
 
     def _repr_html_(self) -> str:
-        return html_table(repr(self), *self._table([{}] * self.world_size))
-
-    def _table(self, facts: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-        """Header and rows of a table with one row per rank: name, coordinates, then the given facts."""
-        known = list(facts[0])
-        rows = [
-            [rank, name, *self._mesh.coordinates(rank).values(), *(fact[key] for key in known)]
-            for rank, (name, fact) in enumerate(zip(self._launch.worker_names, facts, strict=True))
-        ]
-        return ["rank", "worker", *self._mesh.axis_names, *known], rows
+        try:
+            workers = self._ownership.workers()
+        except UsageError:  # it is closed
+            workers = None
+        records, held = (workers.records, held_by(workers)) if workers else (None, {})
+        return tables.as_html(repr(self), self.worker_names, self._mesh, records, held, self._methods.values())
 
     def set_default_options(self, /, **options: float | None) -> None:
         """Set the options of this group's calls that do not set them with `GroupMethod.options`.
@@ -657,14 +672,25 @@ class WorkerGroup(GroupOf[Any]):
         mesh: Named axes over the ranks; ``Mesh(dp=world_size)`` by default.
         meshes: Further meshes of the same ranks by name, for methods that were registered with ``mesh=name``: for
             example one of training and one of generation.
-        name: Name of the group, with which the workers' names begin; by default ``{name_prefix}{ClassName}``.
-        name_prefix: Prefix of the workers' names; by default the pool's prefix followed by six random letters.
+        name: Name of the group, with which the workers' names and each line of their output begin. An open group of
+            this process that has it is closed first, so that a cell of a notebook can be run again; if it was on
+            another pool, slots of that pool without groups are given back until a group needs them. By default the
+            pool's prefix and the name of the class, with a number if an open group is called so: ``Actor-2``.
+        name_prefix: What the name of the group consists of before the name of the class, in place of ``name``. Several
+            groups may have such a name, but not on Ray.
         start_timeout: Seconds that the processes may take to start, and then the same again for the constructors;
             None sets no limit. On Ray the processes have at most 300 s in any case.
         is_detached: Whether the workers outlive this process, so that other controllers can `attach` to them by
             ``name``. That needs a Ray cluster, and a pool with ``is_detached=True``.
+        output: A directory for the output of the workers, which is made if it does not exist. What rank 2 writes is
+            appended to ``{output}/{name}-2.out`` in place of the controller's standard output and error; on Ray, on
+            the host of the worker.
+        logging: The lowest level, such as ``"INFO"``, of the records of Python's `logging` in workers that loggers of
+            the same names handle in the controller, by the controller's configuration. By default records stay in the
+            workers. Not on Ray.
         **kwargs: Keyword arguments of the worker's constructor. Arguments called ``mesh``, ``meshes``, ``name``,
-            ``name_prefix``, ``start_timeout`` or ``is_detached`` have to go through `ClassWithInitArgs`.
+            ``name_prefix``, ``start_timeout``, ``is_detached``, ``output`` or ``logging`` have to go through
+            `ClassWithInitArgs`.
 
     Raises:
         ArgumentError: The first argument is not a pool, the arguments do not fit the constructor, or one of them
@@ -673,7 +699,8 @@ class WorkerGroup(GroupOf[Any]):
             does not have.
         UsageError: ``worker_class`` is not a worker class or has an async constructor, an option has the wrong type,
             a registered method hides an attribute of the group, or the group cannot be detached: the pool is on another
-            backend or not detached, the Ray instance ends with this process, or there is no name, or it is taken.
+            backend or not detached, the Ray instance ends with this process, or there is no name, or it is taken. Also
+            where ``output`` is no directory that can be written to, or the backend has no ``output`` or ``logging``.
         ConstructorError: A worker's constructor raised. The other workers were ended and all slots released.
         WorkerDied: A worker's process ended before the worker was constructed. The other workers were ended and all
             slots released.
@@ -697,8 +724,3 @@ class _OfTheWorkers:
 
     def __get__(self, group: Any, owner: Any) -> Any:
         return self if group is None else group.__getattr__(self._name)
-
-
-def _random_letters() -> str:
-    """Six letters that do not depend on the user's random seeds."""
-    return "".join(string.ascii_letters[byte % 52] for byte in uuid.uuid4().bytes[:6])

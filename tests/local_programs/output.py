@@ -24,6 +24,7 @@ class Talks(bm.Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def show_progress(self, fifo):
+        print("begins")
         sys.stdout.write("\r 10%\r")
         sys.stdout.flush()
         with open(fifo, "w"):  # which waits until somebody reads there
@@ -84,7 +85,7 @@ def show_progress(group, stream):
     with tempfile.TemporaryDirectory() as directory:
         os.mkfifo(fifo := Path(directory) / "fifo")
         pending = group.show_progress.submit(fifo)
-        while " 10%" not in stream.getvalue():  # it is seen before the worker goes on
+        while "begins" not in stream.getvalue():  # it is seen before the worker goes on
             stream.is_written.wait(timeout=20)
             stream.is_written.clear()
         with open(fifo):
@@ -92,7 +93,7 @@ def show_progress(group, stream):
 
 
 seen = lines_of(show_progress)
-assert seen == [" 10%", " 20%", "100%", "", "blank", "ends", "here", ""], seen
+assert seen == ["begins", "100%", "", "blank", "ends", "here", ""], seen
 
 text = "ä€𝄞" * 100_000
 seen = lines_of(lambda group, _: group.write_without_end(text))

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from bandmaster.contract import Backend
-from bandmaster.errors import UsageError
+from bandmaster.errors import UsageError, hide_library_frames
 
 __all__ = ["get_backend", "register_backend"]
 
@@ -53,6 +53,7 @@ def get_backend(name: str) -> Backend:
         with _making:
             if name not in _backends:
                 _backends[name] = _made(name)
+                hide_library_frames()  # of the modules that this has loaded
     return _backends[name]
 
 

@@ -20,6 +20,7 @@ from bandmaster.backends.machine import MachineBackend
 from bandmaster.backends.shared_environment import SharedEnvironment
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, TIMES, Call, Kept, KeptCopy, Launch, Rows, WorkerRecord
+from bandmaster.errors import UsageError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held
 from bandmaster.transport.kept import RowReader
@@ -36,7 +37,16 @@ class InProcessBackend(MachineBackend):
         self._environment = SharedEnvironment()
 
     def start(self, launch: Launch) -> InProcessWorkers:
-        """Return the workers of a group. No process is started: the `CONSTRUCT` call makes the users' objects."""
+        """Return the workers of a group. No process is started: the `CONSTRUCT` call makes the users' objects.
+
+        Raises:
+            UsageError: The output is to go to files.
+        """
+        if launch.output is not None:
+            raise UsageError(
+                "output= needs workers with processes of their own, but the pool is on backend 'inprocess', where all "
+                "output is that of the controller; leave output= out, or use backend 'local'"
+            )
         return InProcessWorkers(launch, release=self._environment.hold(launch.group, launch.env))
 
 

@@ -103,7 +103,7 @@ class LocalWorkers:
     def __init__(self, launch: Launch, zygote: Zygote) -> None:
         self._launch = launch
         self._zygote = zygote
-        self._output = WorkerOutput(launch.cls.__name__)
+        self._output = WorkerOutput(launch)
         self._port = 0  # port of the rendezvous
         self._is_ended = False
         self._client = client = WorkerClient(self._how_it_died)
@@ -246,4 +246,6 @@ def _spawn_of(launch: Launch, rank: int, port: int) -> Spawn:
         share = str(max(1, count_cores() // len(launch.slots)))
         environment.update({name: share for name in THREAD_VARIABLES if name not in environment})
     identity = WorkerIdentity(0, os.getpid(), rank, len(launch.slots), launch.group)
-    return Spawn(identity, context, environment, working_directory(), tuple(sys.path), tuple(sys.argv))
+    return Spawn(
+        identity, context, environment, working_directory(), tuple(sys.path), tuple(sys.argv), launch.log_level
+    )

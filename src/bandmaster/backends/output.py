@@ -1,83 +1,140 @@
-"""Reads the output of workers from their pipes in a thread, and writes it line by line with a prefix."""
+"""Reads what workers write from their pipes in a thread: lines go to the controller's streams or to files.
+
+::
+
+    worker of rank 2 ── standard output, error ──► WorkerOutput ──► SCREEN: [actor 2] a line
+                     │                                         └──► or output/actor-2.out
+                     └── records of `logging` ───────────────────► the loggers of the controller
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
-import sys
+import socket
 import threading
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, NamedTuple
 
+from bandmaster.backends.log_records import pass_on
+from bandmaster.backends.screen import SCREEN
+from bandmaster.contract import Launch
+from bandmaster.errors import UsageError
 from bandmaster.failure import N_LAST_LINES
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.platform.terminal import TerminalLines
+from bandmaster.worker_process.log_records import MAX_RECORD_NBYTES
 
 __all__ = ["WorkerOutput"]
 
-MAX_LINE_NBYTES = 64 * 1024
 LAST_LINE_NCHARS = 1000  # to keep of each of the last lines of standard error
+
+
+class _Source(NamedTuple):
+    """A descriptor that something of a worker's is read from.
+
+    Attributes:
+        rank: The worker's rank.
+        kind: ``"stdout"``, ``"stderr"`` or ``"log"``.
+        lines: The lines of a stream.
+        close: Closes the descriptor.
+    """
+
+    rank: int
+    kind: str
+    lines: TerminalLines
+    close: Callable[[], object]
 
 
 class WorkerOutput:
     """Forwards the standard output and error of a group's workers. Its thread ends with the last worker.
 
     Args:
-        label: First word of the prefix ``[label rank]`` of each line.
+        launch: The group: its name is the first word of the prefix ``[name rank]`` of each line; ``output`` is the
+            directory of its files, if it has any; ``log_level`` is given where its log records are read as well.
+
+    Raises:
+        UsageError: The directory cannot be made, or not be written to.
     """
 
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._sources: dict[int, tuple[int, str]] = {}  # rank and stream of each descriptor
-        self._lines: dict[int, _Lines] = {}  # of each descriptor
-        self._last: dict[int, deque[_Line]] = {}
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._sources: dict[int, _Source] = {}  # by descriptor
+        self._files: dict[int, IO[str]] = {}  # by rank
+        self._last: dict[int, deque[str]] = {}
+        self._errors: dict[int, TerminalLines] = {}  # the incomplete line of standard error, by rank
+        if launch.output is not None:
+            make_directory(launch.output)
         self._poll = select.epoll()
         self._lock = SigintSafeLock()  # guards the sources and the thread
         self._thread: threading.Thread | None = None
         self._is_finished = False  # whether `finish` was called: no more workers are added
 
-    def add(self, rank: int) -> tuple[int, int]:
-        """Open pipes for the standard output and error of a worker.
+    def add(self, rank: int) -> list[int]:
+        """Open pipes for the standard output and error of a worker, and a socket for its log records, if it has one.
 
         Returns:
             The write ends. The caller closes them once the worker has them.
         """
         self._last[rank] = deque(maxlen=N_LAST_LINES)
+        writers: list[int] = []
         with self._lock:
-            out_reader, out_writer = os.pipe2(os.O_CLOEXEC)
             try:
-                err_reader, err_writer = os.pipe2(os.O_CLOEXEC)
+                path = self._launch.output_file(rank)
+                if path is not None and rank not in self._files:
+                    self._files[rank] = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
+                for kind in ("stdout", "stderr"):
+                    reader, writer = os.pipe2(os.O_CLOEXEC)
+                    writers.append(writer)
+                    self._read_from(reader, _Source(rank, kind, TerminalLines(), partial(os.close, reader)))
+                if self._launch.log_level is not None:
+                    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    writers.append(theirs.detach())
+                    self._read_from(mine.fileno(), _Source(rank, "log", TerminalLines(), mine.close))
             except OSError:
-                os.close(out_writer)
-                os.close(out_reader)
+                for writer in writers:  # the thread, or `finish`, closes the read ends
+                    os.close(writer)
                 raise
-            for reader, stream in ((out_reader, "stdout"), (err_reader, "stderr")):
-                self._sources[reader], self._lines[reader] = (rank, stream), _Lines()
-                self._poll.register(reader, select.EPOLLIN)
-        return out_writer, err_writer
+        return writers
+
+    def _read_from(self, fd: int, source: _Source) -> None:
+        self._sources[fd] = source
+        if source.kind == "stderr":
+            self._errors[source.rank] = source.lines
+        self._poll.register(fd, select.EPOLLIN)
 
     def start(self) -> None:
         """Start the thread that reads, unless it is running. Call this each time after workers were added."""
         with self._lock:
             if self._thread is None and self._sources:
-                self._thread = start_thread(f"bandmaster-output-{self._label}", self._read)
+                self._thread = start_thread(f"bandmaster-output-{self._launch.group}", self._read)
 
     def last_errors(self, rank: int) -> str:
         """The last lines that a worker wrote to standard error, at most `N_LAST_LINES`."""
-        return "\n".join(line.text for line in self._last[rank])
+        state = self._errors[rank].state
+        lines = [*self._last[rank], *([state] if state else [])]
+        return "\n".join(line[:LAST_LINE_NCHARS] for line in lines[-N_LAST_LINES:])
 
     def finish(self, timeout_s: float) -> None:
         """Wait until all output of workers that have ended is written, for at most ``timeout_s`` seconds."""
         with self._lock:
             thread, self._is_finished = self._thread, True
             if thread is None:
-                for fd in self._sources:
-                    os.close(fd)
+                for source in self._sources.values():
+                    source.close()
                 self._sources.clear()
-                self._poll.close()
+                self._close()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
+
+    def _close(self) -> None:
+        self._poll.close()
+        for file in self._files.values():
+            file.close()
 
     def _read(self) -> None:
         while True:
@@ -85,88 +142,50 @@ class WorkerOutput:
                 if not self._sources:
                     self._thread = None
                     if self._is_finished:
-                        self._poll.close()
+                        self._close()
                     return
-            for fd, _ in self._poll.poll():
-                data = os.read(fd, 65536)
-                self._write(fd, data)
+            for fd, _ in self._poll.poll(SCREEN.refresh()):
+                source = self._sources[fd]
+                data = os.read(fd, MAX_RECORD_NBYTES if source.kind == "log" else 65536)
+                if source.kind == "log":
+                    pass_on(data, self._launch.group, source.rank)
+                else:
+                    self._write(source, data)
                 if not data:
                     with self._lock:
                         self._poll.unregister(fd)
-                        os.close(fd)
-                        del self._sources[fd], self._lines[fd]
+                        source.close()
+                        del self._sources[fd]
 
-    def _write(self, fd: int, data: bytes) -> None:
+    def _write(self, source: _Source, data: bytes) -> None:
         """Write complete lines. The start of an incomplete line is kept until the line or the worker ends."""
-        rank, stream = self._sources[fd]
-        lines = self._lines[fd].feed(data) if data else self._lines[fd].rest()
-        if stream == "stderr":
-            for line in lines:
-                if self._last[rank] and self._last[rank][-1].is_overwritten:
-                    self._last[rank].pop()
-                self._last[rank].append(line._replace(text=line.text[:LAST_LINE_NCHARS]))
-        target = getattr(sys, stream)
-        if lines and target is not None:
-            with contextlib.suppress(Exception):  # a broken pipe, for example, must not block workers
-                target.write("".join(f"[{self._label} {rank}] {line.text}\n" for line in lines))
-                target.flush()
+        lines = source.lines.feed(data) if data else source.lines.rest()
+        if source.kind == "stderr":
+            self._last[source.rank].extend(lines)
+        if self._launch.output is None:
+            prefix = f"{self._launch.label(source.rank)} "
+            SCREEN.write((id(self), source.rank, source.kind), source.kind, prefix, lines, source.lines.state)
+        else:
+            self._write_to_file(source.rank, lines)
+
+    def _write_to_file(self, rank: int, lines: Sequence[str]) -> None:
+        try:
+            self._files[rank].write("".join(f"{line}\n" for line in lines))
+            self._files[rank].flush()
+        except OSError as error:  # the disk is full: workers go on, and what they write is lost
+            complaint = f"cannot write to {self._launch.output_file(rank)}, so that output is lost: {error}"
+            SCREEN.write(None, "stderr", f"{self._launch.label(rank)} ", [complaint], "")
 
 
-class _Line(NamedTuple):
-    """A line of output.
+def make_directory(path: str) -> None:
+    """Make the directory of files of output, unless it exists.
 
-    Attributes:
-        text: The line without its ending.
-        is_overwritten: Whether a terminal shows the next line in place of this one.
+    Raises:
+        UsageError: It cannot be made, or not be written to.
     """
-
-    text: str
-    is_overwritten: bool = False
-
-
-class _Lines:
-    """Splits a stream of bytes into lines, in linear time: at ``\\n``, ``\\r\\n``, and the ``\\r`` of progress bars.
-
-    Lines longer than `MAX_LINE_NBYTES` are split.
-    """
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []  # of the incomplete line
-        self._nbytes = 0
-        self._is_after_return = False  # whether the data ended in a ``\r``, so that a ``\n`` may follow
-
-    def feed(self, data: bytes) -> list[_Line]:
-        """The lines that this data completes, without their endings."""
-        lines = []
-        for piece in data.splitlines(keepends=True):
-            text = piece.rstrip(b"\r\n")
-            if piece.endswith(b"\n"):
-                if text or not self._is_after_return:
-                    lines.append(_Line(self._ended(text)))
-            elif piece.endswith(b"\r"):
-                line = self._ended(text)
-                if line.strip():  # blank lines begin a progress bar, or erase it
-                    lines.append(_Line(line, is_overwritten=True))
-            else:
-                self._parts.append(text)
-                self._nbytes += len(text)
-                if self._nbytes >= MAX_LINE_NBYTES:
-                    lines.append(_Line(self._cut()))
-            self._is_after_return = piece.endswith(b"\r")
-        return lines
-
-    def rest(self) -> list[_Line]:
-        """The incomplete line at the end of the stream; no line if the stream ended in a complete one."""
-        return [_Line(self._ended())] if self._nbytes else []
-
-    def _ended(self, text: bytes = b"", n_kept: int = 0) -> str:
-        """The line that this text completes, without its last ``n_kept`` bytes, which begin the next line."""
-        line = b"".join([*self._parts, text])
-        split = len(line) - n_kept
-        self._parts, self._nbytes = [line[split:]], n_kept
-        return line[:split].decode(errors="replace")
-
-    def _cut(self) -> str:
-        """The incomplete line so far, without a partial UTF-8 character at its end."""
-        end = b"".join(self._parts[-3:])[-3:]
-        return self._ended(n_kept=next((n for n in range(1, len(end) + 1) if end[-n] >= 0xC0), 0))
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the directory output={path!r} for the output of workers: {error}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write to the directory output={path!r} for the output of workers; choose another one")

@@ -176,6 +176,11 @@ class RayBackend:
                 raise UsageError(
                     f"{launch.cls.__name__} asks Ray for {asked}, but {why}; leave this out of @ray.remote(...)"
                 )
+        if launch.log_level is not None:
+            raise UsageError(
+                "logging= needs a pool on backend 'local' or 'inprocess': on Ray, log records stay in the workers, "
+                "which may print them; leave logging= out, and set up logging in the worker's __init__"
+            )
         if _overlaps(launch) and not has_async_methods(launch.cls):
             raise UsageError(
                 f"{launch.cls.__name__} asks Ray for max_concurrency={launch.options['max_concurrency']}, but only "
@@ -382,12 +387,12 @@ def start_actor(is_embedded: bool, launch: Launch, rank: int) -> Any:
     deadline = time.monotonic() + (RENAME_TIMEOUT_S if launch.is_again else 0.0)
     while True:
         try:
-            return actor.remote()
+            return actor.remote(launch.label(rank))
         except ValueError as error:
             if time.monotonic() >= deadline:
                 raise UsageError(
                     f"Ray refused to start worker {launch.worker_names[rank]!r}: {error}; actor names must be "
-                    "unique, so give every group a name_prefix of its own, or none"
+                    "unique in a namespace of Ray, so give every group a name of its own"
                 ) from error
         time.sleep(POLL_S)  # Ray frees the name of a killed actor a little later
 

@@ -37,6 +37,7 @@ from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import serve
+from bandmaster.worker_process.output import redirect, tame_bars
 from bandmaster.worker_process.rendezvous import Rendezvous, listening_socket
 
 __all__ = [
@@ -91,11 +92,15 @@ class WorkerActor:
     """Base of the actor classes: holds the worker and runs the calls of its group.
 
     `actor_class` derives a class from it that also has the public methods of the worker class, for direct Ray calls.
+
+    Args:
+        label: What Ray puts before each line of its output: it asks an actor for its ``repr``.
     """
 
     overlaps: ClassVar[bool] = False
 
-    def __init__(self) -> None:
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._executor = Executor()
         self._lane: Lane | None = None
         self._page: ControlPage
@@ -105,8 +110,11 @@ class WorkerActor:
         self._info: ActorInfo
         self._ends_alone = False
 
+    def __repr__(self) -> str:
+        return self._label
+
     def bandmaster_begin(
-        self, uses_gpu: bool, identity: WorkerIdentity, controllers_host: str, ends_alone: bool
+        self, uses_gpu: bool, identity: WorkerIdentity, controllers_host: str, ends_alone: bool, output: str | None
     ) -> ActorInfo:
         """Open the control page and, on rank 0, the rendezvous.
 
@@ -115,10 +123,14 @@ class WorkerActor:
             identity: The worker's identity; its pid and, on another host, its controller are replaced here.
             controllers_host: `host_identity` of the controller.
             ends_alone: Whether it outlives its controller.
+            output: The file that its output goes to; None for that of Ray.
 
         Returns:
             Where this actor runs.
         """
+        if output is not None:
+            redirect(output)
+        tame_bars()
         controller = identity.controller if controllers_host == host_identity() else 0
         self._page = ControlPage(replace(identity, pid=os.getpid(), controller=controller))
         self._executor.hold = self._page.hold

@@ -172,7 +172,8 @@ class RayWorkers:
         for rank in ranks:
             ends_alone = launch.lifetime.outlives_controller
             identity = WorkerIdentity(0, os.getpid(), rank, len(launch.slots), launch.group, ends_alone)
-            asked[self.actors[rank].bandmaster_begin.remote(launch.uses_gpu, identity, here, ends_alone)] = rank
+            output = launch.output_file(rank)
+            asked[self.actors[rank].bandmaster_begin.remote(launch.uses_gpu, identity, here, ends_alone, output)] = rank
         limit_s = START_TIMEOUT_S if launch.start_timeout_s is None else min(launch.start_timeout_s, START_TIMEOUT_S)
         missing = self._unanswered(list(asked), limit_s)
         if missing and limit_s < START_TIMEOUT_S:
@@ -187,7 +188,8 @@ class RayWorkers:
         if failures:
             where = {rank: launch.mesh.coordinates(rank) for rank in failures}
             has_died = any(failure.kind is FailureKind.DIED for failure in failures.values())
-            raise (WorkerDied if has_died else ConstructorError)(launch.constructor, failures, where, launch.group)
+            kind = WorkerDied if has_died else ConstructorError
+            raise kind(launch.constructor, failures, where, launch.group, launch.mesh.shown_axes)
         return replies
 
     @staticmethod

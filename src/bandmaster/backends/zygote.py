@@ -159,8 +159,9 @@ class Zygote:
 
         Args:
             spawn: What the worker takes over from the controller.
-            descriptors: The worker's lane, standard output and standard error, and on rank 0 the listening socket of
-                the rendezvous. The worker gets duplicates; the caller keeps its own.
+            descriptors: The worker's lane, standard output and standard error, the socket for its log records if the
+                spawn has a level for them, and on rank 0 the listening socket of the rendezvous. The worker gets
+                duplicates; the caller keeps its own.
             timeout_s: Time limit in seconds; None for no limit.
 
         Returns:

@@ -29,6 +29,7 @@ from bandmaster.transport.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
+from bandmaster.worker_process.log_records import send_records
 from bandmaster.worker_process.loop import serve
 from bandmaster.worker_process.rendezvous import Rendezvous
 
@@ -39,7 +40,7 @@ GONE_S = 1.5  # time for killed processes to end
 EXIT_S = 2.0  # time for the zygote to end all workers and itself
 ORPHANS_S = 0.05  # how often to look for orphans that still run
 MESSAGE_NBYTES = 150 * 1024
-MAX_DESCRIPTORS = 5  # of a spawn request: lane, standard output and error, listening socket, file
+MAX_DESCRIPTORS = 6  # of a spawn request: lane, standard output and error, log, listening socket, file
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -55,6 +56,7 @@ class Spawn:
         directory: Working directory.
         path: The worker's ``sys.path``.
         argv: The worker's ``sys.argv``.
+        log_level: The lowest level of the log records that it sends; None for none.
     """
 
     identity: WorkerIdentity
@@ -63,6 +65,7 @@ class Spawn:
     directory: str
     path: Sequence[str]
     argv: Sequence[str]
+    log_level: int | None = None
 
 
 def main() -> None:
@@ -264,8 +267,9 @@ class _Zygote:
             select.select([self._wake], [], [], ORPHANS_S)
 
 
-def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *listening_fds: int) -> None:
+def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *other_fds: int) -> None:
     """Turn this fork of the zygote into a worker; never returns. Only rank 0 gets a listening socket."""
+    listening_fds = other_fds if spawn.log_level is None else other_fds[1:]
     try:
         os.setpgid(0, 0)  # so that the processes it starts can be killed with it
         prctl(_PR_SET_CHILD_SUBREAPER, 1)  # those that leave the group stay its descendants
@@ -280,6 +284,8 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *lis
         sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         _take_on(spawn)
+        if spawn.log_level is not None:
+            send_records(other_fds[0], spawn.log_level)
         page = ControlPage(replace(spawn.identity, pid=os.getpid()))
         listening = [socket.socket(fileno=fd) for fd in listening_fds]
         executor = Executor(page.hold, Rendezvous(listening[0]) if listening else None)

@@ -388,7 +388,8 @@ class PendingCall:
             result = collect(incoming, ranks, values, self.site.method, self.real_rows)
         except CollectError as error:
             where = {rank: self.site.mesh.coordinates(rank) for rank in error.failures}
-            raise CollectError(error.method, error.failures, where) from error.__cause__
+            axes = self.site.mesh.shown_axes
+            raise CollectError(error.method, error.failures, where, axes=axes) from error.__cause__
         return result if finish is None else finish(result)
 
     def _error(self) -> BaseException | None:
@@ -409,7 +410,7 @@ class PendingCall:
             kind = CollectError
         else:
             kind = RemoteError
-        return kind(self.site.method, failures, where, self.site.group)
+        return kind(self.site.method, failures, where, self.site.group, self.site.mesh.shown_axes)
 
     def _do_what_is_due(self) -> float | None:
         """About this call and those before it; the moment at which there is more to do, if there is one."""

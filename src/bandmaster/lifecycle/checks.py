@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,16 @@ from bandmaster.errors import ArgumentError, MeshError, UsageError
 from bandmaster.plan.mesh import Mesh
 from bandmaster.worker import ClassWithInitArgs, Worker
 
-__all__ = ["check_name", "check_names", "check_options", "checked_mesh", "checked_meshes", "unwrap"]
+__all__ = [
+    "check_name",
+    "check_names",
+    "check_options",
+    "checked_level",
+    "checked_mesh",
+    "checked_meshes",
+    "checked_output",
+    "unwrap",
+]
 
 
 def unwrap(
@@ -109,6 +120,39 @@ def check_options(owner: str, name_prefix: object, start_timeout: object) -> Non
     if not isinstance(name_prefix, str | None):
         raise UsageError(f"name_prefix of {owner} must be a string, or None for the pool's prefix, got {name_prefix!r}")
     check_seconds(f"start_timeout of {owner}", start_timeout)
+
+
+def checked_output(owner: str, output: object) -> str | None:
+    """Return the path of a directory for output, as an absolute one.
+
+    Args:
+        owner: Name of the group's class, for messages.
+        output: The option of that name.
+
+    Raises:
+        UsageError: ``output`` is neither a path nor None.
+    """
+    if output is None:
+        return None
+    if not isinstance(output, str | os.PathLike) or not os.fspath(output):
+        raise UsageError(f"output of {owner} must be the path of a directory, such as 'logs', or None, got {output!r}")
+    return os.path.abspath(os.fsdecode(output))
+
+
+def checked_level(owner: str, level: object) -> int | None:
+    """Return a level of `logging` as a number.
+
+    Args:
+        owner: Name of the group's class, for messages.
+        level: The option ``logging``.
+
+    Raises:
+        UsageError: ``level`` is neither the name or number of a level, nor None.
+    """
+    number = logging.getLevelName(level) if isinstance(level, str) else level
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
+        raise UsageError(f"logging of {owner} must be a level of logging, such as 'INFO', or None, got {level!r}")
+    return number
 
 
 def checked_meshes(meshes: Mapping[str, Mesh] | None, n_slots: int, pool: object) -> dict[str, Mesh]:

@@ -100,6 +100,7 @@ def _run(
         raise CallTimeout(site.method, call.missing, options.timeout or 0.0, call.stacks(), START_ADVICE)
     error = call.error
     if type(error) is RemoteError:
-        raise ConstructorError(error.method, error.failures, error.coordinates, error.group) from error.__cause__
+        axes = launch.mesh.shown_axes
+        raise ConstructorError(error.method, error.failures, error.coordinates, error.group, axes) from error.__cause__
     if error is not None:
         raise error

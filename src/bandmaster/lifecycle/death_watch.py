@@ -61,7 +61,7 @@ class DeathWatch:
             return False
         where = {rank: self._site.mesh.coordinates(rank) for rank in deaths}
         try:
-            self._callback(WorkerDied(self._site.method, deaths, where, self._site.group))
+            self._callback(WorkerDied(self._site.method, deaths, where, self._site.group, self._site.mesh.shown_axes))
         except Exception:
             _log.exception("a callback passed to on_death raised an exception")
         return True

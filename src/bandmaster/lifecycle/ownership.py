@@ -24,13 +24,18 @@ class Ownership:
 
     They are released by `close`, when the group is garbage-collected, or when the interpreter exits.
 
+    Attributes:
+        name: The group's name, for messages.
+        why_closed: Why the group was closed, or what to do then, for messages.
+
     Args:
         group: The group; only a weak reference to it is kept.
         name: The group's name, for messages.
     """
 
     def __init__(self, group: object, name: str) -> None:
-        self._name = name
+        self.name = name
+        self.why_closed = "; make a new WorkerGroup"
         self._n_forks = n_forks()
         self._held = _Held()
         self._end = weakref.finalize(group, _end, self._held)
@@ -64,10 +69,10 @@ class Ownership:
             UsageError: This process was forked from the controller.
         """
         if not self._end.alive:
-            raise ClosedError(f"group {self._name!r} was closed; make a new WorkerGroup")
+            raise ClosedError(f"group {self.name!r} was closed{self.why_closed}")
         if self._n_forks != n_forks():
             raise UsageError(
-                f"group {self._name!r} belongs to the process from which this one was forked; call it there, "
+                f"group {self.name!r} belongs to the process from which this one was forked; call it there, "
                 "or create a group in a freshly started process"
             )
 

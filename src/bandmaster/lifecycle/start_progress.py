@@ -12,6 +12,7 @@ from typing import ClassVar
 from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.pending import PendingCall
 from bandmaster.platform.limits import start_thread
+from bandmaster.platform.terminal import is_seen
 
 __all__ = ["StartProgress", "shown"]
 
@@ -33,7 +34,7 @@ class StartProgress:
     """
 
     def __init__(self, group: str, n_ranks: int) -> None:
-        self.is_seen = _is_seen()
+        self.is_seen = is_seen(sys.stderr)
         self.doing = ""
         self._call: PendingCall | None = None
         self._group, self._n_ranks = group, n_ranks
@@ -131,12 +132,6 @@ def _write(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or the stream was closed
         sys.stderr.write(text)
         sys.stderr.flush()
-
-
-def _is_seen() -> bool:
-    """Whether standard error is a terminal, or the output of a notebook's cell."""
-    stream = sys.stderr
-    return stream is not None and (stream.isatty() or type(stream).__module__.startswith("ipykernel."))
 
 
 def _named(ranks: Sequence[int]) -> str:

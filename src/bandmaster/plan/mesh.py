@@ -74,6 +74,11 @@ class Mesh:
         """Names of all axes; the axes that `refine` adds come last."""
         return tuple(self._axes)
 
+    @property
+    def shown_axes(self) -> tuple[str, ...]:
+        """Names of the axes with more than one coordinate, which tables and messages show."""
+        return tuple(axis for axis in self._axes if self.axis_size(axis) > 1)
+
     def axis_size(self, axis: str) -> int:
         """Number of coordinates of one axis.
 
@@ -277,8 +282,5 @@ class Mesh:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self._shape.items())}){self._suffix}"
 
     def _repr_html_(self) -> str:
-        return html_table(repr(self), ["rank", *self._axes], _rank_rows(self._table))
-
-
-def _rank_rows(table: Iterable[Mapping[str, int]]) -> list[list[object]]:
-    return [[rank, *where.values()] for rank, where in enumerate(table)]
+        rows = [[rank, *(where[axis] for axis in self.shown_axes)] for rank, where in enumerate(self._table)]
+        return html_table(repr(self), ["rank", *self.shown_axes], rows)

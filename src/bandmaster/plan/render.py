@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 __all__ = ["Cell", "html_table", "svg_bands", "text_table"]
 
+# Sites and notebooks show a drawing on a white or on a dark page, and not all of them tell it which. Frames, and text
+# outside of boxes, have colours that are seen on both; text in boxes is dark, as boxes are light.
+TEXT, IN_BOX, FRAME, THIN = "#767676", "#222", "#2f6fde", "#999"
 WIDTH, LABEL_WIDTH, LINE_HEIGHT, MARGIN, BOXES_PER_LINE = 760, 76, 15, 6, 8  # of drawings; all but the last in pixels
 
 
@@ -20,10 +23,11 @@ def text_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object
 
 
 def html_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Format a table for a notebook: an HTML paragraph with the title, then a table element."""
+    """Format a table for a notebook: an HTML paragraph with the title, if there is one, then a table element."""
     head = "".join(f"<th>{_escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{_escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<p><code>{_escape(title)}</code></p><table><tr>{head}</tr>{body}</table>"
+    heading = f"<p><code>{_escape(title)}</code></p>" if title else ""
+    return f"{heading}<table><tr>{head}</tr>{body}</table>"
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class Cell:
 def svg_bands(title: str, subtitle: str, bands: Sequence[tuple[str, Sequence[Cell]]]) -> str:
     """Draw horizontal bands of boxes below each other as an SVG, for a notebook.
 
-    An SVG keeps its colours on sites that remove the styles of HTML, such as GitHub.
+    It has no background, and can be read on light and on dark pages. An SVG keeps its colours on sites that remove the
+    styles of HTML, such as GitHub.
 
     Args:
         title: First line, in bold.
@@ -63,24 +68,23 @@ def svg_bands(title: str, subtitle: str, bands: Sequence[tuple[str, Sequence[Cel
                 parts += _drawn(box, LABEL_WIDTH + column * width, y, width - MARGIN, height, n_colours)
             y += height + MARGIN
         y += MARGIN
-    page = f"<rect width='{WIDTH}' height='{y}' fill='white'/>"
     size = f"width='{WIDTH}' height='{y}' viewBox='0 0 {WIDTH} {y}' font-family='sans-serif' font-size='11'"
-    return "\n".join([f"<svg xmlns='http://www.w3.org/2000/svg' {size}>", page, *parts, "</svg>"])
+    return "\n".join([f"<svg xmlns='http://www.w3.org/2000/svg' {size}>", *parts, "</svg>"])
 
 
 def _drawn(box: Cell, x: float, y: float, width: float, height: float, n_colours: int) -> list[str]:
     red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(0.58 + box.colour / n_colours, 0.85, 0.75))
-    frame = "stroke='#222' stroke-width='2.5'" if box.is_framed else "stroke='#999'"
+    frame = f"stroke='{FRAME}' stroke-width='2.5'" if box.is_framed else f"stroke='{THIN}'"
     place = f"x='{x:.0f}' y='{y}' width='{width:.0f}' height='{height}' rx='3'"
     texts = [
-        _text(x + width / 2, y + LINE_HEIGHT * (line + 1) - 1, text, "text-anchor='middle'")
+        _text(x + width / 2, y + LINE_HEIGHT * (line + 1) - 1, text, "text-anchor='middle'", IN_BOX)
         for line, text in enumerate(box.lines)
     ]
     return [f"<rect {place} fill='#{red:02x}{green:02x}{blue:02x}' {frame}/>", *texts]
 
 
-def _text(x: float, y: float, text: str, options: str = "") -> str:
-    return f"<text x='{x:.0f}' y='{y:.0f}' fill='#222'{options and ' ' + options}>{_escape(text)}</text>"
+def _text(x: float, y: float, text: str, options: str = "", colour: str = TEXT) -> str:
+    return f"<text x='{x:.0f}' y='{y:.0f}' fill='{colour}'{options and ' ' + options}>{_escape(text)}</text>"
 
 
 def _escape(text: str) -> str:

@@ -58,13 +58,17 @@ class Lease:
         self.holders: dict[tuple[int, int], dict[object, str]] = {}  # group names, by (node, index) and then by holder
         self.groups: weakref.WeakSet[Closes] = weakref.WeakSet()
         self.reservation: Any = None
+        self.is_adopted = False  # whether somebody else has reserved the slots
         self.is_closed = False
-        n_used = len(request.workers) - request.n_spares
-        self._entries = list(range(n_used))  # for each node of the pool, the entry of the request that it is now
-        self._spares = list(range(n_used, len(request.workers)))
+        self._set_entries()
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # held while the backend reserves the slots
         self._release: weakref.finalize[Any, Lease] | None = None
+
+    def _set_entries(self) -> None:
+        n_used = len(self.request.workers) - self.request.n_spares
+        self._entries = list(range(n_used))  # for each node of the pool, the entry of the request that it is now
+        self._spares = list(range(n_used, len(self.request.workers)))
 
     def open(self) -> None:
         """Reserve the slots."""
@@ -78,11 +82,20 @@ class Lease:
             if self.is_closed:  # another thread closed it meanwhile
                 self._end()
 
+    def give_back(self) -> None:
+        """Release the slots until `open` reserves some again, unless a group is on them or they belong to others."""
+        with self._lock, occupying:
+            is_own = self._release is not None and not self.is_adopted and not self.request.is_detached
+            if is_own and not self.is_closed and not any(self.holders.values()):
+                self._end()
+                self._release = self.reservation = None
+                self._set_entries()
+
     def take_over(self, reservation: Any) -> None:
         """Use what was reserved elsewhere, and is released by whoever reserved it."""
         with self._lock:
             self._end()
-            self.reservation = reservation
+            self.reservation, self.is_adopted = reservation, True
             self._release = weakref.finalize(self, _nothing)
 
     @property

@@ -13,6 +13,7 @@ from bandmaster.errors import ClosedError, PlacementError, UsageError
 from bandmaster.plan.node_choice import node_choices
 from bandmaster.plan.placement import STRATEGIES, Request
 from bandmaster.plan.render import html_table
+from bandmaster.platform.forks import n_forks
 from bandmaster.pool.checks import check_amount, checked_env, checked_modules, checked_resources, checked_sizes
 from bandmaster.pool.lease import Closes, Lease, Part, Place, WorkerStart, close_all, free, occupying
 from bandmaster.pool.plan import PlannedNode, PoolPlan
@@ -20,7 +21,14 @@ from bandmaster.pool.plan import PlannedNode, PoolPlan
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ResourcePool"]
+__all__ = ["ResourcePool", "open_pools"]
+
+_pools: weakref.WeakKeyDictionary[ResourcePool, int] = weakref.WeakKeyDictionary()  # the process that has made each
+
+
+def open_pools() -> list[ResourcePool]:
+    """The pools that this process has made and not closed."""
+    return [pool for pool, made_in in list(_pools.items()) if made_in == n_forks() and not pool._is_over]
 
 
 class ResourcePool:
@@ -125,6 +133,7 @@ class ResourcePool:
         self._groups: weakref.WeakSet[Closes] = weakref.WeakSet()
         self._is_closed = False
         self.name_prefix = name_prefix
+        _pools[self] = n_forks()
 
     @classmethod
     def _of(cls, parts: Sequence[Part], name_prefix: str) -> Self:
@@ -257,6 +266,11 @@ class ResourcePool:
             lease.renew()
         return tuple(self._slots())
 
+    def _give_back(self, kept: ResourcePool) -> None:
+        """Release slots that no group is on, until a group needs them again, but for those of another pool."""
+        for lease in {part.lease for part in self._parts} - {part.lease for part in kept._parts}:
+            lease.give_back()
+
     def close(self) -> None:
         """Close the groups on the pool and release its slots.
 
@@ -323,6 +337,7 @@ class ResourcePool:
             for lease in {part.lease for part in self._parts}:
                 lease.groups.add(owner)
             self._groups.add(owner)
+        self.reserve()  # if another thread has given the slots back before the group was on them
         self._check_open()  # another thread may have closed the pool before the group was added to it
         return tuple(self._slots())
 

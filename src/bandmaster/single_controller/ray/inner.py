@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import string
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,6 +42,8 @@ class StartedGroup(CoreGroup):
         options: Mapping[str, Any],
     ) -> None:
         self._variables, self._lifetime, self._more_options = variables, lifetime, options
+        if name_prefix is None:  # as verl's, whose names have to differ from those of other controllers
+            name_prefix = pool.name_prefix + "".join(string.ascii_letters[byte % 52] for byte in uuid.uuid4().bytes[:6])
         super().__init__(pool, given, mesh=mesh, name_prefix=name_prefix, start_timeout=start_timeout)
 
     def _start(self, launch: Launch) -> None:

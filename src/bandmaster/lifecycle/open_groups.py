@@ -1,0 +1,89 @@
+"""The open groups of this controller, and their names.
+
+A name that the user gives belongs to one open group at most: a new group of that name closes the former one, so that a
+cell of a notebook can be run again. Without one, a group is named by its class, with a number where that is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from typing import Any, Protocol
+
+from bandmaster.lifecycle.ownership import Ownership
+
+__all__ = ["OpenGroups", "open_groups"]
+
+_log = logging.getLogger(__name__)
+
+
+class Group(Protocol):
+    """What is asked of a group here."""
+
+    _name: str
+    _ownership: Ownership
+    _pool: Any
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether its name is one of the cluster."""
+
+    def close(self) -> None:
+        """Release its workers and slots."""
+
+
+class OpenGroups:
+    """The groups that are open or being constructed; only weak references to them are kept."""
+
+    def __init__(self) -> None:
+        self._groups: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()  # in the order of `add`
+        self._numbers = itertools.count()
+        self._used: set[str] = set()  # every name that a group has had
+        self._lock = threading.RLock()  # re-entrant, as a finalizer may construct a group at any point
+
+    def add(self, group: Group, name: str, is_default: bool) -> str:
+        """Add a group that is being constructed.
+
+        Args:
+            group: The group.
+            name: Its name.
+            is_default: Whether it gets another one if an open group has it.
+
+        Returns:
+            Its name.
+        """
+        with self._lock:
+            taken, n, base = {other._name for other in self.all()}, 1, name
+            while is_default and name in taken:
+                n += 1
+                name = f"{base}-{n}"
+            group._name = group._ownership.name = name
+            self._groups[group] = next(self._numbers)
+        return name
+
+    def all(self) -> list[Group]:
+        """The groups that are open."""
+        with self._lock:
+            return [group for group in list(self._groups) if group._ownership.is_open]
+
+    def close_former(self, group: Group) -> list[Group]:
+        """Close the open groups that got the name of a new one before it, but for detached ones. Returns them."""
+        former = [other for other in self.all() if other._name == group._name and not other.is_detached]
+        closed = [other for other in former if self._groups[other] < self._groups[group]]
+        for other in closed:
+            _log.info("group %r is closed, because a new group of that name replaces it", group._name)
+            other._ownership.why_closed = ", because a new group of that name replaced it; use that one"
+            other.close()
+        return closed
+
+    def use(self, group: Group) -> bool:
+        """Note that the workers of a group get its name. Returns whether workers that have ended had it."""
+        with self._lock:
+            was_used = group._name in self._used
+            self._used.add(group._name)
+            return was_used and not any(one._name == group._name and one is not group for one in self.all())
+
+
+open_groups = OpenGroups()  # those of this process

@@ -1,0 +1,248 @@
+"""What workers write: lines with a prefix, progress bars, files, and the records of `logging`."""
+
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+from bandmaster.platform.terminal import TerminalLines
+from bandmaster.worker_process.output import BarStream
+
+
+def fed(*texts):
+    lines = TerminalLines()
+    found = [line for text in texts for line in lines.feed(text.encode())]
+    return found, lines.state
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["one\ntwo\n", "no end"], (["one", "two"], "")),
+        (["\r 10%", "\r 20%"], ([], " 20%")),
+        (["\r 10%\r", " 20%\r"], ([], " 20%")),
+        (["\r 10%\r 100%\n"], ([" 100%"], "")),
+        ([" 10%\r", "\n", "next\r\nlast\n"], ([" 10%", "next", "last"], "")),
+        (["\r 10%\r", "     \r", "said\n"], (["said"], "")),
+        (["\r 10%\r    "], ([], "")),
+        (["\n\nblank\n"], (["", "", "blank"], "")),
+        (["\r 1ä", "\r 2ä\n"], ([" 2ä"], "")),
+    ],
+)
+def test_lines_are_those_that_a_terminal_shows(texts, expected):
+    assert fed(*texts) == expected
+    assert fed(*"".join(texts)) == expected, "one character at a time"
+
+
+def test_a_stream_that_is_read_as_a_file_gets_bars_that_have_ended(tmp_path):
+    with open(tmp_path / "file", "w") as file:
+        stream = BarStream(file)
+        for text in ("a line\n", "\r 10%", "\r 20%", "\r100%\n", "mid", "\r  1%", "\r  2%\n", "end\n"):
+            assert stream.write(text) == len(text)
+        assert (stream.fileno(), stream.isatty()) == (file.fileno(), False)
+    assert (tmp_path / "file").read_text() == "a line\n100%\nmid\n  2%\nend\n"
+
+
+BARS = """
+import os, sys, time
+import bandmaster as bm
+
+class Bar(bm.Worker):
+    @bm.register(bm.Dispatch.ONE_TO_ALL)
+    def run(self, fifo):
+        for n in range(0, 100, 10):
+            sys.stderr.write(f"\\r{n:3}% of rank {self.rank}")
+        sys.stderr.flush()
+        with open(fifo):  # until the bars were seen
+            pass
+        sys.stderr.write(f"\\r100% of rank {self.rank}\\n")
+
+with bm.ResourcePool([2]) as pool:
+    group = bm.WorkerGroup(pool, Bar, name="actor")
+    group.run(sys.argv[1])
+"""
+
+
+def screen(text):
+    """What a terminal shows: the lines, each as it was last written."""
+    return [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+
+
+@pytest.mark.timeout(60)
+def test_a_terminal_shows_one_bar_at_the_bottom(tmp_path):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", BARS, str(fifo)], stderr=theirs, cwd=tmp_path) as program:
+        os.close(theirs)
+        seen = b""
+        while not (re.search(rb"\[actor \d\]  90% of rank \d \(and 1 more\)", seen)):
+            seen += os.read(ours, 1000)
+        assert b"\n" not in seen, "nothing scrolls"
+        with open(fifo, "w"):
+            seen += _rest(ours)
+        assert program.wait(30) == 0
+    os.close(ours)
+    assert sorted(filter(None, screen(seen.decode()))) == ["[actor 0] 100% of rank 0", "[actor 1] 100% of rank 1"]
+
+
+def _rest(fd):
+    data = b""
+    while True:
+        try:
+            more = os.read(fd, 1000)
+        except OSError:  # the other end is closed
+            return data
+        if not more:
+            return data
+        data += more
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_gets_each_bar_when_it_has_ended(tmp_path):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    command = [sys.executable, "-c", BARS, str(fifo)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=tmp_path) as program, open(fifo, "w"):
+        written = program.communicate(timeout=30)[1].decode()
+    assert sorted(written.splitlines()) == ["[actor 0] 100% of rank 0", "[actor 1] 100% of rank 1"]
+
+
+class Talks(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def talk(self, text):
+        print(text, self.rank)
+        os.system("echo from a child")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def die(self):
+        sys.stderr.write("the cause\n")
+        sys.stderr.flush()
+        os._exit(3)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def log(self):
+        logger = logging.getLogger("trainer.loss")
+        logger.debug("too low")
+        logger.info("loss %.1f", 0.5, extra={"step": 3, "model": object()})
+        try:
+            raise ValueError("on purpose")
+        except ValueError:
+            logger.exception("it failed")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def flood(self, n):
+        for number in range(n):
+            logging.getLogger("trainer").warning("%d %s", number, "x" * 1000)
+        logging.getLogger("trainer").warning("x" * 1_000_000)
+
+
+@pytest.mark.backends("local", "ray")
+def test_output_goes_to_a_file_of_each_rank(make_pool, tmp_path, capfd):
+    directory = tmp_path / "new" / "logs"
+    with bm.WorkerGroup(make_pool([2]), Talks, name="a/b", output=directory) as group:
+        group.talk("hello")
+    again = bm.WorkerGroup(make_pool([2]), Talks, name="a/b", output=str(directory))
+    with again, pytest.raises(bm.WorkerDied, match="the cause"):
+        again.die()
+    assert sorted(path.name for path in directory.iterdir()) == ["a_b-0.out", "a_b-1.out"]
+    for rank in (0, 1):
+        lines = (directory / f"a_b-{rank}.out").read_text().splitlines()
+        assert sorted(line for line in lines if not line.startswith(":"))[:2] == ["from a child", f"hello {rank}"]
+    assert "the cause" in (directory / "a_b-1.out").read_text() + (directory / "a_b-0.out").read_text()
+    assert "hello" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"output": 3}, "output of WorkerGroup must be the path of a directory, such as 'logs', or None, got 3"),
+        ({"output": ""}, "must be the path of a directory"),
+        ({"logging": "LOUD"}, "logging of WorkerGroup must be a level of logging, such as 'INFO', or None, got 'LOUD'"),
+        ({"logging": True}, "must be a level of logging"),
+    ],
+)
+def test_nonsense_is_refused(given, words):
+    with bm.ResourcePool([1], backend="inprocess") as pool, pytest.raises(bm.UsageError, match=re.escape(words)):
+        bm.WorkerGroup(pool, Talks, **given)
+
+
+def test_a_directory_that_cannot_be_made_is_refused(zygote, tmp_path):
+    (tmp_path / "file").touch()
+    with bm.ResourcePool([1]) as pool:
+        with pytest.raises(bm.UsageError, match=r"cannot make the directory output='.*file/logs'.*: .*Not a directory"):
+            bm.WorkerGroup(pool, Talks, output=tmp_path / "file" / "logs")
+        bm.WorkerGroup(pool, Talks)
+    with bm.ResourcePool([1], backend="inprocess") as pool, pytest.raises(bm.UsageError, match="backend 'inprocess'"):
+        bm.WorkerGroup(pool, Talks, output=tmp_path)
+
+
+def test_records_of_workers_arrive_in_the_loggers_of_the_controller(zygote, caplog):
+    with caplog.at_level("DEBUG"), bm.ResourcePool([2]) as pool:
+        bm.WorkerGroup(pool, Talks, name="actor", logging="INFO").log()
+    records = [record for record in caplog.records if record.name == "trainer.loss"]
+    assert sorted((r.rank, r.levelname) for r in records) == [(n, w) for n in (0, 1) for w in ("ERROR", "INFO")]
+    first = next(record for record in records if record.rank == 1 and record.levelno == logging.INFO)
+    assert (first.getMessage(), first.group, first.step) == ("[actor 1] loss 0.5", "actor", 3)
+    assert first.funcName == "log" and not hasattr(first, "model")
+    failed = next(record for record in records if record.levelno == logging.ERROR)
+    assert "ValueError: on purpose" in failed.getMessage()
+
+
+def test_the_controller_decides_what_is_logged(zygote, caplog):
+    with caplog.at_level("ERROR", "trainer.loss"), bm.ResourcePool([1]) as pool:
+        bm.WorkerGroup(pool, Talks, logging=logging.INFO).log()
+    assert {record.levelname for record in caplog.records if record.name == "trainer.loss"} == {"ERROR"}
+
+
+def test_a_slow_handler_does_not_block_workers(zygote, tmp_path):
+    """Records are dropped while nobody reads, and a record says how many."""
+    os.mkfifo(fifo := tmp_path / "fifo")
+    messages = []
+
+    class Slow(logging.Handler):
+        def emit(self, record):
+            if not messages:
+                with open(fifo):  # until the worker is done
+                    pass
+            messages.append(record.getMessage())
+
+    handler, logger = Slow(), logging.getLogger()
+    logger.addHandler(handler)
+    try:
+        with bm.ResourcePool([1]) as pool, bm.WorkerGroup(pool, Talks, name="actor", logging="WARNING") as group:
+            assert group.flood(2000) == [None]
+            with open(fifo, "w"):
+                pass
+            deadline = time.monotonic() + 20
+            while not any("records are lost" in message for message in list(messages)):
+                assert time.monotonic() < deadline, "a record that finds room says how many found none"
+                group.log()
+    finally:
+        logger.removeHandler(handler)
+    assert sum(message.endswith("xxx") for message in messages) < 2000
+    assert any(re.fullmatch(r"\[actor 0\] \d+ log records are lost, .*", message) for message in messages)
+
+
+def test_ray_refuses_records(ray_cluster):
+    with bm.ResourcePool([1], backend="ray") as pool, pytest.raises(bm.UsageError, match="logging= needs a pool on"):
+        bm.WorkerGroup(pool, Talks, logging="INFO")
+
+
+def test_files_have_no_part_of_bars(zygote, tmp_path):
+    class Bar(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def run(self):
+            for n in range(100):
+                sys.stderr.write(f"\r{n}%")
+            sys.stderr.write("\r100%\n")
+
+    with bm.ResourcePool([1]) as pool, bm.WorkerGroup(pool, Bar, output=tmp_path) as group:
+        group.run()
+    assert Path(tmp_path, "Bar-0.out").read_text() == "100%\n"
