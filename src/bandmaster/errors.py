@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bandmaster.failure import Failure, FailureKind
+from bandmaster.failure import Failure, FailureKind, stacks_by_equality
 
 __all__ = [
     "ArgumentError",
@@ -215,14 +215,8 @@ class CallTimeout(BandmasterError, TimeoutError):
         self.method, self.missing, self._timeout_s, self.stacks = method, missing, timeout_s, dict(stacks or {})
         self._what_next = what_next
         self.future: Any = None
-        ranks_by_stack: dict[str, list[str]] = {}
-        for rank, stack in self.stacks.items():
-            ranks_by_stack.setdefault(stack, []).append(str(rank))
-        shown = [f"\n--- stack of rank {', '.join(ranks)} ---\n{text}" for text, ranks in ranks_by_stack.items()]
-        super().__init__(
-            f"{method} got no reply from rank {', '.join(map(str, missing))} within {timeout_s:g} s; "
-            f"{what_next}{''.join(shown)}"
-        )
+        summary = f"{method} got no reply from rank {', '.join(map(str, missing))} within {timeout_s:g} s; {what_next}"
+        super().__init__("\n".join(filter(None, (summary, stacks_by_equality(self.stacks)))))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.method, self.missing, self._timeout_s, self.stacks, self._what_next)

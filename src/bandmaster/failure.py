@@ -15,7 +15,14 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["N_LAST_LINES", "Failure", "FailureKind", "reraise_if_from_signal", "summary_of"]
+__all__ = [
+    "N_LAST_LINES",
+    "Failure",
+    "FailureKind",
+    "reraise_if_from_signal",
+    "stacks_by_equality",
+    "summary_of",
+]
 
 N_LAST_LINES = 60  # of the standard error of a process that died; Ray and C libraries end with long dumps
 
@@ -161,3 +168,18 @@ def _revive(kind: FailureKind, summary: str, text: str, dumped: bytes | None, kn
         reraise_if_from_signal(why)
         exception = None
     return Failure(kind, summary, text, exception if isinstance(exception, BaseException) else None, **known)
+
+
+def stacks_by_equality(stacks: Mapping[int, str]) -> str:
+    """Format the stacks of ranks. Ranks with equal stacks share one heading, in the order of the given ranks.
+
+    Args:
+        stacks: The stack of each rank, by rank.
+
+    Returns:
+        For each different stack a heading that names its ranks, and the stack; "" if there are no stacks.
+    """
+    ranks_by_stack: dict[str, list[str]] = {}
+    for rank, stack in stacks.items():
+        ranks_by_stack.setdefault(stack, []).append(str(rank))
+    return "\n".join(f"--- stack of rank {', '.join(ranks)} ---\n{stack}" for stack, ranks in ranks_by_stack.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import select
 import signal
@@ -11,9 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from bandmaster.cli.discovery import Discovered, Group, Process, age_s, discover, is_orphaned_zygote
+from bandmaster.cli.names import complaints_about, named, ranges
 from bandmaster.plan.render import text_table
 from bandmaster.transport.control_page import WorkerIdentity, find
 
@@ -40,11 +39,9 @@ def kill(names: Sequence[str], is_all: bool, is_orphans: bool) -> int:
         The exit status: 0, or 1 if a name is unknown or ambiguous, or a process could not be ended.
     """
     discovered = discover()
-    if names:
-        complaints = [complaint for name in names if (complaint := _complaint(name, discovered))]
-        if complaints:
-            print("\n".join(f"bandmaster kill: {complaint}" for complaint in complaints), file=sys.stderr)
-            return 1
+    if names and (complaints := complaints_about(names, discovered)):
+        print("\n".join(f"bandmaster kill: {complaint}" for complaint in complaints), file=sys.stderr)
+        return 1
     discovered = chosen(discovered, names, is_all, is_orphans)
     if not (discovered.groups or discovered.orphaned_zygotes):
         print("nothing to end")
@@ -76,27 +73,12 @@ def chosen(discovered: Discovered, names: Sequence[str], is_all: bool, is_orphan
         return discovered
     if is_orphans:
         return Discovered(tuple(group for group in discovered.groups if group.is_orphan), discovered.orphaned_zygotes)
-    return Discovered(tuple(group for group in discovered.groups if group.name in names or group.full_name in names))
-
-
-def _complaint(name: str, discovered: Discovered) -> str:
-    """The error message for a name that is unknown or ambiguous; "" if it names one group."""
-    named = [group.full_name for group in discovered.groups if group.name == name]
-    if len(named) > 1:
-        return f"several controllers have a group {name!r}; give one of {', '.join(named)}"
-    if named or name in [group.full_name for group in discovered.groups]:
-        return ""
-    known = [group.name for group in discovered.groups]
-    near = [other for other in known if name.lower() in other.lower()] or difflib.get_close_matches(name, known)
-    if not known:
-        return f"there is no group {name!r}; you have no groups on this machine"
-    words = f"did you mean {' or '.join(map(repr, near))}" if near else f"your groups are {', '.join(map(repr, known))}"
-    return f"there is no group {name!r}; {words}"
+    return Discovered(tuple(named(names, discovered)))
 
 
 def _row(group: Group) -> list[object]:
     processes = [process for _, process in group.workers]
-    ranks = f"{_ranges([identity.rank for identity, _ in group.workers])} of {group.world_size}"
+    ranks = f"{ranges([identity.rank for identity, _ in group.workers])} of {group.world_size}"
     controller = f"{group.controller} (gone)" if group.is_orphan else str(group.controller or "on another host")
     if group.agent_of and not group.is_orphan:
         controller = f"{group.controller} (agent of {group.agent_of})"
@@ -105,12 +87,6 @@ def _row(group: Group) -> list[object]:
     pids = " ".join(str(process.pid) for process in processes)
     held = _mib(group.held_nbytes) if group.held_nbytes else "-"
     return [group.name, controller, ranks, _memory(processes), held, _age(processes), pids]
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Format ranks as ranges, such as ``0-2,5``."""
-    runs = [list(run) for _, run in groupby(enumerate(sorted(ranks)), key=lambda item: item[1] - item[0])]
-    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
 
 
 def _memory(processes: Sequence[Process]) -> str:
