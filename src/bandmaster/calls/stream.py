@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.future import Future
+from bandmaster.calls.interruption import WaitedFor, note_calls
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.calls.progress import progress
 from bandmaster.contract import Workers
@@ -91,8 +92,13 @@ class Stream:
             raise self._late(timeout_s) from None
         except CallTimeout:
             raise
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            try:
+                if isinstance(error, KeyboardInterrupt):
+                    missing = {rank for call in self._feed.pending() for rank in call.missing}
+                    note_calls(error, [WaitedFor(self._feed.site.method, tuple(sorted(missing)), self._late)])
+            finally:
+                self.close()
             raise
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bandmaster.calls.interruption import WaitedFor, note_calls
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import CallSite, Collection, PendingCall
 from bandmaster.codec import Payload
@@ -67,7 +68,12 @@ def _construct(
     call = PendingCall(workers, site, Collection(Gather(), ()))
     parts = tuple(workers.put([constructor]))
     workers.call([Call(ranks, CONSTRUCT, parts, Reply.DROP)], call.tickets)
-    if not progress.follow(call, launch.start_timeout_s):
+    try:
+        has_ended = progress.follow(call, launch.start_timeout_s)
+    except KeyboardInterrupt as interrupt:
+        note_calls(interrupt, [WaitedFor(site.method, call.missing, call.late)])
+        raise
+    if not has_ended:
         raise CallTimeout(site.method, call.missing, options.timeout or 0.0, call.stacks(), START_ADVICE)
     error = call.error
     if type(error) is RemoteError:
