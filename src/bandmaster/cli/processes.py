@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from bandmaster.cli.discovery import Discovered, Group, Process, age_s, discover, is_orphaned_zygote
 from bandmaster.cli.names import complaints_about, named, ranges
+from bandmaster.errors import UsageError
 from bandmaster.plan.render import text_table
 from bandmaster.transport.control_page import WorkerIdentity, find
 
@@ -27,17 +28,24 @@ def ps() -> int:
     return 0
 
 
-def kill(names: Sequence[str], is_all: bool, is_orphans: bool) -> int:
+def kill(names: Sequence[str], is_all: bool, is_orphans: bool, is_sure: bool = False) -> int:
     """End groups, and print the pids of the ended processes.
 
     Args:
         names: Names of groups; ``name@controller`` where groups of several controllers have the same name.
         is_all: End all groups and orphaned zygotes instead.
         is_orphans: End only groups and zygotes whose controller has ended instead.
+        is_sure: Whether ``is_all`` needs no confirmation by the user, who is asked in a terminal.
 
     Returns:
-        The exit status: 0, or 1 if a name is unknown or ambiguous, or a process could not be ended.
+        The exit status: 0, or 1 if a name is unknown or ambiguous, the user did not confirm, or a process could not be
+        ended.
+
+    Raises:
+        UsageError: ``is_all`` needs a confirmation, but there is no terminal.
     """
+    if is_all and not is_sure and not sys.stdin.isatty():
+        raise UsageError("--all asks before it ends groups, but standard input is no terminal; add --yes to end them")
     discovered = discover()
     if names and (complaints := complaints_about(names, discovered)):
         print("\n".join(f"bandmaster kill: {complaint}" for complaint in complaints), file=sys.stderr)
@@ -46,12 +54,32 @@ def kill(names: Sequence[str], is_all: bool, is_orphans: bool) -> int:
     if not (discovered.groups or discovered.orphaned_zygotes):
         print("nothing to end")
         return 0
+    if is_all and not is_sure and not _is_confirmed(discovered):
+        print("nothing was ended")
+        return 1
     left = _end(discovered)
     for group in discovered.groups:
         print(f"group {group.full_name}: {_outcome([identity.pid for identity, _ in group.workers], left)}")
     if discovered.orphaned_zygotes:
         print(f"zygotes: {_outcome([process.pid for process in discovered.orphaned_zygotes], left)}")
     return 1 if left else 0
+
+
+def _is_confirmed(discovered: Discovered) -> bool:
+    """Ask the user whether everything that was discovered is to be ended."""
+    n_workers = sum(len(group.workers) for group in discovered.groups)
+    what = [f"{_count(len(discovered.groups), 'group')} ({_count(n_workers, 'worker')})"] if discovered.groups else []
+    n_zygotes = len(discovered.orphaned_zygotes)
+    what += [f"{_count(n_zygotes, 'zygote')} without a controller"] if n_zygotes else []
+    try:
+        return input(f"end {' and '.join(what)}? [y/N] ").strip().lower() in ("y", "yes")
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return False
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def shown(discovered: Discovered) -> str:
