@@ -200,7 +200,9 @@ class CallTimeout(BandmasterError, TimeoutError):
         missing: The ranks without a reply.
         stacks: The Python stacks of these ranks, by rank, innermost frame last; ranks whose stack could not be read
             are omitted.
-        future: The call, for ``future.result()`` or ``future.cancel()``; None for constructors, and after unpickling.
+        future: The call, for ``future.result()`` or ``future.cancel()``; None for constructors and streams, and after
+            unpickling.
+        stream: The stream, to iterate over it further or to close it; None for other calls, and after unpickling.
     """
 
     def __init__(
@@ -215,7 +217,9 @@ class CallTimeout(BandmasterError, TimeoutError):
         self.method, self.missing, self._timeout_s, self.stacks = method, missing, timeout_s, dict(stacks or {})
         self._what_next = what_next
         self.future: Any = None
-        summary = f"{method} got no reply from rank {', '.join(map(str, missing))} within {timeout_s:g} s; {what_next}"
+        self.stream: Any = None
+        what = f"got no reply from rank {', '.join(map(str, missing))}" if missing else "was not sent"
+        summary = f"{method} {what} within {timeout_s:g} s; {what_next}"
         super().__init__("\n".join(filter(None, (summary, stacks_by_equality(self.stacks)))))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -231,4 +235,4 @@ class RowsLost(BandmasterError, RuntimeError):
 
 
 class CallCancelled(BandmasterError, RuntimeError):
-    """The call was cancelled: by `Future.cancel`, by `WorkerGroup.replace`, or with the task that awaited it."""
+    """The call was cancelled: by `Future.cancel`, by `cancel` or `replace` of its group, or with the task that awaited it."""

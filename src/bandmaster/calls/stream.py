@@ -52,7 +52,8 @@ class Stream:
 
         Raises:
             StopIteration: There is none any more, or the stream was closed.
-            CallTimeout: It has not come within the timeout (see `GroupMethod.options`); go on, or close the stream.
+            CallTimeout: It has not come within the timeout (see `GroupMethod.options`). The stream stays open: go on
+                iterating over ``error.stream``, or close it.
             RemoteError, WorkerDied, CallCancelled: As `Future.result`; the stream is closed.
         """
         timeout_s = self._feed.site.limits().timeout
@@ -127,8 +128,10 @@ class Stream:
         for call in self._feed.pending():
             missing.update(dict.fromkeys(call.missing))
             stacks.update(call.stacks())
-        what_next = "go on iterating to wait again, or close the stream"
-        return CallTimeout(self._feed.site.method, tuple(sorted(missing)), timeout_s, stacks, what_next)
+        what_next = "go on iterating over error.stream to wait again, or end it with error.stream.close()"
+        error = CallTimeout(self._feed.site.method, tuple(sorted(missing)), timeout_s, stacks, what_next)
+        error.stream = self
+        return error
 
 
 class _Closing:
