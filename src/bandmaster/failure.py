@@ -22,6 +22,7 @@ __all__ = [
     "Failure",
     "FailureKind",
     "reraise_if_from_signal",
+    "stacks_by_equality",
     "summary_of",
     "with_source_lines",
     "without_library_frames",
@@ -204,3 +205,19 @@ def _revive(kind: FailureKind, summary: str, text: str, dumped: bytes | None, kn
         reraise_if_from_signal(why)
         exception = None
     return Failure(kind, summary, text, exception if isinstance(exception, BaseException) else None, **known)
+
+
+def stacks_by_equality(stacks: Mapping[int, str]) -> str:
+    """Format the stacks of ranks. Ranks with equal stacks share one heading, in the order of the given ranks.
+
+    Args:
+        stacks: The stack of each rank, by rank.
+
+    Returns:
+        For each different stack a heading that names its ranks, and the stack; "" if there are no stacks.
+    """
+    ranks_by_stack: dict[str, list[str]] = {}
+    for rank, stack in stacks.items():
+        ranks_by_stack.setdefault(stack, []).append(str(rank))
+    shown = ((", ".join(ranks), with_source_lines(stack)) for stack, ranks in ranks_by_stack.items())
+    return "\n".join(f"--- stack of rank {ranks} ---\n{stack}" for ranks, stack in shown)

@@ -34,6 +34,7 @@ from bandmaster.transport.lane import Lane
 from bandmaster.transport.listener import connect, peer_pid
 from bandmaster.transport.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
+from bandmaster.worker_process.activity import ActivityPage
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import serve
@@ -134,6 +135,7 @@ class WorkerActor:
         controller = identity.controller if controllers_host == host_identity() else 0
         self._page = ControlPage(replace(identity, pid=os.getpid(), controller=controller))
         self._executor.hold = self._page.hold
+        self._executor.activity = ActivityPage(is_shared=True)
         address = ray.util.get_node_ip_address()
         device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
         if identity.rank == 0:
@@ -255,6 +257,7 @@ class WorkerActor:
             except KeyboardInterrupt as error:  # interrupted, or raised by the method
                 self._page.end()
                 self._executor.marks = None
+                self._executor.activity.end()
                 return self._executor.failure(error)
 
 

@@ -27,6 +27,7 @@ from bandmaster.transport.kept import kept_name
 from bandmaster.transport.lane import Lane
 from bandmaster.transport.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
+from bandmaster.worker_process.activity import ActivityPage
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.log_records import send_records
@@ -288,7 +289,8 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
             send_records(other_fds[0], spawn.log_level)
         page = ControlPage(replace(spawn.identity, pid=os.getpid()))
         listening = [socket.socket(fileno=fd) for fd in listening_fds]
-        executor = Executor(page.hold, Rendezvous(listening[0]) if listening else None)
+        rendezvous = Rendezvous(listening[0]) if listening else None
+        executor = Executor(page.hold, rendezvous, ActivityPage(is_shared=True))
         executor.prepare(spawn.context)
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())), is_only_reader=True)
         os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end

@@ -110,6 +110,8 @@ class PendingCall:
         keeps_rows: Whether the values stay where they are until somebody reads them.
     """
 
+    is_cleanup = False  # whether it frees what earlier calls hold, so that it is not cancelled with them
+
     __slots__ = (
         "_arrived",
         "_cancelled_at",
@@ -548,12 +550,16 @@ class OpenCalls:
         earlier = itertools.takewhile(lambda other: other is not call, list(self._calls))
         return {rank for other in earlier for rank in other.missing}
 
-    def cancel_all(self) -> None:
-        """Cancel the calls that are not over, and wait until they are: at most for the grace of each."""
+    def unfinished(self) -> list[PendingCall]:
+        """The calls that are not over, in the order they were sent. What has been replied counts."""
         calls = list(self._calls)
         for call in calls:
-            call.drive()  # what has been replied counts
-        open_calls = [call for call in calls if not call.is_over]
+            call.drive()
+        return [call for call in calls if not call.is_over]
+
+    def cancel_all(self) -> None:
+        """Cancel the calls that are not over, and wait until they are: at most for the grace of each."""
+        open_calls = self.unfinished()
         for call in open_calls:
             call.cancel()
         for call in open_calls:

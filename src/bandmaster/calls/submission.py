@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from bandmaster.calls.encoding import encode_group
 from bandmaster.calls.exports import Exporter, exports_are_on
@@ -41,18 +42,37 @@ class Turns(Protocol):
         """The context in which a call is sent. Raises UsageError if none may be sent now."""
 
 
+class InParts(Protocol):
+    """A call that is sent part by part: chunks of rows, or requests for the items of a generator.
+
+    Attributes:
+        site: What messages say about it.
+        is_done: Whether it has ended.
+    """
+
+    site: CallSite
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def cancel(self) -> bool:
+        """Cancel the parts that run, and send no more."""
+
+
 class Traffic:
     """The calls to the same workers that may not be over, and what is exported to them.
 
     Attributes:
         open_calls: The calls, of all groups that have these workers.
         later: The calls that were not sent yet, since the rows that they take are not there.
+        in_parts: The calls that are sent part by part, as long as something refers to them.
         has_exports: Whether GPU memory may be exported.
     """
 
     def __init__(self) -> None:
         self.open_calls = OpenCalls()
         self.later = LaterCalls()
+        self.in_parts: WeakSet[InParts] = WeakSet()
         self.has_exports = exports_are_on()
         self._exporter: Exporter | None = None
 
