@@ -32,7 +32,14 @@ import traceback
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from bandmaster.failure import Failure, FailureKind, stacks_by_equality, with_source_lines, without_library_frames
+from bandmaster.failure import (
+    Failure,
+    FailureKind,
+    is_in_debugger,
+    stacks_by_equality,
+    with_source_lines,
+    without_library_frames,
+)
 
 __all__ = [
     "ArgumentError",
@@ -256,6 +263,11 @@ class CallTimeout(BandmasterError, TimeoutError):
         summary = f"{method} {what} within {timeout_s:g} s; {what_next}"
         super().__init__("\n".join(filter(None, (summary, stacks_by_equality(self.stacks)))))
 
+    @property
+    def is_debugged(self) -> bool:
+        """Whether one of the ranks waits in a debugger; deadlines of calls begin anew then."""
+        return any(map(is_in_debugger, self.stacks.values()))
+
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.method, self.missing, self._timeout_s, self.stacks, self._what_next)
 
@@ -269,4 +281,4 @@ class RowsLost(BandmasterError, RuntimeError):
 
 
 class CallCancelled(BandmasterError, RuntimeError):
-    """The call was cancelled: by `Future.cancel`, by `cancel` or `replace` of its group, or with the task that awaited it."""
+    """The call was cancelled: by `Future.cancel`, by its group's `cancel` or `replace`, or with the task that awaits it."""

@@ -18,9 +18,11 @@ from typing import Any
 import cloudpickle
 
 __all__ = [
+    "IN_DEBUGGER",
     "N_LAST_LINES",
     "Failure",
     "FailureKind",
+    "is_in_debugger",
     "reraise_if_from_signal",
     "stacks_by_equality",
     "summary_of",
@@ -28,6 +30,7 @@ __all__ = [
     "without_library_frames",
 ]
 
+IN_DEBUGGER = "  in a debugger"  # how the stack of a rank begins that waits in one
 N_LAST_LINES = 60  # of the standard error of a process that died; Ray and C libraries end with long dumps
 
 
@@ -205,6 +208,11 @@ def _revive(kind: FailureKind, summary: str, text: str, dumped: bytes | None, kn
         reraise_if_from_signal(why)
         exception = None
     return Failure(kind, summary, text, exception if isinstance(exception, BaseException) else None, **known)
+
+
+def is_in_debugger(stack: str) -> bool:
+    """Whether a stack is that of a rank whose debugger waits for a terminal, or is attached to one."""
+    return stack.startswith(IN_DEBUGGER)
 
 
 def stacks_by_equality(stacks: Mapping[int, str]) -> str:

@@ -35,6 +35,7 @@ from bandmaster.transport.listener import connect, peer_pid
 from bandmaster.transport.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.activity import ActivityPage
+from bandmaster.worker_process.breakpoints import install_breakpoints
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import serve
@@ -133,7 +134,9 @@ class WorkerActor:
             redirect(output)
         tame_bars()
         controller = identity.controller if controllers_host == host_identity() else 0
-        self._page = ControlPage(replace(identity, pid=os.getpid(), controller=controller))
+        identity = replace(identity, pid=os.getpid(), controller=controller)
+        self._page = ControlPage(identity)
+        install_breakpoints(identity, self._page.hold)
         self._executor.hold = self._page.hold
         self._executor.activity = ActivityPage(is_shared=True)
         address = ray.util.get_node_ip_address()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -28,6 +29,7 @@ from bandmaster.transport.lane import Lane
 from bandmaster.transport.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.activity import ActivityPage
+from bandmaster.worker_process.breakpoints import install_breakpoints
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.log_records import send_records
@@ -287,7 +289,10 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         _take_on(spawn)
         if spawn.log_level is not None:
             send_records(other_fds[0], spawn.log_level)
-        page = ControlPage(replace(spawn.identity, pid=os.getpid()))
+        identity = replace(spawn.identity, pid=os.getpid())
+        page = ControlPage(identity)
+        faulthandler.enable()  # a segmentation fault shows the Python stack
+        install_breakpoints(identity, page.hold)
         listening = [socket.socket(fileno=fd) for fd in listening_fds]
         rendezvous = Rendezvous(listening[0]) if listening else None
         executor = Executor(page.hold, rendezvous, ActivityPage(is_shared=True))

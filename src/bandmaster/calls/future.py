@@ -89,13 +89,14 @@ class Future(Handle, Generic[T]):
         """
         timeout_s = self._call.site.limits().timeout if timeout is None else timeout
         try:
-            is_done = self._call.wait(timeout_s)
+            while not self._call.wait(timeout_s):
+                assert timeout_s is not None, "only a deadline ends the wait early"
+                late = self._late(timeout_s)
+                if not (timeout_s and late.is_debugged):
+                    raise late
         except KeyboardInterrupt as error:
             note_calls(error, [self._waited_for()])
             raise
-        if not is_done:
-            assert timeout_s is not None, "only a deadline ends the wait early"
-            raise self._late(timeout_s)
         if self._call.error is None and self._call.keeps_rows and self._call.rows_are_here:
             self._call.bring_rows()  # it costs little to know whether they can be joined
         return self._call.error
@@ -166,10 +167,14 @@ class Future(Handle, Generic[T]):
         self.add_done_callback(lambda _: loop.call_soon_threadsafe(arrived.set))
         timeout_s = self._call.site.limits().timeout
         try:
-            yield from asyncio.wait_for(arrived.wait(), timeout_s).__await__()
-        except asyncio.TimeoutError:
-            assert timeout_s is not None, "only a deadline ends the wait early"
-            raise self._late(timeout_s) from None
+            while not arrived.is_set():
+                try:
+                    yield from asyncio.wait_for(arrived.wait(), timeout_s).__await__()
+                except asyncio.TimeoutError:
+                    assert timeout_s is not None, "only a deadline ends the wait early"
+                    late = self._late(timeout_s)
+                    if not (timeout_s and late.is_debugged):
+                        raise late from None
         except asyncio.CancelledError:
             self.cancel()
             raise

@@ -29,7 +29,7 @@ from bandmaster.calls.records import CallRecord
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Workers
 from bandmaster.errors import CallCancelled, CallTimeout, CollectError, RemoteError, RowsLost, UsageError, WorkerDied
-from bandmaster.failure import Failure, FailureKind
+from bandmaster.failure import Failure, FailureKind, is_in_debugger
 from bandmaster.plan.collection import collect
 from bandmaster.plan.handles import Table
 from bandmaster.plan.mesh import Mesh
@@ -449,6 +449,9 @@ class PendingCall:
         assert self._escalation is not None, "it says that this is due"
         self._take(0.0)
         stuck = {rank: ticket for rank, ticket in self.tickets.items() if rank in self._arrived}
+        for rank, stack in (self.workers.stacks(stuck) if stuck else {}).items():
+            if is_in_debugger(stack):
+                del stuck[rank]
         if stuck:
             grace = self.site.limits().grace
             more = f" (grace {grace:g} s; options(grace=...) gives it more)" if grace else ""

@@ -7,6 +7,7 @@ them with pure functions, and prints the result. A command's module is imported 
     ps, kill:  discovery ──► Discovered ──► processes ──► text, signals
     top:       discovery ──► usage.Moment ──► top_view ──► text, live with rich
     stack:     discovery ──► Discovered ──► control pages ──► text
+    debug:     discovery ──► the socket of a rank's debugger ◄──► terminal
     plan:      arguments ──► pool, mesh, protocol ──► text
 """
 
@@ -58,6 +59,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from bandmaster.cli.stack import stack
 
         return stack(arguments.group, arguments.rank)
+    if arguments.command == "debug":
+        from bandmaster.cli.debug import debug
+
+        return debug(arguments.group, arguments.rank)
     from bandmaster.cli.processes import kill, ps
 
     return (
@@ -75,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("ps", help="list your worker groups on this machine")
     _add_top(commands)
     _add_stack(commands)
+    _add_debug(commands)
     _add_kill(commands)
     _add_plan(commands)
     return parser
@@ -103,6 +109,12 @@ def _add_stack(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     stack = commands.add_parser("stack", help="show where the ranks of a group are in their Python code")
     stack.add_argument("group", metavar="GROUP", help=GROUP)
     stack.add_argument("rank", metavar="RANK", nargs="?", type=int, help="show only this rank; default: all of them")
+
+
+def _add_debug(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    debug = commands.add_parser("debug", help="attach this terminal to a rank that waits at breakpoint()")
+    debug.add_argument("group", metavar="GROUP", help=GROUP)
+    debug.add_argument("rank", metavar="RANK", nargs="?", type=int, help="default: the one that waits")
 
 
 def _add_kill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

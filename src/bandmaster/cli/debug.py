@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from bandmaster.cli.discovery import Group, discover
-from bandmaster.cli.processes import named
+from bandmaster.cli.names import complaints_about, named
 from bandmaster.transport.control_page import WorkerIdentity
 from bandmaster.transport.debugging import connected, pids_in_debuggers
 
@@ -27,12 +27,25 @@ def debug(name: str, rank: int | None) -> int:
         The exit status: 0, or 1 if there is no such rank, or it does not wait.
     """
     try:
-        identity = _chosen(named(name, discover()), rank)
+        identity = _chosen(_group(name), rank)
         with connected(identity.pid) as sock:
             return _talk(sock, f"rank {identity.rank} of {identity.group}")
     except (LookupError, OSError) as error:
         print(f"bandmaster debug: {error.args[0] if isinstance(error, LookupError) else error}", file=sys.stderr)
         return 1
+
+
+def _group(name: str) -> Group:
+    """The group of a name.
+
+    Raises:
+        LookupError: There is none, or several controllers have one.
+    """
+    discovered = discover()
+    if complaints := complaints_about([name], discovered):
+        raise LookupError(complaints[0])
+    (group,) = named([name], discovered)
+    return group
 
 
 def _chosen(group: Group, rank: int | None) -> WorkerIdentity:

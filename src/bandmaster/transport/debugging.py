@@ -17,11 +17,12 @@ import socket
 import struct
 from pathlib import Path
 
-__all__ = ["connected", "listening", "pids_in_debuggers", "with_debuggers"]
+from bandmaster.failure import IN_DEBUGGER
+
+__all__ = ["connected", "is_trusted", "listening", "pids_in_debuggers", "with_debuggers"]
 
 _PREFIX = "bandmaster-debugger-"
 _LISTED = f"@{_PREFIX}"
-IN_DEBUGGER = "in a debugger, which deadlines wait for; "  # how the stack of such a rank begins
 
 
 def listening(pid: int) -> socket.socket:
@@ -75,13 +76,12 @@ def pids_in_debuggers() -> set[int]:
 def with_debuggers(stacks: dict[int, str]) -> dict[int, str]:
     """Stacks, by pid, those of processes in debuggers marked as such."""
     in_debuggers = pids_in_debuggers() if stacks else set()
-    return {pid: f"  {IN_DEBUGGER}attach with: bandmaster debug\n{text}" if pid in in_debuggers else text
-            for pid, text in stacks.items()}
-
-
-def is_in_debugger(stack: str) -> bool:
-    """Whether a stack is that of a rank whose debugger waits."""
-    return stack.startswith(f"  {IN_DEBUGGER}")
+    return {
+        pid: f"{IN_DEBUGGER}: bandmaster debug attaches to it, and deadlines wait\n{text}"
+        if pid in in_debuggers
+        else text
+        for pid, text in stacks.items()
+    }
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:

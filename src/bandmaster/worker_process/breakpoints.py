@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["install_breakpoints"]
 
+OF_RAY = "ray.util.rpdb."  # Ray sets PYTHONBREAKPOINT to this in its processes; the user has not chosen it
+
 
 def install_breakpoints(identity: WorkerIdentity, hold: Callable[[], AbstractContextManager[None]]) -> None:
     """Have ``breakpoint()`` wait for ``bandmaster debug``, unless PYTHONBREAKPOINT names something else.
@@ -27,7 +29,7 @@ def install_breakpoints(identity: WorkerIdentity, hold: Callable[[], AbstractCon
 
     def hook(*args: Any, **kwargs: Any) -> Any:
         nonlocal debugger
-        if os.environ.get("PYTHONBREAKPOINT"):
+        if not os.environ.get("PYTHONBREAKPOINT", OF_RAY).startswith(OF_RAY):
             return sys.__breakpointhook__(*args, **kwargs)
         if debugger is None:
             from bandmaster.worker_process.debugger import Debugger

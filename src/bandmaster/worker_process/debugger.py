@@ -58,10 +58,16 @@ class Debugger(pdb.Pdb):
         )
         super().set_trace(frame)
 
-    def interaction(self, frame: FrameType | None, *args: Any) -> None:  # type: ignore[override]
+    def interaction(self, frame: FrameType | None, *args: Any) -> None:
         """Ask for commands."""
         with self._hold():
             super().interaction(frame, *args)
+
+    def get_stack(self, frame: FrameType | None, traceback: Any) -> tuple[list[tuple[FrameType, int]], int]:
+        """The frames that commands show: without those that have called the method."""
+        stack, at = super().get_stack(frame, traceback)
+        shown = [entry for entry in stack if entry[0] not in self._callers]
+        return shown, at - (len(stack) - len(shown))
 
     def stop_here(self, frame: FrameType) -> bool:
         """Whether to stop in a frame: not behind the end of the method."""
