@@ -235,4 +235,4 @@ class RowsLost(BandmasterError, RuntimeError):
 
 
 class CallCancelled(BandmasterError, RuntimeError):
-    """The call was cancelled: by `cancel` of its future or its group, by `replace`, or with the task that awaited it."""
+    """The call was cancelled: by `cancel` of its future or group, by `replace`, or with the task that awaited it."""
