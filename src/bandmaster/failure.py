@@ -24,7 +24,7 @@ __all__ = [
     "summary_of",
 ]
 
-N_LAST_LINES = 60  # of the standard error of a process that died; Ray and C libraries end with long dumps
+N_LAST_LINES = 90  # of the standard error of a process that died; Ray, C libraries and Python end with long dumps
 
 
 class FailureKind(Enum):

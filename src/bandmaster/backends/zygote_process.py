@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -242,6 +243,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *lis
         _close_all([stdout_fd, stderr_fd])
         sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        faulthandler.enable(all_threads=False)  # a fatal signal shows the Python stack, which `WorkerDied` quotes
         _take_on(spawn)
         page = ControlPage(replace(spawn.identity, pid=os.getpid()))
         listening = [socket.socket(fileno=fd) for fd in listening_fds]
