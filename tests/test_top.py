@@ -12,7 +12,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.cli import main
 from bandmaster.cli.discovery import Discovered, discover
-from bandmaster.cli.top_view import rows_of
+from bandmaster.cli.top_view import HEADER, columns_that_fit, rows_of
 from bandmaster.cli.usage import GroupUsage, Moment, RankUsage
 from bandmaster.transport.activity import Activity
 from bandmaster.worker_process.activity import ActivityPage
@@ -196,12 +196,24 @@ def test_ranks_in_the_same_state_share_a_row_where_there_is_no_room_for_all():
     moment = Moment((GroupUsage("actor", 64, tuple(ranks)), GroupUsage("critic", 1, (rank(0, None),), "detached")))
     assert len(rows_of(moment)) == len(rows_of(moment, 65)) == 65
     assert rows_of(moment, 36) == [
-        ("actor", "0-2,5-63", "62 processes", "update", "0.0 s to 1 min 03 s", "0% to 63%", "300 MiB", "62 MiB", "-"),
-        ("", "3-4", "2 processes", "idle", "-", "3% to 4%", "300 MiB", "2 MiB", "-"),
+        ("actor", "0-2,5-63", "62 processes", "update", "0.0 s-1m 03s", "0-63%", "300 MiB", "62 MiB", "-"),
+        ("", "3-4", "2 processes", "idle", "-", "3-4%", "300 MiB", "2 MiB", "-"),
         ("critic (detached)", "0", "1000", "unknown", "-", "-", "300 MiB", "-", "-"),
     ]
     last = rows_of(moment, 2)[-1]
     assert last[0] == "and 2 more rows"
+
+
+def test_narrow_terminals_get_fewer_columns():
+    rows = rows_of(Moment((GroupUsage("actor", 2, (rank(0, "update", cpu_percent=5), rank(1, "", cpu_percent=100))),)))
+
+    def names(width):
+        return [HEADER[column] for column in columns_that_fit(rows, width)]
+
+    assert names(200) == list(HEADER)
+    assert names(50) == ["group", "rank", "pid", "runs", "for", "cpu", "memory"], "those without values go first"
+    assert names(42) == ["group", "rank", "runs", "for", "cpu", "memory"]
+    assert names(10) == ["group", "rank", "runs", "for"]
 
 
 def test_devices():

@@ -281,4 +281,4 @@ class RowsLost(BandmasterError, RuntimeError):
 
 
 class CallCancelled(BandmasterError, RuntimeError):
-    """The call was cancelled: by `Future.cancel`, by its group's `cancel` or `replace`, or with the task that awaits it."""
+    """The call was cancelled: by `cancel` of its future or group, by `replace`, or with the task that awaited it."""

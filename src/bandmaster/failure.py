@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 IN_DEBUGGER = "  in a debugger"  # how the stack of a rank begins that waits in one
-N_LAST_LINES = 60  # of the standard error of a process that died; Ray and C libraries end with long dumps
+N_LAST_LINES = 90  # of the standard error of a process that died; Ray, C libraries and Python end with long dumps
 
 
 class FailureKind(Enum):

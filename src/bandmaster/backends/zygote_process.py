@@ -286,6 +286,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         _close_all([stdout_fd, stderr_fd])
         sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        faulthandler.enable(all_threads=False)  # a fatal signal shows the Python stack, which `WorkerDied` quotes
         _take_on(spawn)
         if spawn.log_level is not None:
             send_records(other_fds[0], spawn.log_level)

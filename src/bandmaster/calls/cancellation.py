@@ -49,9 +49,7 @@ class Cancelling:
 def _cancel(traffic: Traffic, is_meant: Callable[[CallSite], bool]) -> int:
     """Cancel the calls to the same workers that are meant, and return how many."""
     n_cancelled = traffic.later.cancel(is_meant)  # first, so that none is sent when those that run have ended
-    for call in list(traffic.in_parts):
-        if is_meant(call.site) and not call.is_done:
-            n_cancelled += call.cancel()
+    n_cancelled += sum([call.cancel() for call in traffic.in_parts() if is_meant(call.site)])
     sent_as_one = set()
     for sent in traffic.open_calls.unfinished():
         if is_meant(sent.site) and not (sent.is_cancelled or sent.is_cleanup):

@@ -85,7 +85,7 @@ class Flow:
         close = partial(call, what=CLOSE_STREAM)
         ahead = self.how.maxsize or ITEMS_AHEAD
         feed = ItemFeed(dict(zip(opened, found, strict=True)), ask, close, ahead, self.submitter.workers)
-        self.submitter.traffic.in_parts.add(feed)
+        self.submitter.traffic.add_in_parts(feed)
         return Stream(feed)
 
     def _items_plan(self, plan: CallPlan, name: str) -> CallPlan:
@@ -108,7 +108,7 @@ class Flow:
                 return pull.send(number, share)
 
         feed = ChunkFeed(site, self.submitter.workers, pull.chunks, takers, send, self.how.maxsize, returns_errors)
-        self.submitter.traffic.in_parts.add(feed)
+        self.submitter.traffic.add_in_parts(feed)
         return Stream(feed)
 
     def pulled(
@@ -126,7 +126,7 @@ class Flow:
         keeps_rows = isinstance(self.spec.collection.incoming, Concat)
         returns_errors = self.how.on_error == "return"
         call = PulledCall(site, keeps_rows, returns_errors, parents, begin, takers, join, later)
-        self.submitter.traffic.in_parts.add(call)
+        self.submitter.traffic.add_in_parts(call)
         future: Future[Any] = Future(call, self.group)
         with self.submitter.admitted(self.spec.label):  # once for all chunks: the group yields after the last one
             later.add(call, waits)

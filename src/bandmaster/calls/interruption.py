@@ -72,6 +72,9 @@ def _describe(calls: Sequence[WaitedFor], notes: list[str], is_done: threading.E
 
 
 def _summary(call: WaitedFor, timeout: CallTimeout | None = None) -> str:
-    method, missing = (call.method, call.missing) if timeout is None else (timeout.method, timeout.missing)
+    if timeout is None or not timeout.missing:  # it is unknown where its ranks are, or they have replied since
+        method, missing = call.method, call.missing
+    else:
+        method, missing = timeout.method, timeout.missing
     what = method if method == call.method else f"{call.method}, which waited for {method},"
     return f"{what} was interrupted before rank {', '.join(map(str, missing))} had replied"

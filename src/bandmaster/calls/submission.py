@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from bandmaster.calls.encoding import encode_group
 from bandmaster.calls.exports import Exporter, exports_are_on
@@ -65,16 +65,24 @@ class Traffic:
     Attributes:
         open_calls: The calls, of all groups that have these workers.
         later: The calls that were not sent yet, since the rows that they take are not there.
-        in_parts: The calls that are sent part by part, as long as something refers to them.
         has_exports: Whether GPU memory may be exported.
     """
 
     def __init__(self) -> None:
         self.open_calls = OpenCalls()
         self.later = LaterCalls()
-        self.in_parts: WeakSet[InParts] = WeakSet()
+        self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
         self.has_exports = exports_are_on()
         self._exporter: Exporter | None = None
+
+    def add_in_parts(self, call: InParts) -> None:
+        """Note a call that is sent part by part, as long as something refers to it."""
+        self._in_parts[id(call)] = call
+
+    def in_parts(self) -> list[InParts]:
+        """The calls that are sent part by part and have not ended; other threads may add some meanwhile."""
+        calls = [reference() for reference in self._in_parts.valuerefs()]
+        return [call for call in calls if call is not None and not call.is_done]
 
     def exporter_to(self, workers: Workers) -> Exporter:
         """The exporter to these workers."""

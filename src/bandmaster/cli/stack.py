@@ -28,7 +28,7 @@ def stack(name: str, rank: int | None) -> int:
     complaints = complaints_about([name], discovered)
     if complaints:
         return _fail(complaints[0])
-    (group,) = named([name], discovered)
+    group = named([name], discovered)[0]
     here = {identity.rank: identity.pid for identity, _ in group.workers}
     if rank is not None and rank not in here:
         return _fail(_not_here(group, rank, list(here)))

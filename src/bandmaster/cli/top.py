@@ -13,7 +13,7 @@ import tty
 from collections.abc import Iterator
 from typing import Any
 
-from bandmaster.cli.top_view import HEADER, rows_of
+from bandmaster.cli.top_view import HEADER, IDLE, columns_that_fit, rows_of
 from bandmaster.cli.usage import Moment, Sampler
 from bandmaster.errors import UsageError
 from bandmaster.plan.render import text_table
@@ -72,28 +72,26 @@ def _run_live(sampler: Sampler, interval_s: float) -> None:
     with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         wait_s = FIRST_LOOK_S
         while not _is_quit(keys, wait_s):
-            live.update(_table(sampler.sample(), console.size.height, interval_s), refresh=True)
+            live.update(_table(sampler.sample(), *console.size, interval_s), refresh=True)
             wait_s = interval_s
 
 
-def _table(moment: Moment, height: int, interval_s: float) -> Any:
-    """The table that fits on a terminal of so many lines; no line is broken."""
+def _table(moment: Moment, width: int, height: int, interval_s: float) -> Any:
+    """The table that fits on a terminal of so many characters and lines; no line is broken."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=f"{os.uname().nodename}: groups of this user, every {interval_s:g} s; q ends"
-        if moment.groups
-        else NO_GROUPS,
-        title_justify="left",
-        box=None,
-        pad_edge=False,
+    rows = rows_of(moment, max(1, height - LINES_AROUND))
+    columns = columns_that_fit(rows, width)
+    title = (
+        f"groups on {os.uname().nodename}, every {interval_s:g} s; q ends" if moment.groups else f"{NO_GROUPS}; q ends"
     )
-    for name in HEADER:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in [HEADER[n] for n in columns]:
         is_number = name in ("pid", "for", "cpu", "memory", "rows held")
         table.add_column(name, no_wrap=True, overflow="ellipsis", justify="right" if is_number else "left")
-    for row in rows_of(moment, max(1, height - LINES_AROUND)):
-        table.add_row(*map(Text, row), style="dim" if row[3] == "idle" else None)
+    for row in rows:
+        table.add_row(*[Text(row[n]) for n in columns], style="dim" if row[3] == IDLE else None)
     return table
 
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from bandmaster.cli.names import ranges
 from bandmaster.cli.usage import GroupUsage, Moment, RankUsage
 
-__all__ = ["HEADER", "rows_of"]
+__all__ = ["HEADER", "columns_that_fit", "rows_of"]
 
 HEADER = ("group", "rank", "pid", "runs", "for", "cpu", "memory", "rows held", "device")
 IDLE = "idle"
+LEAST_FIRST = ("pid", "rows held", "device", "memory", "cpu")
 Row = tuple[str, ...]
 
 
@@ -31,6 +32,22 @@ def rows_of(moment: Moment, most_rows: int | None = None) -> list[Row]:
         return rows
     left_out = len(rows) - most_rows + 1
     return [*rows[: most_rows - 1], (f"and {left_out} more rows", *[""] * (len(HEADER) - 1))]
+
+
+def columns_that_fit(rows: Sequence[Row], width: int) -> list[int]:
+    """Return the numbers of the columns that fit on lines of so many characters, two of which separate columns.
+
+    Columns without any value are left out first, then those that say the least about what runs.
+    """
+    widths = [max(len(row[column]) for row in [HEADER, *rows]) for column in range(len(HEADER))]
+    columns = list(range(len(HEADER)))
+    empty = [n for n in columns if rows and all(row[n] in ("-", "") for row in rows)]
+    for column in [*empty, *map(HEADER.index, LEAST_FIRST)]:
+        if sum(widths[n] + 2 for n in columns) - 2 <= width:
+            break
+        if column in columns:
+            columns.remove(column)
+    return columns
 
 
 def _same_state(ranks: Sequence[RankUsage]) -> list[list[RankUsage]]:
@@ -76,7 +93,10 @@ def _from_to(values: Sequence[float], shown: Callable[[float], str]) -> str:
     if not values:
         return "-"
     least, most = shown(min(values)), shown(max(values))
-    return least if least == most else f"{least} to {most}"
+    if least == most:
+        return least
+    unit = most.lstrip("0123456789.,")
+    return f"{least.removesuffix(unit)}-{most}" if unit else f"{least}-{most}"
 
 
 def _duration(seconds: float) -> str:
@@ -85,7 +105,7 @@ def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes}m {rest:02}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02}m"
 
 
 def _size(nbytes: float) -> str:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bandmaster.cli.discovery import Discovered, discover
+from bandmaster.cli.discovery import Discovered, Group, Process, discover
 from bandmaster.platform.proc import stat
 from bandmaster.transport.activity import Activity
 from bandmaster.transport.kept import held_nbytes
@@ -79,41 +79,40 @@ class Sampler:
     def sample(self) -> Moment:
         """Read what the ranks do and use now."""
         discovered, now = discover(), time.monotonic()
-        before, elapsed_s = self._ticks, now - self._at
-        self._ticks, self._at = {}, now
+        before, self._ticks = self._ticks, {}
+        elapsed_s, self._at = now - self._at, now
         on_devices = _on_devices()
         groups = []
         for group in discovered.groups:
             held = held_nbytes(group.controller) if group.controller else {}
-            ranks = []
-            for identity, process in group.workers:
-                key, found = (process.pid, process.started_s), stat(process.pid)
-                cpu = None
-                if found is not None:
-                    self._ticks[key] = found.ticks
-                    if key in before:
-                        cpu = 100 * (found.ticks - before[key]) / os.sysconf("SC_CLK_TCK") / elapsed_s
-                activity, device = Activity.of(process.pid), on_devices.get(process.pid, "")
-                ranks.append(
-                    RankUsage(
-                        identity.rank,
-                        process.pid,
-                        activity,
-                        process.rss_nbytes,
-                        cpu,
-                        held.get(process.pid, 0),
-                        device,
-                    )
+            ranks = [
+                RankUsage(
+                    identity.rank,
+                    process.pid,
+                    Activity.of(process.pid),
+                    process.rss_nbytes,
+                    self._cpu_percent(process, before, elapsed_s),
+                    held.get(process.pid, 0),
+                    on_devices.get(process.pid, ""),
                 )
+                for identity, process in group.workers
+            ]
             note = "controller gone" if group.is_orphan else "detached" if group.is_detached else ""
-            groups.append(
-                GroupUsage(_name(group.name, discovered, group.full_name), group.world_size, tuple(ranks), note)
-            )
+            groups.append(GroupUsage(_name(group, discovered), group.world_size, tuple(ranks), note))
         return Moment(tuple(groups))
 
+    def _cpu_percent(self, process: Process, before: Mapping[tuple[int, float], int], elapsed_s: float) -> float | None:
+        """Processor time of a process since the sample before; None if it was not there then."""
+        key, found = (process.pid, process.started_s), stat(process.pid)
+        if found is None:
+            return None
+        self._ticks[key] = found.ticks
+        return 100 * (found.ticks - before[key]) / os.sysconf("SC_CLK_TCK") / elapsed_s if key in before else None
 
-def _name(name: str, discovered: Discovered, full_name: str) -> str:
-    return full_name if [group.name for group in discovered.groups].count(name) > 1 else name
+
+def _name(group: Group, discovered: Discovered) -> str:
+    same = [other for other in discovered.groups if other.name == group.name]
+    return group.full_name if len(same) > 1 else group.name
 
 
 def _on_devices() -> Mapping[int, str]:
