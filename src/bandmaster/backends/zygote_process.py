@@ -292,7 +292,6 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
             send_records(other_fds[0], spawn.log_level)
         identity = replace(spawn.identity, pid=os.getpid())
         page = ControlPage(identity)
-        faulthandler.enable()  # a segmentation fault shows the Python stack
         install_breakpoints(identity, page.hold)
         listening = [socket.socket(fileno=fd) for fd in listening_fds]
         rendezvous = Rendezvous(listening[0]) if listening else None

@@ -42,12 +42,24 @@ class Debugger(pdb.Pdb):
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
         """Stop at the next line of a frame."""
         assert frame is not None, "the hook passes its caller"
+        try:
+            with self._hold():
+                self._note_callers(frame)
+                self._terminal.open()
+                self._say_where(frame)
+        except BaseException:  # the call was interrupted
+            self._leave()
+            raise
+        super().set_trace(frame)  # the last step, as every new frame is traced from then on
+
+    def _note_callers(self, frame: FrameType) -> None:
         self._callers, caller = [], frame.f_back
         while caller is not None:
             if self._callers or _is_ours(caller):
                 self._callers.append(caller)
             caller = caller.f_back
-        self._terminal.open()
+
+    def _say_where(self, frame: FrameType) -> None:
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         group, rank = self._identity.group, self._identity.rank
         print(
@@ -56,12 +68,15 @@ class Debugger(pdb.Pdb):
             file=sys.stderr,
             flush=True,
         )
-        super().set_trace(frame)
 
     def interaction(self, frame: FrameType | None, *args: Any) -> None:
         """Ask for commands."""
-        with self._hold():
-            super().interaction(frame, *args)
+        try:
+            with self._hold():
+                super().interaction(frame, *args)
+        except BaseException:  # the call was interrupted meanwhile
+            self._leave()
+            raise
 
     def get_stack(self, frame: FrameType | None, traceback: Any) -> tuple[list[tuple[FrameType, int]], int]:
         """The frames that commands show: without those that have called the method."""
