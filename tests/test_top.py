@@ -127,7 +127,7 @@ def test_the_stack_of_an_idle_rank(make_group, capsys):
     group.pid()
     wait_until(lambda: running(group) == ["", ""])
     assert main(["stack", group.name]) == 0
-    assert capsys.readouterr().out == "--- stack of rank 0, 1 ---\n  idle: it waits for calls\n"
+    assert capsys.readouterr().out == "--- stack of rank 0, 1 ---\n  idle: it runs no method\n"
 
 
 def test_a_roles_method_is_shown_with_its_role(zygote):

@@ -315,7 +315,7 @@ def _ray_call(self: WorkerActor, fn: Callable[..., Any], /, *args: Any, **kwargs
     """In place of Ray's own method, which would pass this actor to ``fn``: pass the user's object."""
     self._catch_up_with_what_is_there()
     self._patience_s = SHORT_S
-    with self._page.announce(OTHERS):
+    with self._page.announce(OTHERS), self._executor.activity.beside("__ray_call__"):
         return fn(self._executor.worker, *args, **kwargs)
 
 

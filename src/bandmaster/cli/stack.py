@@ -48,12 +48,12 @@ def stack(name: str, rank: int | None) -> int:
 
 
 def _with_idle(pid: int, text: str) -> str:
-    """The stack of a rank; of one that waits for calls, only the threads of the user's."""
+    """The stack of a rank; of one that runs no method, only the threads of the user's."""
     activity = Activity.of(pid)
     if activity is None or activity.method:
         return text
     _, separator, others = text.partition(OTHER_THREADS)
-    return f"  idle: it waits for calls{separator}{others}"
+    return f"  idle: it runs no method{separator}{others}"
 
 
 def _not_here(group: Group, rank: int, here: list[int]) -> str:
