@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 from bandmaster.failure import IN_DEBUGGER
@@ -73,15 +74,16 @@ def pids_in_debuggers() -> set[int]:
     return {int(name.removeprefix(_LISTED)) for name in names if name.removeprefix(_LISTED).isdecimal()}
 
 
-def with_debuggers(stacks: dict[int, str]) -> dict[int, str]:
-    """Stacks, by pid, those of processes in debuggers marked as such."""
-    in_debuggers = pids_in_debuggers() if stacks else set()
-    return {
-        pid: f"{IN_DEBUGGER}: bandmaster debug attaches to it, and deadlines wait\n{text}"
-        if pid in in_debuggers
-        else text
-        for pid, text in stacks.items()
-    }
+def with_debuggers(stacks: dict[int, str], pids: Sequence[int]) -> dict[int, str]:
+    """Stacks, by pid; those of processes in debuggers say so, even if there is no more to be said of them.
+
+    Args:
+        stacks: The stacks that could be had.
+        pids: The processes that were asked for them.
+    """
+    in_debuggers = pids_in_debuggers().intersection(pids)
+    heading = f"{IN_DEBUGGER}: bandmaster debug attaches to it, and deadlines wait\n"
+    return {**stacks, **{pid: heading + stacks.get(pid, "") for pid in in_debuggers}}
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:
