@@ -39,6 +39,7 @@ __all__ = [
     "OPEN_STREAM",
     "PRELOAD",
     "QUEUED",
+    "RECORD",
     "START_ADVICE",
     "STREAM",
     "TIMED",
@@ -77,6 +78,7 @@ OPEN_STREAM = "bandmaster.open"  # begin a generator method: to its arguments co
 NEXT = "bandmaster.next"  # the next item of a stream, by the stream's name; no value where there is none any more
 CLOSE_STREAM = "bandmaster.close"  # close the generator of a stream, by the stream's name
 STREAM, METHOD = "bandmaster.stream", "bandmaster.method"  # the keywords that `OPEN_STREAM` adds
+RECORD = "bandmaster.record"  # the keyword by which a call says in which folder a rank is to record it
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ them with pure functions, and prints the result. A command's module is imported 
     top:       discovery ──► usage.Moment ──► top_view ──► text, live with rich
     stack:     discovery ──► Discovered ──► control pages ──► text
     debug:     discovery ──► the socket of a rank's debugger ◄──► terminal
+    replay:    a recorded call ──► its method in this process ──► text, pdb
     plan:      arguments ──► pool, mesh, protocol ──► text
 """
 
@@ -59,6 +60,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from bandmaster.cli.stack import stack
 
         return stack(arguments.group, arguments.rank)
+    if arguments.command == "replay":
+        from bandmaster.cli.replay import replay
+
+        return replay(arguments.path, arguments.rank, arguments.run)
     if arguments.command == "debug":
         from bandmaster.cli.debug import debug
 
@@ -81,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_top(commands)
     _add_stack(commands)
     _add_debug(commands)
+    _add_replay(commands)
     _add_kill(commands)
     _add_plan(commands)
     return parser
@@ -115,6 +121,13 @@ def _add_debug(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     debug = commands.add_parser("debug", help="attach this terminal to a rank that waits at breakpoint()")
     debug.add_argument("group", metavar="GROUP", help=GROUP)
     debug.add_argument("rank", metavar="RANK", nargs="?", type=int, help="default: the one that waits")
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    replay = commands.add_parser("replay", help="run a recorded call, which is a pickle, in this process under pdb")
+    replay.add_argument("path", metavar="PATH", help="a recorded call, or the folder that options(record=...) named")
+    replay.add_argument("--rank", type=int, help="only calls of this rank; default: any")
+    replay.add_argument("--run", action="store_true", help="print the result or the traceback, without a debugger")
 
 
 def _add_kill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -22,6 +22,7 @@ from bandmaster.contract import (
     NEXT,
     OPEN_STREAM,
     PRELOAD,
+    RECORD,
     STREAM,
     TIMED,
     Reply,
@@ -167,6 +168,11 @@ class Executor:
         args, kwargs = self._arguments(parts, rows)
         if self.marks is not None:
             self.marks.append(monotonic_ns())
+        if kwargs and RECORD in kwargs:
+            from bandmaster.worker_process.recording import record_call
+
+            assert self._context is not None, "it was set before the first call"
+            record_call(kwargs.pop(RECORD), self._context, getattr(self.worker, method), args, kwargs)
         return getattr(self.worker, method)(*args, **kwargs)
 
     def _arguments(

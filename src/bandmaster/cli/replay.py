@@ -1,0 +1,88 @@
+"""``bandmaster replay``: run a recorded call again in this process, under pdb."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pdb
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from bandmaster.errors import UsageError
+from bandmaster.worker_process.recording import SUFFIX, restore_random_states
+
+__all__ = ["replay"]
+
+
+def replay(path: str, rank: int | None, is_run: bool) -> int:
+    """Run a recorded call again, with the state, the arguments and the random numbers that it had.
+
+    Args:
+        path: A file, or a folder with recorded calls, of which the last one is taken.
+        rank: Only calls of this rank.
+        is_run: Whether to run without a debugger.
+
+    Returns:
+        The exit status: 0, or 1 if the method raised.
+
+    Raises:
+        UsageError: There is no such call, or it cannot be loaded here.
+    """
+    file = _chosen(Path(path), rank)
+    call = _loaded(file)
+    print(f"{call['label']} on rank {call['rank']} of {call['world_size']}, recorded on host {call['host']}: {file}")
+    restore_random_states(call["random"])
+    try:
+        result = call["method"](*call["args"], **call["kwargs"])
+        if inspect.iscoroutine(result):
+            result = asyncio.run(_awaited(result))
+    except Exception as error:
+        if is_run:
+            traceback.print_exception(_users(error))
+            return 1
+        traceback.print_exception(_users(error))
+        pdb.post_mortem(error.__traceback__)
+        return 1
+    print(f"returned {result!r}")
+    return 0
+
+
+async def _awaited(coroutine: Any) -> Any:
+    return await coroutine
+
+
+def _users(error: BaseException) -> BaseException:
+    """The error without this module's frame."""
+    return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+
+
+def _chosen(path: Path, rank: int | None) -> Path:
+    if path.is_file():
+        return path
+    files = sorted(path.glob(f"*-rank-{'*' if rank is None else rank}{SUFFIX}"))
+    if files:
+        return files[-1]
+    everything = sorted(path.glob(f"*{SUFFIX}"))
+    if not everything:
+        raise UsageError(f"there is no recorded call in {path}; record one by group.method.options(record=...)")
+    ranks = sorted({int(file.stem.rpartition("-")[2]) for file in everything})
+    raise UsageError(f"{path} has no recorded call of rank {rank}, but of rank {', '.join(map(str, ranks))}")
+
+
+def _loaded(file: Path) -> dict[str, Any]:
+    """The recorded call. This runs code that the file names."""
+    try:
+        with file.open("rb") as stream:
+            sys.path += [entry for entry in pickle.load(stream) if entry not in sys.path]
+            call: dict[str, Any] = pickle.load(stream)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{file} needs module {error.name!r}, which cannot be imported here; run the command where the script "
+            "ran, or set PYTHONPATH"
+        ) from error
+    except Exception as error:
+        raise UsageError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
+    return call
