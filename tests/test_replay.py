@@ -29,7 +29,7 @@ class Model(bm.Worker):
     @register(Dispatch.DP_PROTO)
     def divide(self, rows):
         divisor = self.weight - 11
-        return [row / divisor for row in rows]
+        return [rows[0] / divisor]
 
     @register(Dispatch.ONE_TO_ALL)
     def hold_a_lock(self):
