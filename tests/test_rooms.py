@@ -34,7 +34,8 @@ ROOMS = {
     "single_controller": "codec errors roles plan worker contract backends calls lifecycle pool group",
     "compat": "errors",
     "testing": "errors platform plan worker contract transport backends pool group registration",
-    "cli": "errors failure platform plan worker transport worker_process backends lifecycle pool group registration __init__",
+    "cli": "errors failure platform plan worker transport worker_process backends lifecycle pool group registration "
+    "__init__",
     "__main__": "cli",
 }
 

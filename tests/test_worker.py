@@ -125,6 +125,29 @@ def test_init_process_group_needs_no_arguments_and_its_port_cannot_be_taken(make
     assert group.all_reduce() == [3.0, 3.0], "again, in a new process group"
 
 
+@pytest.fixture(scope="module")
+def gloo():
+    """Gloo in this process, where it keeps a pipe from its first use on."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_one_rank_has_a_process_group_of_its_own_and_leaves_nothing(gloo, make_group):
+    import torch.distributed as dist
+
+    before = dict(os.environ)
+    group, other = make_group(1, Collective), make_group(1, Collective)
+    assert group.all_reduce() == [1.0]
+    other.close()
+    group.leave()
+    assert group.all_reduce() == [1.0]
+    group.close()
+    assert not dist.is_initialized() and dict(os.environ) == before
+
+
 @pytest.mark.backends("local", "ray")
 def test_a_device_mesh_has_the_axes_of_the_groups_mesh(make_group):
     group = make_group(bm.Mesh(dp=2, tp=2), Collective)

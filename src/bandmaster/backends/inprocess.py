@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ class InProcessBackend(MachineBackend):
     def __init__(self) -> None:
         super().__init__()
         self._environment = SharedEnvironment()
+        self._had_process_group = False  # before the first group of one rank was made
 
     def start(self, launch: Launch) -> InProcessWorkers:
         """Return the workers of a group. No process is started: the `CONSTRUCT` call makes the users' objects.
@@ -47,7 +49,37 @@ class InProcessBackend(MachineBackend):
                 "output= needs workers with processes of their own, but the pool is on backend 'inprocess', where all "
                 "output is that of the controller; leave output= out, or use backend 'local'"
             )
-        return InProcessWorkers(launch, release=self._environment.hold(launch.group, launch.env))
+        if len(launch.slots) > 1 or not self._may_be_alone():
+            return InProcessWorkers(launch, release=self._environment.hold(launch.group, launch.env))
+        if not self._environment.has("RANK"):
+            self._had_process_group = _has_process_group()
+        release = self._environment.hold(launch.group, {**launch.env, **_ONE_RANK})
+        return InProcessWorkers(launch, release=partial(self._release_alone, release))
+
+    def _may_be_alone(self) -> bool:
+        """Whether this process is no rank of torch.distributed by the environment that it was started with."""
+        return "RANK" not in os.environ or self._environment.has("RANK")
+
+    def _release_alone(self, release: Callable[[], object]) -> None:
+        """Put back the environment; the last group of one rank takes the process group along that they have made."""
+        release()
+        if not self._environment.has("RANK") and not self._had_process_group and _has_process_group():
+            sys.modules["torch.distributed"].destroy_process_group()
+
+
+_ONE_RANK = {  # with which init_process_group() makes a group of this process alone, on a port that the kernel chooses
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+
+
+def _has_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 class InProcessWorkers:

@@ -46,6 +46,10 @@ class SharedEnvironment:
             self._put_back()
         return partial(self._release, held)
 
+    def has(self, name: str) -> bool:
+        """Whether a variable is set for a group."""
+        return any(name in theirs for _, theirs in list(self._held))  # finalizers ask, too: without the lock
+
     def _check(self, group: str, variables: Mapping[str, str]) -> None:
         for other, theirs in self._held:
             for name in variables.keys() & theirs.keys():

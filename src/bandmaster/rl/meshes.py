@@ -32,7 +32,7 @@ def start_torch_distributed(worker: Worker) -> None:
     backend = "gloo" if worker.device == "cpu" else "cpu:gloo,cuda:nccl"
     if worker.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    elif "RANK" not in os.environ:
+    elif os.environ.get("WORLD_SIZE") != str(worker.world_size):
         raise UsageError(
             f"torch.distributed takes a process for each of {worker.world_size} ranks, and these share one; use "
             'backend "local" or "ray", or one rank'
