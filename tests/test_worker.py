@@ -130,7 +130,7 @@ def gloo():
     """Gloo in this process, where it keeps a pipe from its first use on."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     dist.destroy_process_group()
 
 
