@@ -84,11 +84,13 @@ def test_a_method_is_stepped_through_while_deadlines_wait(group):
     assert "executor.py" not in child.before  # the library's own frames
     with pytest.raises(bm.CallTimeout, match="in a debugger"):
         future.result(timeout=0)  # asks, and does not wait
+    behind = group.step.options(timeout=0.3).submit(1, [])
     child.sendline("doubled = 77")
     child.expect_exact("(Pdb) ")
     child.sendline("c")
     ended(child, f"rank 1 of {group.name} goes on without the debugger")
     assert future.result() == [10, 77]
+    assert behind.result() == [2, 3]
 
 
 def test_a_terminal_can_go_and_another_one_come(group):

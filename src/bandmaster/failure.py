@@ -211,8 +211,11 @@ def _revive(kind: FailureKind, summary: str, text: str, dumped: bytes | None, kn
 
 
 def is_in_debugger(stack: str) -> bool:
-    """Whether a stack is that of a rank whose debugger waits for a terminal, or is attached to one."""
-    return stack.startswith(IN_DEBUGGER)
+    """Whether a stack is that of a rank whose debugger waits for a terminal, or is attached to one.
+
+    It may begin with a line that says that the rank has not come to the call that was asked about.
+    """
+    return any(line.startswith(IN_DEBUGGER) for line in stack.split("\n", 2)[:2])
 
 
 def stacks_by_equality(stacks: Mapping[int, str]) -> str:
