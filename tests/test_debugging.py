@@ -144,13 +144,13 @@ def test_the_end_of_the_method_ends_the_debugger(group):
 
 def test_a_rank_in_a_debugger_is_not_ended_when_another_fails(group, tmp_path):
     pids, gate = group.pids(), tmp_path / "gate"
-    future = group.fail_or_stop.options(grace=0.1).submit(str(gate))
+    future = group.fail_or_stop.options(grace=0.5).submit(str(gate))
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(future.exception)  # who waits also interrupts, and ends who does not stop in time
         wait_until_in_debugger(group, [1])
         child = attached(group.name)
         gate.touch()
-        child.sendline("import time; time.sleep(1.5); self.rank + 41")  # longer than until the end would be due
+        child.sendline("import time; time.sleep(2); self.rank + 41")  # longer than until the end would be due
         child.expect_exact("42")
         child.sendline("c")
         ended(child, "goes on")

@@ -449,16 +449,16 @@ class PendingCall:
         assert self._escalation is not None, "it says that this is due"
         self._take(0.0)
         stuck = {rank: ticket for rank, ticket in self.tickets.items() if rank in self._arrived}
-        for rank, stack in (self.workers.stacks(stuck) if stuck else {}).items():
-            if is_in_debugger(stack):
-                del stuck[rank]
+        stacks = self.workers.stacks(stuck) if stuck else {}
+        debugged = {rank for rank, stack in stacks.items() if is_in_debugger(stack)}
+        stuck = {rank: ticket for rank, ticket in stuck.items() if rank not in debugged}
         if stuck:
             grace = self.site.limits().grace
             more = f" (grace {grace:g} s; options(grace=...) gives it more)" if grace else ""
             why = f"ended by the controller, as it had not stopped in time after {self._reason()}{more}"
             self.workers.interrupt(stuck, why)
         if self.tickets:
-            self._arrived = self._ranks_at_this_call()
+            self._arrived = self._ranks_at_this_call() - debugged
             self._escalation.put_off_the_end(time.monotonic())
 
     def _ranks_at_this_call(self) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bdb
 import inspect
 import pdb
 import pickle
@@ -35,16 +36,18 @@ def replay(path: str, rank: int | None, is_run: bool) -> int:
     call = _loaded(file)
     print(f"{call['label']} on rank {call['rank']} of {call['world_size']}, recorded on host {call['host']}: {file}")
     restore_random_states(call["random"])
+    if is_run:
+        sys.breakpointhook = lambda *_, **__: None
     try:
         result = call["method"](*call["args"], **call["kwargs"])
         if inspect.iscoroutine(result):
             result = asyncio.run(_awaited(result))
+    except bdb.BdbQuit:  # at a breakpoint() of the method
+        return 1
     except Exception as error:
-        if is_run:
-            traceback.print_exception(_users(error))
-            return 1
         traceback.print_exception(_users(error))
-        pdb.post_mortem(error.__traceback__)
+        if not is_run:
+            pdb.post_mortem(error.__traceback__)
         return 1
     print(f"returned {result!r}")
     return 0
@@ -62,10 +65,10 @@ def _users(error: BaseException) -> BaseException:
 def _chosen(path: Path, rank: int | None) -> Path:
     if path.is_file():
         return path
-    files = sorted(path.glob(f"*-rank-{'*' if rank is None else rank}{SUFFIX}"))
+    files = list(path.glob(f"*-rank-{'*' if rank is None else rank}{SUFFIX}"))
     if files:
-        return files[-1]
-    everything = sorted(path.glob(f"*{SUFFIX}"))
+        return max(files, key=lambda file: file.stat().st_mtime_ns)
+    everything = list(path.glob(f"*{SUFFIX}"))
     if not everything:
         raise UsageError(f"there is no recorded call in {path}; record one by group.method.options(record=...)")
     ranks = sorted({int(file.stem.rpartition("-")[2]) for file in everything})

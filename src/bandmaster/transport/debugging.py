@@ -4,7 +4,7 @@
 
     worker                                                    bandmaster debug, as the same user
     breakpoint() ── listens on @bandmaster-debugger-<pid> ◄── connects; both look at who the other is
-      {"text": "> file(3)method()...(Pdb) ", "ask": true} ──► shows it, and reads a line
+      {"text": "> file(3)method()...(Pdb) "} ──────────────► shows it, and reads a line
                                             "p self\\n"   ◄── sends it
 
 Lines of JSON go both ways. The kernel lists abstract sockets in /proc/net/unix, and removes them with their process.

@@ -29,7 +29,7 @@ def install_breakpoints(identity: WorkerIdentity, hold: Callable[[], AbstractCon
 
     def hook(*args: Any, **kwargs: Any) -> Any:
         nonlocal debugger
-        if not os.environ.get("PYTHONBREAKPOINT", OF_RAY).startswith(OF_RAY):
+        if not (os.environ.get("PYTHONBREAKPOINT") or OF_RAY).startswith(OF_RAY):
             return sys.__breakpointhook__(*args, **kwargs)
         if debugger is None:
             from bandmaster.worker_process.debugger import Debugger

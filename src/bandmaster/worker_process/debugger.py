@@ -47,6 +47,10 @@ class Debugger(pdb.Pdb):
                 self._note_callers(frame)
                 self._terminal.open()
                 self._say_where(frame)
+        except OSError as error:  # another process has the name of the socket
+            self._leave()
+            print(f"breakpoint() goes on, as no terminal could attach: {error}", file=sys.stderr, flush=True)
+            return
         except BaseException:  # the call was interrupted
             self._leave()
             raise

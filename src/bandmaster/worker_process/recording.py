@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,24 @@ def record_call(
     content = _pickled(call, label)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    number = 1 + len(list(path.glob(f"*-{label}-rank-{rank}{SUFFIX}")))
-    file = path / f"{number:04d}-{label}-rank-{rank}{SUFFIX}"
-    unfinished = file.with_suffix(f".{os.getpid()}.part")
-    unfinished.write_bytes(content)
-    unfinished.replace(file)  # so that who reads the folder sees whole files alone
-    return file
+    unfinished = path / f"{uuid.uuid4().hex}.part"
+    try:
+        unfinished.write_bytes(content)
+        return _named(unfinished, path, f"{label}-rank-{rank}{SUFFIX}")  # who reads the folder sees whole files alone
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _named(unfinished: Path, path: Path, name: str) -> Path:
+    """Give a file the next free number; several workers may do so at the same time."""
+    number = 1 + max((int(file.name[:4]) for file in path.glob(f"[0-9][0-9][0-9][0-9]-{name}")), default=0)
+    while True:
+        file = path / f"{number:04d}-{name}"
+        try:
+            os.link(unfinished, file)
+            return file
+        except FileExistsError:
+            number += 1
 
 
 def _pickled(call: Mapping[str, Any], label: str) -> bytes:
