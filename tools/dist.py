@@ -105,7 +105,7 @@ def check_sdist(version: str) -> None:
 
 
 def check_files(what: str, files: Mapping[str, bytes], wanted: Set[str], generated: tuple[str, ...]) -> None:
-    """Raise unless a distribution has the wanted files and, besides them, only generated ones, and names no folder here.
+    """Raise unless a distribution has the wanted files and besides them only generated ones, and names no folder here.
 
     Args:
         what: What messages call the distribution.
