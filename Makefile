@@ -109,7 +109,7 @@ $(DIST_TOOLS)/.ready: constraints.txt tools/requirements-dist.txt
 DOCS := .docs
 
 docs: $(DOCS)/.ready  ## build the documentation site into site/
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 $(DOCS)/.ready: constraints.txt tools/requirements-docs.txt
 	$(PYTHON) -m venv $(DOCS)

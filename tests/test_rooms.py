@@ -34,7 +34,7 @@ ROOMS = {
     "single_controller": "codec errors roles plan worker contract backends calls lifecycle pool group",
     "compat": "errors",
     "testing": "errors platform plan worker contract transport backends pool group registration",
-    "cli": "errors platform plan worker transport backends lifecycle pool group registration __init__",
+    "cli": "errors failure platform plan worker transport backends lifecycle pool group registration __init__",
     "__main__": "cli",
 }
 

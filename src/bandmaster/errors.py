@@ -32,7 +32,14 @@ import traceback
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from bandmaster.failure import Failure, FailureKind, with_source_lines, without_library_frames
+from bandmaster.failure import (
+    Failure,
+    FailureKind,
+    is_in_debugger,
+    stacks_by_equality,
+    with_source_lines,
+    without_library_frames,
+)
 
 __all__ = [
     "ArgumentError",
@@ -234,7 +241,9 @@ class CallTimeout(BandmasterError, TimeoutError):
         missing: The ranks without a reply.
         stacks: The Python stacks of these ranks, by rank, innermost frame last; ranks whose stack could not be read
             are omitted.
-        future: The call, for ``future.result()`` or ``future.cancel()``; None for constructors, and after unpickling.
+        future: The call, for ``future.result()`` or ``future.cancel()``; None for constructors and streams, and after
+            unpickling.
+        stream: The stream, to iterate over it further or to close it; None for other calls, and after unpickling.
     """
 
     def __init__(
@@ -249,17 +258,15 @@ class CallTimeout(BandmasterError, TimeoutError):
         self.method, self.missing, self._timeout_s, self.stacks = method, missing, timeout_s, dict(stacks or {})
         self._what_next = what_next
         self.future: Any = None
-        ranks_by_stack: dict[str, list[str]] = {}
-        for rank, stack in self.stacks.items():
-            ranks_by_stack.setdefault(stack, []).append(str(rank))
-        shown = [
-            f"\n--- stack of rank {', '.join(ranks)} ---\n{with_source_lines(text)}"
-            for text, ranks in ranks_by_stack.items()
-        ]
-        super().__init__(
-            f"{method} got no reply from rank {', '.join(map(str, missing))} within {timeout_s:g} s; "
-            f"{what_next}{''.join(shown)}"
-        )
+        self.stream: Any = None
+        what = f"got no reply from rank {', '.join(map(str, missing))}" if missing else "was not sent"
+        summary = f"{method} {what} within {timeout_s:g} s; {what_next}"
+        super().__init__("\n".join(filter(None, (summary, stacks_by_equality(self.stacks)))))
+
+    @property
+    def is_debugged(self) -> bool:
+        """Whether one of the ranks waits in a debugger; deadlines of calls begin anew then."""
+        return any(map(is_in_debugger, self.stacks.values()))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.method, self.missing, self._timeout_s, self.stacks, self._what_next)
@@ -274,4 +281,4 @@ class RowsLost(BandmasterError, RuntimeError):
 
 
 class CallCancelled(BandmasterError, RuntimeError):
-    """The call was cancelled: by `Future.cancel`, by `WorkerGroup.replace`, or with the task that awaited it."""
+    """The call was cancelled: by `cancel` of its future or group, by `replace`, or with the task that awaited it."""

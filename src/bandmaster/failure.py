@@ -18,16 +18,20 @@ from typing import Any
 import cloudpickle
 
 __all__ = [
+    "IN_DEBUGGER",
     "N_LAST_LINES",
     "Failure",
     "FailureKind",
+    "is_in_debugger",
     "reraise_if_from_signal",
+    "stacks_by_equality",
     "summary_of",
     "with_source_lines",
     "without_library_frames",
 ]
 
-N_LAST_LINES = 60  # of the standard error of a process that died; Ray and C libraries end with long dumps
+IN_DEBUGGER = "  in a debugger"  # how the stack of a rank begins that waits in one
+N_LAST_LINES = 90  # of the standard error of a process that died; Ray, C libraries and Python end with long dumps
 
 
 class FailureKind(Enum):
@@ -204,3 +208,24 @@ def _revive(kind: FailureKind, summary: str, text: str, dumped: bytes | None, kn
         reraise_if_from_signal(why)
         exception = None
     return Failure(kind, summary, text, exception if isinstance(exception, BaseException) else None, **known)
+
+
+def is_in_debugger(stack: str) -> bool:
+    """Whether a stack is that of a rank whose debugger waits for a terminal, or is attached to one."""
+    return stack.startswith(IN_DEBUGGER)
+
+
+def stacks_by_equality(stacks: Mapping[int, str]) -> str:
+    """Format the stacks of ranks. Ranks with equal stacks share one heading, in the order of the given ranks.
+
+    Args:
+        stacks: The stack of each rank, by rank.
+
+    Returns:
+        For each different stack a heading that names its ranks, and the stack; "" if there are no stacks.
+    """
+    ranks_by_stack: dict[str, list[str]] = {}
+    for rank, stack in stacks.items():
+        ranks_by_stack.setdefault(stack, []).append(str(rank))
+    shown = ((", ".join(ranks), with_source_lines(stack)) for stack, ranks in ranks_by_stack.items())
+    return "\n".join(f"--- stack of rank {ranks} ---\n{stack}" for ranks, stack in shown)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 from bandmaster.backends import get_backend
 from bandmaster.calls.by_name import ByName
+from bandmaster.calls.cancellation import Cancelling
 from bandmaster.calls.derived import PutRows
 from bandmaster.calls.encoding import encode_constructor
 from bandmaster.calls.future import Future
@@ -62,7 +63,7 @@ __all__ = ["GroupOf", "WorkerGroup"]
 W = TypeVar("W", bound=Worker)
 
 
-class GroupOf(ByName, Generic[W]):
+class GroupOf(ByName, Cancelling, Generic[W]):
     """A worker group whose methods editors complete and type checkers check.
 
     Subclass it together with the worker class. At run time the subclass behaves like `WorkerGroup`::

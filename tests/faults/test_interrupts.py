@@ -18,6 +18,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 
 pytestmark = pytest.mark.timeout(60)
+needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 
 SCRIPT = """
 import os, signal, sys, time
@@ -106,6 +107,14 @@ class Slow(bm.Worker):
             pass
 
     @register(Dispatch.ONE_TO_ALL)
+    def doze(self):
+        time.sleep(3)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
     def nap(self, seconds):
         time.sleep(seconds)
         return seconds
@@ -157,6 +166,59 @@ def test_who_has_the_future_of_an_interrupted_wait_can_wait_again(share_group):
     with pytest.raises(KeyboardInterrupt):
         future.result()
     assert future.result(timeout=20) == [1, 1]
+
+
+WAYS_TO_WAIT = {
+    "method": lambda group: group.doze(),
+    "future": lambda group: group.doze.submit().result(),
+    "wait": lambda group: bm.wait([group.doze.submit()]),
+    "stream": lambda group: list(group.doze.stream()),
+}
+
+
+@needs_notes
+@pytest.mark.backends("local", "ray")
+@pytest.mark.parametrize("way", WAYS_TO_WAIT)
+def test_ctrl_c_tells_where_the_ranks_were(share_group, way):
+    group = share_group(2, Slow)
+    group.echo(1)
+    interrupted_in(0.5)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        WAYS_TO_WAIT[way](group)
+    assert time.monotonic() - start < 3
+    (note,) = caught.value.__notes__
+    heading, ranks, *stack = note.split("\n")
+    assert heading == "Slow.doze was interrupted before rank 0, 1 had replied"
+    assert ranks == "--- stack of rank 0, 1 ---", "ranks with the same stack are named together"
+    assert "in doze" in stack[-2] and stack[-1] == "    time.sleep(3)"
+    group.cancel()
+    assert group.echo(7) == [7, 7]
+
+
+@needs_notes
+@pytest.mark.backends("local")
+def test_a_second_ctrl_c_does_not_wait_for_stacks(make_group):
+    """And the first one waits for them half a second at most, although a rank shows none."""
+    group = make_group(2, Slow)
+    (_, stopped) = group.pid()
+    for n_interrupts in (1, 2):
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            call = group.doze.submit()
+            interrupted_in(0.2)
+            start = time.monotonic()
+            with pytest.raises(KeyboardInterrupt) as caught:
+                if n_interrupts == 2:
+                    interrupted_in(0.4)
+                call.result()
+            took_s = time.monotonic() - start
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        assert 0.4 < took_s < 0.65 if n_interrupts == 2 else 0.6 < took_s < 1.2
+        assert isinstance(caught.value.__context__, KeyboardInterrupt) == (n_interrupts == 2)
+        call.cancel()
+        assert group.echo(7) == [7, 7]
 
 
 @pytest.mark.backends("local", "ray")

@@ -154,6 +154,15 @@ def test_a_local_death_is_told_by_exit_code_or_signal(zygote, how, words):
             group.add(1)
 
 
+@pytest.mark.backends("local", "ray")
+def test_a_segmentation_fault_shows_the_python_stack(make_group):
+    group = make_group(2, Mortal)
+    with pytest.raises(
+        WorkerDied, match=r"(?s)Fatal Python error: Segmentation fault.*ends.py\", line \d+ in segfault"
+    ):
+        group.die_on([1], segfault)
+
+
 def test_a_death_while_nothing_is_pending_is_told_by_the_next_call(group):
     victim = pids(group)[1]
     os.kill(victim, signal.SIGKILL)

@@ -34,6 +34,8 @@ from bandmaster.transport.lane import Lane
 from bandmaster.transport.listener import connect, peer_pid
 from bandmaster.transport.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
+from bandmaster.worker_process.activity import ActivityPage
+from bandmaster.worker_process.breakpoints import install_breakpoints
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import serve
@@ -132,8 +134,11 @@ class WorkerActor:
             redirect(output)
         tame_bars()
         controller = identity.controller if controllers_host == host_identity() else 0
-        self._page = ControlPage(replace(identity, pid=os.getpid(), controller=controller))
+        identity = replace(identity, pid=os.getpid(), controller=controller)
+        self._page = ControlPage(identity)
+        install_breakpoints(identity, self._page.hold)
         self._executor.hold = self._page.hold
+        self._executor.activity = ActivityPage(is_shared=True)
         address = ray.util.get_node_ip_address()
         device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
         if identity.rank == 0:
@@ -255,6 +260,7 @@ class WorkerActor:
             except KeyboardInterrupt as error:  # interrupted, or raised by the method
                 self._page.end()
                 self._executor.marks = None
+                self._executor.activity.end()
                 return self._executor.failure(error)
 
 
@@ -309,7 +315,7 @@ def _ray_call(self: WorkerActor, fn: Callable[..., Any], /, *args: Any, **kwargs
     """In place of Ray's own method, which would pass this actor to ``fn``: pass the user's object."""
     self._catch_up_with_what_is_there()
     self._patience_s = SHORT_S
-    with self._page.announce(OTHERS):
+    with self._page.announce(OTHERS), self._executor.activity.beside("__ray_call__"):
         return fn(self._executor.worker, *args, **kwargs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -27,6 +28,8 @@ from bandmaster.transport.kept import kept_name
 from bandmaster.transport.lane import Lane
 from bandmaster.transport.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
+from bandmaster.worker_process.activity import ActivityPage
+from bandmaster.worker_process.breakpoints import install_breakpoints
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.log_records import send_records
@@ -283,12 +286,16 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         _close_all([stdout_fd, stderr_fd])
         sys.stdout = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        faulthandler.enable(all_threads=False)  # a fatal signal shows the Python stack, which `WorkerDied` quotes
         _take_on(spawn)
         if spawn.log_level is not None:
             send_records(other_fds[0], spawn.log_level)
-        page = ControlPage(replace(spawn.identity, pid=os.getpid()))
+        identity = replace(spawn.identity, pid=os.getpid())
+        page = ControlPage(identity)
+        install_breakpoints(identity, page.hold)
         listening = [socket.socket(fileno=fd) for fd in listening_fds]
-        executor = Executor(page.hold, Rendezvous(listening[0]) if listening else None)
+        rendezvous = Rendezvous(listening[0]) if listening else None
+        executor = Executor(page.hold, rendezvous, ActivityPage(is_shared=True))
         executor.prepare(spawn.context)
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())), is_only_reader=True)
         os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end

@@ -88,7 +88,7 @@ class DerivedCall:
 
     def late(self, timeout_s: float) -> CallTimeout:
         """The error for who has waited for so long."""
-        return late(self.site, timeout_s, self.awaited, "takes its rows")
+        return late(self.site, timeout_s, self.awaited, "takes its rows", can_be_cancelled=False)
 
     def watch(self, when_done: Callable[[], object]) -> None:
         """Call a function when one of the other calls is done."""

@@ -12,9 +12,10 @@ from bandmaster.calls.outcome import Outcome
 from bandmaster.calls.pending import PendingCall
 from bandmaster.calls.stream import Arrivals
 from bandmaster.contract import Workers
+from bandmaster.errors import CallCancelled
 from bandmaster.plan.shares import Share
 
-__all__ = ["ItemCall", "ItemFeed", "ShareFeed", "pending_calls"]
+__all__ = ["CloseCall", "ItemCall", "ItemFeed", "ShareFeed", "pending_calls"]
 
 
 def pending_calls(futures: Iterable[Future[Any]]) -> list[PendingCall]:
@@ -77,6 +78,13 @@ class ItemCall(PendingCall):
         super()._conclude()
 
 
+class CloseCall(PendingCall):
+    """A call that closes generators."""
+
+    __slots__ = ()
+    is_cleanup = True
+
+
 class ItemFeed:
     """The items of generators, of which each is asked for a few more than were taken.
 
@@ -103,6 +111,7 @@ class ItemFeed:
         self._share_of = dict(opened)
         self._asked = {share: deque([future]) for future, share in opened.items()}  # in the order of the items
         self._ended: set[Share] = set()
+        self._is_cancelled = False
         self._ask, self._close = ask, close
         for future, share in opened.items():
             self._tell_when_done(future, share)
@@ -124,6 +133,8 @@ class ItemFeed:
 
         The items of a rank are done in their order, but may be told of in another.
         """
+        if self._is_cancelled:
+            raise CallCancelled(f"{self.site.method} was cancelled; make the call again")
         future = self._asked[share].popleft()
         del self._share_of[future]
         error = future.exception()
@@ -150,6 +161,19 @@ class ItemFeed:
             future.cancel()
         with contextlib.suppress(Exception):  # the group was closed, or has died
             self._close(sorted(set(self._asked) - self._ended))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all generators have ended, or were closed."""
+        return not self.is_open
+
+    def cancel(self) -> bool:
+        """Ask for no more items. The stream raises `CallCancelled` and closes the generators then."""
+        self._is_cancelled = True
+        self.arrived.put(next(iter(self._asked)))  # wakes a thread that waits for an item
+        for future in list(self._share_of):
+            future.cancel()
+        return True
 
     def _ask_for_one(self, share: Share) -> None:
         future = self._ask(share)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bandmaster.calls.feeds import ItemCall, ItemFeed, ShareFeed
+from bandmaster.calls.feeds import CloseCall, ItemCall, ItemFeed, ShareFeed
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import CallOptions, FlowOptions
 from bandmaster.calls.pending import Collection
@@ -72,8 +72,9 @@ class Flow:
             asked = tuple([rank for share in some for rank in share.ranks])
             which = CallPlan((ArgumentGroup(((0, name),), ("stream",), asked),))
             collections = {share: alone[share] for share in some}
+            kind = CloseCall if what == CLOSE_STREAM else ItemCall
             return self.submitter.submit_shares(
-                self.group, self.spec.name, which, collections, self.options, what, ItemCall
+                self.group, self.spec.name, which, collections, self.options, what, kind
             )
 
         def ask(share: Share) -> Future[Any]:
@@ -83,7 +84,9 @@ class Flow:
 
         close = partial(call, what=CLOSE_STREAM)
         ahead = self.how.maxsize or ITEMS_AHEAD
-        return Stream(ItemFeed(dict(zip(opened, found, strict=True)), ask, close, ahead, self.submitter.workers))
+        feed = ItemFeed(dict(zip(opened, found, strict=True)), ask, close, ahead, self.submitter.workers)
+        self.submitter.traffic.add_in_parts(feed)
+        return Stream(feed)
 
     def _items_plan(self, plan: CallPlan, name: str) -> CallPlan:
         """The arguments of the call that begins with the generators."""
@@ -105,6 +108,7 @@ class Flow:
                 return pull.send(number, share)
 
         feed = ChunkFeed(site, self.submitter.workers, pull.chunks, takers, send, self.how.maxsize, returns_errors)
+        self.submitter.traffic.add_in_parts(feed)
         return Stream(feed)
 
     def pulled(
@@ -122,6 +126,7 @@ class Flow:
         keeps_rows = isinstance(self.spec.collection.incoming, Concat)
         returns_errors = self.how.on_error == "return"
         call = PulledCall(site, keeps_rows, returns_errors, parents, begin, takers, join, later)
+        self.submitter.traffic.add_in_parts(call)
         future: Future[Any] = Future(call, self.group)
         with self.submitter.admitted(self.spec.label):  # once for all chunks: the group yields after the last one
             later.add(call, waits)

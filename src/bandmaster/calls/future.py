@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from bandmaster.calls.derived import DerivedCall
 from bandmaster.calls.handle import Handle
+from bandmaster.calls.interruption import WaitedFor, note_calls
 from bandmaster.calls.later import LaterCall
 from bandmaster.calls.outcome import Outcome
 from bandmaster.calls.pending import PendingCall
@@ -87,12 +88,23 @@ class Future(Handle, Generic[T]):
             CallTimeout: A rank did not reply in time.
         """
         timeout_s = self._call.site.limits().timeout if timeout is None else timeout
-        if not self._call.wait(timeout_s):
-            assert timeout_s is not None, "only a deadline ends the wait early"
-            raise self._late(timeout_s)
+        try:
+            while not self._call.wait(timeout_s):
+                assert timeout_s is not None, "only a deadline ends the wait early"
+                late = self._late(timeout_s)
+                if not (timeout_s and late.is_debugged):
+                    raise late
+        except KeyboardInterrupt as error:
+            note_calls(error, [self._waited_for()])
+            raise
         if self._call.error is None and self._call.keeps_rows and self._call.rows_are_here:
             self._call.bring_rows()  # it costs little to know whether they can be joined
         return self._call.error
+
+    def _waited_for(self) -> WaitedFor:
+        """What the notes of a KeyboardInterrupt say about this call."""
+        awaited = self._call.awaited
+        return WaitedFor(self._call.site.method, awaited.missing if awaited is not None else (), self._call.late)
 
     def _late(self, timeout_s: float) -> CallTimeout:
         error = self._call.late(timeout_s)
@@ -155,10 +167,14 @@ class Future(Handle, Generic[T]):
         self.add_done_callback(lambda _: loop.call_soon_threadsafe(arrived.set))
         timeout_s = self._call.site.limits().timeout
         try:
-            yield from asyncio.wait_for(arrived.wait(), timeout_s).__await__()
-        except asyncio.TimeoutError:
-            assert timeout_s is not None, "only a deadline ends the wait early"
-            raise self._late(timeout_s) from None
+            while not arrived.is_set():
+                try:
+                    yield from asyncio.wait_for(arrived.wait(), timeout_s).__await__()
+                except asyncio.TimeoutError:
+                    assert timeout_s is not None, "only a deadline ends the wait early"
+                    late = self._late(timeout_s)
+                    if not (timeout_s and late.is_debugged):
+                        raise late from None
         except asyncio.CancelledError:
             self.cancel()
             raise

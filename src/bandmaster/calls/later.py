@@ -165,10 +165,14 @@ class Waiting(Protocol):
         site: What messages say about it.
         parents: The futures of the rows that it takes, until it was sent.
         blocker: The call that it waits for.
+        is_done: Whether it has its result, or will not be sent.
     """
 
     site: CallSite
     parents: tuple[Any, ...]
+
+    @property
+    def is_done(self) -> bool: ...  # noqa: D102
 
     @property
     def blocker(self) -> PendingCall | None: ...  # noqa: D102
@@ -263,6 +267,12 @@ class LaterCalls:
             with suppress(IndexError):  # another thread was faster
                 self.calls[0].wait_until_sent(None)
             self.advance()
+
+    def cancel(self, is_meant: Callable[[CallSite], bool]) -> int:
+        """Cancel some of them, the last ones first, so that none is sent meanwhile. Returns how many."""
+        with self._lock:
+            calls = [call for call in reversed(self.calls) if is_meant(call.site) and not call.is_done]
+        return sum([call.cancel() for call in calls])
 
     def give_up(self, why: Callable[[str], BaseException]) -> None:
         """Send none of them; ``why`` returns the reason for a method."""

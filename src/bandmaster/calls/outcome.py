@@ -97,7 +97,9 @@ def first_awaited(futures: Sequence[Any]) -> PendingCall | None:
     return next((future._call.awaited for future in futures if not future._call.is_done), None)
 
 
-def late(site: CallSite, timeout_s: float, awaited: PendingCall | None, why: str) -> CallTimeout:
+def late(
+    site: CallSite, timeout_s: float, awaited: PendingCall | None, why: str, can_be_cancelled: bool = True
+) -> CallTimeout:
     """The error for who has waited for a call that could not be sent.
 
     Args:
@@ -105,8 +107,13 @@ def late(site: CallSite, timeout_s: float, awaited: PendingCall | None, why: str
         timeout_s: How long.
         awaited: The call that it waits for.
         why: How the two belong together: ``"takes its rows"``.
+        can_be_cancelled: Whether it can be cancelled without what it waits for.
     """
     if awaited is None:
         return CallTimeout(site.method, (), timeout_s)
-    what_next = f"{site.method} {why}, and so was not sent; wait for it again, or cancel both"
+    alone = "cancel it alone with error.future.cancel(), or " if can_be_cancelled else ""
+    what_next = (
+        f"{site.method} {why}, and so was not sent: wait again with error.future.result(), {alone}cancel all calls of "
+        f"group {awaited.site.group!r} with its cancel()"
+    )
     return CallTimeout(awaited.site.method, awaited.missing, timeout_s, awaited.stacks(), what_next)

@@ -29,7 +29,7 @@ from bandmaster.calls.records import CallRecord
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Workers
 from bandmaster.errors import CallCancelled, CallTimeout, CollectError, RemoteError, RowsLost, UsageError, WorkerDied
-from bandmaster.failure import Failure, FailureKind
+from bandmaster.failure import Failure, FailureKind, is_in_debugger
 from bandmaster.plan.collection import collect
 from bandmaster.plan.handles import Table
 from bandmaster.plan.mesh import Mesh
@@ -109,6 +109,8 @@ class PendingCall:
         failures: To be shared; its own by default.
         keeps_rows: Whether the values stay where they are until somebody reads them.
     """
+
+    is_cleanup = False  # whether it frees what earlier calls hold, so that it is not cancelled with them
 
     __slots__ = (
         "_arrived",
@@ -447,6 +449,9 @@ class PendingCall:
         assert self._escalation is not None, "it says that this is due"
         self._take(0.0)
         stuck = {rank: ticket for rank, ticket in self.tickets.items() if rank in self._arrived}
+        for rank, stack in (self.workers.stacks(stuck) if stuck else {}).items():
+            if is_in_debugger(stack):
+                del stuck[rank]
         if stuck:
             grace = self.site.limits().grace
             more = f" (grace {grace:g} s; options(grace=...) gives it more)" if grace else ""
@@ -548,12 +553,16 @@ class OpenCalls:
         earlier = itertools.takewhile(lambda other: other is not call, list(self._calls))
         return {rank for other in earlier for rank in other.missing}
 
-    def cancel_all(self) -> None:
-        """Cancel the calls that are not over, and wait until they are: at most for the grace of each."""
+    def unfinished(self) -> list[PendingCall]:
+        """The calls that are not over, in the order they were sent. What has been replied counts."""
         calls = list(self._calls)
         for call in calls:
-            call.drive()  # what has been replied counts
-        open_calls = [call for call in calls if not call.is_over]
+            call.drive()
+        return [call for call in calls if not call.is_over]
+
+    def cancel_all(self) -> None:
+        """Cancel the calls that are not over, and wait until they are: at most for the grace of each."""
+        open_calls = self.unfinished()
         for call in open_calls:
             call.cancel()
         for call in open_calls:

@@ -22,6 +22,7 @@ from bandmaster.calls.future import Future
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.calls.stream import Arrivals
 from bandmaster.contract import Workers
+from bandmaster.errors import CallCancelled
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.shares import Share
 
@@ -174,6 +175,17 @@ class ChunkFeed:
     def pending(self) -> list[PendingCall]:
         """As `Feed.pending`."""
         return pending_calls(self._puller.running)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all chunks were taken, or the stream was closed."""
+        return not self.is_open
+
+    def cancel(self) -> bool:
+        """Send no more chunks, and cancel those that run. The stream raises `CallCancelled` and is closed then."""
+        self.arrived.put(CallCancelled(f"{self.site.method} was cancelled; make the call again"))
+        self._puller.stop()
+        return True
 
     def close(self) -> None:
         """As `Feed.close`."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.future import Future
+from bandmaster.calls.interruption import WaitedFor, note_calls
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.calls.progress import progress
 from bandmaster.contract import Workers
@@ -51,7 +52,8 @@ class Stream:
 
         Raises:
             StopIteration: There is none any more, or the stream was closed.
-            CallTimeout: It has not come within the timeout (see `GroupMethod.options`); go on, or close the stream.
+            CallTimeout: It has not come within the timeout (see `GroupMethod.options`). The stream stays open: go on
+                iterating over ``error.stream``, or close it.
             RemoteError, WorkerDied, CallCancelled: As `Future.result`; the stream is closed.
         """
         timeout_s = self._feed.site.limits().timeout
@@ -91,8 +93,13 @@ class Stream:
             raise self._late(timeout_s) from None
         except CallTimeout:
             raise
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            try:
+                if isinstance(error, KeyboardInterrupt):
+                    missing = {rank for call in self._feed.pending() for rank in call.missing}
+                    note_calls(error, [WaitedFor(self._feed.site.method, tuple(sorted(missing)), self._late)])
+            finally:
+                self.close()
             raise
 
     def close(self) -> None:
@@ -121,8 +128,10 @@ class Stream:
         for call in self._feed.pending():
             missing.update(dict.fromkeys(call.missing))
             stacks.update(call.stacks())
-        what_next = "go on iterating to wait again, or close the stream"
-        return CallTimeout(self._feed.site.method, tuple(sorted(missing)), timeout_s, stacks, what_next)
+        what_next = "go on iterating over error.stream to wait again, or end it with error.stream.close()"
+        error = CallTimeout(self._feed.site.method, tuple(sorted(missing)), timeout_s, stacks, what_next)
+        error.stream = self
+        return error
 
 
 class _Closing:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from bandmaster.calls.encoding import encode_group
 from bandmaster.calls.exports import Exporter, exports_are_on
@@ -41,6 +42,23 @@ class Turns(Protocol):
         """The context in which a call is sent. Raises UsageError if none may be sent now."""
 
 
+class InParts(Protocol):
+    """A call that is sent part by part: chunks of rows, or requests for the items of a generator.
+
+    Attributes:
+        site: What messages say about it.
+        is_done: Whether it has ended.
+    """
+
+    site: CallSite
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def cancel(self) -> bool:
+        """Cancel the parts that run, and send no more."""
+
+
 class Traffic:
     """The calls to the same workers that may not be over, and what is exported to them.
 
@@ -53,8 +71,18 @@ class Traffic:
     def __init__(self) -> None:
         self.open_calls = OpenCalls()
         self.later = LaterCalls()
+        self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
         self.has_exports = exports_are_on()
         self._exporter: Exporter | None = None
+
+    def add_in_parts(self, call: InParts) -> None:
+        """Note a call that is sent part by part, as long as something refers to it."""
+        self._in_parts[id(call)] = call
+
+    def in_parts(self) -> list[InParts]:
+        """The calls that are sent part by part and have not ended; other threads may add some meanwhile."""
+        calls = [reference() for reference in self._in_parts.valuerefs()]
+        return [call for call in calls if call is not None and not call.is_done]
 
     def exporter_to(self, workers: Workers) -> Exporter:
         """The exporter to these workers."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.future import Future
+from bandmaster.calls.interruption import note_calls
 from bandmaster.calls.options import check_seconds
 from bandmaster.errors import UsageError
 
@@ -96,9 +97,13 @@ def _as_they_come(futures: set[Future[Any]], deadline: Deadline) -> Iterator[Fut
         future.add_done_callback(done.put)
     for _ in futures:
         try:
-            yield done.get(timeout=deadline.left())
+            future = done.get(timeout=deadline.left())
         except queue.Empty:
             return
+        except KeyboardInterrupt as error:
+            note_calls(error, [future._waited_for() for future in futures if not future.done()])
+            raise
+        yield future
 
 
 def _checked(futures: Iterable[Future[Any]], timeout: float | None, function: str) -> set[Future[Any]]:

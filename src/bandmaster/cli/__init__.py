@@ -5,6 +5,9 @@ them with pure functions, and prints the result. A command's module is imported 
 
     doctor:    gather ──► Facts ──► findings.judge ──► text
     ps, kill:  discovery ──► Discovered ──► processes ──► text, signals
+    top:       discovery ──► usage.Moment ──► top_view ──► text, live with rich
+    stack:     discovery ──► Discovered ──► control pages ──► text
+    debug:     discovery ──► the socket of a rank's debugger ◄──► terminal
     plan:      arguments ──► pool, mesh, protocol ──► text
 """
 
@@ -48,9 +51,23 @@ def _run(arguments: argparse.Namespace) -> int:
         from bandmaster.cli.plan import plan_pool
 
         return plan_pool(arguments.places, arguments.gpus, arguments.axes, arguments.protocol, arguments.rows)
+    if arguments.command == "top":
+        from bandmaster.cli.top import top
+
+        return top(arguments.once, arguments.interval)
+    if arguments.command == "stack":
+        from bandmaster.cli.stack import stack
+
+        return stack(arguments.group, arguments.rank)
+    if arguments.command == "debug":
+        from bandmaster.cli.debug import debug
+
+        return debug(arguments.group, arguments.rank)
     from bandmaster.cli.processes import kill, ps
 
-    return ps() if arguments.command == "ps" else kill(arguments.groups, arguments.all, arguments.orphans)
+    return (
+        ps() if arguments.command == "ps" else kill(arguments.groups, arguments.all, arguments.orphans, arguments.yes)
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_doctor(commands)
     commands.add_parser("ps", help="list your worker groups on this machine")
+    _add_top(commands)
+    _add_stack(commands)
+    _add_debug(commands)
     _add_kill(commands)
     _add_plan(commands)
     return parser
@@ -74,21 +94,39 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.add_argument("--quick", action="store_true", help="skip the test that starts a worker")
 
 
+GROUP = "name of a group as ps shows it; NAME@PID, with the controller's pid, if several have it"
+
+
+def _add_top(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    top = commands.add_parser("top", help="show live what the ranks of your groups on this machine do and use")
+    top.add_argument("--once", action="store_true", help="print one snapshot as plain text")
+    top.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="time between two updates; default: 1"
+    )
+
+
+def _add_stack(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    stack = commands.add_parser("stack", help="show where the ranks of a group are in their Python code")
+    stack.add_argument("group", metavar="GROUP", help=GROUP)
+    stack.add_argument("rank", metavar="RANK", nargs="?", type=int, help="show only this rank; default: all of them")
+
+
+def _add_debug(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    debug = commands.add_parser("debug", help="attach this terminal to a rank that waits at breakpoint()")
+    debug.add_argument("group", metavar="GROUP", help=GROUP)
+    debug.add_argument("rank", metavar="RANK", nargs="?", type=int, help="default: the one that waits")
+
+
 def _add_kill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     kill = commands.add_parser("kill", help="end the workers of groups and all processes that they started")
     which = kill.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "groups",
-        nargs="*",
-        default=[],
-        metavar="GROUP",
-        help="name of a group as ps shows it; NAME@PID, with the controller's pid, if several have it",
-    )
+    which.add_argument("groups", nargs="*", default=[], metavar="GROUP", help=GROUP)
     which.add_argument(
         "--all",
         action="store_true",
         help="end all your groups on this machine, and zygotes (processes that fork workers) without a controller",
     )
+    kill.add_argument("--yes", action="store_true", help="with --all: end them without asking")
     which.add_argument("--orphans", action="store_true", help="end groups and zygotes whose controller has ended")
 
 

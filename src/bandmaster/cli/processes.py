@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import select
 import signal
@@ -11,9 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from bandmaster.cli.discovery import Discovered, Group, Process, age_s, discover, is_orphaned_zygote
+from bandmaster.cli.names import complaints_about, named, ranges
+from bandmaster.errors import UsageError
 from bandmaster.plan.render import text_table
 from bandmaster.transport.control_page import WorkerIdentity, find
 
@@ -28,33 +28,58 @@ def ps() -> int:
     return 0
 
 
-def kill(names: Sequence[str], is_all: bool, is_orphans: bool) -> int:
+def kill(names: Sequence[str], is_all: bool, is_orphans: bool, is_sure: bool = False) -> int:
     """End groups, and print the pids of the ended processes.
 
     Args:
         names: Names of groups; ``name@controller`` where groups of several controllers have the same name.
         is_all: End all groups and orphaned zygotes instead.
         is_orphans: End only groups and zygotes whose controller has ended instead.
+        is_sure: Whether ``is_all`` needs no confirmation by the user, who is asked in a terminal.
 
     Returns:
-        The exit status: 0, or 1 if a name is unknown or ambiguous, or a process could not be ended.
+        The exit status: 0, or 1 if a name is unknown or ambiguous, the user did not confirm, or a process could not be
+        ended.
+
+    Raises:
+        UsageError: ``is_all`` needs a confirmation, but there is no terminal.
     """
+    if is_all and not is_sure and not sys.stdin.isatty():
+        raise UsageError("--all asks before it ends groups, but standard input is no terminal; add --yes to end them")
     discovered = discover()
-    if names:
-        complaints = [complaint for name in names if (complaint := _complaint(name, discovered))]
-        if complaints:
-            print("\n".join(f"bandmaster kill: {complaint}" for complaint in complaints), file=sys.stderr)
-            return 1
+    if names and (complaints := complaints_about(names, discovered)):
+        print("\n".join(f"bandmaster kill: {complaint}" for complaint in complaints), file=sys.stderr)
+        return 1
     discovered = chosen(discovered, names, is_all, is_orphans)
     if not (discovered.groups or discovered.orphaned_zygotes):
         print("nothing to end")
         return 0
+    if is_all and not is_sure and not _is_confirmed(discovered):
+        print("nothing was ended")
+        return 1
     left = _end(discovered)
     for group in discovered.groups:
         print(f"group {group.full_name}: {_outcome([identity.pid for identity, _ in group.workers], left)}")
     if discovered.orphaned_zygotes:
         print(f"zygotes: {_outcome([process.pid for process in discovered.orphaned_zygotes], left)}")
     return 1 if left else 0
+
+
+def _is_confirmed(discovered: Discovered) -> bool:
+    """Ask the user whether everything that was discovered is to be ended."""
+    n_workers = sum(len(group.workers) for group in discovered.groups)
+    what = [f"{_count(len(discovered.groups), 'group')} ({_count(n_workers, 'worker')})"] if discovered.groups else []
+    n_zygotes = len(discovered.orphaned_zygotes)
+    what += [f"{_count(n_zygotes, 'zygote')} without a controller"] if n_zygotes else []
+    try:
+        return input(f"end {' and '.join(what)}? [y/N] ").strip().lower() in ("y", "yes")
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return False
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def shown(discovered: Discovered) -> str:
@@ -76,27 +101,12 @@ def chosen(discovered: Discovered, names: Sequence[str], is_all: bool, is_orphan
         return discovered
     if is_orphans:
         return Discovered(tuple(group for group in discovered.groups if group.is_orphan), discovered.orphaned_zygotes)
-    return Discovered(tuple(group for group in discovered.groups if group.name in names or group.full_name in names))
-
-
-def _complaint(name: str, discovered: Discovered) -> str:
-    """The error message for a name that is unknown or ambiguous; "" if it names one group."""
-    named = [group.full_name for group in discovered.groups if group.name == name]
-    if len(named) > 1:
-        return f"several controllers have a group {name!r}; give one of {', '.join(named)}"
-    if named or name in [group.full_name for group in discovered.groups]:
-        return ""
-    known = [group.name for group in discovered.groups]
-    near = [other for other in known if name.lower() in other.lower()] or difflib.get_close_matches(name, known)
-    if not known:
-        return f"there is no group {name!r}; you have no groups on this machine"
-    words = f"did you mean {' or '.join(map(repr, near))}" if near else f"your groups are {', '.join(map(repr, known))}"
-    return f"there is no group {name!r}; {words}"
+    return Discovered(tuple(named(names, discovered)))
 
 
 def _row(group: Group) -> list[object]:
     processes = [process for _, process in group.workers]
-    ranks = f"{_ranges([identity.rank for identity, _ in group.workers])} of {group.world_size}"
+    ranks = f"{ranges([identity.rank for identity, _ in group.workers])} of {group.world_size}"
     controller = f"{group.controller} (gone)" if group.is_orphan else str(group.controller or "on another host")
     if group.agent_of and not group.is_orphan:
         controller = f"{group.controller} (agent of {group.agent_of})"
@@ -105,12 +115,6 @@ def _row(group: Group) -> list[object]:
     pids = " ".join(str(process.pid) for process in processes)
     held = _mib(group.held_nbytes) if group.held_nbytes else "-"
     return [group.name, controller, ranks, _memory(processes), held, _age(processes), pids]
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Format ranks as ranges, such as ``0-2,5``."""
-    runs = [list(run) for _, run in groupby(enumerate(sorted(ranks)), key=lambda item: item[1] - item[0])]
-    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
 
 
 def _memory(processes: Sequence[Process]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bandmaster.calls.deadline import Deadline
+from bandmaster.calls.interruption import WaitedFor, note_calls
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import CallSite, Collection, PendingCall
 from bandmaster.codec import Payload, encode
@@ -96,7 +97,12 @@ def _run(
     call = PendingCall(workers, site, Collection(Gather(), ()))
     parts = tuple(workers.put([argument]))
     workers.call([Call(ranks, what, parts, Reply.DROP)], call.tickets)
-    if not progress.follow(call, deadline.left()):
+    try:
+        has_ended = progress.follow(call, deadline.left())
+    except KeyboardInterrupt as interrupt:
+        note_calls(interrupt, [WaitedFor(site.method, call.missing, call.late)])
+        raise
+    if not has_ended:
         raise CallTimeout(site.method, call.missing, options.timeout or 0.0, call.stacks(), START_ADVICE)
     error = call.error
     if type(error) is RemoteError:

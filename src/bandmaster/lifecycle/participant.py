@@ -277,7 +277,9 @@ class Participant(Claim):
     def _wait_until(self, is_so: Callable[[], bool], deadline: Deadline, why: str) -> None:
         with ORDER.changed:
             if not ORDER.changed.wait_for(is_so, deadline.left()):
-                raise TurnTimeout(f"group {self.name!r} did not yield its slots in time: {why}; wait longer")
+                raise TurnTimeout(
+                    f"group {self.name!r} did not yield its slots in time: {why}; give turn() a larger timeout"
+                )
 
 
 class _Sending:

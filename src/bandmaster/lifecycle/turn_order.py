@@ -241,7 +241,8 @@ class Order:
         holders = ", ".join({repr(blocker.holder.name): None for blocker in self._blockers(request)})
         why = f"group {holders} has its turn on the same slots" if holders else "an earlier request goes first"
         return TurnTimeout(
-            f"group {wanted} did not get its turn within {request.timeout_s:g} s: {why}; end that turn, or wait longer"
+            f"group {wanted} did not get its turn within {request.timeout_s:g} s: {why}; end that turn, or "
+            f"wait longer, for example with turn(timeout={2 * (request.timeout_s or 1):g})"
         )
 
 

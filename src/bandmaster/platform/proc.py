@@ -20,6 +20,7 @@ class Stat(NamedTuple):
         parent: Process id of the parent.
         start: Start time in clock ticks since boot; tells apart two processes that had the same pid.
         status: Wait status as `os.wait4` returns it, once the process has ended; 0 if this process may not read it.
+        ticks: Processor time that it has used, in clock ticks.
 
     Source: proc(5), /proc/[pid]/stat.
     """
@@ -30,6 +31,7 @@ class Stat(NamedTuple):
     parent: int
     start: int
     status: int
+    ticks: int
 
 
 def stat(pid: int) -> Stat | None:
@@ -38,7 +40,8 @@ def stat(pid: int) -> Stat | None:
         # The name is in parentheses, and may itself contain parentheses and spaces.
         before, _, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
         fields = after.split()  # field 3 (state) and later
-        return Stat(pid, before.partition("(")[2], fields[0], int(fields[1]), int(fields[19]), int(fields[49]))
+        name, ticks = before.partition("(")[2], int(fields[11]) + int(fields[12])
+        return Stat(pid, name, fields[0], int(fields[1]), int(fields[19]), int(fields[49]), ticks)
     return None
 
 

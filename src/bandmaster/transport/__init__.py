@@ -6,5 +6,6 @@
          │                          └── descriptors of shared segments, where large payloads lie
          └── poller: one thread blocks in the kernel for all that wait
 
-The controller interrupts a running worker, and reads its stack, through the worker's control page.
+The controller interrupts a running worker, and reads its stack, through the worker's control page. The worker shows on
+its activity page which method it runs.
 """

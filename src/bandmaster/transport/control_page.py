@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bandmaster.platform.proc import pids
+from bandmaster.transport.debugging import with_debuggers
 from bandmaster.transport.stacks import readable
 
 __all__ = [
@@ -169,7 +170,7 @@ def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int
                     _signal(pid, STACKS_SIGNAL)
                     pages[pid] = page
         texts = _settled(pages, time.monotonic() + timeout_s)
-    return {pid: readable(text) for pid, text in texts.items() if text}
+    return with_debuggers({pid: readable(text) for pid, text in texts.items() if text}, pids)
 
 
 def _signal(pid: int, number: int) -> None:

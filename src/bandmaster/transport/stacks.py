@@ -8,11 +8,12 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["readable"]
+__all__ = ["OTHER_THREADS", "readable"]
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+OTHER_THREADS = "\n  in another thread:\n"  # between the stack of the thread that runs the methods, and others
 _CURRENT = "Current thread"  # the one that the signal reached: the main thread, if it can be
 
 
@@ -23,7 +24,7 @@ def readable(text: str) -> str:
     others = [frames for heading, frames in threads if not heading.startswith(_CURRENT) and any(map(_is_users, frames))]
     mine = [frames for heading, frames in threads if heading.startswith(_CURRENT)]
     shown = ["\n".join(map(_with_source, _users_part(frames))) for frames in [*mine, *others]]
-    return "\n  in another thread:\n".join(filter(None, shown))
+    return OTHER_THREADS.join(filter(None, shown))
 
 
 def _threads(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:

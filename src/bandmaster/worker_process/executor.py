@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from types import CoroutineType
 from typing import Any
 
@@ -34,8 +34,10 @@ from bandmaster.plan.columns import facts_of
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.roles import Roles
+from bandmaster.transport.activity import RUNNING, SINCE
 from bandmaster.transport.kept import NO_ROWS, RowReaders
 from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
+from bandmaster.worker_process.activity import ActivityPage
 from bandmaster.worker_process.control_page import Interrupted
 from bandmaster.worker_process.imports import importing, preload
 from bandmaster.worker_process.kept_rows import with_rows
@@ -49,6 +51,7 @@ class Executor:
     """Holds one worker, runs its calls, and owns the event loop of its async methods.
 
     Attributes:
+        activity: Shows which method runs.
         device: The worker's device, to which tensors are decoded that the sender had on a GPU.
         marks: Moments in ns of a call that is timed, until `times` is called; None if none is.
         hold: Returns a context manager that defers interrupts: `ControlPage.hold` if the worker has its own process,
@@ -61,6 +64,7 @@ class Executor:
         self,
         hold: Callable[[], AbstractContextManager[None]] = SigintSafeLock,
         rendezvous: Rendezvous | None = None,
+        activity: ActivityPage | None = None,
     ) -> None:
         self.device = "cpu"
         self.hold = hold
@@ -70,6 +74,7 @@ class Executor:
         self._loop: _EventLoopThread | None = None
         self._streams = Streams()
         self.marks: list[int] | None = None
+        self.activity = activity or ActivityPage()
 
     def prepare(self, context: WorkerContext) -> None:
         """Set the attributes that the worker has before its constructor runs."""
@@ -96,20 +101,26 @@ class Executor:
             KeyboardInterrupt: The call was interrupted, or the method raised it.
             BaseException: A signal handler raised it, to end the process.
         """
+        activity = self.activity
+        activity.times[SINCE] = monotonic()
+        activity.words[RUNNING] = activity.indices[method]
         if reply >= TIMED:
             self.marks, reply = [monotonic_ns()], reply - TIMED
         try:
-            value = self._value(method, parts, rows)
-            if type(value) is CoroutineType or self.rendezvous is not None:
-                value = self._settled(value)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # the user's code may raise anything, SystemExit included
-            reraise_if_from_signal(error)  # e.g. the SystemExit of a SIGTERM handler, which ends the process
-            return self.failure(error)
-        if self.marks is not None:
-            self.marks.append(monotonic_ns())
-        return self._encoded(value, reply)
+            try:
+                value = self._value(method, parts, rows)
+                if type(value) is CoroutineType or self.rendezvous is not None:
+                    value = self._settled(value)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # the user's code may raise anything, SystemExit included
+                reraise_if_from_signal(error)  # e.g. the SystemExit of a SIGTERM handler, which ends the process
+                return self.failure(error)
+            if self.marks is not None:
+                self.marks.append(monotonic_ns())
+            return self._encoded(value, reply)
+        finally:
+            activity.words[RUNNING] = 0
 
     def times(self) -> tuple[int, int, int, int]:
         """Those of `Timed`, of the call that has run last and was timed.
@@ -126,9 +137,15 @@ class Executor:
         self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
     ) -> Payload | Rows | Failure | Timed | None:
         """As `call`, on the event loop of the caller, where calls of async methods overlap."""
+        with self.activity.beside(method):
+            return await self._call_beside(method, reply, parts, rows)
+
+    async def _call_beside(
+        self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
+    ) -> Payload | Rows | Failure | Timed | None:
         if reply >= TIMED:
             begun = monotonic_ns()
-            outcome = await self.call_beside(method, reply - TIMED, parts, rows)
+            outcome = await self._call_beside(method, reply - TIMED, parts, rows)
             end = monotonic_ns()  # what came in between was mixed with other calls
             return Timed(outcome, (begun, begun, end, end))
         try:
@@ -203,10 +220,12 @@ class Executor:
     def _open_stream(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> None:
         args, kwargs = self._arguments(parts, rows)
         stream, method = kwargs.pop(STREAM), kwargs.pop(METHOD)
+        self.activity.rename(method)
         self._streams.open(stream, getattr(self.worker, method)(*args, **kwargs))
 
     def _next(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
         (stream,), _ = self._arguments(parts)
+        self.activity.rename(self._streams.method_of(stream))
         return self._streams.next(stream)
 
     def _close_stream(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
@@ -238,7 +257,11 @@ class Executor:
 
     def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a method with plain arguments and return its plain value. An async method is awaited."""
-        return self._settled(getattr(self.worker, method)(*args, **kwargs))
+        self.activity.begin(method)
+        try:
+            return self._settled(getattr(self.worker, method)(*args, **kwargs))
+        finally:
+            self.activity.end()
 
     def _settled(self, value: Any) -> Any:
         if type(value) is CoroutineType:

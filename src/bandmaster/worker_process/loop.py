@@ -111,6 +111,7 @@ class _Loop:
         """Fail the call during which an error was raised, for example because it was interrupted or memory ran out."""
         error, self._error = self._error, None
         self._executor.marks = None
+        self._executor.activity.end()
         assert error is not None, "the caller has looked"
         if self._lane.body is None:
             _log.warning("ignored an exception that a signal handler raised while no call was running", exc_info=error)

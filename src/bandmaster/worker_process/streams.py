@@ -24,6 +24,11 @@ class Streams:
             raise TypeError(f"a method with yield returned {type(generator).__name__} instead of a generator")
         self._open[name] = generator
 
+    def method_of(self, name: str) -> str:
+        """The name of the method whose generator this is; also if it has ended or was never begun."""
+        generator: Any = self._open.get(name)
+        return "the end of a stream" if generator is None else generator.__name__
+
     def next(self, name: str) -> Any:
         """The next item, a coroutine that returns it, or `END`; also of a stream that has ended or was never begun."""
         generator = self._open.get(name)

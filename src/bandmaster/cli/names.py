@@ -1,0 +1,46 @@
+"""What commands call groups and ranks: names that select groups, and ranges of ranks. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from itertools import groupby
+
+from bandmaster.cli.discovery import Discovered, Group
+
+__all__ = ["complaints_about", "named", "ranges"]
+
+
+def complaints_about(names: Sequence[str], discovered: Discovered) -> list[str]:
+    """Return an error message for each name that does not select one group, because it is unknown or ambiguous.
+
+    Args:
+        names: ``name`` of a group, or ``name@controller``.
+        discovered: The groups on this machine.
+    """
+    return [complaint for name in names if (complaint := _complaint(name, discovered))]
+
+
+def named(names: Sequence[str], discovered: Discovered) -> list[Group]:
+    """Return the groups that names select; see `complaints_about`."""
+    return [group for group in discovered.groups if group.name in names or group.full_name in names]
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Format ranks as ranges, such as ``0-2,5``."""
+    runs = [list(run) for _, run in groupby(enumerate(sorted(ranks)), key=lambda item: item[1] - item[0])]
+    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs)
+
+
+def _complaint(name: str, discovered: Discovered) -> str:
+    same = [group.full_name for group in discovered.groups if group.name == name]
+    if len(same) > 1:
+        return f"several controllers have a group {name!r}; give one of {', '.join(same)}"
+    if same or named([name], discovered):
+        return ""
+    known = list(dict.fromkeys(group.name for group in discovered.groups))
+    near = [other for other in known if name.lower() in other.lower()] or difflib.get_close_matches(name, known)
+    if not known:
+        return f"there is no group {name!r}; you have no groups on this machine"
+    words = f"did you mean {' or '.join(map(repr, near))}" if near else f"your groups are {', '.join(map(repr, known))}"
+    return f"there is no group {name!r}; {words}"

@@ -1,0 +1,70 @@
+"""``bandmaster stack``: prints where the ranks of a group are in their Python code, without stopping them."""
+
+from __future__ import annotations
+
+import sys
+
+from bandmaster.cli.discovery import Group, discover
+from bandmaster.cli.names import complaints_about, named, ranges
+from bandmaster.failure import stacks_by_equality
+from bandmaster.transport.activity import Activity
+from bandmaster.transport.control_page import stacks
+from bandmaster.transport.stacks import OTHER_THREADS
+
+__all__ = ["stack"]
+
+
+def stack(name: str, rank: int | None) -> int:
+    """Print the Python stacks of a group's ranks on this machine, innermost frame last, grouped by equality.
+
+    Args:
+        name: Name of the group; ``name@controller`` where groups of several controllers have the same name.
+        rank: The only rank to show; None for all ranks on this machine.
+
+    Returns:
+        The exit status: 0, or 1 if the name is unknown or ambiguous, or a rank is not here or gave no stack.
+    """
+    discovered = discover()
+    complaints = complaints_about([name], discovered)
+    if complaints:
+        return _fail(complaints[0])
+    group = named([name], discovered)[0]
+    here = {identity.rank: identity.pid for identity, _ in group.workers}
+    if rank is not None and rank not in here:
+        return _fail(_not_here(group, rank, list(here)))
+    asked = here if rank is None else {rank: here[rank]}
+    texts = stacks(list(asked.values()))
+    found = {rank: _with_idle(pid, texts[pid]) for rank, pid in asked.items() if texts.get(pid)}
+    if found:
+        print(stacks_by_equality(found))
+    silent = {rank: pid for rank, pid in asked.items() if rank not in found}
+    if silent:
+        pids = " ".join(map(str, silent.values()))
+        return _fail(
+            f"rank {ranges(list(silent))} of {group.full_name} gave no stack (pid {pids}): the process is stopped or "
+            f"has ended; ps -o pid,stat,wchan:20 {pids} says which"
+        )
+    return 0
+
+
+def _with_idle(pid: int, text: str) -> str:
+    """The stack of a rank; of one that runs no method, only the threads of the user's."""
+    activity = Activity.of(pid)
+    if activity is None or activity.method:
+        return text
+    _, separator, others = text.partition(OTHER_THREADS)
+    return f"  idle: it runs no method{separator}{others}"
+
+
+def _not_here(group: Group, rank: int, here: list[int]) -> str:
+    if rank >= group.world_size or rank < 0:
+        return f"group {group.full_name} has ranks 0 to {group.world_size - 1}, got rank {rank}"
+    return (
+        f"rank {rank} of {group.full_name} does not run on this machine, where rank {ranges(here)} does; run the "
+        "command on the host that group.describe() names"
+    )
+
+
+def _fail(message: str) -> int:
+    print(f"bandmaster stack: {message}", file=sys.stderr)
+    return 1

@@ -1,0 +1,175 @@
+"""A pdb in a worker, whose terminal is whichever one attaches by ``bandmaster debug``."""
+
+from __future__ import annotations
+
+import json
+import os
+import pdb
+import shlex
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, TextIO, cast
+
+from bandmaster.transport.control_page import WorkerIdentity
+from bandmaster.transport.debugging import is_trusted, listening
+
+__all__ = ["Debugger"]
+
+_MODULE = "bandmaster."
+
+
+class Debugger(pdb.Pdb):
+    """Stops where ``breakpoint()`` is called, and waits for a terminal. Interrupts of the call wait meanwhile.
+
+    It ends when the method goes on without breakpoints, when it is quit, or when the method returns.
+
+    Args:
+        identity: The worker's identity.
+        hold: Returns a context manager that defers interrupts.
+    """
+
+    def __init__(self, identity: WorkerIdentity, hold: Callable[[], AbstractContextManager[None]]) -> None:
+        self._terminal = _Terminal()
+        file = cast(TextIO, self._terminal)
+        super().__init__(stdin=file, stdout=file, nosigint=True)
+        self.use_rawinput = False
+        self._identity, self._hold = identity, hold
+        self._callers: list[FrameType] = []  # of the method that is debugged: this library's frames
+
+    def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
+        """Stop at the next line of a frame."""
+        assert frame is not None, "the hook passes its caller"
+        try:
+            with self._hold():
+                self._note_callers(frame)
+                self._terminal.open()
+                self._say_where(frame)
+        except BaseException:  # the call was interrupted
+            self._leave()
+            raise
+        super().set_trace(frame)  # the last step, as every new frame is traced from then on
+
+    def _note_callers(self, frame: FrameType) -> None:
+        self._callers, caller = [], frame.f_back
+        while caller is not None:
+            if self._callers or _is_ours(caller):
+                self._callers.append(caller)
+            caller = caller.f_back
+
+    def _say_where(self, frame: FrameType) -> None:
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        group, rank = self._identity.group, self._identity.rank
+        print(
+            f"{frame.f_code.co_name} waits in a debugger at {where}; on host {os.uname().nodename}, attach a terminal "
+            f"with: bandmaster debug {shlex.quote(group)} {rank}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def interaction(self, frame: FrameType | None, *args: Any) -> None:
+        """Ask for commands."""
+        try:
+            with self._hold():
+                super().interaction(frame, *args)
+        except BaseException:  # the call was interrupted meanwhile
+            self._leave()
+            raise
+
+    def get_stack(self, frame: FrameType | None, traceback: Any) -> tuple[list[tuple[FrameType, int]], int]:
+        """The frames that commands show: without those that have called the method."""
+        stack, at = super().get_stack(frame, traceback)
+        shown = [entry for entry in stack if entry[0] not in self._callers]
+        return shown, at - (len(stack) - len(shown))
+
+    def stop_here(self, frame: FrameType) -> bool:
+        """Whether to stop in a frame: not behind the end of the method."""
+        if frame in self._callers:
+            self.set_continue()
+            return False
+        return bool(super().stop_here(frame))
+
+    def set_continue(self) -> None:
+        """Go on; without breakpoints, the debugger is over."""
+        super().set_continue()
+        if not self.breaks:
+            self._leave()
+
+    def set_quit(self) -> None:
+        """Have the method raise `bdb.BdbQuit`."""
+        super().set_quit()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._callers = []
+        self._terminal.close()
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(_MODULE)
+
+
+class _Terminal:
+    """Standard input and output of the debugger: the terminal that is attached, or the next one that attaches."""
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        self._listener: socket.socket | None = None
+        self._attached: socket.socket | None = None
+        self._lines: TextIO | None = None
+        self._text = ""  # what the debugger has written since it last read a line
+
+    def open(self) -> None:
+        """Let terminals attach from now on."""
+        if self._listener is None:
+            self._listener = listening(os.getpid())
+
+    def close(self) -> None:
+        """Let go of the terminal that is attached, and let none attach."""
+        self._detach()
+        if self._listener is not None:
+            self._listener.close()
+        self._listener, self._text = None, ""
+
+    def write(self, text: str) -> int:
+        """As of a file; the terminal shows it when a line is read."""
+        self._text += text
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing: what was written is sent when a line is read."""
+
+    def readline(self) -> str:
+        """Show what was written, and wait for the answer. If the terminal goes, the next one is asked."""
+        while True:
+            try:
+                self._attach()
+                assert self._attached is not None and self._lines is not None, "it has just attached"
+                self._attached.sendall(json.dumps({"text": self._text}).encode() + b"\n")
+                line = self._lines.readline()
+                answer = str(json.loads(line)) if line else ""
+            except (OSError, ValueError):
+                answer = ""
+            if answer:
+                self._text = ""
+                return answer
+            self._detach()
+
+    def _attach(self) -> None:
+        while self._attached is None:
+            assert self._listener is not None, "open was called"
+            sock, _ = self._listener.accept()
+            if is_trusted(sock):
+                self._attached, self._lines = sock, sock.makefile("r", encoding="utf-8")
+            else:
+                sock.close()
+
+    def _detach(self) -> None:
+        if self._attached is not None:
+            assert self._lines is not None, "they are set together"
+            self._lines.close()
+            self._attached.close()
+        self._attached = self._lines = None

@@ -1,0 +1,127 @@
+"""``group.cancel()``: which calls it ends, what their futures say, and that the group goes on."""
+
+import os
+
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Slow(bm.Worker):
+    def __init__(self):
+        self.n_closed = 0
+
+    @register(Dispatch.DP_PROTO)
+    def rows(self, rows, gate=None):
+        while gate is not None and not os.path.exists(gate):
+            pass
+        return rows
+
+    @register(Dispatch.DP_PROTO)
+    def items(self, rows):
+        try:
+            yield from rows
+        finally:
+            self.n_closed += 1
+
+    @register(Dispatch.ONE_TO_ALL)
+    def closed(self):
+        return self.n_closed
+
+
+class Other(Slow):
+    pass
+
+
+@pytest.fixture(scope="module")
+def slow(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        yield bm.WorkerGroup(pool, Slow)
+
+
+def in_vain(gate):
+    """The argument that has a call never end by itself: the gate opens after the test."""
+    return {"gate": str(gate)}
+
+
+@pytest.mark.backends("local", "ray")
+def test_calls_that_run_wait_or_were_not_sent_are_cancelled(slow, gate):
+    before = slow.rows.submit([1, 2])
+    assert before.result() == [1, 2]
+    running = slow.rows.submit([1, 2], **in_vain(gate))
+    queued = slow.rows.submit([3, 4])
+    not_sent = slow.rows.submit(running)
+    derived = running[:1]
+
+    assert slow.cancel() == 3
+    for future in (running, queued, not_sent, derived):
+        with pytest.raises(bm.CallCancelled):
+            future.result(timeout=20)
+    assert running.cancelled() and queued.cancelled() and not_sent.cancelled()
+    assert slow.rows([5, 6]) == [5, 6], "the group goes on"
+    assert before.result() == [1, 2] and not before.cancelled()
+    assert slow.cancel() == 0
+
+
+@pytest.mark.backends("local")
+def test_streams_end_with_an_error_and_generators_are_closed(slow, gate):
+    n_closed = slow.closed()
+    items = slow.items.stream([1, 2, 3, 4, 5, 6, 7, 8])
+    next(items)
+    shares = slow.rows.stream([1, 2], **in_vain(gate))
+    assert slow.cancel() == 2
+    with pytest.raises(bm.CallCancelled):
+        list(shares)
+    with pytest.raises(bm.CallCancelled):
+        list(items)
+    assert list(items) == [], "a stream that has raised is closed"
+    assert slow.closed() == [n + 1 for n in n_closed]
+
+
+@pytest.mark.backends("local")
+def test_pulled_calls_send_no_more_chunks(slow, gate):
+    pull = slow.rows.options(pull=1)
+    future = pull.submit(list(range(20)), **in_vain(gate))
+    behind = slow.rows.submit([1, 2])
+    assert slow.cancel() == 2
+    for cancelled in (future, behind):
+        with pytest.raises(bm.CallCancelled):
+            cancelled.result(timeout=20)
+
+    stream = slow.rows.options(pull=1, on_error="return").stream(list(range(20)), **in_vain(gate))
+    assert slow.cancel() == 1
+    with pytest.raises(bm.CallCancelled):
+        list(stream)
+    assert slow.rows([5, 6]) == [5, 6]
+
+
+@pytest.mark.backends("local")
+def test_a_role_cancels_its_own_calls_and_the_colocated_group_all(make_pool, gate, tmp_path):
+    group = bm.colocate(make_pool([2]), actor=Slow, critic=Other)
+    other_gate = tmp_path / "other gate"
+    critics = group.critic.rows.submit([1, 2], **in_vain(other_gate))
+    actors = group.actor.rows.submit([1, 2])
+    assert group.actor.cancel() == 1
+    assert actors.cancelled() and not critics.cancelled()
+    other_gate.touch()
+    assert critics.result(timeout=20) == [1, 2]
+
+    futures = [role.rows.submit([1, 2], **in_vain(gate)) for role in (group.actor, group.critic)]
+    assert group.cancel() == 2
+    for future in futures:
+        with pytest.raises(bm.CallCancelled):
+            future.result(timeout=20)
+    assert group.actor.rows([1, 2]) == [1, 2]
+
+
+def test_nothing_to_cancel_and_closed_groups(make_group):
+    group = make_group(2, Slow)
+    future = group.rows.submit([1, 2])
+    assert future.result() == [1, 2]
+    assert group.cancel() == 0
+    group.close()
+    with pytest.raises(bm.ClosedError):
+        group.cancel()

@@ -1,0 +1,188 @@
+"""``breakpoint()`` in a worker, on a terminal as a user has it: commands, deadlines that wait, detaching, quitting."""
+
+import bdb
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pexpect
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+from bandmaster.cli import main
+from bandmaster.transport.debugging import pids_in_debuggers
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.backends("local", "ray"), pytest.mark.here]
+
+
+class Model(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def pids(self):
+        return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def step(self, x, where):
+        doubled = 2 * x
+        if self.rank in where:
+            breakpoint()
+        doubled += self.rank
+        return doubled
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_or_stop(self, gate):
+        if self.rank == 0:
+            while not os.path.exists(gate):
+                time.sleep(0.01)
+            raise ValueError("of rank 0")
+        breakpoint()
+        return self.rank
+
+
+@pytest.fixture(scope="module")
+def group(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        yield bm.WorkerGroup(pool, Model)
+
+
+def wait_until_in_debugger(group, ranks):
+    """Poll the list of the kernel, as there is nothing to wait on."""
+    pids = {record.pid for rank, record in enumerate(group._ownership.workers().records) if rank in ranks}
+    deadline = time.monotonic() + 30
+    while not pids <= pids_in_debuggers():
+        assert time.monotonic() < deadline, f"{pids} are not in {pids_in_debuggers()}"
+        time.sleep(0.02)
+
+
+def attached(*arguments):
+    """``bandmaster debug`` on a terminal, at its first prompt."""
+    child = pexpect.spawn(sys.executable, ["-m", "bandmaster", "debug", *arguments], encoding="utf-8", timeout=20)
+    child.expect_exact("(Pdb) ")
+    return child
+
+
+def ended(child, said):
+    child.expect_exact(said)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+
+
+def test_a_method_is_stepped_through_while_deadlines_wait(group):
+    future = group.step.options(timeout=0.3, grace=0.1).submit(5, [1])
+    wait_until_in_debugger(group, [1])
+    child = attached(group.name)  # the rank that waits is found
+    assert "doubled += self.rank" in child.before
+    child.sendline("p doubled, self.rank")
+    child.expect_exact("(10, 1)")
+    child.sendline("n")
+    child.expect_exact("return doubled")
+    child.expect_exact("(Pdb) ")
+    child.sendline("w")
+    child.expect_exact("(Pdb) ")
+    assert "executor.py" not in child.before  # the library's own frames
+    with pytest.raises(bm.CallTimeout, match="in a debugger"):
+        future.result(timeout=0)  # asks, and does not wait
+    child.sendline("doubled = 77")
+    child.expect_exact("(Pdb) ")
+    child.sendline("c")
+    ended(child, f"rank 1 of {group.name} goes on without the debugger")
+    assert future.result() == [10, 77]
+
+
+def test_a_terminal_can_go_and_another_one_come(group):
+    future = group.step.submit(1, [0])
+    wait_until_in_debugger(group, [0])
+    child = attached(group.name, "0")
+    child.sendeof()
+    ended(child, f"rank 0 of {group.name} still waits")
+    child = attached(group.name, "0")
+    child.sendintr()  # at the prompt: begins a new line
+    child.sendline("c")
+    ended(child, "goes on")
+    assert future.result(timeout=20) == [2, 3]
+
+
+def test_each_rank_waits_for_a_terminal_of_its_own(group, capfd):
+    future = group.step.submit(1, [0, 1])
+    wait_until_in_debugger(group, [0, 1])
+    assert main(["debug", group.name]) == 1
+    assert "ranks 0, 1" in capfd.readouterr().err
+    for rank in "10":
+        child = attached(group.name, rank)
+        child.sendline("c")
+        ended(child, f"rank {rank} of {group.name} goes on")
+    assert future.result(timeout=20) == [2, 3]
+
+
+def test_quitting_fails_the_method_and_the_group_stays_usable(group):
+    future = group.step.submit(1, [1])
+    wait_until_in_debugger(group, [1])
+    child = attached(group.name)
+    child.sendline("q")
+    ended(child, "goes on")
+    with pytest.raises(bm.RemoteError, match="BdbQuit") as caught:
+        future.result(timeout=20)
+    assert isinstance(caught.value.__cause__, bdb.BdbQuit) and caught.value.rank == 1
+    assert group.step(1, []) == [2, 3]
+
+
+def test_the_end_of_the_method_ends_the_debugger(group):
+    future = group.step.submit(1, [1])
+    wait_until_in_debugger(group, [1])
+    child = attached(group.name)
+    for _ in range(2):
+        child.sendline("n")
+        child.expect_exact("(Pdb) ")
+    child.sendline("n")
+    ended(child, "goes on")
+    assert future.result(timeout=20) == [2, 3]
+
+
+def test_a_rank_in_a_debugger_is_not_ended_when_another_fails(group, tmp_path):
+    pids, gate = group.pids(), tmp_path / "gate"
+    future = group.fail_or_stop.options(grace=0.1).submit(str(gate))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(future.exception)  # who waits also interrupts, and ends who does not stop in time
+        wait_until_in_debugger(group, [1])
+        child = attached(group.name)
+        gate.touch()
+        child.sendline("import time; time.sleep(1.5); self.rank + 41")  # longer than until the end would be due
+        child.expect_exact("42")
+        child.sendline("c")
+        ended(child, "goes on")
+        assert "of rank 0" in str(waiting.result(timeout=20))
+    assert group.pids() == pids
+
+
+def test_a_call_that_was_cancelled_leaves_the_debugger_when_it_goes_on(group):
+    pids = group.pids()
+    future = group.step.submit(1, [1])
+    wait_until_in_debugger(group, [1])
+    assert future.cancel()
+    child = attached(group.name)
+    child.sendline("c")
+    ended(child, "goes on")
+    with pytest.raises(bm.CallCancelled):
+        future.result(timeout=20)
+    assert group.pids() == pids and not pids_in_debuggers() & set(pids)
+
+
+def test_who_does_not_wait_cannot_be_debugged(group, capsys):
+    assert main(["debug", group.name]) == 1
+    assert capsys.readouterr().err == (
+        f"bandmaster debug: no rank of {group.name} waits in a debugger on this host; call breakpoint() in a method\n"
+    )
+    assert main(["debug", group.name, "1"]) == 1
+    assert f"rank 1 of {group.name} does not wait" in capsys.readouterr().err
+    assert main(["debug", f"{group.name}x"]) == 1
+    assert f"did you mean '{group.name}'" in capsys.readouterr().err
+
+
+@pytest.mark.backends("inprocess")
+def test_in_process_it_is_that_of_python(make_group, monkeypatch):
+    stops = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(sys._getframe(1).f_code.co_name))
+    assert make_group(2, Model).step(1, [1]) == [2, 3]
+    assert stops == ["step"]

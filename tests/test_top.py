@@ -1,0 +1,334 @@
+"""``bandmaster top``, live and once, and the question that ``kill --all`` asks: on a terminal as a user has it."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pexpect
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, register
+from bandmaster.cli import main
+from bandmaster.cli.discovery import Discovered, discover
+from bandmaster.cli.top_view import HEADER, columns_that_fit, rows_of
+from bandmaster.cli.usage import GroupUsage, Moment, RankUsage
+from bandmaster.transport.activity import Activity
+from bandmaster.worker_process.activity import ActivityPage
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Busy(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_long(self):
+        if self.rank:
+            time.sleep(60)
+        return self.rank
+
+    @register(Dispatch.DP_PROTO)
+    def items(self, rows, gate):
+        yield 1
+        while not os.path.exists(gate):
+            time.sleep(0.01)
+
+    @register(Dispatch.DP_PROTO)
+    async def later(self, rows, gate):
+        while not os.path.exists(gate):
+            time.sleep(0.01)
+        return rows
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+
+def lines_of(group, capsys):
+    """The lines of one snapshot about a group, each split into its columns."""
+    assert main(["top", "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith(f"{group.name} "))
+    shown = [line.removeprefix(group.name).split() for line in lines[first : first + group.world_size]]
+    return {int(columns[0]): columns[1:] for columns in shown}
+
+
+def running(group):
+    """The method that each rank runs."""
+    found = {identity.group: one.workers for one in discover().groups for identity, _ in one.workers}[group.name]
+    return [Activity.of(identity.pid).method for identity, _ in found]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # polling for other processes
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_snapshot_shows_what_each_rank_runs(make_group, capsys, gate):
+    group = make_group(2, Busy)
+    pids = group.pid()
+    call = group.wait_long.submit()
+    wait_until(lambda: running(group) == ["", "wait_long"])
+    shown = lines_of(group, capsys)
+    assert shown[0][:3] == [str(pids[0]), "idle", "-"]
+    assert shown[1][:2] == [str(pids[1]), "wait_long"]
+    assert shown[1][3] == "s" and shown[1][5:7] == [shown[1][5], "MiB"]
+    call.cancel()
+    with pytest.raises(bm.CallCancelled):
+        call.result()
+    wait_until(lambda: running(group) == ["", ""])
+
+    with group.items.stream([1, 2], str(gate)) as stream:
+        next(stream)
+        wait_until(lambda: running(group) == ["items", "items"])
+        gate.touch()
+    group.pid()
+    gate.unlink()
+    call = group.later.submit([1, 2], str(gate))
+    wait_until(lambda: running(group) == ["later", "later"])
+    gate.touch()
+    call.result()
+
+
+@pytest.mark.backends("ray")
+def test_calls_that_overlap_are_counted(make_pool, capsys, gate):
+    import ray
+
+    @ray.remote(max_concurrency=4)
+    class Overlapping(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        async def wait_for(self, gate):
+            import asyncio
+
+            while not os.path.exists(gate):
+                await asyncio.sleep(0.01)
+
+    group = bm.WorkerGroup(make_pool([1]), Overlapping)
+    calls = [group.wait_for.submit(str(gate)) for _ in range(3)]
+
+    def activity():
+        ((identity, _),) = next(one.workers for one in discover().groups if one.name == group.name)
+        return Activity.of(identity.pid)
+
+    wait_until(lambda: activity().n_more == 2)
+    assert lines_of(group, capsys)[0][1:3] == ["wait_for", "(+2)"]
+    gate.touch()
+    for call in calls:
+        call.result()
+    wait_until(lambda: activity() == Activity(""))
+
+
+@pytest.mark.backends("local")
+def test_the_stack_of_an_idle_rank(make_group, capsys):
+    group = make_group(2, Busy)
+    group.pid()
+    wait_until(lambda: running(group) == ["", ""])
+    assert main(["stack", group.name]) == 0
+    assert capsys.readouterr().out == "--- stack of rank 0, 1 ---\n  idle: it runs no method\n"
+
+
+def test_a_roles_method_is_shown_with_its_role(zygote):
+    class Waits(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def act(self):
+            time.sleep(60)
+
+    with bm.ResourcePool([1]) as pool:
+        group = bm.colocate(pool, actor=Waits, critic=Waits)
+        call = group.critic.act.submit()
+        wait_until(lambda: running(group) == ["critic.act"])
+        call.cancel()
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_shown_whatever_they_are_and_however_many():
+    with subprocess.Popen([sys.executable, "-c", MANY_NAMES], stdout=subprocess.PIPE, stdin=subprocess.PIPE) as other:
+        for expected in ("first", "x" * 200, "line?red?", "(another method)", "first", ""):
+            assert other.stdout.readline() == b"shown\n"
+            found = Activity.of(other.pid)
+            assert found.method == expected and 0 <= found.seconds < 60
+            other.stdin.write(b"\n")
+            other.stdin.flush()
+
+
+MANY_NAMES = """
+from bandmaster.worker_process.activity import ActivityPage
+page = ActivityPage(is_shared=True)
+for name in ("first", "x" * 300, "line\\nred\\x1b", None, "first", ""):
+    if name is None:
+        for number in range(5000):
+            page.begin(f"method {number}")
+    elif name:
+        page.begin(name)
+    else:
+        page.end()
+    print("shown", flush=True)
+    input()
+"""
+
+
+def test_a_process_without_such_a_page_shows_nothing():
+    assert Activity.of(os.getpid()) is None
+    assert Activity.of(1 << 22) is None
+
+
+def test_a_page_of_the_in_process_backend_is_not_shown_to_others():
+    page = ActivityPage()
+    page.begin("method")
+    assert Activity.of(os.getpid()) is None
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+def rank(number, method, seconds=1.0, **more):
+    activity = None if method is None else Activity(method, seconds if method else 0.0)
+    return RankUsage(number, 1000 + number, activity, 300 << 20, **more)
+
+
+def test_ranks_in_the_same_state_share_a_row_where_there_is_no_room_for_all():
+    ranks = [rank(n, "" if n in (3, 4) else "update", n, cpu_percent=n, held_nbytes=1 << 20) for n in range(64)]
+    moment = Moment((GroupUsage("actor", 64, tuple(ranks)), GroupUsage("critic", 1, (rank(0, None),), "detached")))
+    assert len(rows_of(moment)) == len(rows_of(moment, 65)) == 65
+    assert rows_of(moment, 36) == [
+        ("actor", "0-2,5-63", "62 processes", "update", "0.0 s-1m 03s", "0-63%", "300 MiB", "62 MiB", "-"),
+        ("", "3-4", "2 processes", "idle", "-", "3-4%", "300 MiB", "2 MiB", "-"),
+        ("critic (detached)", "0", "1000", "unknown", "-", "-", "300 MiB", "-", "-"),
+    ]
+    last = rows_of(moment, 2)[-1]
+    assert last[0] == "and 2 more rows"
+
+
+def test_narrow_terminals_get_fewer_columns():
+    rows = rows_of(Moment((GroupUsage("actor", 2, (rank(0, "update", cpu_percent=5), rank(1, "", cpu_percent=100))),)))
+
+    def names(width):
+        return [HEADER[column] for column in columns_that_fit(rows, width)]
+
+    assert names(200) == list(HEADER)
+    assert names(50) == ["group", "rank", "pid", "runs", "for", "cpu", "memory"], "those without values go first"
+    assert names(42) == ["group", "rank", "runs", "for", "cpu", "memory"]
+    assert names(10) == ["group", "rank", "runs", "for"]
+
+
+def test_devices():
+    ranks = [rank(n, "update", device=f"GPU {n} 50% 1.0 GiB") for n in range(2)]
+    moment = Moment((GroupUsage("actor", 2, tuple(ranks)),))
+    assert [row[-1] for row in rows_of(moment)] == ["GPU 0 50% 1.0 GiB", "GPU 1 50% 1.0 GiB"]
+    assert [row[-1] for row in rows_of(moment, 1)] == ["2 GPUs"]
+
+
+# --- terminals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def terminal():
+    """``terminal("top")``: the command on a pseudo-terminal of 30 lines."""
+    started = []
+
+    def start(*arguments, program=None):
+        command = ["-c", program] if program else ["-m", "bandmaster", *arguments]
+        started.append(pexpect.spawn(sys.executable, command, dimensions=(30, 150), encoding="utf-8", timeout=60))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close(force=True)
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("key", ["q", "\x03"])
+def test_the_live_view_shows_changes_and_ends(make_group, terminal, key):
+    group = make_group(2, Busy)
+    group.pid()
+    top = terminal("top", "--interval", "0.1")
+    top.expect("q ends")
+    call = group.wait_long.submit()
+    top.expect("wait_long")
+    call.cancel()
+    with pytest.raises(bm.CallCancelled):
+        call.result()
+    top.expect("idle")
+    top.send(key)
+    top.expect(pexpect.EOF)
+    assert "Traceback" not in top.before
+    top.close()
+    assert top.exitstatus == 0
+
+
+def test_the_live_view_says_what_to_install(terminal):
+    program = "import sys; sys.modules['rich'] = None; from bandmaster.cli import main; sys.exit(main(['top']))"
+    top = terminal(program=program)
+    top.expect(r"needs rich, which is not installed; install it with: pip install 'bandmaster\[top\]'")
+    top.expect(pexpect.EOF)
+    top.close()
+    assert top.exitstatus == 1
+
+
+def test_intervals_that_make_no_sense(capsys):
+    assert main(["top", "--interval", "0"]) == 2
+    assert capsys.readouterr().err == "bandmaster top: --interval must be at least 0.1 seconds, got 0\n"
+
+
+# `kill --all` would end the groups of other programs of this user as well: it finds only those of one controller here.
+KILL_ALL = """
+import sys
+from bandmaster.cli import main, processes
+from bandmaster.cli.discovery import Discovered, discover
+def mine():
+    return Discovered(tuple(group for group in discover().groups if group.controller == {controller}))
+processes.discover = mine
+sys.exit(main(["kill", "--all", *{arguments}]))
+"""
+
+
+@pytest.mark.backends("local")
+def test_kill_all_asks_first(make_group, terminal):
+    group, other = make_group(2, Busy), make_group(1, Busy)
+    program = KILL_ALL.format(controller=os.getpid(), arguments=[])
+    for answer in ("n", "", "\x04", "\x03"):
+        kill = terminal(program=program)
+        kill.expect(r"end 2 groups \(3 workers\)\? \[y/N\] ")
+        kill.send(answer) if answer in ("\x04", "\x03") else kill.sendline(answer)
+        kill.expect("nothing was ended")
+        kill.expect(pexpect.EOF)
+        kill.close()
+        assert kill.exitstatus == 1
+    assert group.healthy and other.healthy
+
+    kill = terminal(program=program)
+    kill.expect(r"\[y/N\] ")
+    kill.sendline("y")
+    kill.expect(f"group {group.name}@{os.getpid()}: ended ")
+    kill.expect(pexpect.EOF)
+    kill.close()
+    assert kill.exitstatus == 0
+    with pytest.raises(bm.WorkerDied):
+        group.pid()
+
+
+@pytest.mark.backends("local")
+def test_kill_all_without_a_terminal_needs_yes(make_group):
+    group = make_group(1, Busy)
+    runs = []
+    for arguments in ([], ["--yes"]):
+        program = KILL_ALL.format(controller=os.getpid(), arguments=arguments)
+        command = [sys.executable, "-c", program]
+        runs.append(subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60))
+    refused, ended = runs
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("bandmaster kill: --all asks before") and "--yes" in refused.stderr
+    assert ended.returncode == 0 and f"group {group.name}@" in ended.stdout
+
+
+def test_a_name_that_is_almost_right(capsys, monkeypatch):
+    from test_cli import made_up
+
+    monkeypatch.setattr("bandmaster.cli.processes.discover", lambda: Discovered((made_up("Critic", 1, False),)))
+    assert main(["kill", "Critc"]) == 1
+    assert capsys.readouterr().err == "bandmaster kill: there is no group 'Critc'; did you mean 'Critic'\n"
