@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
 from bandmaster.transport.channel import Closed
 from bandmaster.transport.handshake import MAGIC, Refused, Secret, greet, welcome
-from bandmaster.transport.link import Link, awaited, flush
+from bandmaster.transport.link import Link, Raw, awaited, flush
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -64,6 +65,10 @@ class Maker(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def process(self):
         return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def first(self, words):
+        return words[0]
 
 
 @pytest.fixture
@@ -284,6 +289,20 @@ def test_a_wrong_secret_is_refused_by_both_ends(group, purpose):
     assert len(group.process()) == 5
 
 
+def test_what_a_connection_is_for_cannot_be_changed_on_the_way():
+    secret, (client, server) = Secret.new(), socket.socketpair()
+    with client, server, ThreadPoolExecutor(1) as threads:
+        between = SimpleNamespace(
+            settimeout=client.settimeout,
+            recv=client.recv,
+            sendall=lambda said: client.sendall(said if said.startswith(MAGIC) else said[:-1] + bytes([FOR_ROWS])),
+        )
+        welcomed = threads.submit(welcome, server, secret)
+        greet(between, secret, FOR_MESSAGES)
+        with pytest.raises(Refused):
+            welcomed.result(timeout=30)
+
+
 def test_a_second_controller_is_not_served(group):
     with connected() as sock:
         trusted, _ = greet(sock, get_backend("hosts")._fabric.secret, FOR_MESSAGES)
@@ -299,6 +318,17 @@ def test_a_frame_that_is_not_authentic_ends_the_connection(group, tmp_path):
         assert is_closed(trusted)
     assert not (tmp_path / "made").exists()
     assert len(group.process()) == 5
+
+
+def test_nothing_that_is_unpickled_can_be_changed_on_the_way(group, monkeypatch):
+    words = [f"harmless {n}" for n in range(20_000)]  # more than a frame has in its head
+    assert group.first(words) == ["harmless 0"] * 5
+    send = Link._sent
+    monkeypatch.setattr(
+        Link, "_sent", lambda link, views: send(link, [bytes(view).replace(b"harmless", b"exploits") for view in views])
+    )
+    with pytest.raises(bm.WorkerDied):
+        group.first(words)
 
 
 def test_silent_strangers_are_closed_and_hold_nobody_up(group):
@@ -353,7 +383,7 @@ def test_frames_arrive_as_they_were_sent(is_encrypted, frames):
     try:
         sent = [(os.urandom(head), [os.urandom(size) for size in sizes]) for head, sizes in frames]
         for head, chunks in sent:
-            mine.send(head, chunks)
+            mine.send(head, [Raw(chunk) if n % 2 else chunk for n, chunk in enumerate(chunks)])
         found = []
         while len(found) < len(sent):
             mine.pump()
@@ -361,6 +391,23 @@ def test_frames_arrive_as_they_were_sent(is_encrypted, frames):
             if frame is not None:
                 found.append((frame.head, [bytes(chunk) for chunk in frame.chunks]))
         assert found == sent
+    finally:
+        mine.close()
+        theirs.close()
+
+
+@pytest.mark.parametrize("is_raw", [False, True], ids=["pickled", "raw"])
+def test_chunks_that_are_not_raw_are_authenticated(is_raw):
+    mine, theirs = link_pair()
+    try:
+        send = mine._sent
+        mine._sent = lambda views: send([bytes(view).replace(b"good", b"evil") for view in views])
+        mine.send(b"head", [b"pickled", Raw(b"good") if is_raw else b"good"])
+        if is_raw:
+            assert bytes(awaited(theirs, 10).chunks[1]) == b"evil"
+        else:
+            with pytest.raises(Closed, match="not authentic"):
+                awaited(theirs, 10)
     finally:
         mine.close()
         theirs.close()

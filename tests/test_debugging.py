@@ -12,7 +12,7 @@ import pytest
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.cli import main
-from bandmaster.transport.debugging import pids_in_debuggers
+from bandmaster.transport.debugging import listening, pids_in_debuggers
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.backends("local", "ray"), pytest.mark.here]
 
@@ -50,9 +50,16 @@ def wait_until_in_debugger(group, ranks):
     """Poll the list of the kernel, as there is nothing to wait on."""
     pids = {record.pid for rank, record in enumerate(group._ownership.workers().records) if rank in ranks}
     deadline = time.monotonic() + 30
-    while not pids <= pids_in_debuggers():
-        assert time.monotonic() < deadline, f"{pids} are not in {pids_in_debuggers()}"
+    while not pids <= pids_in_debuggers(pids):
+        assert time.monotonic() < deadline, f"{pids} are not in {pids_in_debuggers(pids)}"
         time.sleep(0.02)
+
+
+@pytest.mark.backends("local")
+def test_others_cannot_make_deadlines_wait_by_the_name_of_a_socket(group):
+    pids = group.pids()
+    with listening(pids[0]):  # which another user can do as well
+        assert not pids_in_debuggers(pids)
 
 
 def attached(*arguments):
@@ -168,7 +175,7 @@ def test_a_call_that_was_cancelled_leaves_the_debugger_when_it_goes_on(group):
     ended(child, "goes on")
     with pytest.raises(bm.CallCancelled):
         future.result(timeout=20)
-    assert group.pids() == pids and not pids_in_debuggers() & set(pids)
+    assert group.pids() == pids and not pids_in_debuggers(pids)
 
 
 def test_who_does_not_wait_cannot_be_debugged(group, capsys):

@@ -13,15 +13,17 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from email.parser import Parser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 MINORS = (10, 11, 12, 13)  # of the Pythons 3.x that are supported
-TESTS = ("mesh", "transfer", "contract", "lane", "waiting", "testing", "pool_threads")
+TESTS = ("mesh", "transfer", "placement", "handle_arithmetic", "contract", "lane", "waiting", "testing", "pool_threads")
 FOR_TESTS = ("pytest", "pytest-timeout", "hypothesis", "psutil")
+USERS_READ = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "SECURITY.md"}
+IN_SDIST = {*USERS_READ, "MANIFEST.in", "PKG-INFO", "pyproject.toml", "setup.cfg"}  # besides the package
 CHOICE = "not ray and not Ray and not torch and not placement_group"  # what needs no more than that
 TIMEOUT_S = 900.0
 
@@ -81,17 +83,12 @@ def build() -> Path:
 def check_wheel(wheel: Path, version: str) -> None:
     """Raise unless the wheel has the package, all of it, and nothing else."""
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        (metadata_name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        metadata = Parser().parsestr(archive.read(metadata_name).decode())
-        here = os.fspath(ROOT).encode()
-        with_path = [name for name in names if here in archive.read(name)]
-    others = {name for name in names if not name.startswith(("bandmaster/", f"bandmaster-{version}.dist-info/"))}
-    missing = {f"bandmaster/{path.relative_to(ROOT / 'src/bandmaster')}" for path in package_files()} - names
-    if others or missing or with_path:
-        raise Failed(
-            f"the wheel has {sorted(others)} too many, lacks {sorted(missing)}, and names this folder in {with_path}"
-        )
+        files = {name: archive.read(name) for name in archive.namelist()}
+    about = f"bandmaster-{version}.dist-info/"
+    metadata = Parser().parsestr(files.get(f"{about}METADATA", b"").decode())
+    check_files("wheel", files, {name.removeprefix("src/") for name in tracked("src/bandmaster")}, (about,))
+    if f"{about}licenses/LICENSE" not in files:
+        raise Failed("the wheel lacks the licence")
     if metadata["Version"] != version:
         raise Failed(f"the wheel's version is {metadata['Version']}, the package's {version}")
     base = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
@@ -99,19 +96,36 @@ def check_wheel(wheel: Path, version: str) -> None:
         raise Failed(f"the base install has to need numpy and cloudpickle alone, but needs {base}")
 
 
-def package_files() -> list[Path]:
-    """What belongs into the wheel."""
-    package = ROOT / "src/bandmaster"
-    return [*package.rglob("*.py"), package / "py.typed"]
-
-
 def check_sdist(version: str) -> None:
-    """Raise if the sdist lacks a file that users expect in it."""
+    """Raise unless the sdist has what the wheel is built from, what users read, and nothing else."""
     with tarfile.open(DIST / f"bandmaster-{version}.tar.gz") as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {"LICENSE", "README.md", "pyproject.toml", "src/bandmaster/__init__.py"}
-    if missing := wanted - names:
-        raise Failed(f"the sdist lacks {sorted(missing)}")
+        entries = [entry for entry in archive.getmembers() if entry.isfile()]
+        files = {entry.name.partition("/")[2]: archive.extractfile(entry).read() for entry in entries}
+    check_files("sdist", files, tracked("src/bandmaster") | IN_SDIST, ("src/bandmaster.egg-info/",))
+
+
+def check_files(what: str, files: Mapping[str, bytes], wanted: Set[str], generated: tuple[str, ...]) -> None:
+    """Raise unless a distribution has the wanted files and besides them only generated ones, and names no folder here.
+
+    Args:
+        what: What messages call the distribution.
+        files: What it has, by name.
+        wanted: The names that it has to have.
+        generated: How the names of generated files begin.
+    """
+    missing, others = wanted - set(files), {name for name in set(files) - wanted if not name.startswith(generated)}
+    here = os.fspath(ROOT).encode()
+    with_path = [name for name, content in files.items() if here in content]
+    if missing or others or with_path:
+        raise Failed(
+            f"the {what} lacks {sorted(missing)}, has {sorted(others)}, which git does not know or which do not belong "
+            f"into it, and names this folder in {sorted(with_path)}"
+        )
+
+
+def tracked(folder: str) -> set[str]:
+    """The files below a folder that git knows: what lies there besides them is not released."""
+    return set(run(["git", "-C", str(ROOT), "ls-files", folder], "git ls-files").splitlines())
 
 
 # --- trying it ---
@@ -159,7 +173,11 @@ def install(python: str, wheel: Path, place: Path) -> str:
     """Put the wheel into an empty environment."""
     run([python, "-m", "venv", str(place / "env")], "making an environment")
     pip(place, str(wheel))
-    freeze = run([str(place / "env/bin/python"), "-m", "pip", "freeze", "--quiet"], "pip freeze")
+    python = str(place / "env/bin/python")
+    imported = run([python, "-c", "import bandmaster; print(bandmaster.__file__)"], "the import", place).strip()
+    if not Path(imported).is_relative_to(place / "env"):
+        raise Failed(f"Python imports {imported} instead of the installed wheel")
+    freeze = run([python, "-m", "pip", "freeze", "--quiet"], "pip freeze")
     installed = [line.split(" @")[0] for line in freeze.splitlines()]
     return ", ".join(name for name in installed if not name.startswith("bandmaster"))
 
@@ -193,21 +211,24 @@ def run(command: Sequence[str], what: str, place: Path | None = None, is_status_
     """Run a command, in a place whose home is empty if there is one; its output.
 
     Raises:
-        Failed: It did not succeed.
+        Failed: It did not succeed, or took longer than `TIMEOUT_S`.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if place is not None:
         (place / "home").mkdir(exist_ok=True)
         environment["HOME"] = str(place / "home")
-    done = subprocess.run(
-        command,
-        cwd=place or ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            cwd=place or ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Failed(f"{what} did not end within {TIMEOUT_S:g} s") from error
     if done.returncode and not (is_status_1_fine and done.returncode == 1):
         raise Failed(f"{what} failed with status {done.returncode}:\n{done.stdout[-4000:]}")
     return done.stdout

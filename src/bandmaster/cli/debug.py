@@ -54,7 +54,7 @@ def _chosen(group: Group, rank: int | None) -> WorkerIdentity:
     Raises:
         LookupError: There is none, or several wait.
     """
-    pids = pids_in_debuggers()
+    pids = pids_in_debuggers(identity.pid for identity, _ in group.workers)
     waiting = {identity.rank: identity for identity, _ in group.workers if identity.pid in pids}
     ranks = ", ".join(map(str, waiting))
     if rank is None and len(waiting) == 1:

@@ -7,23 +7,25 @@
       {"text": "> file(3)method()...(Pdb) "} ──────────────► shows it, and reads a line
                                             "p self\\n"   ◄── sends it
 
-Lines of JSON go both ways. The kernel lists abstract sockets in /proc/net/unix, and removes them with their process.
+Lines of JSON go both ways. That a worker waits is shown by one of its descriptors, an anonymous file of a certain name:
+other users can give sockets any names, and so have any lines in /proc/net/unix, but cannot change its descriptors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bandmaster.failure import IN_DEBUGGER
 
-__all__ = ["connected", "is_trusted", "listening", "pids_in_debuggers", "with_debuggers"]
+__all__ = ["announced", "connected", "is_trusted", "listening", "pids_in_debuggers", "with_debuggers"]
 
 _PREFIX = "bandmaster-debugger-"
-_LISTED = f"@{_PREFIX}"
+_ANNOUNCED = "bandmaster-in-debugger"
 
 
 def listening(pid: int) -> socket.socket:
@@ -64,14 +66,23 @@ def is_trusted(sock: socket.socket) -> bool:
     return _peer(sock)[1] in (os.geteuid(), 0)
 
 
-def pids_in_debuggers() -> set[int]:
-    """The processes of this host whose debuggers wait, or are attached to a terminal."""
-    try:
-        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
-    except OSError:
-        return set()
-    names = [line.rpartition(" ")[2] for line in lines if _LISTED in line]
-    return {int(name.removeprefix(_LISTED)) for name in names if name.removeprefix(_LISTED).isdecimal()}
+def announced() -> int:
+    """A descriptor that shows to other processes of this user that this one is in a debugger, as long as it is open."""
+    return os.memfd_create(_ANNOUNCED, os.MFD_CLOEXEC)
+
+
+def pids_in_debuggers(pids: Iterable[int]) -> set[int]:
+    """Of some processes of this host, those whose debuggers wait, or are attached to a terminal."""
+    return {pid for pid in pids if _is_in_debugger(pid)}
+
+
+def _is_in_debugger(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(path) == f"/memfd:{_ANNOUNCED} (deleted)":
+                    return True
+    return False
 
 
 def with_debuggers(stacks: dict[int, str], pids: Sequence[int]) -> dict[int, str]:
@@ -81,7 +92,7 @@ def with_debuggers(stacks: dict[int, str], pids: Sequence[int]) -> dict[int, str
         stacks: The stacks that could be had.
         pids: The processes that were asked for them.
     """
-    in_debuggers = pids_in_debuggers().intersection(pids)
+    in_debuggers = pids_in_debuggers(pids)
     heading = f"{IN_DEBUGGER}: bandmaster debug attaches to it, and deadlines wait\n"
     return {**stacks, **{pid: heading + stacks.get(pid, "") for pid in in_debuggers}}
 

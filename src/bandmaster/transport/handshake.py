@@ -4,7 +4,7 @@
 
     client ── magic, nonce ──────────────────────────► server       what is not this long, or not this, is closed
            ◄── nonce, HMAC(secret, "server", nonces) ──              the server knows the secret
-           ── HMAC(secret, "client", nonces), purpose ──►            so does the client; each end derives its keys
+           ── HMAC(secret, "client", purpose, nonces), purpose ──►   so does the client; each end derives its keys
 
 With encryption, TLS comes first. It has no certificates: its keys are agreed upon by an anonymous Diffie-Hellman
 exchange, and the proofs cover what `ssl` calls the channel binding, so that nobody in the middle can pass them on. That
@@ -28,7 +28,7 @@ from bandmaster.transport.dh_parameters import FFDHE2048
 
 __all__ = ["HANDSHAKE_TIMEOUT_S", "Keys", "Refused", "Secret", "greet", "welcome"]
 
-MAGIC = b"bandmaster-link-1"
+MAGIC = b"bandmaster-link-2"  # another number whenever the format of frames changes
 NONCE_NBYTES = PROOF_NBYTES = 32
 HANDSHAKE_TIMEOUT_S = 5.0
 _CIPHERS = "ADH-AES128-GCM-SHA256:@SECLEVEL=0"  # OpenSSL counts ciphers without certificates as level 0
@@ -90,7 +90,7 @@ def greet(sock: socket.socket, secret: Secret, purpose: int) -> tuple[socket.soc
     nonces = binding + nonce + said[:NONCE_NBYTES]
     if not hmac.compare_digest(said[NONCE_NBYTES:], _proof(secret, b"server", nonces)):
         raise Refused("the agent does not know the secret of this controller")
-    sock.sendall(_proof(secret, b"client", nonces) + bytes([purpose]))
+    sock.sendall(_proof(secret, b"client" + bytes([purpose]), nonces) + bytes([purpose]))
     return sock, Keys(_proof(secret, b"from client", nonces), _proof(secret, b"from server", nonces))
 
 
@@ -110,7 +110,7 @@ def welcome(sock: socket.socket, secret: Secret) -> tuple[socket.socket, Keys, i
     nonces = binding + said[len(MAGIC) :] + nonce
     sock.sendall(nonce + _proof(secret, b"server", nonces))
     said = _exactly(sock, PROOF_NBYTES + 1, deadline)
-    if not hmac.compare_digest(said[:PROOF_NBYTES], _proof(secret, b"client", nonces)):
+    if not hmac.compare_digest(said[:PROOF_NBYTES], _proof(secret, b"client" + said[PROOF_NBYTES:], nonces)):
         raise Refused("the client does not know the secret")
     return sock, Keys(_proof(secret, b"from server", nonces), _proof(secret, b"from client", nonces)), said[-1]
 

@@ -2,12 +2,13 @@
 
 ::
 
-    frame = bytes of head (4), number of chunks (4), mac (16) │ bytes of each chunk (8) │ head │ chunks
+    frame = bytes of head (4), number of chunks (4), mac (16) │ bytes of each chunk (8), digest (32) │ head │ chunks
 
 Whoever receives a frame has the head, which is pickled, only once its *mac* was found right: a keyed hash of the
-key of the connection, the number of the frame, and all before the chunks. Chunks are the bytes of arrays. They are
-sent from where they lie and received where they are to lie, by no more copies than the kernel's. They are not hashed,
-which would take three times as long as sending them; with encryption, they are authenticated like all the rest.
+key of the connection, the number of the frame, and all before the chunks. Chunks are sent from where they lie and
+received where they are to lie, by no more copies than the kernel's. The *digest*, which is there if there are chunks,
+is a hash of those that are pickled, and the receiver gets the frame only once it was found right. The others are `Raw`,
+the bytes of arrays: to hash them would take three times as long as sending them. With encryption, all is authenticated.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from typing import Any, NamedTuple
 from bandmaster.transport.channel import Closed
 from bandmaster.transport.handshake import Keys
 
-__all__ = ["Frame", "Link", "LinkStalled", "Place", "awaited", "flush", "fresh"]
+__all__ = ["Frame", "Link", "LinkStalled", "Place", "Raw", "awaited", "flush", "fresh"]
 
 MAC_NBYTES = 16
+DIGEST_NBYTES = 32
 MAX_HEAD_NBYTES = 1 << 30
 MAX_CHUNKS = 1 << 20
 MAX_VIEWS = 64  # of one system call
@@ -38,6 +40,7 @@ _BUFFER_NBYTES = 256 * 1024
 _START = struct.Struct("<II")
 _START_NBYTES = _START.size + MAC_NBYTES
 _NUMBER = struct.Struct("<Q")
+_RAW = 1 << 63  # the bit of a chunk's size that says that the digest is not of it, too
 
 # How the kernel finds out that the other host is gone, although nothing is sent: after 2 + 3 * 2 s.
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
@@ -48,12 +51,22 @@ class LinkStalled(Exception):
     """The other end takes nothing of what is sent."""
 
 
+class Raw(NamedTuple):
+    """A chunk that is the bytes of an array, which are sent without a hash: nobody unpickles them.
+
+    Attributes:
+        buffer: The bytes.
+    """
+
+    buffer: Any
+
+
 class Frame(NamedTuple):
     """What has arrived.
 
     Attributes:
         head: The head, authenticated.
-        chunks: The chunks, where the receiver wanted them.
+        chunks: The chunks, where the receiver wanted them; authenticated, but for those that were sent as `Raw`.
     """
 
     head: bytes
@@ -101,8 +114,10 @@ class Link:
         self._memory = bytearray(_BUFFER_NBYTES)
         self._view = memoryview(self._memory)
         self._from = self._to = 0  # what is in the buffer and was not looked at
-        self._head: tuple[bytes, list[int]] | None = None  # of the frame whose chunks are being received
+        self._head: bytes | None = None  # of the frame whose chunks are being received
         self._chunks: Sequence[memoryview] = ()
+        self._are_raw: list[bool] = []  # of the chunks
+        self._digest = b""
         self._open: deque[memoryview] = deque()  # chunks, or the rest of one, that are not there
         self.heard_at = time.monotonic()
         self.received_nbytes = 0
@@ -125,19 +140,22 @@ class Link:
     def send(self, head: bytes, chunks: Sequence[Any] = ()) -> bool:
         """Send a frame, as far as the kernel takes it now. The chunks must not change until all is sent.
 
+        Args:
+            head: The head.
+            chunks: The chunks; those that are not `Raw` are hashed.
+
         Returns:
             Whether all was sent; else `pump` sends more.
 
         Raises:
             Closed: The other end is gone.
         """
-        views = [memoryview(chunk).cast("B") for chunk in chunks]
-        sizes = struct.pack(f"<{len(views)}Q", *[view.nbytes for view in views])
+        views, described = self._described(chunks) if chunks else ([], b"")
         start = _START.pack(len(head), len(views))
         mac = self._mac_out.copy()
-        mac.update(b"".join((_NUMBER.pack(self._n_sent), start, sizes, head)))
+        mac.update(b"".join((_NUMBER.pack(self._n_sent), start, described, head)))
         self._n_sent += 1
-        first = [start, mac.digest(), sizes, head]
+        first = [start, mac.digest(), described, head]
         if not views and not self._out and not self._is_encrypted:
             message = b"".join(first)
             n_sent = self._sent([message])
@@ -149,6 +167,13 @@ class Link:
         self._out.append(memoryview(b"".join(first)))
         self._out.extend(view for view in views if view.nbytes)
         return self.pump()
+
+    def _described(self, chunks: Sequence[Any]) -> tuple[list[memoryview], bytes]:
+        """The bytes of chunks, and what precedes the head: their sizes and the digest."""
+        are_raw = [self._is_encrypted or type(chunk) is Raw for chunk in chunks]
+        views = [memoryview(chunk.buffer if type(chunk) is Raw else chunk).cast("B") for chunk in chunks]
+        sizes = [view.nbytes | _RAW if is_raw else view.nbytes for view, is_raw in zip(views, are_raw, strict=True)]
+        return views, struct.pack(f"<{len(sizes)}Q", *sizes) + _digest(views, are_raw)
 
     def pump(self) -> bool:
         """Send what was not sent yet, as far as the kernel takes it now; whether all was sent.
@@ -193,7 +218,9 @@ class Link:
             if self._head is None:
                 self._begin()
             if self._head is not None and not self._open:
-                frame = Frame(self._head[0], self._chunks)
+                if self._chunks and not hmac.compare_digest(_digest(self._chunks, self._are_raw), self._digest):
+                    raise Closed("what has come is not authentic")
+                frame = Frame(self._head, self._chunks)
                 self._head, self._chunks = None, ()
                 return frame
             if not self._fill():
@@ -261,7 +288,9 @@ class Link:
         n_head, n_chunks = _START.unpack_from(self._view, self._from)
         if n_head > MAX_HEAD_NBYTES or n_chunks > MAX_CHUNKS:
             raise Closed("what has come is not a frame")
-        n_all = _START_NBYTES + 8 * n_chunks + n_head
+        n_sizes = 8 * n_chunks
+        n_described = n_sizes + DIGEST_NBYTES if n_chunks else 0
+        n_all = _START_NBYTES + n_described + n_head
         if there < n_all:
             self._want(n_all)
             return
@@ -273,10 +302,11 @@ class Link:
         if not hmac.compare_digest(mac.digest(), whole[_START.size : _START_NBYTES]):
             raise Closed("what has come is not authentic")
         self._n_received += 1
-        sizes = list(struct.unpack_from(f"<{n_chunks}Q", body))
-        head = body[8 * n_chunks :]
-        self._head = head, sizes
-        self._chunks = self.place(head, sizes) if sizes else ()
+        said = struct.unpack_from(f"<{n_chunks}Q", body)
+        self._are_raw = [bool(size & _RAW) for size in said]
+        self._digest = body[n_sizes:n_described]
+        self._head = head = body[n_described:]
+        self._chunks = self.place(head, [size & ~_RAW for size in said]) if said else ()
         self._open = deque(chunk for chunk in self._chunks if chunk.nbytes)
         self._take_chunks()
 
@@ -288,6 +318,15 @@ class Link:
             self._memory[: len(used)] = used
             self._view = memoryview(self._memory)
             self._from, self._to = 0, len(used)
+
+
+def _digest(chunks: Sequence[memoryview], are_raw: Sequence[bool]) -> bytes:
+    """The hash of the chunks that are not raw. Their sizes are authenticated beside it, so that they can be joined."""
+    digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
+    for chunk, is_raw in zip(chunks, are_raw, strict=True):
+        if not is_raw:
+            digest.update(chunk)
+    return digest.digest()
 
 
 def flush(links: Sequence[Link], timeout_s: float) -> None:

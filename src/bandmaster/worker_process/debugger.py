@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, TextIO, cast
 
 from bandmaster.transport.control_page import WorkerIdentity
-from bandmaster.transport.debugging import is_trusted, listening
+from bandmaster.transport.debugging import announced, is_trusted, listening
 
 __all__ = ["Debugger"]
 
@@ -122,6 +122,7 @@ class _Terminal:
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
+        self._announced: int | None = None
         self._attached: socket.socket | None = None
         self._lines: TextIO | None = None
         self._text = ""  # what the debugger has written since it last read a line
@@ -130,13 +131,16 @@ class _Terminal:
         """Let terminals attach from now on."""
         if self._listener is None:
             self._listener = listening(os.getpid())
+            self._announced = announced()
 
     def close(self) -> None:
         """Let go of the terminal that is attached, and let none attach."""
         self._detach()
         if self._listener is not None:
             self._listener.close()
-        self._listener, self._text = None, ""
+        if self._announced is not None:
+            os.close(self._announced)
+        self._listener, self._announced, self._text = None, None, ""
 
     def write(self, text: str) -> int:
         """As of a file; the terminal shows it when a line is read."""

@@ -147,9 +147,6 @@ class Fabric(Receiver):
         """Close a link."""
         with self.lock:
             self._lose(agent, CLOSED)
-            if not self.agents:
-                self._stop_beating.set()
-                self._heart, self._stop_beating = None, threading.Event()
 
     def close(self) -> None:
         """Close all links."""
@@ -289,6 +286,10 @@ class Fabric(Receiver):
         agent.asked.clear()
         for group in list(agent.groups.values()):
             group.host_is_lost(agent, why)
+        if not self.agents:
+            self._stop_beating.set()
+            self._heart, self._stop_beating = None, threading.Event()
+            self.row_links.close_idle(0.0)  # which the heartbeat did
         self._poller.wake_if_blocked()
 
     # --- signs of life ---

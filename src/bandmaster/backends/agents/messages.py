@@ -12,8 +12,9 @@ from typing import Any
 
 from bandmaster.codec import Payload
 from bandmaster.transport.channel import INLINE_NBYTES, inline
+from bandmaster.transport.link import Raw
 
-__all__ = ["FOR_MESSAGES", "FOR_RELAY", "FOR_ROWS", "Kind", "Packed", "dumped", "unpacked"]
+__all__ = ["FOR_MESSAGES", "FOR_RELAY", "FOR_ROWS", "Kind", "Packed", "chunks_of", "dumped", "unpacked"]
 
 FOR_MESSAGES, FOR_ROWS, FOR_RELAY = 1, 2, 3  # purposes of connections: of the controller, for rows, of another agent
 
@@ -38,6 +39,11 @@ def dumped(content: tuple[Any, ...]) -> bytes:
     return pickle.dumps(content, protocol=5)
 
 
+def chunks_of(*payloads: Payload) -> list[Any]:
+    """The chunks that large payloads are sent as: heads, which are unpickled and so are authenticated, and buffers."""
+    return [chunk for payload in payloads for chunk in (payload.head, *map(Raw, payload.buffers))]
+
+
 class Packed:
     """The payloads of one frame.
 
@@ -60,7 +66,7 @@ class Packed:
             self.table.append(inline(payload))
         else:
             self.table.append(1 + len(payload.buffers))
-            self.chunks += [payload.head, *payload.buffers]
+            self.chunks += chunks_of(payload)
         self._places[id(payload)] = len(self.table) - 1
         return len(self.table) - 1
 

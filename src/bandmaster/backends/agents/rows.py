@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from bandmaster.backends.agents.messages import dumped
+from bandmaster.backends.agents.messages import chunks_of, dumped
 from bandmaster.backends.agents.row_links import PATIENCE_S, Fetch, RowLinks
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Kept
@@ -85,7 +85,7 @@ class RowServer:
         except Exception as error:  # they are gone, or cannot be read here
             link.send(dumped((str(error),)))
         else:
-            link.send(dumped((None,)), [payload.head, *payload.buffers])
+            link.send(dumped((None,)), chunks_of(payload))
         flush([link], PATIENCE_S)
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from bandmaster.backends.agents.hosted import Entry, Held, Hosted
-from bandmaster.backends.agents.messages import FOR_MESSAGES, FOR_RELAY, FOR_ROWS, Kind, Packed, dumped
+from bandmaster.backends.agents.messages import FOR_MESSAGES, FOR_RELAY, FOR_ROWS, Kind, Packed, chunks_of, dumped
 from bandmaster.backends.agents.row_links import Fetch, RowLinks, in_memory
 from bandmaster.backends.agents.rows import RowServer, Shelf
 from bandmaster.codec import Payload
@@ -297,7 +297,7 @@ class AgentServer:
         _, _, address, head = content
         below = self._below.get(address)
         if below is not None:  # else the controller has been told that it is gone, or will be
-            self._send_frame(below, head, [view for payload in large for view in (payload.head, *payload.buffers)])
+            self._send_frame(below, head, chunks_of(*large))
 
     def _pass_back(self, content: tuple[Any, ...], large: Sequence[Payload]) -> None:
         """Have the replies of an agent below come together with those of this host."""
@@ -318,7 +318,7 @@ class AgentServer:
         calls = [Entry(*entry) for entry in entries]
         if is_for_all and hosted.below:
             for below in hosted.below:
-                self._send(below, content, [view for payload in large for view in (payload.head, *payload.buffers)])
+                self._send(below, content, chunks_of(*large))
             hosted.await_below([call.number for call in calls])
         reserve = getattr(hosted.workers, "reserve", None)
         place = in_memory if reserve is None else partial(reserve, is_kept=True)
