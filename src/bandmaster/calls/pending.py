@@ -447,11 +447,9 @@ class PendingCall:
     def _kill_the_stuck(self) -> None:
         """End the ranks that have been at this call for the whole grace; those that came to it later get their own."""
         assert self._escalation is not None, "it says that this is due"
-        self._take(0.0)
-        stuck = {rank: ticket for rank, ticket in self.tickets.items() if rank in self._arrived}
-        stacks = self.workers.stacks(stuck) if stuck else {}
-        debugged = {rank for rank, stack in stacks.items() if is_in_debugger(stack)}
-        stuck = {rank: ticket for rank, ticket in stuck.items() if rank not in debugged}
+        debugged = self._in_debuggers(self._arrived)
+        self._take(0.0)  # after that, as it takes a moment
+        stuck = {rank: ticket for rank, ticket in self.tickets.items() if rank in self._arrived - debugged}
         if stuck:
             grace = self.site.limits().grace
             more = f" (grace {grace:g} s; options(grace=...) gives it more)" if grace else ""
@@ -460,6 +458,12 @@ class PendingCall:
         if self.tickets:
             self._arrived = self._ranks_at_this_call() - debugged
             self._escalation.put_off_the_end(time.monotonic())
+
+    def _in_debuggers(self, ranks: set[int]) -> set[int]:
+        """Of some ranks, those that have not replied and are in debuggers."""
+        asked = {rank: ticket for rank, ticket in self.tickets.items() if rank in ranks}
+        stacks = self.workers.stacks(asked) if asked else {}
+        return {rank for rank, stack in stacks.items() if is_in_debugger(stack)}
 
     def _ranks_at_this_call(self) -> set[int]:
         """The ranks that have not replied to this call, but to all that were sent before it."""
