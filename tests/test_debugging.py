@@ -2,6 +2,7 @@
 
 import bdb
 import os
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -76,9 +77,11 @@ def ended(child, said):
     assert child.exitstatus == 0
 
 
-def test_a_method_is_stepped_through_while_deadlines_wait(group):
+def test_a_method_is_stepped_through_while_deadlines_wait(group, capsys):
     future = group.step.options(timeout=0.3, grace=0.1).submit(5, [1])
     wait_until_in_debugger(group, [1])
+    assert main(["top", "--once"]) == 0
+    assert re.search(r"  1 .*  step \(in a debugger\)  ", capsys.readouterr().out)
     child = attached(group.name)  # the rank that waits is found
     assert "doubled += self.rank" in child.before
     child.sendline("p doubled, self.rank")

@@ -82,10 +82,11 @@ def _cells(ranks: Sequence[RankUsage]) -> Row:
 
 
 def _runs(rank: RankUsage) -> str:
+    debugger = " (in a debugger)" if rank.is_in_debugger else ""
     if rank.activity is None:
-        return "unknown"
+        return f"unknown{debugger}"
     more = f" (+{rank.activity.n_more})" if rank.activity.n_more else ""
-    return f"{rank.activity.method}{more}" if rank.activity.method else IDLE
+    return f"{rank.activity.method or IDLE}{more}{debugger}"
 
 
 def _from_to(values: Sequence[float], shown: Callable[[float], str]) -> str:

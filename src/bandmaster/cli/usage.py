@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from bandmaster.cli.discovery import Discovered, Group, Process, discover
 from bandmaster.platform.proc import stat
 from bandmaster.transport.activity import Activity
+from bandmaster.transport.debugging import pids_in_debuggers
 from bandmaster.transport.kept import held_nbytes
 
 __all__ = ["GroupUsage", "Moment", "RankUsage", "Sampler"]
@@ -34,6 +35,7 @@ class RankUsage:
         cpu_percent: Processor time per time since the moment before, 100 for one core; None if it is not known yet.
         held_nbytes: Bytes of rows that it has made and its controller holds.
         device: The GPUs that the process uses and its memory on them; "" if it uses none, or NVML is not installed.
+        is_in_debugger: Whether it waits at a ``breakpoint()``, or a terminal is attached to it.
     """
 
     rank: int
@@ -43,6 +45,7 @@ class RankUsage:
     cpu_percent: float | None = None
     held_nbytes: int = 0
     device: str = ""
+    is_in_debugger: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Sampler:
         before, self._ticks = self._ticks, {}
         elapsed_s, self._at = now - self._at, now
         on_devices = _on_devices()
+        in_debuggers = pids_in_debuggers(process.pid for group in discovered.groups for _, process in group.workers)
         groups = []
         for group in discovered.groups:
             held = held_nbytes(group.controller) if group.controller else {}
@@ -94,6 +98,7 @@ class Sampler:
                     self._cpu_percent(process, before, elapsed_s),
                     held.get(process.pid, 0),
                     on_devices.get(process.pid, ""),
+                    process.pid in in_debuggers,
                 )
                 for identity, process in group.workers
             ]
