@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pexpect
 import pytest
+from debug_adapter import Ide
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.cli import main
-from bandmaster.transport.debugging import listening, pids_in_debuggers
+from bandmaster.transport.debugging import debugger_of, pids_in_debuggers
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.backends("local", "ray"), pytest.mark.here]
 
@@ -48,19 +49,12 @@ def group(backend):
 
 
 def wait_until_in_debugger(group, ranks):
-    """Poll the list of the kernel, as there is nothing to wait on."""
-    pids = {record.pid for rank, record in enumerate(group._ownership.workers().records) if rank in ranks}
+    """Poll what the kernel shows, as there is nothing to wait on. The ranks of a group that are, and no others."""
+    pids = [record.pid for record in group._ownership.workers().records]
     deadline = time.monotonic() + 30
-    while not pids <= pids_in_debuggers(pids):
-        assert time.monotonic() < deadline, f"{pids} are not in {pids_in_debuggers(pids)}"
+    while (there := pids_in_debuggers(pids)) != {pids[rank] for rank in ranks}:
+        assert time.monotonic() < deadline, f"of {pids}, {there} are in debuggers"
         time.sleep(0.02)
-
-
-@pytest.mark.backends("local")
-def test_others_cannot_make_deadlines_wait_by_the_name_of_a_socket(group):
-    pids = group.pids()
-    with listening(pids[0]):  # which another user can do as well
-        assert not pids_in_debuggers(pids)
 
 
 def attached(*arguments):
@@ -179,6 +173,30 @@ def test_a_call_that_was_cancelled_leaves_the_debugger_when_it_goes_on(group):
     with pytest.raises(bm.CallCancelled):
         future.result(timeout=20)
     assert group.pids() == pids and not pids_in_debuggers(pids)
+
+
+def test_an_ide_attaches_while_deadlines_wait(backend, capfd):
+    with bm.ResourcePool([2], backend=backend, env={"PYTHONBREAKPOINT": "debugpy.breakpoint"}) as pool:
+        group = bm.WorkerGroup(pool, Model)
+        pids = group.pids()
+        for _ in range(2):  # the second time the debugger listens already
+            future = group.step.options(timeout=0.3, grace=0.1).submit(5, [1])
+            wait_until_in_debugger(group, [1])
+            address = debugger_of(pids[1])
+            assert main(["debug", group.name]) == 1
+            assert f"waits for an IDE at {address}" in capfd.readouterr().err
+            with Ide(int(address.rpartition(":")[2])) as ide:
+                stopped = ide.event("stopped")
+                top = ide.ask("stackTrace", threadId=stopped["threadId"])["stackFrames"][0]
+                assert (top["name"], top["source"]["path"]) == ("step", __file__)
+                asked = ide.ask("evaluate", expression="doubled, self.rank", frameId=top["id"], context="repl")
+                assert asked["result"] == "(10, 1)"
+                ide.ask("evaluate", expression="doubled = 77", frameId=top["id"], context="repl")
+                ide.ask("continue", threadId=stopped["threadId"])
+                assert future.result() == [10, 78]
+                assert pids_in_debuggers(pids) == {pids[1]}  # as long as the IDE is there
+            wait_until_in_debugger(group, [])
+        assert group.step(1, []) == [2, 3]
 
 
 def test_who_does_not_wait_cannot_be_debugged(group, capsys):

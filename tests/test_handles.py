@@ -255,6 +255,7 @@ def test_rows_of_more_parts_than_a_message_has_descriptors(two, three):
 
 def test_who_holds_the_future_of_a_reader_does_not_hold_what_it_read(two, three):
     rows = made(two)
+    assert len(rows) == 7  # they are there: no other thread submits, and may hold them for a moment longer
     reading = three.write_own.submit(rows[::-1])
     del rows
     assert len(three.count.submit({"id": [1], "wide": np.ones(1)}).result()) == 3  # behind it

@@ -147,9 +147,13 @@ class RayWorkers:
         paths, self._rendezvous = sys.path if paths is None else paths, rendezvous
         for rank in ranks:
             context = self._launch.context(rank, self._infos[rank].device)
-            environment = {**self._launch.variables, **context.environment(), **rendezvous}
+            environment = {**self._overwritten(), **self._launch.variables, **context.environment(), **rendezvous}
             self.actors[rank].bandmaster_prepare.remote(context, environment, paths)
         self._connect([rank for rank in ranks if self._is_near(rank) and not self._infos[rank].overlaps])
+
+    def _overwritten(self) -> dict[str, str]:
+        """The variables that Ray sets in workers whatever ``runtime_env`` asks for."""
+        return {name: value for name, value in self._launch.env.items() if name == "PYTHONBREAKPOINT"}
 
     def announce(self, rendezvous: Mapping[str, str], but: int = 0) -> None:
         """Tell all ranks but one, which has opened it, of a new rendezvous."""

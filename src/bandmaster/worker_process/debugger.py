@@ -7,14 +7,12 @@ import os
 import pdb
 import shlex
 import socket
-import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, TextIO, cast
 
 from bandmaster.transport.control_page import WorkerIdentity
 from bandmaster.transport.debugging import announced, is_trusted, listening
+from bandmaster.worker_process.breakpoints import Hold, say_where
 
 __all__ = ["Debugger"]
 
@@ -31,7 +29,7 @@ class Debugger(pdb.Pdb):
         hold: Returns a context manager that defers interrupts.
     """
 
-    def __init__(self, identity: WorkerIdentity, hold: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, identity: WorkerIdentity, hold: Hold) -> None:
         self._terminal = _Terminal()
         file = cast(TextIO, self._terminal)
         super().__init__(stdin=file, stdout=file, nosigint=True)
@@ -46,11 +44,8 @@ class Debugger(pdb.Pdb):
             with self._hold():
                 self._note_callers(frame)
                 self._terminal.open()
-                self._say_where(frame)
-        except OSError as error:  # another process has the name of the socket
-            self._leave()
-            print(f"breakpoint() goes on, as no terminal could attach: {error}", file=sys.stderr, flush=True)
-            return
+                command = f"bandmaster debug {shlex.quote(self._identity.group)} {self._identity.rank}"
+                say_where(frame, f"attach a terminal with: {command}")
         except BaseException:  # the call was interrupted
             self._leave()
             raise
@@ -62,16 +57,6 @@ class Debugger(pdb.Pdb):
             if self._callers or _is_ours(caller):
                 self._callers.append(caller)
             caller = caller.f_back
-
-    def _say_where(self, frame: FrameType) -> None:
-        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        group, rank = self._identity.group, self._identity.rank
-        print(
-            f"{frame.f_code.co_name} waits in a debugger at {where}; on host {os.uname().nodename}, attach a terminal "
-            f"with: bandmaster debug {shlex.quote(group)} {rank}",
-            file=sys.stderr,
-            flush=True,
-        )
 
     def interaction(self, frame: FrameType | None, *args: Any) -> None:
         """Ask for commands."""
@@ -130,8 +115,8 @@ class _Terminal:
     def open(self) -> None:
         """Let terminals attach from now on."""
         if self._listener is None:
-            self._listener = listening(os.getpid())
-            self._announced = announced()
+            self._listener, address = listening()
+            self._announced = announced(address)
 
     def close(self) -> None:
         """Let go of the terminal that is attached, and let none attach."""
