@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from bandmaster.transport.control_page import WorkerIdentity
+from bandmaster.worker_process.stops import Hold, Stops
 
-__all__ = ["Hold", "install_breakpoints", "say_where"]
+__all__ = ["install_breakpoints"]
 
 OF_RAY = "ray.util.rpdb."  # Ray sets PYTHONBREAKPOINT to this in its processes; the user has not chosen it
 OF_IDES = "debugpy.breakpoint"
-
-Hold = Callable[[], AbstractContextManager[None]]  # defers interrupts
-
-
-class _Stops(Protocol):
-    def set_trace(self, frame: FrameType) -> None:
-        """Stop at the next line of a frame."""
 
 
 def install_breakpoints(identity: WorkerIdentity, hold: Hold) -> None:
@@ -31,7 +22,7 @@ def install_breakpoints(identity: WorkerIdentity, hold: Hold) -> None:
         identity: The worker's identity.
         hold: Returns a context manager that defers interrupts.
     """
-    debuggers: dict[str, _Stops] = {}
+    debuggers: dict[str, Stops] = {}
 
     def hook(*args: Any, **kwargs: Any) -> Any:
         chosen = os.environ.get("PYTHONBREAKPOINT") or OF_RAY
@@ -45,7 +36,7 @@ def install_breakpoints(identity: WorkerIdentity, hold: Hold) -> None:
     sys.breakpointhook = hook
 
 
-def _made(chosen: str, identity: WorkerIdentity, hold: Hold) -> _Stops:
+def _made(chosen: str, identity: WorkerIdentity, hold: Hold) -> Stops:
     if chosen == OF_IDES:
         from bandmaster.worker_process.ide import Ide
 
@@ -53,10 +44,3 @@ def _made(chosen: str, identity: WorkerIdentity, hold: Hold) -> _Stops:
     from bandmaster.worker_process.debugger import Debugger
 
     return Debugger(identity, hold)
-
-
-def say_where(frame: FrameType, what_to_do: str) -> None:
-    """Say in the worker's output where it waits, and how to go on."""
-    code = frame.f_code
-    where = f"{code.co_name} waits in a debugger at {code.co_filename}:{frame.f_lineno}"
-    print(f"{where}; on host {os.uname().nodename}, {what_to_do}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 
 from bandmaster.transport.control_page import WorkerIdentity
 from bandmaster.transport.debugging import announced, is_trusted, listening
-from bandmaster.worker_process.breakpoints import Hold, say_where
+from bandmaster.worker_process.stops import Hold, say_where
 
 __all__ = ["Debugger"]
 

@@ -9,7 +9,7 @@ import time
 from types import FrameType, ModuleType
 
 from bandmaster.transport.debugging import announced
-from bandmaster.worker_process.breakpoints import Hold, say_where
+from bandmaster.worker_process.stops import Hold, say_where
 
 __all__ = ["Ide"]
 
