@@ -122,6 +122,16 @@ def test_the_message_ends_with_the_remote_traceback():
     assert text.endswith("raise error\nValueError: too long")
 
 
+def test_the_message_says_the_lines_of_an_exception_once():
+    first, other = (Failure.of(raised(ValueError(f"{name}\nfield required\n"))) for name in "ab")
+    text = str(RemoteError("Actor.step", {2: first, 3: other, 0: other, 1: first}))
+
+    assert text.startswith("Actor.step failed on rank 0 (host ")
+    assert "), and on rank 1, 2, 3: ValueError: b\n--- on rank 0 ---\n" in text
+    assert text.count("field required") == 1
+    assert [line.rpartition(": ")[2] for line in text.splitlines()[-3:]] == ["a", "a", "b"]
+
+
 def test_who_is_to_blame_can_be_told_by_the_family():
     assert issubclass(ArgumentError, UsageError)
     assert not issubclass(RemoteError, UsageError)

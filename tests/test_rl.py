@@ -38,16 +38,17 @@ class Torch(bm.Worker):
         return losses + [self._step(step) for step in range(n_before, n_before + n_after)]
 
     @register(Dispatch.ONE_TO_ALL)
-    def resume(self, path, n_steps):
-        self._make()
+    def resume(self, path, n_steps, n_groups):
+        self._make(n_groups)
         begin = rl.load(path, self.model, self.optimizer, step=0)["step"]
         return begin, [self._step(step) for step in range(begin, begin + n_steps)]
 
-    def _make(self):
+    def _make(self, n_groups=1):
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
         fully_shard(self.model, mesh=rl.device_mesh(self, "dp"))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        weights = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW([{"params": weights[i::n_groups]} for i in range(n_groups)], lr=0.1)
 
     def _step(self, step):
         rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
@@ -92,13 +93,13 @@ def test_ranks_draw_what_their_place_says(four):
     assert a == b != c == d
 
 
-def test_a_checkpoint_resumes_on_another_mesh(tmp_path):
+def test_a_checkpoint_resumes_on_another_mesh_and_in_other_parameter_groups(tmp_path):
     with bm.ResourcePool([4]) as pool:
         losses, *others = bm.WorkerGroup(pool, Torch).train(str(tmp_path), 3, 3)
         assert others == [losses] * 3
-    for n in (2, 1):
-        with bm.ResourcePool([n]) as pool:
-            for step, resumed in bm.WorkerGroup(pool, Torch).resume(str(tmp_path), 3):
+    for n_ranks, n_groups in [(2, 1), (1, 2)]:  # of the optimizer
+        with bm.ResourcePool([n_ranks]) as pool:
+            for step, resumed in bm.WorkerGroup(pool, Torch).resume(str(tmp_path), 3, n_groups):
                 assert step == 3
                 assert resumed == pytest.approx(losses[3:], abs=1e-6)
 

@@ -59,9 +59,12 @@ def test_meshes_differ_by_the_order_of_sums_alone(alone, options):
 
 def test_a_run_can_be_resumed(tmp_path):
     options = {"train": "dp=1", "backend": "inprocess", "save_every": 2, "out": str(tmp_path)}
-    whole = run("grpo", **options | {"out": str(tmp_path / "whole"), "steps": 4})
-    run("grpo", **options, steps=2)
-    assert_alike(run("grpo", **options, steps=4, resume=True), whole, 0)
+    whole = run("grpo", **options | {"out": str(tmp_path / "whole"), "steps": 5})
+    run("grpo", **options, steps=0)  # interrupted after the warm-up, which is not repeated
+    run("grpo", **options | {"warm_up": 0}, steps=2, resume=True)
+    assert_alike(run("grpo", **options, steps=4, resume=True), whole[:5], 0)
+    other_mesh = {"train": "dp=1,tp=2", "generate": "tp=1", "backend": "local"}
+    assert_alike(run("grpo", **options | other_mesh, steps=5, resume=True), whole, 1e-4)
 
 
 def test_ppo_updates_actor_and_critic():

@@ -93,7 +93,7 @@ class Run:
         return float(self._reward.score.submit(answered).result()["reward"].mean())
 
     def begin(self, hand_over: Callable[[], object], **others: Any) -> int:
-        """Bring the actor to where reinforcement learning begins, by the warm-up or from the checkpoints.
+        """Bring the actor to where reinforcement learning begins or goes on, by the warm-up or from the checkpoints.
 
         Args:
             hand_over: Gives the actor's weights to the models that begin with them; called after the warm-up.
@@ -103,9 +103,9 @@ class Run:
             How many steps were done: 0, or those of the last checkpoint.
         """
         self._trained = {"actor": self._actor, **others}
-        saved = sorted(self.out.glob("step-*")) if self.out and self.options.resume else []
+        saved = self._saved() if self.options.resume else []
         if saved:
-            self._actor.load(str(self.out / "warm-up" / "actor"))
+            self._actor.load(str(saved[0] / "actor"))
             hand_over()
             for name, group in self._trained.items():
                 start = group.load(str(saved[-1] / name))[0]
@@ -115,10 +115,11 @@ class Run:
             self.warm_up()
             hand_over()
             start = 0
-            self._save("warm-up", 0)
             self.metrics = [{"step": 0, "accuracy": self.accuracy()}]
         if self.out:
             (self.out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
+        if not saved:
+            self._save("warm-up", 0)
         return start
 
     def steps(self, start: int) -> Iterator[dict[str, float]]:
@@ -153,6 +154,11 @@ class Run:
     def _save(self, name: str, step: int) -> None:
         for role, group in self._trained.items() if self.out else ():
             group.save(str(self.out / name / role), step)
+
+    def _saved(self) -> list[Path]:
+        """The folders of checkpoints that are complete: that of the warm-up, then those of steps."""
+        folders = [self.out / "warm-up", *sorted(self.out.glob("step-*"))] if self.out else []
+        return [folder for folder in folders if all((folder / role / ".metadata").exists() for role in self._trained)]
 
     def report(self) -> None:
         """Print what the run has reached and cost, and draw its curves if that was asked for."""

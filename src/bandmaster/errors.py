@@ -152,14 +152,14 @@ class _RankError(BandmasterError, RuntimeError):
     def _message(self) -> Iterator[str]:
         first, *others = self.failures.values()
         ranks = [rank for rank in self.failures if rank != self.rank]
-        alike = [str(rank) for rank in ranks if self.failures[rank].kind is first.kind]
-        also = f", and on rank {', '.join(alike)}" if alike else ""
-        yield f"{self.method} {self._verb} on rank {self.rank}{self._where(self.rank)}{also}: {first.summary}"
+        alike = sorted(rank for rank in ranks if self.failures[rank].kind is first.kind)
+        also = f", and on rank {', '.join(map(str, alike))}" if alike else ""
+        yield f"{self.method} {self._verb} on rank {self.rank}{self._where(self.rank)}{also}: {_headline(first)}"
         if first.traceback:
             yield f"--- on rank {self.rank} ---\n{with_source_lines(first.traceback.rstrip())}"
         if any(other.summary != first.summary for other in others):
             yield "--- on the other ranks ---"
-            yield from (f"rank {rank}{self._where(rank)}: {self.failures[rank].summary}" for rank in ranks)
+            yield from (f"rank {rank}{self._where(rank)}: {_headline(self.failures[rank])}" for rank in ranks)
 
     def _where(self, rank: int) -> str:
         failure = self.failures[rank]
@@ -172,6 +172,11 @@ class _RankError(BandmasterError, RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.method, self.failures, self.coordinates, self.group, self._axes)
+
+
+def _headline(failure: Failure) -> str:
+    """A failure's summary, without lines that its traceback repeats."""
+    return failure.summary.partition("\n")[0] if failure.traceback else failure.summary
 
 
 class RemoteError(_RankError):

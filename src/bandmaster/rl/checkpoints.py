@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -45,7 +46,7 @@ def load(
     Args:
         path: The folder.
         model: The model, sharded as it is to be; its parameters are overwritten.
-        optimizer: Its optimizer, if it was saved.
+        optimizer: Its optimizer, if it was saved; its parameters may be in other groups than when they were.
         **more: What else to load, by name; the values say of what type they are.
 
     Returns:
@@ -61,7 +62,7 @@ def load(
         checkpoint.load(state, checkpoint_id=path, no_dist=not is_initialized())
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_by_parameter())
     loaded: dict[str, Any] = state["more"]
     return loaded
 
@@ -79,5 +80,12 @@ def _state(model: Module, optimizer: Optimizer | None, more: dict[str, Any]) -> 
 
     state = {"model": get_model_state_dict(model), "more": dict(more)}
     if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_by_parameter())
     return state
+
+
+def _by_parameter() -> StateDictOptions:
+    """An optimizer's state by the names of parameters: those of another mesh may be in other parameter groups."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(flatten_optimizer_state_dict=True)
