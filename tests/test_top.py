@@ -121,13 +121,16 @@ def test_calls_that_overlap_are_counted(make_pool, capsys, gate):
     wait_until(lambda: activity() == Activity(""))
 
 
-@pytest.mark.backends("local")
+@pytest.mark.backends("local", "ray")
 def test_the_stack_of_an_idle_rank(make_group, capsys):
     group = make_group(2, Busy)
     group.pid()
-    wait_until(lambda: running(group) == ["", ""])
-    assert main(["stack", group.name]) == 0
-    assert capsys.readouterr().out == "--- stack of rank 0, 1 ---\n  idle: it runs no method\n"
+
+    def is_shown():
+        assert main(["stack", group.name]) == 0
+        return capsys.readouterr().out == "--- stack of rank 0, 1 ---\n  idle: it runs no method\n"
+
+    wait_until(is_shown)
 
 
 def test_a_roles_method_is_shown_with_its_role(zygote):

@@ -7,9 +7,7 @@ import sys
 from bandmaster.cli.discovery import Group, discover
 from bandmaster.cli.names import complaints_about, named, ranges
 from bandmaster.failure import stacks_by_equality
-from bandmaster.transport.activity import Activity
 from bandmaster.transport.control_page import stacks
-from bandmaster.transport.stacks import OTHER_THREADS
 
 __all__ = ["stack"]
 
@@ -34,7 +32,7 @@ def stack(name: str, rank: int | None) -> int:
         return _fail(_not_here(group, rank, list(here)))
     asked = here if rank is None else {rank: here[rank]}
     texts = stacks(list(asked.values()))
-    found = {rank: _with_idle(pid, texts[pid]) for rank, pid in asked.items() if texts.get(pid)}
+    found = {rank: texts[pid] for rank, pid in asked.items() if texts.get(pid)}
     if found:
         print(stacks_by_equality(found))
     silent = {rank: pid for rank, pid in asked.items() if rank not in found}
@@ -45,15 +43,6 @@ def stack(name: str, rank: int | None) -> int:
             f"has ended; ps -o pid,stat,wchan:20 {pids} says which"
         )
     return 0
-
-
-def _with_idle(pid: int, text: str) -> str:
-    """The stack of a rank; of one that runs no method, only the threads of the user's."""
-    activity = Activity.of(pid)
-    if activity is None or activity.method:
-        return text
-    _, separator, others = text.partition(OTHER_THREADS)
-    return f"  idle: it runs no method{separator}{others}"
 
 
 def _not_here(group: Group, rank: int, here: list[int]) -> str:

@@ -8,23 +8,26 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["OTHER_THREADS", "readable"]
+__all__ = ["readable"]
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-OTHER_THREADS = "\n  in another thread:\n"  # between the stack of the thread that runs the methods, and others
+_OTHER_THREADS = "\n  in another thread:\n"  # between the stack of the thread that runs the methods, and others
+_IDLE = "  idle: it runs no method"
+_NEXT_CALL = f"{_PACKAGE}worker_process/loop.py _run\n{_PACKAGE}transport/lane.py receive\n"
+_NEXT_TASK = "/ray/_private/worker.py main_loop\n"
 _CURRENT = "Current thread"  # the one that the signal reached: the main thread, if it can be
 
 
 def readable(text: str) -> str:
-    """The stack of the thread that runs the methods, without this library's outermost frames, and those of other
-    threads that run a user's code."""
+    """The stack of the thread that runs the methods, without this library's outermost frames, or that it is idle; and
+    those of other threads that run a user's code."""
     threads = list(_threads(text))
     others = [frames for heading, frames in threads if not heading.startswith(_CURRENT) and any(map(_is_users, frames))]
     mine = [frames for heading, frames in threads if heading.startswith(_CURRENT)]
-    shown = ["\n".join(map(_with_source, _users_part(frames))) for frames in [*mine, *others]]
-    return OTHER_THREADS.join(filter(None, shown))
+    shown = [_IDLE if _waits_for_calls(frames) else _shown(frames) for frames in [*mine, *others]]
+    return _OTHER_THREADS.join(filter(None, shown))
 
 
 def _threads(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
@@ -32,6 +35,16 @@ def _threads(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
     for block in text.split("\n\n"):
         heading, *lines = block.strip("\n").split("\n")
         yield heading, [match for match in map(_FRAME.match, reversed(lines)) if match]
+
+
+def _waits_for_calls(frames: list[re.Match[str]]) -> bool:
+    """Whether a thread's innermost frames are those in which a worker waits for the next call, or Ray for a task."""
+    innermost = "".join(f"{frame['file']} {frame['function']}\n" for frame in frames[-2:])
+    return innermost.endswith((_NEXT_CALL, _NEXT_TASK))
+
+
+def _shown(frames: list[re.Match[str]]) -> str:
+    return "\n".join(map(_with_source, _users_part(frames)))
 
 
 def _users_part(frames: list[re.Match[str]]) -> list[re.Match[str]]:
