@@ -42,7 +42,8 @@ class Run:
         self._held_out = self._asked(held_out, torch.zeros(len(held_out), dtype=torch.int64))
         self._writer = SummaryWriter(str(self.out)) if self.out else None
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        self._progress = Progress(*columns, TextColumn("{task.fields[said]}"))
+        in_this_process = options.backend == "inprocess"  # the bars would draw over the prompt of a debugger
+        self._progress = Progress(*columns, TextColumn("{task.fields[said]}"), disable=in_this_process)
 
     def __enter__(self) -> Run:
         self._progress.start()
