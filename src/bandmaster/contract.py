@@ -64,7 +64,7 @@ __all__ = [
 
 CLOSED = "the group was closed"
 NOT_STARTED = "the group could not be started"
-QUEUED = "(this rank has not begun the call: it still runs an earlier one)\n"
+QUEUED = "(this rank has not begun the call yet)\n"
 START_ADVICE = (
     "the workers that were starting have been ended; give them longer with start_timeout, or find out what takes "
     "them so long"
