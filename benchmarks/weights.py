@@ -1,8 +1,9 @@
 """What does it cost to give a rollout group the trainer's weights? From dp=2 tp=2 to 3 ranks, and by three ways.
 
-`rl.WeightSync` plans rectangles and moves each by shared memory. "process group": the trainer gathers whole tensors
-(DTensor.full_tensor), and its rank 0 sends them to every rollout rank by gloo, through `rl.connect`. "checkpoint":
-torch's distributed checkpoint, saved to /dev/shm by the trainer and loaded by the rollout group. The ways take turns.
+`rl.WeightSync` plans rectangles and moves each by shared memory, with or without comparing the trainer's replicas.
+"process group": the trainer gathers whole tensors (DTensor.full_tensor), and its rank 0 sends them to every rollout
+rank by gloo, through `rl.connect`. "checkpoint": torch's distributed checkpoint, saved to /dev/shm by the trainer and
+loaded by the rollout group. The ways take turns.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Holder(rl.HoldsWeights, rl.Connectable):
         for name, tensor in self.weights().items():
             whole = torch.empty(tensor.shape, dtype=tensor.dtype)
             dist.recv(whole, 0, self.process_groups["connection"])
-            place = boxes[name].slices(bm.Box((0,) * whole.ndim, tuple(whole.shape)))
+            place = boxes[name].slices(rl.Box((0,) * whole.ndim, tuple(whole.shape)))
             rl.local_tensors.local_tensor(tensor).copy_(whole[place])
 
     @register(Dispatch.ONE_TO_ALL)
@@ -138,16 +139,17 @@ def through_checkpoint(trainer: Any, rollout: Any) -> None:
         shutil.rmtree(folder)
 
 
-def measure(target: Mesh, width: int, n_rounds: int) -> tuple[bm.Resharding, list[Way]]:
+def measure(target: Mesh, width: int, n_rounds: int) -> tuple[rl.Resharding, list[Way]]:
     """All ways in turns, in random order; the first round does not count, and each result is checked."""
     with bm.ResourcePool([TRAINER.size]) as here, bm.ResourcePool([target.size]) as there:
         trainer = bm.WorkerGroup(here, Holder, width, N_LAYERS, mesh=TRAINER)
         rollout = bm.WorkerGroup(there, Holder, width, N_LAYERS, mesh=target)
-        sync = rl.WeightSync(trainer, rollout)
+        sync, unchecked = rl.WeightSync(trainer, rollout), rl.WeightSync(trainer, rollout, is_compared=False)
         with rl.connect(trainer, rollout) as connection:
             receivers = connection.ranks(rollout)
             ways = [
                 Way("WeightSync", sync),
+                Way("without comparing replicas", unchecked),
                 Way("process group", lambda: through_process_group(trainer, rollout, receivers)),
                 Way("checkpoint", lambda: through_checkpoint(trainer, rollout)),
             ]

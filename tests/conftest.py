@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 import bandmaster as bm
+from bandmaster.plan import batch
 from bandmaster.testing import no_leaks
 
 settings.register_profile("default", deadline=None, derandomize=bool(os.environ.get("CI")))
@@ -51,7 +52,7 @@ def ray_cluster():
 
 
 # Run in processes of their own, and must not be imported for their doctests.
-collect_ignore_glob = ["*_programs/*", "hosts.py", "on_hosts.py", "soak.py", "soaking/*", "verl/*"]
+collect_ignore_glob = ["*_programs/*", "hosts.py", "on_hosts.py", "soak.py", "soaking/*", "fuzz/*", "verl/*"]
 collect_ignore_glob += ["test_hosts.py", "test_bench_hosts.py"]  # need root, and a Ray cluster of several hosts
 
 ON_HOSTS = bool(os.environ.get("BANDMASTER_TEST_HOSTS"))  # all ranks are on other hosts: see on_hosts.py
@@ -208,6 +209,15 @@ def no_segment_is_left():
     """After the tests of a module, and the groups that they shared, no shared memory is left."""
     with no_leaks(kinds=["segments"]):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_registered_type_is_left():
+    """After the tests of a module, calls that take rows send nothing more of the batch types that they registered."""
+    before = dict(batch._of_the_user)
+    yield
+    for cls in set(batch._of_the_user).difference(before):
+        del batch._of_the_user[cls]
 
 
 def _wait_until_ray_is_free(timeout_s=10.0):

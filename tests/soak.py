@@ -5,13 +5,15 @@
     python tests/soak.py [--minutes 10] [--seed N]
 
 Groups of one to four ranks are started, called, hurt, mended and closed (soaking/episode.py). Whatever is done to them,
-each call gives exactly what it should, or an error of the library that names a rank which was hurt (expected.py); no
+each call gives exactly what it should, or an error of the library that names a rank which was hurt (expected.py); so do
+rows by reference (rows.py), streams (streams.py), and weights that are synced or change their layout (weights.py). No
 wait is longer than its limit (guards.py); and every hundred groups, and in the end, the process has no more threads,
 processes, descriptors and shared memory than in the beginning. Most of the time goes to backend local, the rest to Ray
 where it is installed. Pytest does not collect it: `make soak`.
 """
 
 import argparse
+import importlib
 import importlib.util
 import os
 import random
@@ -20,16 +22,18 @@ import sys
 import time
 import traceback
 
-from soaking.episode import Episode, outcome_of
-from soaking.expected import Wrong
+from soaking.episode import Episode
+from soaking.expected import Wrong, outcome_of
 from soaking.guards import Interrupter, Stats, Watchdog
 from soaking.subject import Subject
+from soaking.weights import EngineEpisode, SyncEpisode
 
 import bandmaster as bm
 from bandmaster.testing import LeakError, no_leaks
 
 CHECK_EVERY = 100  # groups
 RAY_SHARE, LEAST_RAY_S = 0.2, 20.0  # Ray takes seconds to start
+WEIGHTS_SHARE = 0.1  # of the groups with torch
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
@@ -70,7 +74,14 @@ class Soak:
             with no_leaks(kinds=kinds):
                 for _ in range(self.check_every):
                     if time.monotonic() < until:
-                        Episode(self, backend, has_torch).run()
+                        self.episode(backend, has_torch).run()
+
+    def episode(self, backend, has_torch):
+        """One of groups that call, or of groups that have weights."""
+        if has_torch and self.rng.random() < WEIGHTS_SHARE:
+            importlib.import_module("torch")  # an interrupt in the midst of it would leave it broken
+            return self.rng.choice([SyncEpisode, EngineEpisode])(self, backend)
+        return Episode(self, backend, has_torch)
 
     def kill_zygote(self):
         """The process that workers are forked from: they are gone with it, and the next group gets a new one."""

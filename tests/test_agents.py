@@ -4,8 +4,11 @@ The same on real Ray and separate networks is in test_hosts.py.
 """
 
 import contextlib
+import itertools
 import os
 import pickle
+import resource
+import select
 import signal
 import socket
 import struct
@@ -137,6 +140,56 @@ def test_a_group_takes_rows_of_another_one_on_other_hosts(group):
     with bm.ResourcePool([1, 1], backend="hosts") as pool:
         other = bm.WorkerGroup(pool, Maker)
         assert other.total(group.make.submit(ROWS)) == [N * (N - 1) // 2] * 2
+
+
+def test_a_result_is_not_waited_for_longer_than_its_timeout_while_a_host_sends_no_rows(group):
+    pids = group.process()
+    made = group.make.submit(ROWS)
+    made.exception()
+    some = made[N // 2 :].select("i")
+    os.kill(pids[2], signal.SIGSTOP)
+    try:
+        for rows in made, some:
+            began = time.monotonic()
+            with pytest.raises(bm.CallTimeout, match=r"Maker.make is done, but rows .* which rank 2 .* within 0.2 s"):
+                rows.result(timeout=0.2)
+            assert time.monotonic() - began < 3
+    finally:
+        os.kill(pids[2], signal.SIGCONT)
+    assert (made.result(timeout=30)["x"] == ROWS["x"] * 2).all()
+    assert (some.result()["i"] == ROWS["i"][N // 2 :]).all()
+
+
+@contextlib.contextmanager
+def descriptors(pid, n):
+    """Allow a process no more than so many descriptors beside those that it has."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    taken = set(map(int, os.listdir(f"/proc/{pid}/fd")))
+    free = (fd for fd in itertools.count() if fd not in taken)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (next(itertools.islice(free, n, None)), before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def test_many_parts_of_one_host_are_fetched_by_few_connections(group):
+    parts = [group.make.submit({"x": ROWS["x"], "i": ROWS["i"] + n}) for n in range(80)]
+    rows = bm.concat([part[: N // 5] for part in parts])  # all of rank 0
+    assert {place.rank for place in rows.where} == {0}
+    with descriptors(group.process()[0], 10):
+        assert group.total(rows) == [sum(int((ROWS["i"][: N // 5] + n).sum()) for n in range(80))] * 5
+
+
+def test_an_agent_without_descriptors_accepts_connections_when_it_has_some(group):
+    pid = group.process()[0]
+    made = group.make.submit(ROWS)
+    made.exception()
+    with descriptors(pid, 0), connected() as sock:
+        for _ in range(3):
+            group.process()  # the agent has seen the connection
+        assert not select.select([sock], [], [], 0)[0]
+    assert group.total(made) == [N * (N - 1) // 2] * 5
 
 
 # --- hosts that are lost ---

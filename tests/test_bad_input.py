@@ -4,6 +4,8 @@ import inspect
 import signal
 import sys
 import threading
+import traceback
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,6 +253,11 @@ CALLS = {
     ),
     "one too many": (lambda group: group.tell(1, 2, 3), bm.ArgumentError, ["Ledger.tell(x, y=0)", "too many"]),
     "unexpected keyword": (lambda group: group.tell(1, z=2), bm.ArgumentError, ["Ledger.tell(x, y=0)", "'z'"]),
+    "a misspelt keyword": (
+        lambda group: group.tell(xs=1),
+        bm.ArgumentError,
+        ["Ledger.tell() got an unexpected keyword argument 'xs'; did you mean 'x'?", "Ledger.tell(x, y=0)"],
+    ),
     "the same argument twice": (lambda group: group.tell(1, x=2), bm.ArgumentError, ["multiple values", "'x'"]),
     "when submitted": (lambda group: group.tell.submit(), bm.ArgumentError, ["Ledger.tell(x, y=0)"]),
     "on rank zero": (lambda group: group.lead(), bm.ArgumentError, ["Ledger.lead(x)"]),
@@ -426,8 +433,12 @@ def test_calling_what_is_not_registered_says_what_to_do(ledger):
         "or call execute_all_sync('unregistered', ...)"
     )
     assert ledger.execute_all_sync("unregistered", 1) == [1, 1]
-    with pytest.raises(AttributeError, match="WorkerGroup has no attribute 'tel'"):
-        ledger.tel(1)
+    for wrong, meant in [("tel", "tell"), ("world_siz", "world_size"), ("execute_al", "execute_all")]:
+        with pytest.raises(AttributeError, match=f"no attribute '{wrong}'; did you mean '{meant}'") as refused:
+            getattr(ledger, wrong)
+        shown = "".join(traceback.format_exception(refused.value))
+        assert shown.lower().count("did you mean") == 1, "Python adds no suggestion of its own"
+    assert not hasattr(ledger, "_tel")
 
 
 @pytest.mark.backends("inprocess", "local")
@@ -1080,6 +1091,21 @@ def test_register_returns_the_method_unchanged():
 
     assert register("DP_PROTO")(step) is step
     assert str(inspect.signature(step)) == "(self, batch)"
+
+
+@pytest.mark.backends("inprocess")
+def test_reserved_names_are_refused_with_their_list_which_the_docs_have(make_pool):
+    pool = make_pool([1])
+    own = {*dir(bm.WorkerGroup), *bm.Worker.__annotations__}
+    reserved = sorted(name for name in own if not name.startswith("_"))
+    assert {"turn", "calls", "put", "name", "rank"} <= set(reserved)
+    for name in reserved:
+        cls = type("Hides", (bm.Worker,), {name: register(Dispatch.ONE_TO_ALL)(lambda self: 1)})
+        with pytest.raises(bm.UsageError, match=f"Hides registers '{name}'.*rename the method") as refused:
+            bm.WorkerGroup(pool, cls)
+        assert ", ".join(reserved) in str(refused.value)
+    page = (Path(__file__).parents[1] / "docs/concepts/protocols.md").read_text()
+    assert ", ".join(f"`{name}`" for name in reserved) in " ".join(page.split())
 
 
 def test_a_registered_method_that_an_attribute_of_every_worker_would_hide(make_pool):

@@ -111,7 +111,12 @@ def test_ways_to_move_weights_are_compared(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(path.read_text())
     assert figures["tp=3"]["over_minimum"] == 1
-    assert [way["name"] for way in figures["tp=3"]["ways"]] == ["WeightSync", "process group", "checkpoint"]
+    assert [way["name"] for way in figures["tp=3"]["ways"]] == [
+        "WeightSync",
+        "without comparing replicas",
+        "process group",
+        "checkpoint",
+    ]
     assert "to tp=3" in done.stdout
 
 

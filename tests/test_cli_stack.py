@@ -1,5 +1,6 @@
 """``bandmaster stack``: the stacks of running ranks, by the group's name."""
 
+import asyncio
 import os
 import signal
 import time
@@ -72,3 +73,115 @@ def test_one_rank_and_names_that_select_no_group(waiting, capsys):
     out, err = capsys.readouterr()
     assert "--- stack of rank 0 ---" in out and "--- stack of rank 1 ---" in out, "the other ranks are shown"
     assert err.startswith(f"bandmaster stack: rank 2 of {full_name} gave no stack (pid {pids[2]})")
+
+
+class Engine(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    async def start(self, is_kept):
+        serving = asyncio.create_task(self.serve())
+        await asyncio.wait([serving])
+        self.serving = serving if is_kept else None
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def see(self):
+        return str(self.serving.exception())
+
+    async def serve(self):
+        raise ValueError("the engine has failed")
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def watch(self):
+        self.watching = asyncio.create_task(self.call_tool())
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def generate(self):
+        await asyncio.gather(self.episode(), self.episode())
+
+    @register(Dispatch.DP_PROTO)
+    async def items(self, rows):
+        async for item in self.each_of(rows):
+            yield item
+
+    async def each_of(self, rows):
+        for _ in rows:
+            yield await self.episode()
+
+    async def episode(self):
+        await self.call_tool()
+
+    async def call_tool(self):
+        await asyncio.Event().wait()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+
+@pytest.fixture
+def engine(make_pool):
+    return bm.WorkerGroup(make_pool([2]), Engine)
+
+
+def late(wait, pids):
+    """The error of who waits for ranks that have come to `call_tool`."""
+    deadline = time.monotonic() + 30
+    while not all("in call_tool" in stacks([pid]).get(pid, "") for pid in pids):
+        assert time.monotonic() < deadline, "the ranks have not come to where they wait"
+    with pytest.raises(bm.CallTimeout) as caught:
+        wait()
+    return caught.value
+
+
+@pytest.mark.backends("local", "ray")
+def test_where_an_async_method_and_the_tasks_of_its_rank_wait(engine, capsys):
+    pids, call = engine.pid(), engine.generate.submit()
+    error = late(lambda: call.result(timeout=0.1), pids)
+    for stack in error.stacks.values():
+        method, others = stack.split("  in 2 other tasks:\n")
+        assert method.endswith(", in generate\n    await asyncio.gather(self.episode(), self.episode())\n")
+        assert others.index(", in episode\n") < others.index(", in call_tool\n    await asyncio.Event().wait()\n")
+    assert "bandmaster/" not in str(error) and "waiter.acquire" not in str(error)
+    assert main(["stack", engine.name]) == 0
+    assert capsys.readouterr().out.startswith("--- stack of rank 0, 1 ---\n"), "ranks in the same place are together"
+    call.cancel()
+
+
+@pytest.mark.backends("local")
+def test_where_the_item_of_a_stream_waits(engine):
+    pids = engine.pid()
+    with engine.items.options(timeout=0.1, maxsize=8).stream([1, 2]) as stream:
+        error = late(lambda: next(stream), pids)
+    for stack in error.stacks.values():
+        lines = [line.rpartition(", in ")[2] for line in stack.splitlines() if ", in " in line]
+        assert lines[:4] == ["items", "each_of", "episode", "call_tool"]
+    assert "has not begun" not in str(error)
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_task_that_has_died_is_told_of_until_somebody_has_seen_why(engine, is_kept):
+    pids = engine.pid()
+    engine.start(is_kept)
+    call = engine.generate.submit()
+    error = late(lambda: call.result(timeout=0.1), pids)
+    assert "a task of Engine.serve has died, and nobody has seen why:\nTraceback" in str(error)
+    assert str(error).endswith("ValueError: the engine has failed")
+    call.cancel()
+    if is_kept:
+        assert engine.see() == ["the engine has failed"] * 2
+        call = engine.generate.submit()
+        assert "has died" not in str(late(lambda: call.result(timeout=0.1), pids))
+        call.cancel()
+
+
+@pytest.mark.backends("local")
+def test_the_tasks_of_an_idle_rank(engine, capsys):
+    engine.watch()
+    deadline = time.monotonic() + 30
+    while True:
+        assert main(["stack", engine.name]) == 0
+        out = capsys.readouterr().out
+        if out.startswith("--- stack of rank 0, 1 ---\n  idle: it runs no method\n  in another task:\n"):
+            assert ", in call_tool\n" in out
+            return
+        assert time.monotonic() < deadline, out

@@ -1,6 +1,8 @@
 """The codec: what arrives equals what was sent, is the receiver's own and writable, and large memory is not copied."""
 
+import gc
 import pickle
+import weakref
 from fractions import Fraction
 
 import numpy as np
@@ -249,6 +251,21 @@ def test_sparse_tensors():
 
     assert tensor.layout is torch.sparse_coo
     assert torch.equal(tensor.to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_bsc], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # torch's, that it may change
+def test_sparse_tensors_are_collected_with_their_last_reference(layout):
+    blocks = {"blocksize": (2, 2)} if layout is torch.sparse_bsc else {}
+    original = torch.eye(4).to_sparse(layout=layout, **blocks)
+    original.mark = "sharded"
+    tensor = sent(original)
+    assert (tensor.layout, tensor.mark) == (layout, "sharded")
+    assert torch.equal(tensor.to_dense(), torch.eye(4))
+    reference = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.parametrize("lengths", [(3, 0, 2), (N, 2 * N), ()])

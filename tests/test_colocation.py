@@ -144,9 +144,7 @@ def test_a_role_is_called_in_all_ways_that_a_group_is(group):
     assert actor.update.options(timeout=30)(by=1) == [actor.execute_rank_zero_sync("update", 1) - 1] * 2
     assert sorted((item.rank, item.result()) for item in actor.counted.stream(2)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert group.critic.execute_all_sync("told_so_far") == [[], []]
-    references = actor.execute_all_async("unregistered", [1, 2])
-    if isinstance(references[0], bm.Future):
-        assert [reference.result()[1] for reference in references] == [1, 2]
+    assert [future.result()[1] for future in actor.execute_all_async("unregistered", [1, 2])] == [1, 2]
     assert {"act", "update", "where"} <= set(dir(actor))
     assert {"actor", "critic"} <= set(dir(group))
     with pytest.raises(AttributeError, match=r"Critic\.on_restart is not registered"):

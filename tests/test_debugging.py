@@ -1,5 +1,6 @@
 """``breakpoint()`` in a worker, on a terminal as a user has it: commands, deadlines that wait, detaching, quitting."""
 
+import asyncio
 import bdb
 import os
 import re
@@ -41,6 +42,20 @@ class Model(bm.Worker):
         breakpoint()
         return self.rank
 
+    @register(Dispatch.DP_PROTO)
+    async def episodes(self, rows, where):
+        for done in asyncio.as_completed([self.episode(row, where) for row in rows]):
+            yield await done
+
+    async def episode(self, row, where):
+        await asyncio.sleep(0.01 * int(row))
+        if row == where:
+            breakpoint()
+        doubled = 2 * row
+        await asyncio.sleep(0.01)
+        doubled += 1
+        return int(doubled)
+
 
 @pytest.fixture(scope="module")
 def group(backend):
@@ -58,9 +73,12 @@ def wait_until_in_debugger(group, ranks):
 
 
 def attached(*arguments):
-    """``bandmaster debug`` on a terminal, at its first prompt."""
+    """``bandmaster debug`` on a terminal, at its first prompt behind `breakpoint()`, where Python 3.13 has one more."""
     child = pexpect.spawn(sys.executable, ["-m", "bandmaster", "debug", *arguments], encoding="utf-8", timeout=20)
     child.expect_exact("(Pdb) ")
+    if "-> breakpoint()" in child.before:
+        child.sendline("n")
+        child.expect_exact("(Pdb) ")
     return child
 
 
@@ -108,6 +126,42 @@ def test_a_terminal_can_go_and_another_one_come(group):
     child.sendline("c")
     ended(child, "goes on")
     assert future.result(timeout=20) == [2, 3]
+
+
+def test_a_coroutine_is_stepped_through_while_the_deadline_of_its_stream_waits(group):
+    stream = group.episodes.options(timeout=0.3).stream(list(range(6)), 4)
+    with ThreadPoolExecutor(1) as threads, stream:
+        items = threads.submit(list, stream)
+        wait_until_in_debugger(group, [1])
+        child = attached(group.name)
+        assert "doubled = 2 * row" in child.before
+        child.sendline("w")
+        child.expect_exact("(Pdb) ")
+        assert "asyncio" not in child.before and "executor.py" not in child.before
+        child.sendline("p row, self.rank")
+        child.expect_exact("(4, 1)")
+        for line in ("await asyncio.sleep(0.01)", "doubled += 1", "return int(doubled)"):
+            child.sendline("n")  # over an await as well, while other tasks run
+            child.expect_exact(line)
+            child.expect_exact("(Pdb) ")
+        child.sendline("doubled = 99")
+        child.expect_exact("(Pdb) ")
+        child.sendline("c")
+        ended(child, f"rank 1 of {group.name} goes on without the debugger")
+        found = [item.result() for item in items.result(timeout=30)]
+    assert sorted(found) == [1, 3, 5, 7, 11, 99]
+
+
+def test_the_end_of_a_coroutine_ends_the_debugger(group):
+    stream = group.episodes.stream([1, 2], 2)
+    wait_until_in_debugger(group, [1])
+    child = attached(group.name)
+    for _ in range(3):
+        child.sendline("n")
+        child.expect_exact("(Pdb) ")
+    child.sendline("n")
+    ended(child, f"rank 1 of {group.name} goes on without the debugger")
+    assert sorted(item.result() for item in stream) == [3, 5]
 
 
 def test_each_rank_waits_for_a_terminal_of_its_own(group, capfd):

@@ -42,8 +42,7 @@ class OnGpu(bm.Worker):
 
 
 @pytest.fixture
-def group(zygote, monkeypatch):
-    monkeypatch.setenv("BANDMASTER_CUDA_IPC", "1")
+def group(zygote):
     with bm.ResourcePool([1], backend="local", use_gpu=True) as pool:
         yield bm.WorkerGroup(pool, OnGpu)
 
@@ -64,58 +63,30 @@ def test_more_gpus_than_the_machine_has_are_refused_with_the_numbers(zygote):
         bm.ResourcePool([n + 1], backend="local", use_gpu=True).reserve()
 
 
-def test_tensors_go_by_the_hosts_memory_unless_it_is_said_otherwise(zygote, monkeypatch):
-    monkeypatch.delenv("BANDMASTER_CUDA_IPC", raising=False)
-    tensor = torch.ones(100_000, device="cuda")
-    with bm.ResourcePool([1], backend="local", use_gpu=True) as pool:
-        group = bm.WorkerGroup(pool, OnGpu)
-        assert group.look(tensor) == [("cuda:0", 100_000.0, "0")]
-        assert export(group, tensor) is None
-
-
-def export(group, tensor):
-    submitter = group._submitter
-    return submitter._exporter_to(group._ownership.workers()).export((0,), tensor.view(torch.uint8))
-
-
-@pytest.fixture
-def exporting_group(group, monkeypatch):
-    """A group whose worker is known to copy from the GPU: from here on no tensor may go by the host's memory."""
-    tensor = torch.ones(100_000, device="cuda")
-    group.look(tensor)
-    assert export(group, tensor) is not None
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda _: pytest.fail("this went by the host's memory"))
-    return group
-
-
-def test_a_tensor_is_copied_from_gpu_to_gpu(exporting_group):
-    assert exporting_group.look(torch.ones(100_000, device="cuda")) == [("cuda:0", 100_000.0, "0")]
-
-
-def test_several_tensors_of_one_call_keep_dtype_layout_and_value(exporting_group):
+def test_several_tensors_of_one_call_keep_dtype_layout_and_value(group):
     """Small ones share one allocation with others, and so lie somewhere in its middle."""
     tensors = [torch.full((400, 300), n, device="cuda").to(dtype) for n in range(3) for dtype in DTYPES]
     tensors += [tensors[0].t(), tensors[1][::2]]
     sums = [(tensor.double().sum().item(), "cuda:0") for tensor in tensors]
-    assert exporting_group.overwrite(tensors) == [sums]
+    assert group.overwrite(tensors) == [sums]
     assert [(tensor.double().sum().item(), "cuda:0") for tensor in tensors] == sums
 
 
-def test_what_is_written_after_the_call_was_sent_is_not_seen(exporting_group, tmp_path):
+def test_what_is_written_after_the_call_was_sent_is_not_seen(group, tmp_path):
     path, tensor = tmp_path / "pipe", torch.ones(100_000, device="cuda")
     os.mkfifo(path)
-    waiting, looking = exporting_group.open_and_look.submit(path, 0.0 * tensor), exporting_group.look.submit(tensor)
+    waiting, looking = group.open_and_look.submit(path, 0.0 * tensor), group.look.submit(tensor)
     tensor.zero_()
     path.write_text("go on")
     assert waiting.result() == [0.0]
     assert looking.result() == [("cuda:0", 100_000.0, "0")]
 
 
-def test_what_was_exported_is_given_back(exporting_group):
+def test_what_was_exported_is_given_back(group):
     tensor = torch.ones(10_000_000, device="cuda")
     before = torch.cuda.memory_allocated()
     for _ in range(100):
-        exporting_group.look(tensor)
+        group.look(tensor)
     assert torch.cuda.memory_allocated() == before
 
 

@@ -1,5 +1,6 @@
 """Handle arithmetic equals the same operations on plain values, for any chain of them."""
 
+import copy
 from itertools import pairwise
 
 import numpy as np
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandmaster.plan import handles
+from bandmaster.plan.batch import as_batch
 from bandmaster.plan.columns import schema_of
 
 
@@ -19,9 +21,14 @@ def kept(values):
 
 
 def read(table):
+    plan, values = addressed(table)
+    return handles.assemble(plan, lambda label, *_: values[label])
+
+
+def addressed(table):
+    """What a receiver gets for a table, and by label the values of all parts."""
     plan = handles.addressed(table, lambda part: id(part.kept))
-    values = {id(part.kept): part.kept for result in handles.results_of(table) for part in result.parts}
-    return handles.assemble(plan, values.__getitem__)
+    return plan, {id(part.kept): part.kept for result in handles.results_of(table) for part in result.parts}
 
 
 @st.composite
@@ -55,6 +62,11 @@ def sliced(draw, table, plain):
 def indexed(draw, table, plain):
     n = table.n_rows
     index = np.array(draw(st.lists(st.integers(0, n - 1), max_size=8)) if n else [], dtype=np.int64)
+    return handles.take(table, index), rows_of(plain, index)
+
+
+def masked(draw, table, plain):
+    index = np.flatnonzero(np.arange(table.n_rows) % draw(st.integers(1, 3)) == 0)
     return handles.take(table, index), rows_of(plain, index)
 
 
@@ -98,7 +110,27 @@ def stacked(draw, table, plain):
     return handles.concat([table, other], ["this", "that"]), made
 
 
-STEPS = [sliced, indexed, shuffled, repeated, renamed, joined, stacked]
+def test_a_window_over_results_refers_to_few_of_them():
+    window, plain = kept([{"a": np.arange(4)}]), np.arange(4)
+    for step in range(20):
+        value = np.arange(4) + step * [1, 0.5, 2][step % 3]
+        window = handles.concat([handles.take(window, range(2, 6)) if step else window, kept([{"a": value}])], ["", ""])
+        plain = np.concatenate([plain[2:6] if step else plain, value])
+    assert len(handles.results_of(window)) <= 5
+    for _ in range(3):
+        window, plain = handles.take(window, np.arange(len(plain))[::-1]), plain[::-1]
+        window, plain = handles.concat([window, window], ["", ""]), np.concatenate([plain, plain])
+    assert len(handles.results_of(window)) <= 5
+    assert max(map(depth, window.tables)) == 1
+    np.testing.assert_array_equal(read(window)["a"], plain)
+    assert read(handles.take(window, range(1)))["a"].dtype == plain.dtype == np.float64
+
+
+def depth(table):
+    return 1 + max(map(depth, table.tables)) if isinstance(table, handles.Stacked) else 1
+
+
+STEPS = [sliced, indexed, masked, shuffled, repeated, renamed, joined, stacked]
 
 
 @given(chains())
@@ -106,7 +138,26 @@ def test_any_chain_equals_the_same_operations_on_plain_values(chain):
     table, plain = chain
     value = read(table)
     assert table.n_rows == len(plain[next(iter(plain))])
-    assert list(table.schema) == list(plain) == list(value)
+    assert list(table.schema) == list(plain)
+    check_equal(value, plain)
+
+
+@given(chains())
+def test_rows_that_were_fetched_are_only_copied_out_of_memory_that_others_read(chain):
+    table, plain = chain
+    plan, values = addressed(table)
+    there = handles.rows_needed(handles.Elsewhere(plan), [])
+    fetched = {label: rows_of(values[label], np.asarray(rows, dtype=np.int64)) for label, rows in there.items()}
+    value = handles.assemble(
+        plan, lambda label, *_: copy.deepcopy(fetched[label]), lambda label: as_batch(fetched[label]), there.get
+    )
+    check_equal(value, plain)
+    arrays = [column for column in value.values() if isinstance(column, np.ndarray)]
+    assert not any(np.shares_memory(array, one["a"]) for array in arrays for one in fetched.values())
+
+
+def check_equal(value, plain):
+    assert list(value) == list(plain)
     for name, column in plain.items():
         assert type(value[name]) is type(column)
         assert list(value[name]) == list(column)

@@ -3,10 +3,13 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import time
+from itertools import combinations
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +20,19 @@ import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
 
 SMALL, LARGE = 2, 30_000  # columns: of rows that come with the reply, and of rows that stay
+
+
+def shared_memory(*values):
+    """Pairs of columns of some values such that what is written to one shows in the other."""
+    columns = {(n, name): value[name] for n, value in enumerate(values) for name in value.keys()}  # noqa: SIM118
+    return [(one, other) for one, other in combinations(columns, 2) if _share(columns[one], columns[other])]
+
+
+def _share(one, other):
+    if isinstance(one, list) or isinstance(other, list):
+        mutable = [{id(item) for item in column if isinstance(item, list)} for column in (one, other)]
+        return not mutable[0].isdisjoint(mutable[1])
+    return np.shares_memory(*[getattr(column, "values", column) for column in (one, other)])
 
 
 class Rows(bm.Worker):
@@ -53,6 +69,10 @@ class Rows(bm.Worker):
         self.kept = rows
         return float(rows["wide"].sum())
 
+    @register(Dispatch.ONE_TO_ALL)
+    def kept_wide(self):
+        return float(self.kept["wide"].sum())
+
     @register(bm.TransferProtocol(bm.Split("dp"), bm.Gather("dp")))
     def write_own(self, rows):
         before = [float(rows["wide"].sum()), *rows["name"]]
@@ -80,6 +100,18 @@ class Rows(bm.Worker):
         ragged = torch.nested.as_nested_tensor([torch.full((int(i) + 1,), float(i)) for i in ids], layout=torch.jagged)
         columns = {"id": ids, "wide": ids[:, None].expand(-1, LARGE).clone(), "ragged": ragged}
         return TensorDict(columns, batch_size=[len(ids)])
+
+    @register(Dispatch.DP_PROTO)
+    def frame(self, ids):
+        return pd.DataFrame({"id": ids, "wide": np.zeros(len(ids)), "name": [bytes(LARGE) for _ in ids]})
+
+    @register(Dispatch.DP_PROTO)
+    def objects(self, ids):
+        return {"id": ids, "wide": [[i, bytes(LARGE)] for i in ids]}
+
+    @register(bm.TransferProtocol(bm.Split("dp"), bm.Gather("dp")))
+    def sharing(self, one, other):
+        return len(one["id"]), len(other["id"]), shared_memory(one, other)
 
     @register(Dispatch.DP_PROTO)
     def fail(self, rows):
@@ -207,6 +239,29 @@ def test_tensors_and_ragged_columns(two, three):
     assert [len(row) for row in some["ragged"].unbind()] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("n", [5, 20_000])
+def test_sparse_and_strided_nested_tensors(two, three, n):
+    diagonal = torch.sparse_coo_tensor(torch.arange(n).expand(2, n), torch.ones(n), (n, n), check_invariants=True)
+    ragged = torch.nested.as_nested_tensor([torch.full((8,), float(i)) for i in range(n)])
+    for tensor, column, first in (diagonal, f"float32[{n}]", [0, 1, 0]), (ragged, "jagged float32", [3, 1, 2]):
+        rows = two.echo.submit(tensor)
+        assert (len(rows), repr(rows.schema[None])) == (n, column)
+        for few in rows[[3, 1, 2]].result(), three.echo(rows[[3, 1, 2]]), three.echo(bm.concat([rows[3:4], rows[1:3]])):
+            assert few.layout is tensor.layout
+            assert [float(row.to_dense()[1]) for row in few.unbind()] == first
+        assert three.echo(rows).size(0) == n
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "u8"])
+def test_rows_are_selected_by_integers_of_any_dtype(two, dtype):
+    rows = two.put({"id": np.arange(1000)})
+    assert rows[np.array([1, 100], dtype)].result()["id"].tolist() == [1, 100]
+    if dtype == "i1":
+        assert rows[np.array([-1], dtype)].result()["id"].tolist() == [999]
+    with pytest.raises(bm.BatchError, match=r"no row 9\d+ among 3 rows"):
+        rows[:3][np.array([min(np.iinfo(dtype).max, 99) - 2, 2**64 - 1 if dtype == "u8" else 99], dtype)].result()
+
+
 def test_rows_are_a_snapshot_and_readers_have_their_own(two, three):
     kept = two.kept_one.submit(np.arange(4))
     assert len(kept) == 4
@@ -231,12 +286,55 @@ def test_mini_batches_of_shuffled_rows_are_each_readers_own(two, three, width):
             assert three.write_own(batch) == [[sum(ids) * width, *[f"row {i}" for i in ids]] for ids in own]
 
 
+@pytest.mark.parametrize("some", [slice(None), slice(1, 6), [6, 0, 2, 3, 5, 1]], ids=["all", "range", "numbers"])
+@pytest.mark.parametrize("kind", ["make", "tensors", "frame", "objects"])
+def test_no_two_arguments_or_columns_share_memory(two, three, kind, some):
+    rows = made(two) if kind == "make" else getattr(two, kind).submit(np.arange(7)).select("id", "wide")
+    again = rows.rename(id="id_again", wide="wide_again").drop(*(["name"] if kind == "make" else []))
+    twice = rows[some].join(again[some])
+    whole = np.arange(7)[some]
+    counts = [(len(part), len(part), []) for part in np.array_split(whole, 3)]
+    assert three.sharing(rows[some], rows[some]) == counts
+    assert three.sharing(twice, twice) == counts
+    assert three.sharing(bm.concat([twice[:2], twice[2:]]), rows[some]) == counts
+    assert shared_memory(twice.result()) == []
+
+
+def test_rows_taken_by_number_are_each_readers_own(two, three):
+    some = made(two, 6)[[0, 2]]  # no single range of what a rank has made
+    for _ in range(2):
+        assert three.write(some) == [4.0 * LARGE] * 3
+    del some
+    for _ in range(3):  # in the memory that the first rows had, perhaps
+        assert three.count(two.make.submit(np.arange(10, 16), LARGE)[[0, 2]]) == [(2, 22.0 * LARGE)] * 3
+    assert three.kept_wide() == [4.0 * LARGE] * 3
+
+
 @pytest.mark.parametrize("names", [["name"] * 6, [b"."] * 6, [bytes(5000)] * 6])
 def test_the_memory_of_released_rows_can_be_that_of_others(two, three, names):
     for fill in range(4):
         now = [bytes([fill]) * len(name) if isinstance(name, bytes) else name for name in names]
         with two.put({"wide": np.full((6, LARGE), fill, "f4"), "name": now}) as rows:
             assert three.write_own(rows[[5, 0, 4, 1, 3, 2]]) == [[2.0 * LARGE * fill, now[0], now[0]]] * 3
+
+
+class Prompts:
+    def __init__(self, texts):
+        self.texts = texts
+
+
+@pytest.mark.parametrize("n", [6, 20_000])
+@pytest.mark.parametrize("is_column", [False, True])
+def test_rows_of_a_type_that_only_the_controller_has_registered(two, three, n, is_column):
+    functions = {"split": lambda value, start, stop: Prompts(value.texts[start:stop])}
+    functions["concat"] = lambda values: Prompts([text for value in values for text in value.texts])
+    bm.register_batch_type(Prompts, rows=lambda value: len(value.texts), **functions)
+    texts = [f"prompt {i}" for i in range(n)]
+    value = {"text": Prompts(texts), "id": np.arange(n)} if is_column else Prompts(texts)
+    for rows in two.put(value), two.echo.submit(value), two.echo.submit(two.echo.submit(value)):
+        for part, expected in (rows, texts), (rows[1:4], texts[1:4]), (rows[[5, 1]], [texts[5], texts[1]]):
+            for found in part.result(), three.echo(part):
+                assert (found["text"] if is_column else found).texts == expected
 
 
 def test_one_handle_can_be_split_in_two_ways(two):
@@ -368,23 +466,25 @@ def test_rows_are_freed_with_the_last_future(groups):
         gc.enable()
 
 
+def held(group):
+    """What `describe` shows in its last column, for each rank."""
+    return [line.split("  ")[-1].strip() for line in group.describe().splitlines()[2:]]
+
+
 def test_who_holds_how_many_bytes_is_shown(groups):
     four, _ = groups
-
-    def held():
-        return [line.split("  ")[-1].strip() for line in four.describe().splitlines()[2:]]
-
-    assert held() == ["-"] * 4
+    assert held(four) == ["-"] * 4
     rows = made(four, 8)
     part = rows[:2]
     assert len(rows) == 8
-    assert held()[1::2] == ["-", "-"], "tp=1 is not collected"
-    assert all(4 * 4 * LARGE < int(text.removesuffix(" B").replace(",", "")) < 5 * 4 * LARGE for text in held()[::2])
+    assert held(four)[1::2] == ["-", "-"], "tp=1 is not collected"
+    n_bytes = [int(text.removesuffix(" B").replace(",", "")) for text in held(four)[::2]]
+    assert all(4 * 4 * LARGE < n < 5 * 4 * LARGE for n in n_bytes)
     del rows
-    assert held() != ["-"] * 4, "some are still needed"
+    assert held(four) != ["-"] * 4, "some are still needed"
     part.release()
     del part
-    assert held() == ["-"] * 4
+    assert held(four) == ["-"] * 4
 
 
 @pytest.mark.backends("ray")
@@ -422,6 +522,44 @@ def test_calls_take_rows_that_are_not_there_yet(two, three, gate):
     assert first.tolist() == [1, 1, 1], "as it was when the call was submitted"
     assert second == "after"
     assert three.log()[0][-3:][1:] == ["after", None]
+
+
+WAYS_TO_MAKE = {
+    "call": lambda group, gate: group.make_when.submit(np.arange(6), gate),
+    "pulled": lambda group, gate: group.make_when.options(pull=2).submit(np.arange(6), gate),
+    "sent later": lambda group, gate: group.echo.submit(group.make_when.submit(np.arange(6), gate)),
+    "derived": lambda group, gate: group.make_when.submit(np.arange(6), gate).shuffle(0),
+}
+
+
+@without_waiting
+@pytest.mark.parametrize("way", WAYS_TO_MAKE)
+def test_rows_that_are_released_before_they_are_there_are_freed_then(two, gate, way):
+    with WAYS_TO_MAKE[way](two, str(gate)) as rows:
+        assert not rows.done()
+    gate.touch()
+    until = time.monotonic() + 20
+    while not rows.done() or set(held(two)) != {"-"}:
+        assert time.monotonic() < until, held(two)
+        time.sleep(0.01)  # polling the thread that reads what nobody waits for
+    for use in (rows.result, lambda: two.who(rows)):
+        with pytest.raises(bm.RowsLost, match="were released"):
+            use()
+
+
+@without_waiting
+def test_calls_get_the_rows_that_were_released_after_their_submission(two, three, gate):
+    there = made(two, 6)
+    assert len(there) == 6
+    with two.make_when.submit(np.arange(6), str(gate)) as rows, there:
+        both = three.who.submit(there.join(rows.select("id").rename(id="same"))[::-1])
+        pulled = three.who.options(pull=1).submit(rows[1:])
+        last = three.who.submit(there)
+    gate.touch()
+    for call, ids in ((both, range(5, -1, -1)), (pulled, range(1, 6)), (last, range(6))):
+        assert call.result(timeout=20)["id"].tolist() == list(ids)
+    with pytest.raises(bm.RowsLost, match="were released"):
+        three.who(there)
 
 
 @without_waiting
@@ -578,6 +716,21 @@ def test_a_restart_gives_up_calls_that_wait_for_rows(backend, two, gate):
         with pytest.raises(bm.CallCancelled, match=r"Rows.who was not sent"):
             late.result()
         assert len(rows) == 7
+
+
+@pytest.mark.backends("local")  # inprocess would wait for the gate
+def test_operations_on_rows_that_are_not_there_may_be_nested_deeply(two, three, gate):
+    rows = first = two.make_when.submit(np.arange(4), str(gate))
+    for _ in range(sys.getrecursionlimit()):
+        rows = bm.concat([rows[[1, 0]].rename(id="x").rename(x="id"), first[2:]])
+    called = threading.Event()
+    rows.add_done_callback(lambda _: called.set())
+    late = three.who.submit(rows)
+    with pytest.raises(bm.CallTimeout, match=r"Rows.make_when got no reply from rank 0, 1, 2, 3 within 0 s"):
+        rows.result(timeout=0)
+    gate.touch()
+    assert late.result()["id"].tolist() == rows.result()["id"].tolist() == [0, 1, 2, 3]
+    assert called.wait(30)
 
 
 def test_an_operation_cannot_be_cancelled_nor_changed_by_its_arguments(two):

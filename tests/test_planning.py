@@ -31,6 +31,7 @@ from bandmaster import (
 from bandmaster.plan.arguments import BoundArgument as Bound
 from bandmaster.plan.arguments import plan_call
 from bandmaster.plan.collection import collect
+from bandmaster.plan.pulling import plan_pull
 from bandmaster.plan.rows import row_ranges, sources
 
 THREE_D = Mesh(pp=2, dp=2, tp=2)
@@ -474,6 +475,15 @@ def test_rows_keep_their_order_within_a_part():
     assert [arguments(sent_by, rank)[0]["row"] for rank in (0, 1)] == [[0, 1], [2, 3]]
 
 
+@pytest.mark.parametrize("dtype", ["u1", "u8", "i1", "f2", "?"])
+def test_costs_of_any_dtype_are_numbers(dtype):
+    costs = np.array([0, 100, 0, 100, 0, 100, 0, 100]).astype(dtype)
+    sent_by = pack_balanced({"cost": costs}, 2)
+    assert [np.count_nonzero(arguments(sent_by, rank)[0]["cost"]) for rank in (0, 1)] == [2, 2]
+    plan = plan_pull([Bound(0, "x", {"cost": costs})], Split("dp", balance="cost"), {}, "C.m", size=3)
+    assert [np.count_nonzero(costs[chunk]) for chunk in plan.chunks] == [2, 1, 1]
+
+
 def test_costs_may_be_an_argument_of_their_own():
     bound = [Bound(0, "x", ["a", "b", "c", "d"]), Bound(1, "cost", torch.tensor([9.0, 1, 8, 1]))]
     sent_by = plan_call(bound, Split("dp", balance="cost"), {}, Mesh(dp=2), "C.m")
@@ -492,6 +502,7 @@ def test_costs_may_be_an_argument_of_their_own():
         ({"cost": [1, -2]}, r".* is not one number of 0 or more for each of 2 rows: it has 2 values of dtype int64"),
         ({"cost": np.ones((2, 3))}, r".* for each of 2 rows: it has 6 values of dtype float64"),
         ({"cost": ["a", "b"]}, r".* for each of 2 rows: it has 2 values of dtype <U1"),
+        ({"cost": [1j, 2]}, r".* for each of 2 rows: it has 2 values of dtype complex128"),
         ({"cost": [1, float("nan")]}, r".* is not one number of 0 or more for each of 2 rows.*"),
     ],
 )

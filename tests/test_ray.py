@@ -18,6 +18,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
 from bandmaster.backends.ray import RayBackend
 from bandmaster.codec import decode
+from bandmaster.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
 PROGRAMS = sorted((Path(__file__).parent / "ray_programs").glob("*.py"))
 
@@ -111,17 +112,17 @@ class Log(bm.Worker):
         return len(self.entries)
 
 
-def test_calls_by_lane_by_ray_and_past_us_run_in_the_order_of_submission(ray_cluster):
+def test_calls_by_lane_and_past_us_run_in_the_order_of_submission(ray_cluster):
     with bm.ResourcePool([2], backend="ray") as pool:
         group = bm.WorkerGroup(pool, Log)
         assert group.describe().count(" lane") == 2, "both workers have a lane"
-        futures, references = [], []
+        futures, by_name = [], []
         for entry in range(12):
             if entry % 3 == 2:
-                references += group.execute_all_async("note", entry)
+                by_name += group.execute_all_async("note", entry)
             else:
                 futures.append(group.note.submit(entry))
-        assert ray_cluster.get(references[-1]) == list(range(12))
+        assert by_name[-1].result() == list(range(12))
         raw = group.workers[0].note.remote(12)
         assert group.describe().count(" lane") == 0, "the lanes were left to the raw handles"
         last = group.note.submit(13)
@@ -150,7 +151,7 @@ def test_an_actor_that_was_found_by_its_name_answers_while_the_group_uses_its_la
 
 def test_calls_are_in_order_while_the_lane_is_left_for_calls_of_others(ray_cluster):
     with bm.ResourcePool([2], backend="ray") as pool:
-        group = bm.WorkerGroup(pool, Log)
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Log))
         group.note(0)
         others = ray_cluster.get_actor(group.worker_names[0])
         entry, until = 0, time.monotonic() + 2
@@ -170,7 +171,7 @@ def test_a_reference_that_fails_raises_the_original_exception(ray_cluster):
             raise FileNotFoundError("weights.bin")
 
     with bm.ResourcePool([1], backend="ray") as pool:
-        group = bm.WorkerGroup(pool, Fails)
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Fails))
         with pytest.raises(FileNotFoundError, match=r"weights\.bin"):
             ray_cluster.get(group.execute_all_async("fail"))
         with pytest.raises(FileNotFoundError, match=r"weights\.bin"):
@@ -282,14 +283,33 @@ def meeting(ray_cluster):
 
 def test_calls_of_async_methods_overlap_where_ray_is_told_so(ray_cluster, meeting):
     first, second = meeting.meet.submit("a", 5), meeting.meet.submit("b", 5)
-    references = meeting.execute_all_async("meet", "c", 5)
+    third = meeting.execute_rank_zero_async("meet", "c", 5)
     came = meeting.who_came()[0]  # while those who came wait
     assert set(came) <= {*"abc"}
     handle = meeting.workers[0]
-    references += [handle.meet.remote("d", 5), handle.meet.remote("e", 5)]
+    references = [handle.meet.remote("d", 5), handle.meet.remote("e", 5)]
     everybody = [*"abcde"]
-    assert sorted(first.result()[0]) == sorted(second.result()[0]) == everybody
-    assert [sorted(came) for came in ray_cluster.get(references)] == [everybody] * 3
+    assert sorted(first.result()[0]) == sorted(second.result()[0]) == sorted(third.result()) == everybody
+    assert [sorted(came) for came in ray_cluster.get(references)] == [everybody] * 2
+
+
+def test_items_of_async_generators_overlap_though_the_class_has_no_other_async_method(ray_cluster):
+    class Streams(bm.Worker):
+        def __init__(self):
+            self.begun = []
+
+        @register(Dispatch.ONE_TO_ALL)
+        async def items(self, name):
+            self.begun.append(name)
+            while len(self.begun) < 2:
+                await asyncio.sleep(0.01)  # until the other one is at work as well
+            yield name
+
+    with bm.ResourcePool([1], backend="ray") as pool:
+        group = bm.WorkerGroup(pool, ray_cluster.remote(max_concurrency=4)(Streams))
+        first, second = group.items.options(timeout=30).stream("a"), group.items.options(timeout=30).stream("b")
+        assert [next(second).result(), next(first).result()] == ["b", "a"]
+        first.close(), second.close()
 
 
 def test_a_call_that_overlaps_others_is_cancelled_alone(meeting):

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 import bandmaster as bm
 from bandmaster.cli import main
@@ -42,6 +45,21 @@ def test_the_classifiers_name_the_pythons_that_the_wheel_is_tried_on():
     named = [match[1] for line in project["classifiers"] if (match := re.fullmatch(r".*:: (3\.\d+)", line))]
     assert named == [f"3.{minor}" for minor in dist().MINORS]
     assert project["requires-python"] == f">={named[0]}"
+
+
+@pytest.mark.parametrize("minor", [10, 11, 12, 13, 14])
+def test_the_constraints_have_one_version_of_each_package_which_installs_on_this_python(minor):
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        pin = None if line.startswith("#") else Requirement(line)
+        if pin is not None and (pin.marker is None or pin.marker.evaluate({"python_version": f"3.{minor}"})):
+            assert pins.setdefault(canonicalize_name(pin.name), pin) is pin, "it has two versions"
+    assert {"numpy", "cloudpickle", "ray", "torch"} <= set(pins)
+    for found in importlib.metadata.distributions():  # others have no say here: PyPI alone knows what they need
+        pin = pins.get(canonicalize_name(found.name))
+        if pin is not None and pin.specifier.contains(found.version) and "Requires-Python" in found.metadata:
+            needed = SpecifierSet(found.metadata["Requires-Python"])
+            assert needed.contains(f"3.{minor}.5"), f"{pin} needs Python {needed}"
 
 
 def test_a_version_without_an_entry_in_the_changelog_is_not_released():

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bandmaster as bm
-from bandmaster import Box, Layout, Mesh, reshard
+from bandmaster import Mesh
+from bandmaster.rl import Box, Layout, reshard
 
 SIZES = st.integers(1, 3)
 DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "int64": np.int64, "bool": np.uint8}

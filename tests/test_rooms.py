@@ -30,7 +30,7 @@ ROOMS = {
     "colocation": "errors plan worker contract calls lifecycle roles pool group",
     "closing": "lifecycle pool",
     "__init__": "errors platform plan worker calls pool group registration colocation closing",
-    "rl": "__init__",
+    "rl": "plan __init__",
     "single_controller": "codec errors roles plan worker contract backends calls lifecycle pool group",
     "compat": "errors",
     "testing": "errors platform plan worker contract transport backends pool group registration",

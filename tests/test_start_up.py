@@ -288,6 +288,37 @@ def test_ctrl_c_while_groups_start(tmp_path):
     assert (done.returncode, done.stdout) == (0, "interrupted [0, 1]\n"), done.stderr
 
 
+INTERRUPTED_FORK = """
+import os, signal, subprocess
+import bandmaster as bm
+from bandmaster.testing import no_leaks
+
+def interrupted(original):
+    def method(self, *args):
+        found = original(self, *args)
+        signal.raise_signal(signal.SIGINT)
+        return found
+    return method
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for name in ("_get_devnull", "_execute_child"):
+    original = getattr(subprocess.Popen, name)
+    with no_leaks(kinds=["processes", "descriptors"], timeout=5), bm.ResourcePool([1]) as pool:
+        setattr(subprocess.Popen, name, interrupted(original))
+        try:
+            bm.WorkerGroup(pool, bm.Worker)
+        except KeyboardInterrupt:
+            print("interrupted")
+        setattr(subprocess.Popen, name, original)
+"""
+
+
+def test_ctrl_c_while_the_process_starts_that_workers_are_forked_from(tmp_path):
+    command = [sys.executable, "-c", INTERRUPTED_FORK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n" * 2), done.stderr
+
+
 # --- modules that workers cannot find ------------------------------------------------------------------------------
 
 

@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import os
+import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -53,6 +55,18 @@ class Rows(bm.Worker):
         if bad in list(rows):
             raise ValueError(f"row {bad}")
         return rows
+
+    @register(Dispatch.DP_PROTO)
+    def at_least(self, rows, least):
+        return np.array([row for row in rows if row >= least])  # float64 if there is none
+
+    @register(Dispatch.DP_PROTO)
+    def unlike(self, rows, bad):
+        return list(rows) if bad in list(rows) else rows
+
+    @register(TransferProtocol(Split("dp"), (Concat("dp"), Reduce("mean"))))
+    def unlike_means(self, rows, bad):
+        return rows, "7" if bad in list(rows) else rows.astype(float)
 
     @register(Dispatch.DP_PROTO)
     def die_on(self, rows, bad):
@@ -111,9 +125,29 @@ class Rows(bm.Worker):
             time.sleep(0.001)
         yield 2
 
+    @register(Dispatch.DP_PROTO)
+    async def gated_items(self, rows, folder):
+        for row in rows:
+            while not os.path.exists(f"{folder}/{row}"):
+                await asyncio.sleep(0.001)
+            yield int(row)
+
+    @register(Dispatch.DP_PROTO)
+    def deadly_items(self, rows, dies_at):
+        for row in rows:
+            if row == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield int(row)
+
     @register(Dispatch.ONE_TO_ALL)
     def logged(self):
         return list(self.log)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pids(self):
+        return os.getpid()
+
+    def on_replace(self, rank, state): ...
 
 
 @pytest.fixture(scope="module")
@@ -248,10 +282,32 @@ def test_async_generators(three):
 @pytest.mark.parametrize("maxsize", [1, 3])
 def test_items_are_made_as_they_are_taken(three, maxsize):
     stream = three.items.options(maxsize=maxsize).stream(np.arange(30))
-    assert max(len(log) for log in three.logged()) == 1 + maxsize
+    wait_for_logs(three, [1 + maxsize] * 3)
     first = next(stream)
-    assert len(three.logged()[first.rank]) == 2 + maxsize
+    wait_for_logs(three, [1 + maxsize + (rank == first.rank) for rank in range(3)])
     stream.close()
+
+
+def wait_for_logs(group, lengths):
+    """Wait until generators have made as many items as they may, and look whether they make more."""
+    deadline = time.monotonic() + 30
+    while list(map(len, group.logged())) != lengths:
+        assert time.monotonic() < deadline, group.logged()
+    for _ in range(10):
+        assert list(map(len, group.logged())) == lengths
+
+
+@in_parallel
+def test_a_call_comes_between_two_items(three, tmp_path):
+    folder = str(tmp_path)
+    with three.gated_items.options(maxsize=8).stream(np.arange(24), folder) as stream:
+        for row in (0, 8, 16):  # the first of each rank
+            (tmp_path / str(row)).touch()
+        assert len({next(stream).rank for _ in range(3)}) == 3
+        call = three.ranks.submit()  # while each rank makes its second item
+        for row in (1, 9, 17):
+            (tmp_path / str(row)).touch()
+        assert len(call.result(timeout=30)) == 3
 
 
 def test_other_calls_run_between_the_items(three):
@@ -321,6 +377,218 @@ def test_cancelling_the_task_that_waits_closes_the_stream(three, gate):
     assert three.ranks.options(timeout=30)()[0] == (0, None)
 
 
+# --- several at once, and what goes wrong -------------------------------------------------------------------------
+
+STREAMS = {
+    "items": lambda group: group.items.stream(np.arange(30)),
+    "ranks": lambda group: group.double.stream(np.arange(30)),
+    "chunks": lambda group: group.double.options(pull=3).stream(np.arange(30)),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_several_threads_take_from_one_stream(three, kind):
+    stream = STREAMS[kind](three)
+    with ThreadPoolExecutor(4) as threads:
+        taken = [threads.submit(list, stream) for _ in range(4)]
+        found = [item for one in taken for item in one.result(timeout=60)]
+    assert sorted(row for item in found for row in item.result()["id"]) == [
+        row * (1 if kind == "items" else 2) for row in range(30)
+    ]
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_several_tasks_take_from_one_stream(three, kind):
+    async def take(stream):
+        return [item async for item in stream]
+
+    async def main():
+        stream = STREAMS[kind](three)
+        return await asyncio.wait_for(asyncio.gather(*[take(stream) for _ in range(4)]), 60)
+
+    found = [item for one in asyncio.run(main()) for item in one]
+    assert sum(len(item) for item in found) == 30
+
+
+@in_parallel
+@pytest.mark.parametrize("kind", ["items", "ranks", "chunks"])
+def test_another_thread_may_close_a_stream(three, gate, kind):
+    streams = {
+        "items": lambda: three.slow_items.stream([1, 2, 3], gate=str(gate)),
+        "ranks": lambda: three.wait_for.stream([1, 2, 3], gates=(str(gate),) * 3),
+        "chunks": lambda: three.wait_for.options(pull=1).stream([1, 2, 3], gates=(str(gate),) * 3),
+    }
+    stream, first = streams[kind](), threading.Event()
+
+    def take():
+        for _ in stream:
+            first.set()
+        return stream
+
+    with ThreadPoolExecutor(2) as threads:
+        taken = [threads.submit(take) for _ in range(2)]
+        assert kind != "items" or first.wait(30)
+        stream.close()
+        assert [one.result(timeout=30) for one in taken] == [stream] * 2
+    assert three.ranks.options(timeout=30)()[0] == (0, None)
+
+
+def test_threads_close_a_stream_while_others_take_from_it(three):
+    for _ in range(10):
+        stream = three.endless.stream([1, 2, 3])
+        with ThreadPoolExecutor(3) as threads:
+            taken = [threads.submit(list, stream) for _ in range(2)]
+            next(stream)
+            stream.close()
+            for one in taken:
+                one.result(timeout=30)
+
+
+def test_an_item_that_fails_leaves_those_of_other_ranks(three):
+    found = {}
+    for item in three.items.options(on_error="return").stream(np.arange(7), fails_at=4):
+        found.setdefault(item.rank, []).append(item)
+    assert [item.result()["id"].item() for item in found[0]] == [0, 1, 2]
+    assert [item.result()["id"].item() for item in found[2]] == [5, 6]
+    first, failed = found[1]
+    assert first.result()["id"].item() == 3
+    assert list(failed.numbers) == [3, 4]
+    assert "ValueError: row 4" in str(failed.exception())
+
+
+@pytest.mark.backends("local")
+def test_a_rank_that_dies_leaves_the_items_of_others(backend):
+    with bm.ResourcePool([3], backend=backend) as pool:
+        group, found = bm.WorkerGroup(pool, Rows), {}
+        for item in group.deadly_items.options(on_error="return").stream(np.arange(30), dies_at=12):
+            found.setdefault(item.rank, []).append(item)
+        assert [item.result() for item in found[0]] == list(range(10))
+        assert [item.result() for item in found[2]] == list(range(20, 30))
+        *made, failed = found[1]
+        assert [item.result() for item in made] == [10, 11][: len(made)]
+        assert isinstance(failed.exception(), bm.WorkerDied) and list(failed.numbers) == list(range(10, 20))
+        assert set(failed.exception().failures) == {1}
+        group.replace(1)
+        assert group.logged() == [[]] * 3
+
+
+@pytest.mark.backends("local")
+def test_closing_a_stream_ends_generators_beside_a_rank_that_died(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        stream = group.endless.stream([1, 2])
+        assert {next(stream).rank for _ in range(20)} == {0, 1}
+        os.kill(group.pids()[1], signal.SIGKILL)
+        with pytest.raises(bm.WorkerDied):
+            list(stream)
+        group.replace(1)
+        assert group.logged() == [["ended"], []]
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_stream_of_a_worker_that_was_replaced_has_no_end_but_an_error(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        stream = group.items.options(maxsize=1).stream(np.arange(8))
+        wait_for_logs(group, [2, 2])
+        group.replace(1)
+        with pytest.raises(bm.RemoteError, match="LookupError: this worker has no open generator of the stream"):
+            list(stream)
+
+
+@pytest.mark.backends("ray")
+def test_async_generators_whose_calls_overlap_lose_no_items(make_pool):
+    import ray
+
+    @ray.remote(max_concurrency=16)
+    class Overlapping(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        async def ping(self): ...
+
+        @register(Dispatch.DP_PROTO)
+        async def items(self, rows):
+            for row in rows:
+                await asyncio.sleep(0.001)
+                yield row
+
+    group = bm.WorkerGroup(make_pool([1]), Overlapping)
+
+    async def take(first, maxsize):
+        rows = list(range(first, first + 8))
+        assert [item.result() async for item in group.items.options(maxsize=maxsize).stream(rows)] == rows
+
+    async def main():
+        for maxsize in (1, 4):
+            await asyncio.gather(*[take(8 * number, maxsize) for number in range(8)])
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+# --- streams behind calls that wait for rows ------------------------------------------------------------------------
+
+
+@in_parallel
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_is_returned_before_earlier_calls_have_their_rows(two, three, gate, kind):
+    held = two.wait_for.submit(np.arange(3), gates=(str(gate),) * 4)
+    before = three.double.submit(held)
+    stream = STREAMS[kind](three)
+    assert not before.done()
+    gate.touch()
+    assert sum(len(item) for item in stream) == 30
+    assert before.done(), "calls come in the order of their submission"
+
+
+@in_parallel
+@pytest.mark.parametrize("kind", ["items", "ranks", "chunks"])
+def test_a_stream_takes_rows_that_are_not_there(two, three, gate, kind):
+    rows = two.wait_for.submit(np.arange(6), gates=(str(gate),) * 4)
+    method = {"items": three.items, "ranks": three.double, "chunks": three.double.options(pull=1)}[kind]
+    batch = rows
+    stream = method.options(timeout=0.2).stream(batch)
+    with pytest.raises(
+        bm.CallTimeout, match=r"Rows.wait_for got no reply .* and so was not sent: go on iterating"
+    ) as late:
+        next(stream)
+    assert late.value.stream is stream and late.value.missing
+    gate.touch()
+    found = []
+    while len(found) < 6:
+        found += next_of(stream).result()["id"].tolist()
+    assert sorted(found) == [row * (1 if kind == "items" else 2) for row in range(6)]
+    assert list(stream) == []
+
+
+@in_parallel
+def test_a_stream_that_was_not_sent_can_be_closed_or_cancelled(two, three, gate):
+    rows = two.wait_for.submit(np.arange(6), gates=(str(gate),) * 4)
+    closed, cancelled, kept = (three.double.stream(rows) for _ in range(3))
+    closed.close()
+    assert list(closed) == []
+    after = three.ranks.submit()
+    kept_rank = three.double.submit(rows)
+    assert three.cancel() == 4
+    for stream in (cancelled, kept):
+        with pytest.raises(bm.CallCancelled):
+            next(stream)
+    for call in (after, kept_rank):
+        with pytest.raises(bm.CallCancelled):
+            call.result()
+    gate.touch()
+    assert rows.result().tolist() == list(range(6))
+
+
+@in_parallel
+def test_mistakes_about_rows_that_are_not_there_come_with_the_stream(two, three, gate):
+    rows = two.wait_for.submit(np.arange(6), gates=(str(gate),) * 4)
+    with pytest.raises(bm.ArgumentError, match="missing a required argument"):
+        three.fail_on.stream(rows)
+    stream = three.groups.options(pull=1, group_by="uid").stream(rows)
+    gate.touch()
+    with pytest.raises(bm.BatchError, match="group_by='uid'"):
+        next(stream)
+
+
 # --- pull dispatch ------------------------------------------------------------------------------------------------
 
 
@@ -339,6 +607,12 @@ def test_pulled_rows_can_be_passed_on(two, three):
     again = two.wide.options(pull=3).submit(rows.select("id").result()["id"])
     assert again.join(rows.rename(id="other", wide="more"))[::2].result()["other"].tolist() == [0, 2, 4, 6]
     assert rows.result()["wide"][:, 0].tolist() == [3.0 * row for row in range(7)]
+
+
+def test_chunks_without_rows_do_not_determine_the_dtype(three):
+    rows = three.at_least.options(pull=2).submit(np.arange(6), least=3)
+    assert [part.dtype for part in (rows.result(), rows[1:].result(), rows[:0].result())] == [np.int64] * 3
+    assert len(three.at_least.options(pull=2).submit(np.arange(6), least=9)) == 0
 
 
 def test_a_stream_of_chunks(three):
@@ -394,6 +668,18 @@ def test_a_failed_chunk_fails_the_call(three):
     with pytest.raises(bm.RemoteError, match="row 7"):
         list(three.fail_on.options(pull=2).stream(np.arange(20), bad=7))
     assert three.ranks()[0] == (0, None)
+
+
+@pytest.mark.parametrize("method", ["unlike", "unlike_means"])
+def test_chunks_that_cannot_be_combined_are_told_from_ranks(three, method):
+    pulled = getattr(three, method).options(pull=1)
+    with pytest.raises(bm.CollectError) as raised:
+        pulled(np.arange(9), bad=7)
+    error = raised.value
+    assert error.rank in (0, 1, 2)
+    assert error.coordinates == {error.rank: {"dp": error.rank}}
+    assert re.search(rf"Rows.{method} failed on rank {error.rank} \(dp={error.rank}\): in chunk [07], ", str(error))
+    assert ("chunk 7: str" if method == "unlike_means" else "list, but chunk 0 returned ndarray") in str(error)
 
 
 def test_failed_chunks_come_back_as_errors(three):

@@ -1,17 +1,18 @@
 """Tables of pandas and of the user's own, cut over the ranks and joined again; what is no table is refused."""
 
 import pickle
-from collections import UserDict
+from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import pandas
+import pyarrow
 import pytest
 
 import bandmaster as bm
-from bandmaster import Concat, Dispatch, Gather, Split, TransferProtocol, register
-from bandmaster.plan.batch import concat_rows, count_rows, slice_rows
+from bandmaster import Concat, Dispatch, Gather, PerRank, Split, TransferProtocol, register
+from bandmaster.plan.batch import concat_rows, count_rows, slice_rows, take_rows
 
 
 class Columns(NamedTuple):
@@ -23,6 +24,10 @@ class Columns(NamedTuple):
 class Rollout:
     ids: np.ndarray
     meta: dict
+
+
+class Labelled(dict):
+    """A dict of the user's own."""
 
 
 class Cutter(bm.Worker):
@@ -37,6 +42,14 @@ class Cutter(bm.Worker):
     @register(TransferProtocol(Split("dp", pad=True), Concat("dp")))
     def echo_padded(self, table):
         return table
+
+    @register(TransferProtocol(PerRank(), Concat("dp")))
+    def give(self, part):
+        return part
+
+    @register(Dispatch.DP_PROTO)
+    def dtypes(self, frame):
+        return [list(map(repr, frame.dtypes))] * len(frame)
 
 
 def tables():
@@ -96,6 +109,177 @@ def test_padding_of_a_table_does_not_come_back(cutter):
     table = tables()["DataFrame"]
 
     assert plain(cutter.echo_padded(table)) == plain(table)
+
+
+few_backends = pytest.mark.backends("inprocess", "local")  # as no backend looks into a table
+
+
+def every_dtype():
+    """A frame of six rows with a column of each kind of dtype."""
+    days = pandas.date_range("2024-01-01 08:00", periods=6, tz="Asia/Tokyo")
+    texts, numbers = ["a", None, "c", "d", "e", "f"], [1, None, 3, 4, 5, 6]
+    dictionary = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+    columns = {
+        "time with a zone": days,
+        "time": days.tz_localize(None),
+        "duration": days - days[0],
+        "category": pandas.Categorical(list("abcabc")),
+        "ordered category": pandas.Categorical(list("abcabc"), categories=list("cba"), ordered=True),
+        "Int8": pandas.array(numbers, dtype="Int8"),
+        "Float32": pandas.array(numbers, dtype="Float32"),
+        "boolean": pandas.array([True, None, False] * 2, dtype="boolean"),
+        "string in Python": pandas.array(texts, dtype=pandas.StringDtype("python")),
+        "string in Arrow": pandas.array(texts, dtype=pandas.StringDtype("pyarrow")),
+        "default string": pandas.Series(list("abcdef")),
+        "objects": pandas.Series(texts, dtype=object),
+        "period": pandas.period_range("2024-01", periods=6, freq="M"),
+        "interval": pandas.interval_range(0, 6),
+        "sparse": pandas.arrays.SparseArray([0, 0, 1, 0, 2, 0]),
+        "Arrow": pandas.array(numbers, dtype="int64[pyarrow]"),
+        "Arrow, time": pandas.Series(days).astype(pandas.ArrowDtype(pyarrow.timestamp("us", tz="Asia/Tokyo"))),
+        "Arrow, dictionary": pandas.array(list("abcabc"), dtype=pandas.ArrowDtype(dictionary)),
+        0: np.arange(6, dtype="f4"),
+    }
+    return pandas.DataFrame(columns)
+
+
+def assert_same(found, expected):
+    """They are equal, and so are all dtypes, with categories, storages and time zones."""
+    both = [value.to_frame() if isinstance(value, pandas.Series) else value for value in (found, expected)]
+    pandas.testing.assert_frame_equal(*both, check_freq=False)
+    assert type(found) is type(expected)
+    assert list(map(repr, both[0].dtypes)) == list(map(repr, both[1].dtypes))
+
+
+INDICES = {
+    "numbers": None,
+    "times": pandas.date_range("2024-01-01", periods=6, tz="Asia/Tokyo"),
+    "categories": pandas.CategoricalIndex(list("abcdef")),
+    "two levels": pandas.MultiIndex.from_product([["x", "y"], [1, 2, 3]], names=["letter", "number"]),
+    "not unique": pandas.Index([1, 1, 1, 2, 2, 2], name="id"),
+}
+
+
+@few_backends
+@pytest.mark.parametrize("index", INDICES)
+def test_operations_on_rows_keep_every_dtype_of_pandas(cutter, index):
+    frame = every_dtype().rename_axis(columns="kind")
+    if INDICES[index] is not None:
+        frame.index = INDICES[index]
+    rows, names = cutter.echo.submit(frame), list(frame.columns)
+    cases = {
+        "all": (rows, frame),
+        "a slice": (rows[1:4], frame.iloc[1:4]),
+        "no rows": (rows[2:2], frame.iloc[2:2]),
+        "another order": (rows[[5, 0, 3, 3]], frame.iloc[[5, 0, 3, 3]]),
+        "columns": (rows.select(*names[::-2]), frame[names[::-2]]),
+        "without columns": (rows.drop(0, "period"), frame.drop(columns=[0, "period"])),
+        "other names": (rows.rename({0: "zero"}, time="t"), frame.rename(columns={0: "zero", "time": "t"})),
+        "joined": (rows.select(*names[9:]).join(rows.select(*names[:9])), frame[names[9:] + names[:9]]),
+        "joined, in part": (rows.select(*names[:9]).join(rows.select(*names[9:]))[[4, 1]], frame.iloc[[4, 1]]),
+        "stacked": (bm.concat([rows[3:], rows[:2]]), pandas.concat([frame.iloc[3:], frame.iloc[:2]])),
+    }
+    for operated, expected in cases.values():
+        assert_same(operated.result(), expected)
+        assert_same(cutter.echo(operated), cutter.echo(expected))
+    assert cutter.dtypes(cases["joined"][0]) == cutter.dtypes(cases["joined"][1])
+    for name in names:
+        column = frame[name]
+        rows = cutter.echo.submit(column)
+        assert_same(rows[1:4].result(), column.iloc[1:4])
+        assert_same(bm.concat([rows[[5, 0]], rows]).result(), pandas.concat([column.iloc[[5, 0]], column]))
+
+
+@few_backends
+@pytest.mark.parametrize("name", ["ordered category", "Int8", "time with a zone", "default string", "period", 0])
+def test_rows_are_sorted_as_pandas_sorts_them(cutter, name):
+    frame = every_dtype()
+    assert_same(cutter.echo.submit(frame).sort_by(name).result(), frame.sort_values(name, kind="stable"))
+
+
+@few_backends
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [pandas.Categorical(list("aba")), pandas.Categorical(list("cdc"))],
+        [pandas.Categorical(list("ab"), list("ab")), pandas.Categorical(list("ab"), list("ba"))],
+        [pandas.array(["a"], dtype=pandas.StringDtype(storage)) for storage in ("python", "pyarrow")],
+        [pandas.array([1, 2, 3], dtype="Int8"), np.array([1.5])],
+        [pandas.date_range("2024", periods=2, tz=zone) for zone in ("UTC", "Asia/Tokyo")],
+        [pandas.arrays.SparseArray([1, 0]), np.array([1.5, 0])],
+        [np.array([1, 2]), np.array([1.5])],
+    ],
+    ids=["categories", "order of categories", "storages", "nullable", "time zones", "sparse", "numbers"],
+)
+@pytest.mark.parametrize("are_frames", [True, False])
+def test_ranks_may_return_different_dtypes_of_a_column(cutter, columns, are_frames):
+    parts = [{"x": pandas.Series(column), "y": np.arange(len(column))} for column in columns]
+    parts = [pandas.DataFrame(part) for part in parts] if are_frames else parts
+    whole = cutter.give(parts)  # as the plain call joins them
+    rows = cutter.give.submit(parts)
+    last = len(parts[0]["y"])
+    assert len(rows.schema["x"].dtype.split(" or ")) == 2
+
+    def check(found, expected):
+        assert type(found) is type(expected)
+        assert_same(pandas.DataFrame(found), pandas.DataFrame(expected))
+
+    check(rows.result(), whole)
+    check(rows[:1].result(), slice_rows(whole, 0, 1))
+    check(rows[last:].result(), slice_rows(whole, last, len(rows)))
+    check(rows[[last, 0]].select("x", "y").result(), take_rows(whole, np.array([last, 0])))
+    check(rows[:0].result(), slice_rows(whole, 0, 0))
+    check(cutter.echo(rows[last:]), slice_rows(whole, last, len(rows)))
+    one_by_one = bm.concat([cutter.give.submit([part, slice_rows(part, 0, 0)]) for part in parts])
+    check(one_by_one[:1].result(), slice_rows(whole, 0, 1))
+
+
+@few_backends
+def test_ranks_may_return_arrays_of_strings_of_different_lengths(cutter):
+    rows = cutter.give.submit([{"text": np.array(["a", "b"])}, {"text": np.array(["long"])}])
+    for table in rows[:1].result(), rows[1:2].select("text").result(), cutter.echo(rows[[0]]):
+        assert table["text"].dtype == "<U4"
+    assert cutter.echo(rows)["text"].tolist() == ["a", "b", "long"]
+
+
+@few_backends
+@pytest.mark.parametrize("kind", [dict, pandas.DataFrame])
+def test_ranks_may_return_columns_in_another_order(cutter, kind):
+    parts = [kind({"x": np.arange(2), "y": np.ones(2)}), kind({"y": np.zeros(1), "x": np.array([7])})]
+    rows = cutter.give.submit(parts)
+    assert list(rows.result()) == list(rows[2:].result()) == list(rows.schema) == ["x", "y"]
+    assert cutter.echo(rows[1:])["x"].tolist() == [1, 7]
+    other = cutter.give.submit(parts[::-1])
+    assert list(bm.concat([rows, other])[3:].result()) == ["x", "y"]
+
+
+@few_backends
+@pytest.mark.parametrize("kind", [OrderedDict, UserDict, Labelled, lambda items: defaultdict(list, items)])
+def test_operations_on_columns_keep_the_type_of_a_mapping(cutter, kind):
+    table = kind({"a": np.arange(4), "b": list("wxyz"), "c": np.ones(4)})
+    rows = cutter.echo.submit(table)
+    operated = {
+        "a c": rows.select("a", "c"),
+        "c a": rows.select("c", "a"),
+        "a b": rows.drop("c"),
+        "a b d": rows.rename(c="d"),
+        "b a c": rows.select("b").join(rows.drop("b")),
+    }
+    for names, future in operated.items():
+        for value in future.result(), cutter.echo(future):
+            assert type(value) is type(table)
+            assert " ".join(value) == names
+            assert value["a"].tolist() == [0, 1, 2, 3]
+    assert list(table) == ["a", "b", "c"]
+
+
+@few_backends
+def test_ranks_without_rows_do_not_determine_the_dtypes(cutter):
+    nothing = pandas.DataFrame({"x": []})
+    for parts in [nothing, pandas.DataFrame({"x": [1, 2]})], [pandas.DataFrame({"x": [1, 2]}), nothing]:
+        rows = cutter.give.submit(parts)
+        for table in rows.result(), rows[:0].result(), cutter.echo(rows), cutter.give(parts):
+            assert table["x"].dtype == "int64"
 
 
 class Opaque:

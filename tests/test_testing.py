@@ -185,6 +185,44 @@ def test_faults_can_be_given_twice_and_of_ones_own_kind(make_group):
         group.echo(5)
 
 
+class Counting(bm.Worker):
+    n_open = 0
+
+    @register(Dispatch.DP_PROTO)
+    def items(self, rows):
+        self.n_open += 1
+        try:
+            yield from rows
+        finally:
+            self.n_open -= 1
+
+    @register(Dispatch.DP_PROTO)
+    async def items_async(self, rows):
+        self.n_open += 1
+        try:
+            for row in rows:
+                yield row
+        finally:
+            self.n_open -= 1
+
+    @register(Dispatch.ONE_TO_ALL)
+    def count_open(self):
+        return self.n_open
+
+
+@pytest.mark.parametrize("method", ["items", "items_async"])
+def test_generator_methods_are_streamed_and_fail_as_others_do(make_group, method):
+    group = make_group(2, with_faults(Counting, Raise(rank=1, call=2, method=method, error=ValueError("planned"))))
+    stream = getattr(group, method).stream
+    assert sorted(item.result() for item in stream([1, 2, 3, 4])) == [1, 2, 3, 4]
+    with pytest.raises(bm.RemoteError, match="planned") as caught:
+        list(stream([1, 2, 3, 4]))
+    assert caught.value.rank == 1
+    with stream([1, 2, 3, 4]) as items:
+        assert next(items).result() in (1, 3)
+    assert group.count_open() == [0, 0]
+
+
 class Negated(Fault):
     def spoil(self, value):
         return -value

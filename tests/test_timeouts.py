@@ -1,6 +1,8 @@
 """What the message of each timeout says to do next works as it says."""
 
+import asyncio
 import os
+import threading
 import time
 
 import pytest
@@ -105,6 +107,47 @@ def test_a_stream_can_be_iterated_over_further_or_closed(slow, gate, way):
             caught.value.stream.close()
             assert list(caught.value.stream) == []
     assert slow.rows([1, 2]) == [1, 2]
+
+
+async def _awaited(future, timeout_s=30):
+    async def wait():
+        return await future
+
+    return await asyncio.wait_for(wait(), timeout_s)
+
+
+@pytest.mark.parametrize("who", ["the call itself", "one behind it"])
+def test_a_call_that_timed_out_before_it_was_sent_holds_nobody_up_who_awaits(slow, gate, who):
+    rows = slow.rows.submit([1, 2], str(gate))
+    with pytest.raises(bm.CallTimeout) as caught:
+        slow.rows.options(**SHORT)(rows)
+    awaited = caught.value.future if who == "the call itself" else slow.rows.submit([1, 2])
+    with pytest.raises(bm.CallTimeout):
+        awaited.result(timeout=0)
+    gate.touch()
+    assert in_time(lambda: asyncio.run(_awaited(awaited))) == [1, 2]
+
+
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_a_call_behind_one_in_chunks_that_waits_for_rows_waits_as_long_as_it_takes(slow, gate, timeout):
+    rows = slow.rows.submit([1, 2], str(gate))
+    pulled = slow.rows.options(pull=1).submit(rows)
+    behind = slow.rows.submit([3, 4])
+    threading.Timer(0.2, gate.touch).start()
+    assert behind.result(timeout) == [3, 4]
+    assert pulled.result() == [1, 2]
+
+
+def test_what_a_long_chain_of_calls_waits_for_is_found_at_once(slow, gate):
+    rows = slow.rows.submit([1, 2], str(gate))
+    for _ in range(30):  # each of which is in the queue before the next, and makes its rows
+        rows = slow.rows.submit(slow.rows.options(pull=1).submit(rows)[::-1])
+    began = time.monotonic()
+    with pytest.raises(bm.CallTimeout, match=r"Slow.rows got no reply from rank 0, 1 within 0\.2 s"):
+        rows.result(timeout=0.2)
+    assert time.monotonic() - began < 5, "it took 2 ** 30 steps"
+    gate.touch()
+    assert rows.result() == [1, 2]
 
 
 def test_a_call_that_was_not_sent_can_be_waited_for_or_cancelled_with_what_it_waits_for(slow, gate):

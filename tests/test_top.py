@@ -1,5 +1,6 @@
 """``bandmaster top``, live and once, and the question that ``kill --all`` asks: on a terminal as a user has it."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -121,6 +122,30 @@ def test_calls_that_overlap_are_counted(make_pool, capsys, gate):
     wait_until(lambda: activity() == Activity(""))
 
 
+@pytest.mark.backends("local")
+def test_the_tasks_of_async_methods_are_counted(make_group, capsys, gate):
+    class Episodes(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        async def run(self, gate, n):
+            await asyncio.gather(*[self.episode(gate) for _ in range(n)])
+
+        async def episode(self, gate):
+            while not os.path.exists(gate):
+                await asyncio.sleep(0.001)
+
+        @register(Dispatch.ONE_TO_ALL)
+        async def leave_one(self):
+            self.task = asyncio.create_task(asyncio.sleep(1000))
+
+    group = make_group(2, Episodes)
+    call = group.run.submit(str(gate), 11)
+    wait_until(lambda: lines_of(group, capsys)[1][1:4] == ["run", "(tasks:", "12)"])
+    gate.touch()
+    call.result()
+    group.leave_one()
+    wait_until(lambda: lines_of(group, capsys)[1][1:4] == ["idle", "(tasks:", "1)"])
+
+
 @pytest.mark.backends("local", "ray")
 def test_the_stack_of_an_idle_rank(make_group, capsys):
     group = make_group(2, Busy)
@@ -217,6 +242,14 @@ def test_narrow_terminals_get_fewer_columns():
     assert names(50) == ["group", "rank", "pid", "runs", "for", "cpu", "memory"], "those without values go first"
     assert names(42) == ["group", "rank", "runs", "for", "cpu", "memory"]
     assert names(10) == ["group", "rank", "runs", "for"]
+
+
+def test_tasks_are_counted_where_there_are_more_than_that_of_the_method():
+    activities = [Activity("run", 1.0, 0, n) for n in (1, 4, 7)] + [Activity("", 0.0, 0, n) for n in (0, 1)]
+    ranks = [RankUsage(n, 1000 + n, activity, 300 << 20) for n, activity in enumerate(activities)]
+    moment = Moment((GroupUsage("actor", 5, tuple(ranks)),))
+    assert [row[3] for row in rows_of(moment)] == ["run", "run (tasks: 4)", "run (tasks: 7)", "idle", "idle (tasks: 1)"]
+    assert [row[3] for row in rows_of(moment, 2)] == ["run (tasks: 1-7)", "idle (tasks: 0-1)"]
 
 
 def test_devices():

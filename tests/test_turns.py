@@ -393,6 +393,30 @@ def test_a_request_for_many_slots_is_not_overtaken(halves):
     assert order == ["e", "c"]
 
 
+@pytest.mark.backends("inprocess")
+def test_threads_that_join_each_others_turns_do_not_keep_a_rival_waiting(halves):
+    joined, leave = threading.Event(), threading.Event()
+
+    def join():
+        with halves["a"].turn(timeout=DEADLINE_S):
+            joined.set()
+            leave.wait(DEADLINE_S)
+
+    with ThreadPoolExecutor(3) as threads:
+        with halves["a"].turn():
+            rival = threads.submit(_run_in_turn, halves["e"])
+            while threads.submit(_run_in_turn, halves["c"], 0.01).exception(DEADLINE_S) is None:
+                pass  # until the request of e has come
+            other = threads.submit(join)
+            assert joined.wait(DEADLINE_S), "this thread may need the other one, to end its turn"
+        again = threads.submit(_run_in_turn, halves["a"], 0.01).exception(DEADLINE_S)
+        leave.set()
+        assert isinstance(again, bm.TurnTimeout), "nobody is inside that came before the rival"
+        assert "an earlier request goes first" in str(again)
+        assert rival.result(DEADLINE_S) == [2]
+        other.result(DEADLINE_S)
+
+
 # --- calls that still run, or wait ---
 
 

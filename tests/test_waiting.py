@@ -158,6 +158,20 @@ def test_futures_in_an_event_loop(groups):
     assert asyncio.run(main()) == [4, 5]
 
 
+def test_a_call_may_end_after_the_event_loop_in_which_it_was_awaited(groups, caplog):
+    async def give_up():
+        future = groups[0].sleep.options(timeout=0.01).submit(0.3)
+        with pytest.raises(bm.CallTimeout):
+            await future
+        return future
+
+    future, has_ended = asyncio.run(give_up()), threading.Event()
+    future.add_done_callback(lambda _: has_ended.set())
+    assert has_ended.wait(30)
+    assert future.result() == ["slept", "slept"]
+    assert not caplog.records, "nothing was wrong"
+
+
 def test_callbacks_run_though_another_thread_reads_at_the_same_moment(groups, tmp_path):
     for n in range(30):
         begun = [tmp_path / f"{n}-{rank}" for rank in range(2)]

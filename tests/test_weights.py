@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register, rl
+from bandmaster.rl.checksums import checksums
 
 DEADLINE_S = 30
 
@@ -136,7 +138,10 @@ def test_a_sender_that_dies_leaves_the_receivers_as_they_were():
 
 
 class DiesHalfWay(Holder):
-    """Its rank 1 dies in the second bucket; `weights` is called for the layout, and then for each bucket."""
+    """Its rank 1 dies in the second bucket; `weights` is called for the layout, and then for each bucket.
+
+    That of a sender is called once more, to compare replicas.
+    """
 
     n_calls = 0
 
@@ -146,6 +151,10 @@ class DiesHalfWay(Holder):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().weights()
 
+    @register(Dispatch.ONE_TO_ALL)
+    def set_calls(self, n):
+        self.n_calls = n
+
     def on_replace(self, rank, state):
         self.n_calls = 3  # the new worker lives
 
@@ -153,6 +162,7 @@ class DiesHalfWay(Holder):
 def test_a_sender_that_dies_half_way_leaves_the_receivers_as_they_were():
     with bm.ResourcePool([2]) as senders, bm.ResourcePool([2], backend="inprocess") as receivers:
         source = bm.WorkerGroup(senders, DiesHalfWay, 1, mesh=Mesh(dp=2, tp=1))
+        source.set_calls(-1)
         rollout = bm.WorkerGroup(receivers, Holder, 2, mesh=Mesh(dp=2, tp=1))
         before = rollout.seen()
         sync = rl.WeightSync(source, rollout, bucket_nbytes=400_000)
@@ -276,6 +286,29 @@ def test_a_replaced_worker_gets_the_weights_of_its_peers():
             rl.WeightSync(rollout, rollout)
 
 
+class Rotary(rl.HoldsWeights):
+    """Has tensors that torch conjugates and negates only when they are read, behind one of another dtype."""
+
+    def __init__(self, sign):
+        angles = torch.polar(torch.ones(64), sign * torch.arange(64.0)).conj()
+        self.model = nn.Module()
+        for name, tensor in {"mask": torch.ones(3, dtype=torch.uint8), "angles": angles, "sines": angles.imag}.items():
+            self.model.register_buffer(name, tensor)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def seen(self):
+        return self.model.angles.resolve_conj().clone(), self.model.sines.resolve_neg().clone()
+
+
+@pytest.mark.parametrize("bucket_nbytes", [100, 1 << 20])
+def test_conjugate_and_negated_tensors_are_moved_in_buckets_of_any_size(bucket_nbytes):
+    with bm.ResourcePool([1], backend="inprocess") as pool, bm.ResourcePool([1], backend="inprocess") as other:
+        trainer, rollout = bm.WorkerGroup(pool, Rotary, 1), bm.WorkerGroup(other, Rotary, -1)
+        rl.WeightSync(trainer, rollout, bucket_nbytes)()
+        for seen, expected in zip(rollout.seen()[0], trainer.seen()[0], strict=True):
+            assert torch.equal(seen, expected)
+
+
 def test_what_cannot_be_moved_is_refused(trainer):
     class Other(Holder):
         def __init__(self):
@@ -288,3 +321,143 @@ def test_what_cannot_be_moved_is_refused(trainer):
             rl.WeightSync(trainer, bm.WorkerGroup(pool, Other))
         with pytest.raises(bm.UsageError, match=r"hold no weights; derive them from rl\.HoldsWeights"):
             rl.WeightSync(trainer, bm.WorkerGroup(pool, bm.Worker))
+
+
+class Constant(rl.HoldsWeights):
+    """Four layers whose weights have one value."""
+
+    def __init__(self, value):
+        self.model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).requires_grad_(False)
+        self.fill(value)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fill(self, value):
+        for weight in self.model.parameters():
+            nn.init.constant_(weight, value)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def values(self):
+        return sorted({value for weight in self.model.parameters() for value in weight.unique().tolist()}), (
+            self.weights_version
+        )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def nudge(self, ranks, name, index):
+        if self.rank in ranks:
+            weight = self.model.get_parameter(name).view(-1)
+            weight[index] = torch.nextafter(weight[index], torch.tensor(torch.inf))
+
+    def on_replace(self, rank, state):
+        pass
+
+
+BUCKET_NBYTES = 1 << 14  # one layer
+
+
+@pytest.fixture(scope="module")
+def constants():
+    """Two sources and a target, on a backend where several threads can call."""
+    with bm.ResourcePool([2]) as pool, bm.ResourcePool([2], backend="inprocess") as here:
+        one, two = bm.split_resource_pool(pool, [1, 1])
+        yield tuple(bm.WorkerGroup(pool, Constant, value) for pool, value in ((one, 1.0), (two, 2.0), (here, 0.0)))
+
+
+class Overtaken(rl.WeightSync):
+    """A sync that has another one run in between two of its buckets."""
+
+    other = None
+
+    def _move(self, index, *args):
+        if index == 1 and self.other is not None:
+            self.other(version="other")
+        return super()._move(index, *args)
+
+
+def test_a_sync_that_another_one_to_the_same_target_overtakes_is_refused(constants):
+    one, two, target = constants
+    for is_blocking in (True, False):
+        target.fill(0.0)
+        sync = Overtaken(one, target, BUCKET_NBYTES)
+        sync.other = rl.WeightSync(two, target, BUCKET_NBYTES)
+        with pytest.raises(bm.RemoteError, match="another sync to this group has begun since"):
+            sync(version="first") if is_blocking else sync.submit(version="first").result()
+        assert target.values() == [([2.0], "other")] * 2
+        sync.other = None
+        sync(version="again")
+        assert target.values() == [([1.0], "again")] * 2
+
+
+def test_syncs_of_several_threads_do_not_mix_their_weights(constants):
+    one, two, target = constants
+    syncs = {value: rl.WeightSync(source, target, BUCKET_NBYTES) for value, source in ((1.0, one), (2.0, two))}
+    for _ in range(5):
+        with ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(sync, version=value) for value, sync in syncs.items()]
+            errors = [error for call in calls if (error := call.exception())]
+        assert all("another sync to this group has begun since" in str(error) for error in errors)
+        ((values, version), other) = target.values()
+        assert (values, version) == other
+        assert values == [version]
+
+
+def test_syncs_that_are_submitted_one_after_the_other_follow_each_other(constants):
+    one, two, target = constants
+    first = rl.WeightSync(one, target, BUCKET_NBYTES).submit(version=1)
+    second = rl.WeightSync(two, target, BUCKET_NBYTES).submit(version=2)
+    assert first.result() == second.result() == [None, None]
+    assert target.values() == [([2.0], 2)] * 2
+
+
+def test_a_receiver_that_is_replaced_in_a_sync_gets_no_part_of_it():
+    class Replacing(rl.WeightSync):
+        def _move(self, index, *args):
+            moved = super()._move(index, *args)
+            if index == 0:
+                moved.result()
+                self._target.replace(1)
+            return moved
+
+    with bm.ResourcePool([1], backend="inprocess") as a, bm.ResourcePool([2]) as b:
+        source, target = bm.WorkerGroup(a, Constant, 1.0), bm.WorkerGroup(b, Constant, 0.0)
+        with pytest.raises(bm.RemoteError, match="or the rank was replaced") as caught:
+            Replacing(source, target, BUCKET_NBYTES)()
+        assert caught.value.rank == 1
+        assert target.values() == [([0.0], None)] * 2
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+def test_replicas_of_the_source_that_differ_are_refused(is_blocking):
+    with bm.ResourcePool([3], backend="inprocess") as a, bm.ResourcePool([1], backend="inprocess") as b:
+        source = bm.WorkerGroup(a, Constant, 1.0, mesh=Mesh(dp=3), name="trainer")
+        target = bm.WorkerGroup(b, Constant, 0.0)
+        sync = rl.WeightSync(source, target, BUCKET_NBYTES)
+        unchecked = rl.WeightSync(source, target, BUCKET_NBYTES, is_compared=False)
+        move = sync if is_blocking else lambda **version: sync.submit(**version).result()
+        move(version=1)
+        assert target.values() == [([1.0], 1)]
+        source.nudge([2], "3.weight", 4095)
+        message = r"send_weights failed on rank 2 \(dp=2, .*trainer\): .*'3\.weight'.* of rank 0 \(dp=0\)"
+        with pytest.raises(bm.RemoteError, match=message) as caught:
+            move(version=2)
+        assert "'0.weight'" not in str(caught.value)
+        assert target.values() == [([1.0], 1)]
+        unchecked(version=3)
+        assert target.values()[0][1] == 3
+        rl.WeightSync(source, target, from_ranks=[0, 1])(version=4)
+        source.nudge([0, 1], "3.weight", 4095)
+        move(version=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("n", [1, 7, 1024, 8195])
+def test_every_bit_of_a_tensor_counts_in_its_checksum(n, dtype):
+    tensor, bits = torch.arange(n).remainder(100).to(dtype), range(8 * n * dtype.itemsize)
+    tensors = [tensor, *([tensor.flip(0)] if n > 1 else [])]
+    for bit in sorted({*bits[:64], *bits[-64:]}):
+        changed = tensor.clone()
+        changed.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+        tensors.append(changed)
+    sums = checksums(tensors)
+    assert sums.count(sums[0]) == 1
+    for some in tensor[1:], tensor.expand(3, n).T:
+        assert checksums([some]) == checksums([some.clone(memory_format=torch.contiguous_format)])

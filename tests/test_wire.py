@@ -1,7 +1,9 @@
 """What travels between processes: every type arrives equal and writable, and nothing of it is left behind."""
 
 import gc
+import mmap
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +22,7 @@ from tensordict import TensorDict
 
 import bandmaster as bm
 from bandmaster import Broadcast, Dispatch, Gather, PerRank, Split, TransferProtocol, register
-from bandmaster.calls.exports import exports_are_on
+from bandmaster.platform.mapped_file import MappedFile
 
 PROGRAMS = sorted((Path(__file__).parent / "local_programs").glob("*.py"))
 LARGE = 100_000  # elements: more than a message holds
@@ -264,10 +266,34 @@ def test_memory_that_is_used_again_shows_nothing_of_what_was_written_to_it(group
             value[place] = 99
 
 
-@pytest.mark.parametrize("setting", [None, "", "0", "yes"])
-def test_memory_of_a_gpu_is_not_exported_unless_the_environment_says_so(monkeypatch, setting):
-    if setting is None:
-        monkeypatch.delenv("BANDMASTER_CUDA_IPC", raising=False)
-    else:
-        monkeypatch.setenv("BANDMASTER_CUDA_IPC", setting)
-    assert not exports_are_on()
+class Interrupted(BaseException):
+    """What the handler of a signal raises, as Ctrl-C does."""
+
+
+def test_no_interrupt_is_swallowed_while_shared_memory_is_unmapped(monkeypatch):
+    swallowed, is_armed, n_seen = [], False, 0
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: swallowed.append(unraisable.exc_type))
+
+    def handle(*_):
+        nonlocal is_armed
+        if is_armed:  # not outside of the loop below
+            is_armed = False
+            raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, handle)
+    fd = os.memfd_create("unmapped")
+    os.ftruncate(fd, mmap.PAGESIZE)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        while n_seen + len(swallowed) < 300:
+            try:
+                is_armed = True
+                while is_armed:
+                    MappedFile(fd, mmap.PAGESIZE, is_private=True)
+            except Interrupted:
+                n_seen += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        os.close(fd)
+    assert not swallowed

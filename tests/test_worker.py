@@ -152,3 +152,61 @@ def test_one_rank_has_a_process_group_of_its_own_and_leaves_nothing(gloo, make_g
 def test_a_device_mesh_has_the_axes_of_the_groups_mesh(make_group):
     group = make_group(bm.Mesh(dp=2, tp=2), Collective)
     assert group.sums_along(["dp", "tp"]) == [[2.0, 1.0], [4.0, 1.0], [2.0, 5.0], [4.0, 5.0]]
+
+
+# --- registrations ---
+
+
+class Base(bm.Worker):
+    @register(Dispatch.DP_PROTO, arguments={"table": bm.Broadcast()})
+    def look_up(self, rows, table):
+        return [table[row] for row in rows]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def where(self):
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save(self):
+        return "saved"
+
+
+class Derived(Base):
+    save = None
+
+    def look_up(self, rows, table, more=0):
+        return [value + more for value in super().look_up(rows, table)]
+
+    async def where(self):
+        return f"rank {super().where()}"
+
+
+class Further(Derived):
+    @register(Dispatch.ONE_TO_ALL)
+    def look_up(self, rows, table, more=0):
+        return super().look_up(rows, table, more)
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_method_that_overrides_a_registered_one_is_registered_like_it(make_group):
+    group = make_group(2, Derived)
+    assert group.look_up([0, 1, 1], [5, 6], more=10) == [15, 16, 16], "the rows are split, the table is not"
+    assert group.where() == ["rank 0", "rank 1"]
+    with pytest.raises(AttributeError, match="save"):
+        group.save()
+    assert str(group.look_up).startswith("<group method Derived.look_up(rows, table, more=0)")
+
+
+@pytest.mark.backends("inprocess")
+def test_a_registration_of_its_own_comes_before_that_of_the_method_it_overrides(make_group):
+    assert make_group(2, Further).look_up([1], [5, 6], more=1) == [[7], [7]]
+
+
+@pytest.mark.backends("inprocess")
+def test_an_override_without_a_parameter_that_its_registration_names_is_refused(make_group):
+    class Other(Base):
+        def look_up(self, rows, **more):
+            return rows
+
+    with pytest.raises(bm.ProtocolError, match=r"names 'table', but .*Other\.look_up has only .*@register"):
+        make_group(2, Other)

@@ -35,10 +35,8 @@ from bandmaster.errors import (
 from bandmaster.errors import hide_library_frames as _hide_library_frames
 from bandmaster.group import GroupOf, WorkerGroup
 from bandmaster.plan.batch import register_batch_type
-from bandmaster.plan.layout import Box, Layout
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.preview import TransferPlan, plan
-from bandmaster.plan.resharding import Move, Resharding, reshard
 from bandmaster.plan.transfer import (
     Broadcast,
     Concat,
@@ -64,7 +62,6 @@ __all__ = [
     "ArgumentError",
     "BandmasterError",
     "BatchError",
-    "Box",
     "Broadcast",
     "CallCancelled",
     "CallOptions",
@@ -83,11 +80,9 @@ __all__ = [
     "Future",
     "Gather",
     "GroupOf",
-    "Layout",
     "LayoutError",
     "Mesh",
     "MeshError",
-    "Move",
     "Only",
     "PartialResult",
     "PerRank",
@@ -96,7 +91,6 @@ __all__ = [
     "RankTimes",
     "Reduce",
     "RemoteError",
-    "Resharding",
     "ResourceError",
     "ResourcePool",
     "RoleGroup",
@@ -120,7 +114,6 @@ __all__ = [
     "plan",
     "register",
     "register_batch_type",
-    "reshard",
     "set_default_options",
     "split_resource_pool",
     "trace",

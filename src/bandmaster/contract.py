@@ -1,4 +1,4 @@
-"""The waist: what a backend is (4 methods), and what the running workers of a group are (9 methods, 4 facts).
+"""The waist: what a backend is (4 methods), and what the running workers of a group are (10 methods, 4 facts).
 
 A backend on whose cluster workers can outlive their controller has one method more: see `DetachingBackend`.
 The core plans calls and never sees a socket. A backend carries payloads and never sees an axis or a protocol::
@@ -74,7 +74,7 @@ KEPT_FROM_NBYTES = 64 * 1024  # smaller values travel inside the reply: a segmen
 # What calls may name in place of one of the user's methods:
 PRELOAD = "bandmaster.preload"  # before `CONSTRUCT`, where the pool asks for it: its arguments are names of modules
 CONSTRUCT = "bandmaster.construct"  # the first other call on a worker: its argument is ``(cls, args, kwargs)``
-OPEN_STREAM = "bandmaster.open"  # begin a generator method: to its arguments come its name and the stream's, by keyword
+OPEN_STREAM = "bandmaster.open"  # as `NEXT`, of a generator method: to its arguments come its and the stream's names
 NEXT = "bandmaster.next"  # the next item of a stream, by the stream's name; no value where there is none any more
 CLOSE_STREAM = "bandmaster.close"  # close the generator of a stream, by the stream's name
 STREAM, METHOD = "bandmaster.stream", "bandmaster.method"  # the keywords that `OPEN_STREAM` adds
@@ -275,11 +275,12 @@ class Kept(Protocol):
     def facts(self) -> RowFacts | None:
         """What is known of them; None for a value that has no rows."""
 
-    def payload(self) -> Payload:
+    def payload(self, timeout_s: float | None = None) -> Payload:
         """The encoded rows, in memory of the reader's own.
 
         Raises:
             RowsLost: They are gone.
+            TimeoutError: They are on another host, and have not come in so many seconds.
         """
 
 
@@ -307,7 +308,7 @@ class KeptCopy:
             self._facts = facts_of(decode(self.payload()), self._payload.nbytes)
         return self._facts
 
-    def payload(self) -> Payload:
+    def payload(self, timeout_s: float | None = None) -> Payload:
         """The encoded rows, in memory of the reader's own."""
         return self._payload.private()
 
@@ -324,6 +325,8 @@ class Call(NamedTuple):
         is_timed: Whether the tickets are to tell the times.
         needed: For some of the ranks, by label, the numbers of the kept rows that they need; None if that is not known.
         there: The numbers of the kept rows that are there, by label, where these are not all.
+        is_fenced: Whether other ranks run it as well, so that a rank which fails it waits for `Workers.resume` before
+            it begins another call.
     """
 
     ranks: Sequence[int]
@@ -334,6 +337,12 @@ class Call(NamedTuple):
     is_timed: bool = False
     needed: Callable[[Sequence[int]], Mapping[Any, Any]] | None = None
     there: Mapping[int, Any] = MappingProxyType({})
+    is_fenced: bool = False
+
+    @property
+    def how(self) -> tuple[int, bool, bool]:
+        """What agents are told besides method and arguments: reply, ``is_timed`` and ``is_fenced``."""
+        return int(self.reply), self.is_timed, self.is_fenced
 
     @property
     def reply_code(self) -> int:
@@ -345,6 +354,7 @@ class Ticket:
     """Base class of backends' tickets: one rank's part of a call, and in time its reply.
 
     Attributes:
+        is_done: Whether it has its reply; False where only `Workers.wait` tells.
         on_done: If it is set, the thread that receives the reply calls it; it must not block.
         times: Those of `Timed`, packed as `TIMES`, and when the reply was received; only of calls that are
             timed, once they are done.
@@ -352,6 +362,7 @@ class Ticket:
 
     __slots__ = ("on_done", "times")
 
+    is_done = False
     times: tuple[bytes, int]
 
     def __init__(self) -> None:
@@ -424,6 +435,12 @@ class Workers(Protocol):
         Args:
             tickets: The calls; to be killed, None stands for whatever the rank is doing.
             kill_because: End the processes of ranks that are at these calls instead; their deaths give this reason.
+        """
+
+    def resume(self, tickets: Mapping[int, Any]) -> None:
+        """Let ranks begin their next calls: all ranks have ended the calls of these tickets, which failed here.
+
+        A rank waits for this only after a failed call with `Call.is_fenced`, and only if ranks run beside each other.
         """
 
     def replace(self, rank: int) -> None:

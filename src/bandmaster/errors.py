@@ -29,7 +29,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from bandmaster.failure import (
@@ -61,6 +61,14 @@ __all__ = [
     "UsageError",
     "WorkerDied",
 ]
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a wrong name: the known name that is most like it, if one is."""
+    import difflib  # here, as only errors need it, and `import bandmaster` has to be quick
+
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class BandmasterError(Exception):
@@ -259,13 +267,17 @@ class CallTimeout(BandmasterError, TimeoutError):
         stacks: Mapping[int, str] | None = None,
         what_next: str = "the call still runs: wait again with error.future.result(), or cancel it with "
         "error.future.cancel()",
+        what: str | None = None,
+        behind: str = "",
     ) -> None:
         self.method, self.missing, self._timeout_s, self.stacks = method, missing, timeout_s, dict(stacks or {})
-        self._what_next = what_next
+        if what is None:
+            what = f"got no reply from rank {', '.join(map(str, missing))}" if missing else "was not sent"
+        self._what_next, self._what, self._behind = what_next, what, behind
         self.future: Any = None
         self.stream: Any = None
-        what = f"got no reply from rank {', '.join(map(str, missing))}" if missing else "was not sent"
-        summary = f"{method} {what} within {timeout_s:g} s; {what_next}"
+        cause = f"it is behind a call that failed: {behind}; " if behind else ""
+        summary = f"{method} {what} within {timeout_s:g} s; {cause}{what_next}"
         super().__init__("\n".join(filter(None, (summary, stacks_by_equality(self.stacks)))))
 
     @property
@@ -274,7 +286,8 @@ class CallTimeout(BandmasterError, TimeoutError):
         return any(map(is_in_debugger, self.stacks.values()))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.method, self.missing, self._timeout_s, self.stacks, self._what_next)
+        known = self.method, self.missing, self._timeout_s, self.stacks, self._what_next, self._what, self._behind
+        return type(self), known
 
 
 class TurnTimeout(BandmasterError, TimeoutError):

@@ -41,6 +41,7 @@ class FailureKind(Enum):
     RESULT = "result"  # the method returned a value that cannot be pickled or joined
     DIED = "died"  # the worker process ended
     LOST = "lost"  # rows that the call takes are gone
+    UNRECEIVED = "unreceived"  # the process that the rank replied to has no descriptor or no mapping for the reply
     CANCELLED = "cancelled"  # the controller interrupted or ended the rank, because of a cancel or a failure elsewhere
 
 

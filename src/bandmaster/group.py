@@ -31,7 +31,7 @@ from bandmaster.calls.records import CallTable
 from bandmaster.calls.spec import specs_of
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import Launch, Lifetime
-from bandmaster.errors import ArgumentError, ClosedError, UsageError, WorkerDied
+from bandmaster.errors import ArgumentError, ClosedError, UsageError, WorkerDied, suggestion
 from bandmaster.lifecycle import tables
 from bandmaster.lifecycle.checks import (
     check_name,
@@ -400,8 +400,9 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         method, `restart` and `replace` are turns as well.
 
         A thread can enter the turn of a group again in its own turn, and other threads join it, those of several groups
-        if they ask for the same ones; it ends with the last of the blocks. If a hook raises, nobody has the turn, and
-        the hook is called again for the next one.
+        if they ask for the same ones; it ends with the last of the blocks. Once another group waits for the slots,
+        threads join only while one is inside that asked before it. If a hook raises, nobody has the turn, and the hook
+        is called again for the next one.
 
         Args:
             *others: Groups that have their turns at the same time as this one.
@@ -535,7 +536,6 @@ class GroupOf(ByName, Cancelling, Generic[W]):
             self._submitter.cancel_all()
             self._check_alive_but(rank)
             self._end_watches()
-            self._submitter.forget(rank)
             replace_worker(self._ownership.workers(), self._launch, self._constructor, rank)
             self._watch_again()
             self._turns.has_new(rank)
@@ -618,7 +618,11 @@ class GroupOf(ByName, Cancelling, Generic[W]):
                     f"{cls.__name__}.{name} is not registered: put @register(...) above it, or call "
                     f"execute_all_sync({name!r}, ...)"
                 )
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            is_public = not name.startswith("_")
+            hint = suggestion(name, (*known.get("_methods", ()), *dir(type(self)))) if is_public else ""
+            error = AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+            error.name = name  # without obj, so that Python does not add the same suggestion to a traceback
+            raise error
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

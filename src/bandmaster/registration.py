@@ -199,6 +199,9 @@ def register(
 ) -> Any:
     """Make a method of a worker class callable on the whole worker group.
 
+    A method of a subclass that overrides it is registered in the same way, unless it has a `register` of its own or is
+    set to None.
+
     Args:
         dispatch_mode: The transfer protocol: a `Dispatch` member, its Python name or its name in the paper
             (``"3D_PROTO"``), a `TransferProtocol`, or ``{"dispatch_fn": f, "collect_fn": g}``, where

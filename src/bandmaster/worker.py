@@ -229,9 +229,23 @@ def mark(method: Any, registration: Registration) -> Any:
 
 
 def registrations(cls: type[Worker]) -> dict[str, Registration]:
-    """The registrations of the methods of a worker class, inherited methods included, by method name."""
-    found = {name: getattr(_function_of(inspect.getattr_static(cls, name)), _MARK, None) for name in dir(cls)}
-    return {name: registration for name, registration in found.items() if isinstance(registration, Registration)}
+    """The registrations of the methods of a worker class, by method name.
+
+    Inherited methods are included. A method without a registration of its own has that of the method it overrides.
+
+    Raises:
+        ProtocolError: That one names a parameter that the overriding method does not have.
+    """
+    found = {}
+    for name in dir(cls):
+        functions = [_function_of(vars(base)[name]) for base in cls.__mro__ if name in vars(base)]
+        for function in functions:
+            registration = getattr(function, _MARK, None)
+            if isinstance(registration, Registration) and callable(functions[0]):
+                _check_arguments(functions[0], registration)
+                found[name] = registration
+                break
+    return found
 
 
 def _function_of(method: Any) -> Any:
@@ -245,7 +259,8 @@ def _check_arguments(method: Callable[..., Any], registration: Registration) -> 
     for name, rule in registration.arguments.items():
         if name not in names:
             raise ProtocolError(
-                f"@register(arguments=...) names {name!r}, but {method.__qualname__} has only the parameters {names}"
+                f"@register(arguments=...) names {name!r}, but {method.__qualname__} has only the parameters {names}; "
+                "rename one of the two, or put another @register(...) above an overriding method"
             )
         if not isinstance(rule, Outgoing):
             raise ProtocolError(f"the rule of argument {name!r} must be a Split, Broadcast or PerRank, got {rule!r}")

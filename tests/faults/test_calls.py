@@ -1,6 +1,7 @@
 """Calls that fail, hang or are cancelled: one error with its cause, in time; the group is usable or says it is not."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
@@ -84,6 +85,16 @@ class Faulty(bm.Worker):
         return self.rank
 
     @register(Dispatch.ONE_TO_ALL)
+    def end_late_on(self, ranks, raising):
+        if self.rank in raising:
+            raise ValueError("the first cause")
+        end = time.monotonic() + (1 if self.rank in ranks else 0)
+        while time.monotonic() < end:
+            with contextlib.suppress(KeyboardInterrupt):  # it ends with a value all the same
+                time.sleep(0.01)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
     async def await_on(self, ranks):
         self.n = getattr(self, "n", 0) + 1
         if self.rank in ranks:
@@ -131,8 +142,10 @@ class Faulty(bm.Worker):
         return self.rank
 
     @register(Dispatch.ONE_TO_ALL)
-    def deadlock_on(self, ranks, raising=()):
+    def deadlock_on(self, ranks, raising=(), gate=None):
         if self.rank in raising:
+            while gate is not None and not os.path.exists(gate):
+                time.sleep(0.01)
             raise ValueError("the first cause")
         if self.rank in ranks:
             _deadlock_in_c()
@@ -383,6 +396,78 @@ def test_a_collective_that_one_rank_has_left(group):
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+@pytest.mark.backends("local")
+def test_a_rank_that_has_left_a_collective_does_not_meet_the_others_in_the_next_call(group):
+    group.all_reduce([])
+    failed, following = group.all_reduce.options(grace=0.5).submit([1]), group.all_reduce.submit([])
+    with (
+        within(20),
+        pytest.raises((RemoteError, WorkerDied), match=r"after Faulty\.all_reduce failed on rank 1 \(ValueE"),
+    ):
+        following.result()
+    assert isinstance(failed.exception(), RemoteError)
+
+
+WAYS = {
+    "result": lambda group, timeout: group.echo.submit(1).result(timeout),
+    "blocking": lambda group, timeout: group.echo.options(timeout=timeout)(1),
+    "stream": lambda group, timeout: list(group.echo.options(timeout=timeout).stream(1)),
+    "await": lambda group, timeout: asyncio.run(_awaited(group.echo.options(timeout=timeout).submit(1))),
+}
+
+
+async def _awaited(future):
+    return await future
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("grace", [0.3, None])
+def test_the_error_of_a_call_behind_one_that_failed_tells_of_that_one(group, way, grace):
+    group.deadlock_on.options(grace=grace).submit([0], raising=[1])
+    error, words = (WorkerDied, "after") if grace else (CallTimeout, "it is behind a call that failed:")
+    words = rf"{words} Faulty.deadlock_on failed on rank 1 \(ValueError: the first cause\)"
+    with within(10), pytest.raises(error, match=words) as caught:
+        WAYS[way](group, 0.8 if grace is None else 10)
+    if grace is None:
+        assert caught.value.missing == (0, 1), "the third rank ran neither call in vain"
+        assert "it waits for the ranks that still run a call which failed here" in caught.value.stacks[1]
+
+
+@pytest.mark.backends("local")
+def test_a_call_behind_a_failed_one_begins_when_the_last_rank_has_ended_that_one_by_itself(group):
+    failing = group.end_late_on.submit([0], raising=[1])
+    with within(4):  # of which the failed call takes one; the wait for a reply takes five
+        assert group.echo(1) == [1, 1, 1]
+    assert list(failing.exception().failures) == [1]
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("kind", ["of the first", "of the last"])
+def test_a_call_that_fails_while_it_is_awaited_has_its_error_though_a_rank_is_stuck(group, kind, gate):
+    failing = group.deadlock_on.options(grace=0.3).submit([0], raising=[1], gate=str(gate))
+    behind = group.echo.submit(1)
+
+    async def wait():
+        asyncio.get_running_loop().call_later(0.2, gate.touch)  # then the failure comes to who waits already
+        return await (failing if kind == "of the first" else behind)
+
+    with within(10), pytest.raises((RemoteError, WorkerDied), match="the first cause"):
+        asyncio.run(asyncio.wait_for(wait(), 10))
+
+
+@pytest.mark.backends("local", "ray")
+@pytest.mark.parametrize("how", ["raised", "cancelled"])
+def test_calls_that_fail_one_after_the_other_on_different_ranks_are_all_run(group, how):
+    calls = [group.spin_on.submit([(n + 1) % 3], raising=[n % 3] if how == "raised" else []) for n in range(4)]
+    if how == "cancelled":
+        assert all(call.cancel() for call in reversed(calls))
+    error = RemoteError if how == "raised" else CallCancelled
+    with within(20):
+        assert group.echo(1) == [1, 1, 1]
+    assert all(isinstance(call.exception(), error) for call in calls)
+
+
 @pytest.mark.backends("local", "ray")
 def test_a_call_nobody_waits_for_does_not_hold_up_those_behind_it(group):
     forgotten = group.spin_on.submit([0], raising=[1])
@@ -434,7 +519,6 @@ def test_an_async_method_that_is_interrupted_before_it_begins_is_neither_run_nor
 
 
 def test_ranks_that_were_asked_one_by_one_are_not_left_with_one_that_failed(zygote):
-    """On Ray, `execute_all_async` gives Ray's own references, of which we know nothing."""
     with bm.ResourcePool([3], backend="local") as pool:
         group = bm.WorkerGroup(pool, Faulty)
         first, second, third = group.execute_all_async("spin_on", [0], raising=[1])

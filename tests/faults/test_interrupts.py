@@ -526,6 +526,49 @@ def test_answers_go_to_their_calls_in_a_storm_of_interrupts():
     assert "Traceback" not in done.stderr, done.stderr
 
 
+class Pulled(bm.Worker):
+    @register(Dispatch.DP_PROTO)
+    def slow(self, x):
+        time.sleep(0.05)
+        return x
+
+
+def interrupts_at(monkeypatch, owner, name, is_meant=lambda self: True):
+    """Ctrl-C is pressed once, when a function has done what it does."""
+    real = getattr(owner, name)
+
+    def interrupted(self, *args):
+        found = real(self, *args)
+        if is_meant(self):
+            monkeypatch.setattr(owner, name, real)
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.backends("local")
+def test_callbacks_run_although_ctrl_c_came_as_their_thread_began(share_group, monkeypatch):
+    group, told = share_group(2, Slow), threading.Event()
+    interrupts_at(monkeypatch, threading.Thread, "start", lambda thread: "progress" in thread.name)
+    with pytest.raises(KeyboardInterrupt):
+        group.nap.submit(0.1).add_done_callback(print)
+    group.echo.submit(1).add_done_callback(lambda _: told.set())
+    assert told.wait(20)
+
+
+@pytest.mark.backends("local")
+def test_a_pulled_call_that_is_interrupted_as_it_is_given_up_holds_no_other_up(share_group, monkeypatch):
+    group = share_group(2, Pulled)
+    call = group.slow.options(pull=1).submit(np.arange(8))
+    interrupts_at(monkeypatch, bm.Future, "cancel", lambda future: future is not call)  # but that of a chunk
+    with pytest.raises(KeyboardInterrupt):
+        call.cancel()
+    with pytest.raises(bm.CallCancelled):
+        call.result()
+    assert group.slow.options(timeout=20)(np.arange(2)).tolist() == [0, 1]
+
+
 class CanBeReplaced(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def my_rank(self):

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import io
 import os
 import signal
 import subprocess
@@ -154,6 +155,30 @@ def test_a_local_death_is_told_by_exit_code_or_signal(zygote, how, words):
             group.add(1)
 
 
+def talk_and_kill_oneself(fifo):
+    print("first words", file=sys.stderr, flush=True)
+    Path(fifo).read_text()  # until the first words are shown
+    print("the very last words", file=sys.stderr, flush=True)
+    kill_oneself()
+
+
+@pytest.mark.backends("local")
+def test_last_words_are_told_though_a_slow_terminal_has_not_shown_them_yet(make_group, monkeypatch, tmp_path):
+    os.mkfifo(fifo := tmp_path / "fifo")
+
+    class SlowTerminal(io.StringIO):
+        def write(self, text):
+            if "first words" in text:
+                fifo.write_text("")
+                time.sleep(0.3)
+            return super().write(text)
+
+    group = make_group(1, Mortal)
+    monkeypatch.setattr(sys, "stderr", SlowTerminal())
+    with pytest.raises(WorkerDied, match="the very last words"):
+        group.die_on([0], functools.partial(talk_and_kill_oneself, str(fifo)))
+
+
 @pytest.mark.backends("local", "ray")
 def test_a_segmentation_fault_shows_the_python_stack(make_group):
     group = make_group(2, Mortal)
@@ -253,6 +278,24 @@ def test_closing_a_group_is_no_death(group):
     group.on_death(errors.append)
     group.close()
     assert not group.healthy
+    assert errors == []
+
+
+def test_closing_a_group_whose_processes_are_being_looked_at_is_no_death(group, monkeypatch):
+    workers, errors = group._ownership.workers(), []
+    check = workers.check
+
+    def is_closed_meanwhile(is_thorough=True):
+        is_running = check(is_thorough)
+        group.close()
+        return is_running
+
+    monkeypatch.setattr(workers, "check", is_closed_meanwhile)
+    group.on_death(errors.append)
+    until = time.monotonic() + 20
+    while any(thread.name == "bandmaster-progress" for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.01)  # polling the thread of callbacks, which ends with the last of them
     assert errors == []
 
 

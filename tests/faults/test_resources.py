@@ -18,6 +18,10 @@ class Echo(bm.Worker):
     def echo(self, value):
         return value
 
+    @register(Dispatch.DP_PROTO)
+    def rows(self, rows):
+        return rows
+
     def on_replace(self, rank, state):
         pass
 
@@ -78,12 +82,31 @@ def test_the_controller_has_no_descriptor_for_an_answer(group):
     group.make(200 << 20)
     before = limited(resource.RLIMIT_NOFILE, 0)
     try:
-        with pytest.raises(bm.RemoteError, match=r"segment of shared memory cannot be opened.*ulimit -n"):
+        words = (
+            r"the controller cannot take the reply of rank 0, 1: .*segment of shared memory cannot be opened.*ulimit -n"
+        )
+        with pytest.raises(bm.ResourceError, match=words):
             group.give(1 << 40)
         assert group.echo(1) == [1, 1], "what fits goes on"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert [value.sum() for value in group.give(1 << 40)] == [200 << 20] * 2
+
+
+def test_the_controller_has_no_room_for_rows_that_were_kept(group):
+    rows = group.rows.submit(np.ones((2, 100 << 20), np.uint8))
+    assert len(rows) == 2
+    half = rows[1:]
+    before = limited(resource.RLIMIT_AS, 50 << 20)
+    try:
+        for future in rows, half:
+            with pytest.raises(
+                bm.ResourceError, match=r"the controller cannot read rows . to . of Echo\.rows, which rank"
+            ):
+                future.result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert [len(future.result()) for future in (rows, half)] == [2, 1], "it is the controller's limit, and no failure"
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

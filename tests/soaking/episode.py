@@ -7,7 +7,9 @@ import threading
 from collections import deque
 
 from soaking.callers import Callers, check_order
-from soaking.expected import Expected, Wrong, random_faults
+from soaking.expected import Expected, Prediction, Wrong, outcome_of, random_faults
+from soaking.rows import Chain
+from soaking.streams import Reading
 from soaking.subject import DEADLY, HANGING, Subject, random_array, random_batch, same
 
 import bandmaster as bm
@@ -38,6 +40,7 @@ class Episode:
         self.cls = with_faults(Subject, *self.faults)
         self.pending = None  # a call that hangs when the group is closed
         self.kept = deque(maxlen=4)  # results, which must stay as they are
+        self.rows = deque(maxlen=4)  # futures, whose rows must be there when the group is closed
 
     def run(self):
         self.soak.watchdog.recent.append(f"--- {self.backend}, {self.mesh!r}, {self.faults}")
@@ -64,18 +67,28 @@ class Episode:
                     raise Wrong(f"closed, and a pending call came to {outcome_of(self.pending.result, 8.0)!r}")
             if not all(same(now, then) for now, then in self.kept):
                 raise Wrong("a result has changed after it was received")
+            for known in self.rows:
+                if not same(known.outcome(), known.value):
+                    raise Wrong(f"rows of a group that was closed are {known.outcome()!r} and not {known.value!r}")
 
     def act(self):
         """Do something at random."""
         actions = [self.call] * 8 + [self.pipeline] * 4 + [self.call_from_threads, self.callers, self.mistake]
+        actions += [self.rows_by_reference] * 3 + [self.stream] * 3
         if not self.expected.is_dead:
             actions += [self.misbehave, self.misbehave, self.kill, self.hang, self.hang, self.start_children]
-            actions += [self.interrupt_call] * 3 + [self.kill_under_calls, self.restart_under_calls]
+            actions += [self.interrupt_call] * 3 + [
+                self.interrupt_stream,
+                self.kill_under_calls,
+                self.restart_under_calls,
+            ]
         else:
             actions += [self.restart, self.replace] * 4
         actions += [self.restart, self.replace]
         action = self.rng.choice(actions)
-        if action.__name__.replace("_", " ") not in self.soak.skipped:
+        name = action.__name__.replace("_", " ")
+        if name not in self.soak.skipped:
+            self.soak.stats.done[name] += 1
             action()
 
     def may(self, what, probability):
@@ -110,6 +123,62 @@ class Episode:
                     self.expected.may_be_dead |= prediction.died
             for prediction, future, value in sent:
                 self.judge(prediction, outcome_of(future.result), value)
+
+    def rows_by_reference(self):
+        """Calls and operations on futures; some of their rows are looked at when the group is closed."""
+        if self.faults or self.expected.is_dead:
+            return
+        with self.within(30, "rows by reference"):
+            prediction, chain = Prediction(is_hopeless=False), Chain(self.rng, self.group)
+            for known in self.rng.sample([*chain.known, *chain.kept], len(chain.known) + len(chain.kept)):
+                self.judge(prediction, outcome := known.outcome(), known.value)
+                if known in chain.known and not isinstance(outcome, BaseException) and self.rng.random() < 0.2:
+                    self.rows.append(known)
+            chain.check_lost(may_fail=bool(self.expected.may_be_dead))
+
+    def stream(self):
+        """Results, items or chunks as they come, with other calls in between."""
+        if self.faults or self.expected.is_dead:
+            return
+        with self.within(30, "stream"):
+            reading = outcome_of(Reading, self.rng, self.group)
+            if not isinstance(reading, Exception):
+                reading = self.read(reading)
+            self.judge(Prediction(is_hopeless=False), reading, None)
+        self.check_generators()
+
+    def read(self, reading):
+        """Read a stream.
+
+        Returns:
+            The error that ended it, or None.
+        """
+        calls = []
+
+        def between():
+            if self.rng.random() < 0.2:
+                calls.append(outcome_of(self.group.echo, 1))
+
+        error = outcome_of(reading.read, between)
+        reading.check()
+        for outcome in calls:
+            self.judge(Prediction(is_hopeless=False), outcome, [1] * self.mesh.size)
+        return error
+
+    def interrupt_stream(self):
+        if self.faults or self.expected.may_be_dead:
+            return
+        reading = outcome_of(Reading, self.rng, self.group)
+        outcome = self.interrupt("stream", 0.004, self.read, reading)
+        if outcome is not None and not isinstance(outcome, KeyboardInterrupt):
+            raise Wrong("a stream that was interrupted") from outcome
+        self.check_generators()
+
+    def check_generators(self):
+        """All have ended, whether or not they were read to their end."""
+        prediction = self.expected.count("count_open")
+        with self.within(15, "generators"):
+            self.judge(prediction, outcome_of(self.group.count_open), [0] * self.mesh.size)
 
     def call_from_threads(self):
         """The calls of several threads come in any order."""
@@ -263,7 +332,7 @@ class Episode:
         timer = threading.Timer(self.rng.random() * 0.03, kill_process, [self.pids[rank]])
         self.expected.may_be_dead |= {rank}
         timer.start()
-        self.rng.choice([self.call, self.pipeline])()
+        self.rng.choice([self.call, self.pipeline, self.rows_by_reference, self.stream])()
         timer.join()
         self.count_fault("kill -9")
         self.await_death()
@@ -375,14 +444,6 @@ class Episode:
 
     def count_fault(self, what):
         self.soak.stats.faults[what] += 1
-
-
-def outcome_of(function, *args, **kwargs):
-    """Its value, or the error that it raised."""
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        return error
 
 
 def kill_process(pid):

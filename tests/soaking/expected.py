@@ -140,3 +140,11 @@ class Expected:
         everyone = range(self._mesh.size)
         faults = [fault for fault in self._faults if isinstance(fault, kinds)]
         return {rank for fault in faults for rank in (everyone if fault.rank is None else [fault.rank])}
+
+
+def outcome_of(function, *args, **kwargs):
+    """Its value, or the error that it raised."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        return error

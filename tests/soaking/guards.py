@@ -21,7 +21,7 @@ class Stats:
 
     def __init__(self):
         self._start = time.monotonic()
-        self.n_groups, self.n_calls, self.faults = 0, 0, Counter()
+        self.n_groups, self.n_calls, self.faults, self.done = 0, 0, Counter(), Counter()
         self._slowest = {}
 
     @contextlib.contextmanager
@@ -35,9 +35,11 @@ class Stats:
         return f"{took:6.1f} s: {self.n_groups} groups, {self.n_calls} calls, {self.faults.total()} faults"
 
     def summary(self):
-        faults = "\n".join(f"  {n:6} {kind}" for kind, n in self.faults.most_common())
+        done, faults = (
+            "\n".join(f"  {n:6} {kind}" for kind, n in counts.most_common()) for counts in (self.done, self.faults)
+        )
         slowest = ", ".join(f"{what} {seconds:.2f} s" for what, seconds in self._slowest.items())
-        return f"{self}\nfaults:\n{faults}\nslowest: {slowest}"
+        return f"{self}\ndone:\n{done}\nfaults:\n{faults}\nslowest: {slowest}"
 
 
 class Watchdog:

@@ -1,5 +1,8 @@
 """What the groups of the soak are made of, and what is sent to them."""
 
+import asyncio
+import contextlib
+import copy
 import ctypes
 import os
 import signal
@@ -17,7 +20,7 @@ HANGING = ["spin", "sleep", "deadlock"]
 
 class Subject(bm.Worker):
     def __init__(self, how_by_rank=None):
-        self.held, self.heard_rows = [], []
+        self.held, self.heard_rows, self.kept_rows, self.n_open = [], [], [], 0
         misbehave((how_by_rank or {}).get(self.rank))
 
     @register(Dispatch.ONE_TO_ALL)
@@ -37,6 +40,43 @@ class Subject(bm.Worker):
         """Keep an array for long: what comes and goes beside it in shared memory must not touch it."""
         self.held = [*self.held[-3:], (array, array.copy())]
         return all(same(now, then) for now, then in self.held)
+
+    @register(Dispatch.DP_PROTO)
+    def add_one(self, rows):
+        """Change a column in place, which no other column or row may share."""
+        rows["x"] += 1
+        return rows
+
+    @register(Dispatch.ONE_TO_ALL)
+    def keep(self, rows):
+        """Keep rows for long: whether those that are kept are what they were."""
+        self.kept_rows = [*self.kept_rows[-3:], (rows, copy.deepcopy(rows))]
+        return all(same(now, then) for now, then in self.kept_rows)
+
+    @register(Dispatch.DP_PROTO)
+    def items(self, rows):
+        with self.opened():
+            yield from rows
+
+    @register(Dispatch.DP_PROTO)
+    async def items_async(self, rows):
+        with self.opened():
+            for row in rows:
+                await asyncio.sleep(0)
+                yield row
+
+    @contextlib.contextmanager
+    def opened(self):
+        self.n_open += 1
+        try:
+            yield
+        finally:
+            self.n_open -= 1
+
+    @register(Dispatch.ONE_TO_ALL)
+    def count_open(self):
+        """How many generators have begun and not ended."""
+        return self.n_open
 
     @register(Dispatch.ONE_TO_ALL)
     def overwrite(self, array):

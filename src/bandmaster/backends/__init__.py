@@ -6,6 +6,8 @@ must provide.
 
 from __future__ import annotations
 
+import select
+import sys
 import threading
 from collections.abc import Callable
 
@@ -45,7 +47,8 @@ def get_backend(name: str) -> Backend:
     """Return the backend called ``name``: the same object on every call and in every thread.
 
     Raises:
-        UsageError: No backend has that name, or a package that the backend needs is not installed.
+        UsageError: No backend has that name, a package that the backend needs is not installed, or the backend needs
+            Linux and this is another system.
     """
     if not isinstance(name, str):
         raise UsageError(f"backend must be the name of a backend, such as 'local', got {name!r}")
@@ -58,6 +61,11 @@ def get_backend(name: str) -> Backend:
 
 
 def _made(name: str) -> Backend:
+    if name in ("local", "ray") and not hasattr(select, "epoll"):
+        raise UsageError(
+            f"backend {name!r} needs Linux, where its workers share memory and are waited for, and this system is "
+            f"{sys.platform}; use backend='inprocess' here, which runs all ranks in this process"
+        )
     if name == "inprocess":
         from bandmaster.backends.inprocess import InProcessBackend
 

@@ -173,6 +173,9 @@ class InProcessWorkers:
         if kill_because is not None:
             self._let_go(tickets, kill_because)
 
+    def resume(self, tickets: Mapping[int, Any]) -> None:
+        """Do nothing: the ranks run their parts of a call one after the other."""
+
     def replace(self, rank: int) -> None:
         """Discard the object of a rank. The next `CONSTRUCT` call makes a new one."""
         self._let_go([rank], "ended by the controller, because it is being replaced")

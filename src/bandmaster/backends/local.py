@@ -109,7 +109,7 @@ class LocalWorkers:
         self._client = client = WorkerClient(self._how_it_died)
         self.deaths: Mapping[int, Failure] = client.deaths
         self.put, self.wait, self.fetch, self.check = client.put, client.wait, client.fetch, client.check
-        self.call, self.stacks = client.call, client.stacks
+        self.call, self.stacks, self.resume = client.call, client.stacks, client.resume
         zygote.begin_use(self)
         try:
             began = time.monotonic()

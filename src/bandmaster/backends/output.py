@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,6 +33,7 @@ from bandmaster.worker_process.log_records import MAX_RECORD_NBYTES
 __all__ = ["WorkerOutput"]
 
 LAST_LINE_NCHARS = 1000  # to keep of each of the last lines of standard error
+LAST_LINES_S = 1.0  # time for the thread to read them
 
 
 class _Source(NamedTuple):
@@ -114,10 +116,21 @@ class WorkerOutput:
                 self._thread = start_thread(f"bandmaster-output-{self._launch.group}", self._read)
 
     def last_errors(self, rank: int) -> str:
-        """The last lines that a worker wrote to standard error, at most `N_LAST_LINES`."""
+        """The last lines that a worker that has ended wrote to standard error, at most `N_LAST_LINES`."""
+        deadline = time.monotonic() + LAST_LINES_S
+        while self._has_unread_errors(rank) and time.monotonic() < deadline:
+            time.sleep(0.001)  # the thread that reads them may have to wait for the terminal
         state = self._errors[rank].state
         lines = [*self._last[rank], *([state] if state else [])]
         return "\n".join(line[:LAST_LINE_NCHARS] for line in lines[-N_LAST_LINES:])
+
+    def _has_unread_errors(self, rank: int) -> bool:
+        poll = select.poll()
+        with self._lock:  # what was read is known to `last_errors`
+            for fd, source in self._sources.items():
+                if (source.rank, source.kind) == (rank, "stderr"):
+                    poll.register(fd, select.POLLIN)
+            return any(events & select.POLLIN for _, events in poll.poll(0))
 
     def finish(self, timeout_s: float) -> None:
         """Wait until all output of workers that have ended is written, for at most ``timeout_s`` seconds."""
@@ -146,22 +159,24 @@ class WorkerOutput:
                     return
             for fd, _ in self._poll.poll(SCREEN.refresh()):
                 source = self._sources[fd]
-                data = os.read(fd, MAX_RECORD_NBYTES if source.kind == "log" else 65536)
-                if source.kind == "log":
+                is_log = source.kind == "log"
+                with self._lock:
+                    data = os.read(fd, MAX_RECORD_NBYTES if is_log else 65536)
+                    lines = [] if is_log else source.lines.feed(data) if data else source.lines.rest()
+                    if source.kind == "stderr":
+                        self._last[source.rank].extend(lines)
+                if is_log:
                     pass_on(data, self._launch.group, source.rank)
                 else:
-                    self._write(source, data)
+                    self._write(source, lines)
                 if not data:
                     with self._lock:
                         self._poll.unregister(fd)
                         source.close()
                         del self._sources[fd]
 
-    def _write(self, source: _Source, data: bytes) -> None:
+    def _write(self, source: _Source, lines: Sequence[str]) -> None:
         """Write complete lines. The start of an incomplete line is kept until the line or the worker ends."""
-        lines = source.lines.feed(data) if data else source.lines.rest()
-        if source.kind == "stderr":
-            self._last[source.rank].extend(lines)
         if self._launch.output is None:
             prefix = f"{self._launch.label(source.rank)} "
             SCREEN.write((id(self), source.rank, source.kind), source.kind, prefix, lines, source.lines.state)

@@ -184,7 +184,8 @@ class RayBackend:
         if _overlaps(launch) and not has_async_methods(launch.cls):
             raise UsageError(
                 f"{launch.cls.__name__} asks Ray for max_concurrency={launch.options['max_concurrency']}, but only "
-                "calls of async methods can overlap, and it has none; leave this out of @ray.remote(...)"
+                "calls of async methods and async generators can overlap, and it has neither; leave this out of "
+                "@ray.remote(...)"
             )
         _check_session(launch)
         _check_slots(launch)

@@ -137,7 +137,7 @@ class WorkerActor:
         identity = replace(identity, pid=os.getpid(), controller=controller)
         self._page = ControlPage(identity)
         install_breakpoints(identity, self._page.hold)
-        self._executor.hold = self._page.hold
+        self._executor.hold, self._page.told_of_tasks = self._page.hold, self._executor.told_of_tasks
         self._executor.activity = ActivityPage(is_shared=True)
         address = ray.util.get_node_ip_address()
         device = "cuda:0" if uses_gpu and count_gpus() else "cpu"

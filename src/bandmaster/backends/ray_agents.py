@@ -325,6 +325,10 @@ class RayAgentWorkers:
         """As `contract.Workers.interrupt`."""
         self._now.interrupt(tickets, kill_because)
 
+    def resume(self, tickets: Mapping[int, Any]) -> None:
+        """As `contract.Workers.resume`."""
+        self._now.resume(tickets)
+
     def stacks(self, tickets: Mapping[int, Any]) -> Mapping[int, str]:
         """As `contract.Workers.stacks`."""
         found: Mapping[int, str] = self._now.stacks(tickets)

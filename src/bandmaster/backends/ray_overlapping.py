@@ -12,8 +12,9 @@ __all__ = ["OverlappingActor", "has_async_methods"]
 
 
 def has_async_methods(cls: type) -> bool:
-    """Whether a worker class has a public async method."""
-    return any(inspect.iscoroutinefunction(getattr(cls, name)) for name in dir(cls) if not name.startswith("_"))
+    """Whether a worker class has a public async method, or async generator."""
+    methods = [getattr(cls, name) for name in dir(cls) if not name.startswith("_")]
+    return any(inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method) for method in methods)
 
 
 class OverlappingActor(WorkerActor):

@@ -424,6 +424,10 @@ class RayWorkers:
             elif isinstance(ticket, RayTicket):
                 self._on_its_node(rank, control_page.interrupt, self._infos[rank].pid, ticket.number)
 
+    def resume(self, tickets: Mapping[int, Any]) -> None:
+        """As `contract.Workers.resume`; actor tasks do not wait for it."""
+        self._client.resume({rank: ticket for rank, ticket in tickets.items() if isinstance(ticket, ChannelTicket)})
+
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
         """The Python stacks of ranks, read from their control pages on their own nodes."""
         texts = {}
@@ -622,10 +626,10 @@ class KeptObject:
         self.reference, self.facts = reference, facts
         self.origin: object = "rows"
 
-    def payload(self) -> Payload:
+    def payload(self, timeout_s: float | None = None) -> Payload:
         """The encoded rows, in memory of the reader's own."""
         try:
-            payload: Payload = ray.get(self.reference)
+            payload: Payload = ray.get(self.reference, timeout=timeout_s)
         except ObjectLostError as error:
             raise RowsLost(f"{self.origin} are gone ({_in_short(error)}); make them again") from None
         return payload.private()

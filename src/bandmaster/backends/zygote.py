@@ -88,15 +88,6 @@ class Zygote:
             "from bandmaster.backends.zygote_process import main; main()"
         )
         single = dict.fromkeys(THREAD_VARIABLES, "1")  # workers set the number of threads that they are told
-        with contextlib.ExitStack() as if_it_fails, theirs:
-            if_it_fails.enter_context(self._control)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program, str(theirs.fileno()), "", *preload],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **variables, **single},
-            )
-            if_it_fails.pop_all()
         self.is_abandoned = False
         self._users: set[int] = set()
         self._pools: set[int] = set()
@@ -104,6 +95,18 @@ class Zygote:
         self._is_kept, self._has_warned = is_kept, False
         self.is_ended = False
         self._workers: set[int] = set()
+        with contextlib.ExitStack() as if_it_fails, theirs:
+            if_it_fails.enter_context(self._control)
+            with SigintSafeLock():  # Popen leaves a process or a descriptor if Ctrl-C breaks it
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", program, str(theirs.fileno()), "", *preload],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, **variables, **single},
+                )
+                if_it_fails.callback(self._process.wait)
+                if_it_fails.callback(self._process.kill)
+            if_it_fails.pop_all()
         try:
             start_thread("bandmaster-zygote-watch", _end_after, os.pidfd_open(self._process.pid), self._workers)
             atexit.register(self.close)

@@ -297,6 +297,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         rendezvous = Rendezvous(listening[0]) if listening else None
         executor = Executor(page.hold, rendezvous, ActivityPage(is_shared=True))
         executor.prepare(spawn.context)
+        page.told_of_tasks = executor.told_of_tasks
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())), is_only_reader=True)
         os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end
         serve(lane, executor, page)

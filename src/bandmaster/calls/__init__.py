@@ -2,6 +2,6 @@
 
 ::
 
-    method ── plan ──► submission ── encoding, exports ──► Workers.put, Workers.call
+    method ── plan ──► submission ── encoding ──► Workers.put, Workers.call
                             └──► PendingCall ── reads replies, escalates, collects ──► Future
 """

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bandmaster.calls.future import Future
 from bandmaster.calls.pending import Collection
 from bandmaster.calls.submission import Submitter
-from bandmaster.errors import ArgumentError
+from bandmaster.errors import ArgumentError, suggestion
 from bandmaster.plan.arguments import BoundArgument, CallPlan, everywhere, scatter
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.plan.transfer import Gather, Only
@@ -45,8 +46,8 @@ class ByName:
         values: list[Any] = self._on_all(method_name, self._plan_for_all(method_name, args, kwargs))
         return values
 
-    def execute_all_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Non-blocking `execute_all_sync`. Returns one ObjectRef per rank on Ray, one `Future` per rank elsewhere."""
+    def execute_all_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Future[Any]]:
+        """Non-blocking `execute_all_sync`. Returns one `Future` per rank."""
         plan = self._plan_for_all(method_name, args, kwargs)
         return self._submitter.submit_for_each(self, method_name, plan, self._submitter.ranks)
 
@@ -60,10 +61,11 @@ class ByName:
         plan = self._same(method_name, args, kwargs, 1)
         return self._submitter.submit(self, method_name, plan, (0,), Collection(Only(), (0,)), waits=True)
 
-    def execute_rank_zero_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Non-blocking `execute_rank_zero_sync`. Returns an ObjectRef on Ray, a `Future` elsewhere."""
+    def execute_rank_zero_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Non-blocking `execute_rank_zero_sync`."""
         plan = self._same(method_name, args, kwargs, 1)
-        return self._submitter.submit_for_each(self, method_name, plan, (0,))[0]
+        future: Future[Any] = self._submitter.submit_for_each(self, method_name, plan, (0,))[0]
+        return future
 
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async
@@ -90,9 +92,6 @@ class ByName:
                 raise ArgumentError(
                     f"{self._submitter.label(method)} is a {kind}, not a method; add a method that returns it"
                 )
-            import difflib  # here, as only this error needs it, and `import bandmaster` has to be quick
-
-            near = difflib.get_close_matches(str(method), dir(self._cls), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = suggestion(str(method), dir(self._cls))
             raise ArgumentError(f"{self._cls.__name__} has no method {method!r}{hint}")
         return bind(self._submitter.label(method), signature_without_self(self._cls, method), args, kwargs)

@@ -11,11 +11,12 @@ __all__ = ["Deadline"]
 class Deadline:
     """A moment until which is waited.
 
-    Args:
-        timeout_s: Seconds from now; None for no limit.
+    Attributes:
+        timeout_s: Seconds from when this was made; None for no limit.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
         self._moment = None if timeout_s is None else time.monotonic() + timeout_s
 
     def left(self) -> float | None:

@@ -10,13 +10,13 @@ from typing import Any
 from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.encoding import encode_argument
 from bandmaster.calls.kept_rows import KeptPart
-from bandmaster.calls.outcome import first_awaited, late, wait_for_all
-from bandmaster.calls.pending import CallSite, PendingCall
+from bandmaster.calls.outcome import Outcome, late, wait_for_all
+from bandmaster.calls.pending import CallSite
 from bandmaster.contract import KeptCopy
-from bandmaster.errors import BatchError, CallTimeout, RowsLost
+from bandmaster.errors import BatchError, CallTimeout, ResourceError, RowsLost
 from bandmaster.plan.batch import KNOWN, describe, detached
 from bandmaster.plan.columns import facts_of
-from bandmaster.plan.handles import Part, Result, Table, Taken, addressed, assemble
+from bandmaster.plan.handles import JoinPath, Part, Result, Table, Taken, addressed, assemble
 
 __all__ = ["DerivedCall", "PutRows"]
 
@@ -53,7 +53,7 @@ class DerivedCall:
         self.outcome: Any = None
         self._make: Callable[[], Table] | None = make
         self._made: Table | None = None
-        self._is_brought = False
+        self._is_brought = self._is_released = False
         self._lock = threading.RLock()
         if all(parent._call.is_done for parent in parents):
             self._settle()
@@ -68,18 +68,20 @@ class DerivedCall:
     @property
     def is_over(self) -> bool:
         """Whether all ranks that were asked have replied."""
-        return all(parent._call.is_over for parent in self.parents)
+        return all(future._call.is_over for future in self._awaited_futures())
 
     @property
-    def awaited(self) -> PendingCall | None:
-        """The call whose ranks are waited for."""
-        return first_awaited(self.parents)
+    def waits_for(self) -> Sequence[Outcome]:
+        """The calls of the rows that it is made of."""
+        return [parent._call for parent in self.parents]
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until the other calls are done; False when the time is over before."""
-        if not wait_for_all(self.parents, Deadline(timeout_s)):
-            return False
-        self._settle()
+        deadline = Deadline(timeout_s)
+        for operation in self._open_operations():
+            if not wait_for_all(operation._calls(), deadline):
+                return False
+            operation._settle()
         return True
 
     def cancel(self) -> bool:
@@ -88,12 +90,12 @@ class DerivedCall:
 
     def late(self, timeout_s: float) -> CallTimeout:
         """The error for who has waited for so long."""
-        return late(self.site, timeout_s, self.awaited, "takes its rows", can_be_cancelled=False)
+        return late(self, timeout_s, "takes its rows", can_be_cancelled=False)
 
     def watch(self, when_done: Callable[[], object]) -> None:
         """Call a function when one of the other calls is done."""
-        for parent in self.parents:
-            parent.add_done_callback(lambda _: when_done())
+        for future in self._awaited_futures():
+            future.add_done_callback(lambda _: when_done())
 
     def table(self) -> Table:
         """The rows; the other calls are done, without an error."""
@@ -101,28 +103,57 @@ class DerivedCall:
             raise RowsLost(f"the rows of {self.site.method} were released; use them before that")
         return self._made
 
-    def bring_rows(self) -> None:
-        """Make the rows here, or the error. Raises RowsLost if some of them are gone."""
+    def bring_rows(self, deadline: Deadline) -> None:
+        """Make the rows here, or the error. Raises as `KeptPart.value` does."""
         with self._lock:
             if self._is_brought or self.error is not None:
                 return
+
+            def read(kept: KeptPart, _: JoinPath) -> Any:
+                return kept.value(deadline)
+
             try:
-                self.outcome = detached(assemble(addressed(self.table(), _itself), cache(KeptPart.value)))
+                self.outcome = detached(assemble(addressed(self.table(), _itself), cache(read)))
                 self._is_brought = True
-            except RowsLost:
-                raise  # which may be true of some of them alone
+            except (RowsLost, CallTimeout, ResourceError):
+                raise  # which may be true of some of them alone, or of now
             except Exception as error:
                 self.error = error
 
     def release(self) -> None:
-        """Let go of the rows, as far as this refers to them."""
+        """Let go of the rows, as far as this refers to them, or will."""
+        self._is_released = True
         self._made = self.outcome = None
         self._is_brought = False
 
     def drive(self) -> None:
         """Take what has arrived for the other calls."""
-        for parent in self.parents:
-            parent._call.drive()
+        for future in self._awaited_futures():
+            future._call.drive()
+
+    def _open_operations(self) -> list[DerivedCall]:
+        """The operations that it is made of and that are not done, each behind its parents, and itself.
+
+        A loop, since a chain of them may be longer than the stack of Python is deep.
+        """
+        found: dict[DerivedCall, None] = {}
+        stack = [self]
+        while stack:
+            operation = stack[-1]
+            calls = [parent._call for parent in operation.parents if isinstance(parent._call, DerivedCall)]
+            before = [call for call in calls if not call.is_done and call not in found]
+            if not before:
+                found.setdefault(stack.pop())
+            stack += reversed(before)
+        return list(found)
+
+    def _calls(self) -> list[Any]:
+        """Of the parents those that are no operations."""
+        return [parent for parent in self.parents if not isinstance(parent._call, DerivedCall)]
+
+    def _awaited_futures(self) -> list[Any]:
+        """The futures of calls that it is made of."""
+        return list(dict.fromkeys(future for operation in self._open_operations() for future in operation._calls()))
 
     def _settle(self) -> None:
         with self._lock:
@@ -131,6 +162,8 @@ class DerivedCall:
                 return
             try:
                 self._made = make()
+                if self._is_released:
+                    self._made = None
             except Exception as error:
                 self.error = error
             self.parents = ()  # so that a chain of handles does not keep all that came before

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
-from bandmaster.calls.exports import Exporter
 from bandmaster.codec import Payload, encode
 from bandmaster.errors import ArgumentError
 from bandmaster.failure import reraise_if_from_signal, summary_of
@@ -17,20 +15,18 @@ from bandmaster.worker import Worker
 __all__ = ["encode_argument", "encode_constructor", "encode_group"]
 
 
-def encode_group(group: ArgumentGroup, method: str, exporter: Exporter | None = None) -> Payload:
+def encode_group(group: ArgumentGroup, method: str) -> Payload:
     """Encode ``((position or keyword, value), ...)``.
 
     Args:
         group: Arguments with the same receivers.
         method: ``"Class.method"``, for messages.
-        exporter: Exports tensors on GPUs to the receivers; by default they travel through host memory.
 
     Raises:
         ArgumentError: A value cannot be pickled; names the argument.
     """
-    export = partial(exporter.export, group.ranks) if exporter is not None else None
     try:
-        return encode(group.items, export)
+        return encode(group.items)
     except BaseException as error:  # the user's objects may raise anything when they are pickled
         named = zip(group.names, group.items, strict=False)
         raise _unpicklable(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
+from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.future import Future
-from bandmaster.calls.outcome import Outcome
-from bandmaster.calls.pending import PendingCall
-from bandmaster.calls.stream import Arrivals
+from bandmaster.calls.later import LaterCall, LaterCalls
+from bandmaster.calls.outcome import Outcome, awaited
+from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.contract import Workers
 from bandmaster.errors import CallCancelled
 from bandmaster.plan.shares import Share
 
-__all__ = ["CloseCall", "ItemCall", "ItemFeed", "ShareFeed", "pending_calls"]
+__all__ = ["Arrivals", "CloseCall", "Feed", "ItemCall", "ItemFeed", "ShareFeed", "pending_calls"]
+
+Arrival: TypeAlias = "Future[Any] | BaseException | Callable[[], object] | None"
 
 
 def pending_calls(futures: Iterable[Future[Any]]) -> list[PendingCall]:
@@ -24,44 +29,161 @@ def pending_calls(futures: Iterable[Future[Any]]) -> list[PendingCall]:
     return [call for call in calls if isinstance(call, PendingCall) and not call.is_done]
 
 
-class ShareFeed:
-    """The values of the ranks, each as it comes.
+class Arrivals:
+    """What has arrived for a stream, and nobody has taken: futures, an error to raise, what to call, None at the end.
 
-    Args:
-        futures: One for each share of the ranks.
-        workers: The workers that were asked.
+    Any threads may put something in, and any threads and tasks may take it.
     """
 
-    def __init__(self, futures: Mapping[Future[Any], Share], workers: Workers) -> None:
-        self.site = next(iter(futures))._call.site
-        self.workers = workers
-        self.arrived: Arrivals[Future[Any]] = Arrivals()
-        self._left = dict(futures)
-        for future in futures:
-            future.add_done_callback(self.arrived.put)
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._wakes: dict[object, Callable[[], object]] = {}  # of the tasks that wait
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a rank has not replied."""
-        return bool(self._left)
+    def put(self, arrival: Arrival) -> None:
+        """Add one; it does not block."""
+        self._queue.put(arrival)
+        for wake in list(self._wakes.values()):
+            with contextlib.suppress(RuntimeError):  # the event loop was closed
+                wake()
 
-    def received(self, future: Future[Any]) -> Future[Any]:
-        """As `Feed.received`."""
-        del self._left[future]
-        error = future.exception()
-        if error is not None:
-            raise error
-        return future
+    def get(self, timeout_s: float | None) -> Arrival:
+        """Wait for the next one. Raises queue.Empty if there is none in time."""
+        return self._queue.get(timeout=Deadline(timeout_s).left())
+
+    async def get_async(self) -> Arrival:
+        """Wait for the next one in an event loop."""
+        import asyncio  # here, as it takes a third of the time that the import of everything takes
+
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        self._wakes[arrived] = lambda: loop.call_soon_threadsafe(arrived.set)
+        try:
+            while True:
+                arrived.clear()
+                try:
+                    return self._queue.get_nowait()
+                except queue.Empty:
+                    await arrived.wait()
+        finally:
+            del self._wakes[arrived]
+
+
+class Feed:
+    """Where the futures of a stream come from.
+
+    Attributes:
+        site: What messages say about the call.
+        workers: The workers that are asked.
+        arrived: What the stream takes.
+        is_open: Whether the stream has not come to its end, and was not closed.
+        due: Always None; see `bandmaster.calls.progress.Watch`.
+
+    Args:
+        site: What messages say about the call.
+        workers: The workers that are asked.
+        returns_errors: Whether futures of calls that have failed are items as well.
+    """
+
+    due: float | None = None
+
+    def __init__(self, site: CallSite, workers: Workers, returns_errors: bool = False) -> None:
+        self.site, self.workers, self._returns_errors = site, workers, returns_errors
+        self.is_open, self._is_closed = True, False  # a thread may hold the last item as another one finds the end
+        self.arrived = Arrivals()
+        self._waiting: LaterCall | None = None
+        self._running: Mapping[Any, Future[Any]] = {}
+        self._lock = threading.RLock()
+
+    def begin_later(self, begin: Callable[[], object], parents: Sequence[Future[Any]], later: LaterCalls) -> None:
+        """Begin when the rows that it takes, and the calls before it, are there; what goes wrong then is raised."""
+
+        def begin_if_open() -> None:
+            with self._lock:  # so that a thread that closes the stream closes all of it
+                if not self._is_closed:
+                    begin()
+
+        call = self._waiting = LaterCall(self.site, False, parents, begin_if_open, later)
+        call.watch(lambda: None if call.error is None else self.arrived.put(call.error))
+        later.add(call, False)
+        later.advance()
+
+    def received(self, arrival: Arrival) -> Future[Any] | None:
+        """Take what has arrived; the future, if the user is to have it. Raises its error."""
+        if arrival is None or self._is_closed:
+            self.is_open = False
+            self.arrived.put(None)  # for another thread that waits
+        elif isinstance(arrival, BaseException):
+            raise arrival
+        elif not isinstance(arrival, Future):
+            arrival()
+        else:
+            error = arrival.exception()
+            if error is not None and not self._returns_errors:
+                raise error
+            self._is_taken(arrival)
+            return arrival
+        return None
 
     def pending(self) -> list[PendingCall]:
-        """As `Feed.pending`."""
-        return pending_calls(self._left)
+        """The calls that were sent and are waited for."""
+        return pending_calls(self._running.values())
+
+    @property
+    def awaited(self) -> PendingCall | None:
+        """The call that is waited for before this one is sent."""
+        return None if self._waiting is None else awaited(self._waiting)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all items were taken, or the stream was closed."""
+        return not self.is_open
+
+    def cancel(self) -> bool:
+        """Have nothing more be made. The stream raises `CallCancelled` and is closed then."""
+        self.arrived.put(CallCancelled(f"{self.site.method} was cancelled; make the call again"))
+        self._stop()
+        return True
 
     def close(self) -> None:
-        """As `Feed.close`."""
-        futures, self._left = self._left, {}
-        for future in futures:
+        """Have nothing more be made, and the stream end."""
+        self.is_open, self._is_closed = False, True
+        self.arrived.put(None)
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._stop()
+
+    def look(self) -> bool:
+        """Close it in the background, as nobody has the stream any more."""
+        self.close()
+        return True
+
+    def _is_taken(self, future: Future[Any]) -> None:
+        """The user has taken an item, so that there is room for another one."""
+
+    def _stop(self) -> None:
+        """Send no more, and cancel what runs."""
+        with self._lock:
+            running = list(self._running.values())
+        for future in running:
             future.cancel()
+
+
+class ShareFeed(Feed):
+    """The values of the ranks, each as it comes."""
+
+    _running: dict[Share, Future[Any]]
+
+    def begin(self, futures: Mapping[Share, Future[Any]]) -> None:
+        """The call was sent, with a future for each share of the ranks."""
+        self._running = dict(futures)
+        for share, future in futures.items():
+            future.add_done_callback(partial(self._done, share))
+
+    def _done(self, share: Share, future: Future[Any]) -> None:
+        with self._lock:
+            del self._running[share]
+            self.arrived.put(future)
+            if not self._running:
+                self.arrived.put(None)
 
 
 class ItemCall(PendingCall):
@@ -72,114 +194,112 @@ class ItemCall(PendingCall):
     """
 
     __slots__ = ("is_end",)
+    is_for_all = False
 
     def _conclude(self) -> None:
         self.is_end = self._values.get(self._collection.ranks[0], self) is None
         super()._conclude()
 
 
-class CloseCall(PendingCall):
+class CloseCall(ItemCall):
     """A call that closes generators."""
 
     __slots__ = ()
     is_cleanup = True
 
 
-class ItemFeed:
-    """The items of generators, of which each is asked for a few more than were taken.
+class ItemFeed(ShareFeed):
+    """The items of generators, each of which makes one after the other, and a few more than were taken.
+
+    An item is asked for when the one before it is there, so that other calls come between two items, and so that a
+    generator is there when its next item is asked for, in whichever order a backend runs calls.
 
     Args:
-        opened: The futures of the calls that have begun with the generators, for each share of the ranks.
-        ask: Asks a share for its next item.
-        close: Closes the generators of some shares.
-        maxsize: How many items of a share may be made before they are taken.
+        site: What messages say about the call.
         workers: The workers that are asked.
+        returns_errors: Whether futures of items that have failed are items as well.
+        maxsize: How many items of a share may be made before they are taken.
     """
 
-    def __init__(
+    def __init__(self, site: CallSite, workers: Workers, returns_errors: bool, maxsize: int) -> None:
+        super().__init__(site, workers, returns_errors)
+        self._maxsize = maxsize
+        self._shares: dict[int | None, Share] = {}  # by the rank whose items come
+        self._room: dict[Share, int] = {}  # how many more items those may make that have not ended
+        self._unclosed: set[Share] = set()
+        self._is_asking = False
+
+    def begin_items(
         self,
-        opened: Mapping[Future[Any], Share],
+        first: Mapping[Share, Future[Any]],
         ask: Callable[[Share], Future[Any]],
         close: Callable[[list[Share]], object],
-        maxsize: int,
-        workers: Workers,
     ) -> None:
-        self.site = next(iter(opened))._call.site
-        self.workers = workers
-        self.arrived: Arrivals[Share] = Arrivals()
-        self._opened = set(opened)
-        self._share_of = dict(opened)
-        self._asked = {share: deque([future]) for future, share in opened.items()}  # in the order of the items
-        self._ended: set[Share] = set()
-        self._is_cancelled = False
-        self._ask, self._close = ask, close
-        for future, share in opened.items():
-            self._tell_when_done(future, share)
-        try:
-            for _ in range(maxsize):
-                for share in opened.values():
-                    self._ask_for_one(share)
-        except BaseException:
-            self.close()
-            raise
+        """Generators were begun.
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a generator has not ended."""
-        return bool(self._share_of)
-
-    def received(self, share: Share) -> Future[Any] | None:
-        """As `Feed.received`; has the next item made.
-
-        The items of a rank are done in their order, but may be told of in another.
+        Args:
+            first: The futures of the first item of each share of the ranks.
+            ask: Asks a share for its next item.
+            close: Closes the generators of some shares.
         """
-        if self._is_cancelled:
-            raise CallCancelled(f"{self.site.method} was cancelled; make the call again")
-        future = self._asked[share].popleft()
-        del self._share_of[future]
-        error = future.exception()
-        if error is not None:
-            raise error
-        if future in self._opened:
-            self._opened.remove(future)
-            return None
-        if isinstance(future._call, ItemCall) and future._call.is_end:
-            self._ended.add(share)
-            return None
-        if share not in self._ended:
-            self._ask_for_one(share)
-        return future
-
-    def pending(self) -> list[PendingCall]:
-        """As `Feed.pending`."""
-        return pending_calls(self._share_of)
+        self._ask, self._close = ask, close
+        self._shares = {share.rank: share for share in first}
+        self._room = dict.fromkeys(first, self._maxsize - 1)
+        self._unclosed = set(first)
+        self.begin(first)
 
     def close(self) -> None:
-        """As `Feed.close`."""
-        asked, self._share_of = self._share_of, {}
-        for future in asked:
-            future.cancel()
-        with contextlib.suppress(Exception):  # the group was closed, or has died
-            self._close(sorted(set(self._asked) - self._ended))
+        """As `Feed.close`; the generators run their ``finally`` blocks."""
+        super().close()
+        unclosed, self._unclosed = self._unclosed, set()
+        if unclosed:
+            with contextlib.suppress(Exception):  # the group was closed
+                self._close(sorted(unclosed))
 
-    @property
-    def is_done(self) -> bool:
-        """Whether all generators have ended, or were closed."""
-        return not self.is_open
+    def _stop(self) -> None:
+        with self._lock:
+            self._room = {}
+        super()._stop()
 
-    def cancel(self) -> bool:
-        """Ask for no more items. The stream raises `CallCancelled` and closes the generators then."""
-        self._is_cancelled = True
-        self.arrived.put(next(iter(self._asked)))  # wakes a thread that waits for an item
-        for future in list(self._share_of):
-            future.cancel()
-        return True
+    def _is_taken(self, future: Future[Any]) -> None:
+        share = self._shares[future.rank]
+        with self._lock:
+            if share in self._room:
+                self._room[share] += 1
+        self._go_on(share)
 
-    def _ask_for_one(self, share: Share) -> None:
-        future = self._ask(share)
-        self._share_of[future] = share
-        self._asked[share].append(future)
-        self._tell_when_done(future, share)
+    def _done(self, share: Share, future: Future[Any]) -> None:
+        call, has_failed = future._call, future.exception() is not None
+        assert isinstance(call, ItemCall), "these alone are asked"
+        with self._lock:
+            del self._running[share]
+            if call.is_end:
+                self._unclosed.discard(share)
+            else:
+                self.arrived.put(future)
+            if has_failed or call.is_end:
+                self._room.pop(share, None)
+                if not self._room:
+                    self.arrived.put(None)
+        self._go_on(share)
 
-    def _tell_when_done(self, future: Future[Any], share: Share) -> None:
-        future.add_done_callback(lambda _: self.arrived.put(share))
+    def _go_on(self, share: Share) -> None:
+        """Ask for the next item; if that is refused, have the thread that takes the next one ask again."""
+        try:
+            self._ask_if_there_is_room(share)
+        except Exception:  # it is not the group's turn, say
+            self.arrived.put(partial(self._ask_if_there_is_room, share))
+
+    def _ask_if_there_is_room(self, share: Share) -> None:
+        with self._lock:
+            if self._is_asking:  # by this thread: an item was done as soon as it was asked for
+                return
+            self._is_asking = True
+            try:
+                while share not in self._running and (room := self._room).get(share, 0) > 0:
+                    future = self._ask(share)
+                    room[share] -= 1
+                    self._running[share] = future
+                    future.add_done_callback(partial(self._done, share))
+            finally:
+                self._is_asking = False

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bandmaster.calls.feeds import CloseCall, ItemCall, ItemFeed, ShareFeed
-from bandmaster.calls.future import Future
+from bandmaster.calls.feeds import CloseCall, Feed, ItemCall, ItemFeed, ShareFeed
+from bandmaster.calls.future import Claim, Future, claims_of
 from bandmaster.calls.options import CallOptions, FlowOptions
-from bandmaster.calls.pending import Collection
+from bandmaster.calls.pending import CallSite, Collection
 from bandmaster.calls.pull import ChunkFeed, Pull
 from bandmaster.calls.pulled import PulledCall
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.stream import Stream
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import CLOSE_STREAM, METHOD, NEXT, OPEN_STREAM, STREAM
+from bandmaster.contract import CLOSE_STREAM, METHOD, NEXT, OPEN_STREAM, STREAM, Workers
 from bandmaster.errors import UsageError
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan
 from bandmaster.plan.binding import bind
 from bandmaster.plan.pulling import PullPlan, collect_chunks, plan_pull, replicas
+from bandmaster.plan.rows import RealRows
 from bandmaster.plan.shares import Share, of_one_rank, shares
 from bandmaster.plan.transfer import Concat, Only, TransferProtocol
 
@@ -48,68 +49,103 @@ class Flow:
     options: CallOptions | None
     how: FlowOptions
 
-    def shares(self, plan: CallPlan) -> Stream:
-        """A stream of the values of the ranks."""
-        found = self._shares_of(plan)
-        alone = {share: self._alone(share) for share in found}
-        futures = self.submitter.submit_shares(self.group, self.spec.name, plan, alone, self.options)
-        for future, share in zip(futures, found, strict=True):
-            _label(future, share, plan)
-        return Stream(ShareFeed(dict(zip(futures, found, strict=True)), self.submitter.workers))
+    def stream(self, plan: Callable[[], CallPlan], parents: Sequence[Future[Any]]) -> Stream:
+        """A stream of the values of the ranks, or of the items that generators yield.
 
-    def items(self, plan: CallPlan) -> Stream:
-        """A stream of the items that generators yield."""
+        Args:
+            plan: Plans the call, when the rows that it takes are there.
+            parents: The futures of rows that are not.
+        """
+        if self.spec.is_generator:
+            items = ItemFeed(*self._of_feeds, self._returns_errors, self.how.maxsize or ITEMS_AHEAD)
+            return self._begun(items, partial(self._begin_items, items), plan, parents)
+        shares = ShareFeed(*self._of_feeds)
+        return self._begun(shares, partial(self._begin_shares, shares), plan, parents)
+
+    def _begun(
+        self, feed: Feed, begin: Callable[[Any], object], plan: Callable[[], Any], parents: Sequence[Future[Any]]
+    ) -> Stream:
+        """A stream of a feed that begins now, or when the rows that it takes, and the calls before it, are there."""
+        if not parents:
+            planned = plan()  # mistakes are errors now
+            plan = lambda: planned  # noqa: E731
+        with self.submitter.admitted(self.spec.label):
+            try:
+                if parents or self.submitter.traffic.later.calls:
+                    feed.begin_later(lambda: begin(plan()), parents, self.submitter.traffic.later)
+                else:
+                    begin(plan())
+            except BaseException:  # Ctrl-C
+                feed.close()
+                raise
+        return Stream(feed)
+
+    @property
+    def _of_feeds(self) -> tuple[CallSite, Workers]:
+        return self.submitter.site(self.spec.name, self.options), self.submitter.workers
+
+    @property
+    def _returns_errors(self) -> bool:
+        return self.how.on_error == "return"
+
+    def _begin_shares(self, feed: ShareFeed, plan: CallPlan) -> None:
+        """Send a call, whose values come one by one."""
+        alone = {share: self._alone(share) for share in self._shares_of(plan)}
+        futures = self.submitter.submit_shares(self.group, self.spec.name, plan, alone, self.options)
+        feed.begin(_labelled(alone, futures, plan.real_rows))
+
+    def _begin_items(self, feed: ItemFeed, plan: CallPlan) -> None:
+        """Have generators begin, whose items are asked for one by one."""
         if plan.real_rows is not None and plan.real_rows.padded_to is not None:
             raise UsageError(
                 f"{self.spec.label} yields items, from which padding cannot be removed; split without pad=True"
             )
-        found, name = self._shares_of(plan), uuid.uuid4().hex
-        alone = {share: Collection(Only(), (share.rank,)) for share in found}
-        begin = self._items_plan(plan, name)
-        opened = self.submitter.submit_shares(self.group, self.spec.name, begin, alone, self.options, OPEN_STREAM)
+        stream, rows = uuid.uuid4().hex, plan.real_rows
+        alone = {share: Collection(Only(), (share.rank,)) for share in self._shares_of(plan)}
 
-        def call(some: Sequence[Share], what: str) -> list[Future[Any]]:
-            asked = tuple([rank for share in some for rank in share.ranks])
-            which = CallPlan((ArgumentGroup(((0, name),), ("stream",), asked),))
+        def call(some: Sequence[Share], which: CallPlan, what: str, kind: type[ItemCall]) -> dict[Share, Future[Any]]:
             collections = {share: alone[share] for share in some}
-            kind = CloseCall if what == CLOSE_STREAM else ItemCall
-            return self.submitter.submit_shares(
+            futures = self.submitter.submit_shares(
                 self.group, self.spec.name, which, collections, self.options, what, kind
             )
+            return _labelled(some, futures, rows)
+
+        def named(some: Sequence[Share]) -> CallPlan:
+            asked = tuple([rank for share in some for rank in share.ranks])
+            return CallPlan((ArgumentGroup(((0, stream),), ("stream",), asked),))
 
         def ask(share: Share) -> Future[Any]:
-            (future,) = call([share], NEXT)
-            _label(future, share, plan)
-            return future
+            with self.submitter.admitted(self.spec.label):
+                return call([share], named([share]), NEXT, ItemCall)[share]
 
-        close = partial(call, what=CLOSE_STREAM)
-        ahead = self.how.maxsize or ITEMS_AHEAD
-        feed = ItemFeed(dict(zip(opened, found, strict=True)), ask, close, ahead, self.submitter.workers)
+        def close(some: Sequence[Share]) -> object:  # also when it is not the group's turn: it frees what they hold
+            return call(some, named(some), CLOSE_STREAM, CloseCall)
+
+        first = call(list(alone), self._first_items_plan(plan, stream), OPEN_STREAM, ItemCall)
+        feed.begin_items(first, ask, close)
         self.submitter.traffic.add_in_parts(feed)
-        return Stream(feed)
 
-    def _items_plan(self, plan: CallPlan, name: str) -> CallPlan:
+    def _first_items_plan(self, plan: CallPlan, name: str) -> CallPlan:
         """The arguments of the call that begins with the generators."""
         items = ((STREAM, name), (METHOD, self.submitter.worker_method(self.spec.name)))
-        return CallPlan((*plan.groups, ArgumentGroup(items, ("stream", "method"), self.spec.ranks)), plan.real_rows)
+        return CallPlan((*plan.groups, ArgumentGroup(items, ("stream", "method"), self.spec.ranks)))
 
     def _shares_of(self, plan: CallPlan) -> tuple[Share, ...]:
         return shares(self.spec.ranks, [group.ranks for group in plan.groups], self.spec.collection.ranks)
 
-    def chunks(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Stream:
-        """A stream of the values of chunks."""
-        takers = self._takers()
-        pull = self._pull(args, kwargs)
-        site = self.submitter.site(self.spec.name, self.options)
-        returns_errors = self.how.on_error == "return"
+    def chunks(self, args: Sequence[Any], kwargs: Mapping[str, Any], parents: Sequence[Future[Any]]) -> Stream:
+        """A stream of the values of chunks; ``parents`` are the futures of rows that are not there."""
+        takers, feed = self._takers(), ChunkFeed(*self._of_feeds, self._returns_errors, self.how.maxsize)
+        plan = partial(self._pull, claims_of(args, kwargs), args, kwargs)
+        return self._begun(feed, partial(self._begin_chunks, feed, takers), plan, parents)
 
+    def _begin_chunks(self, feed: ChunkFeed, takers: Sequence[Share], pull: Pull) -> None:
         def send(number: int, share: Share) -> Future[Any]:
             with self.submitter.admitted(self.spec.label):  # chunk by chunk, as the user takes them
                 return pull.send(number, share)
 
-        feed = ChunkFeed(site, self.submitter.workers, pull.chunks, takers, send, self.how.maxsize, returns_errors)
+        feed.begin(Pull(pull.chunks, send), takers)
         self.submitter.traffic.add_in_parts(feed)
-        return Stream(feed)
 
     def pulled(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], parents: Sequence[Future[Any]], waits: bool
@@ -117,15 +153,14 @@ class Flow:
         """The future of all chunks."""
         takers, later = self._takers(), self.submitter.traffic.later
         self.submitter.check_open()
-        begin: Callable[[], Pull] = partial(self._pull, args, kwargs)
+        begin: Callable[[], Pull] = partial(self._pull, claims_of(args, kwargs), args, kwargs)
         if not parents:
             pull = begin()  # mistakes are errors now
             begin = lambda: pull  # noqa: E731
         site = self.submitter.site(self.spec.name, self.options)
         join = partial(collect_chunks, self._protocol, method=self.spec.label)
         keeps_rows = isinstance(self.spec.collection.incoming, Concat)
-        returns_errors = self.how.on_error == "return"
-        call = PulledCall(site, keeps_rows, returns_errors, parents, begin, takers, join, later)
+        call = PulledCall(site, keeps_rows, self._returns_errors, parents, begin, takers, join, later)
         self.submitter.traffic.add_in_parts(call)
         future: Future[Any] = Future(call, self.group)
         with self.submitter.admitted(self.spec.label):  # once for all chunks: the group yields after the last one
@@ -145,16 +180,16 @@ class Flow:
             raise UsageError(f"{self.spec.label} {why}, so that it cannot be called with pull=; call it without")
         return replicas(self.spec.registration.protocol, self.spec.mesh, self.spec.label)
 
-    def _pull(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pull:
+    def _pull(self, claims: Sequence[Claim], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pull:
         """Plan the chunks; the rows of futures among the arguments are there."""
         spec, size = self.spec, self.how.pull
         assert size is not None, "the caller has looked"
         arguments = bind(spec.label, spec.signature, args, kwargs)
         rules, split = spec.registration.arguments, self._protocol.outgoing
         plan = plan_pull(arguments, split, rules, spec.label, size, self.how.group_by)
-        return Pull(plan.chunks, partial(self._send_chunk, plan))
+        return Pull(plan.chunks, partial(self._send_chunk, claims, plan))
 
-    def _send_chunk(self, plan: PullPlan, number: int, share: Share) -> Future[Any]:
+    def _send_chunk(self, _: Sequence[Claim], plan: PullPlan, number: int, share: Share) -> Future[Any]:
         spec = self.spec
         chunk = plan.of(number, share.ranks)
         return self.submitter.submit_chunk(self.group, spec.name, chunk, share, self._alone(share), self.options)
@@ -164,7 +199,11 @@ class Flow:
         return Collection(of_one_rank(self.spec.collection.incoming, share.rank), (share.rank,))
 
 
-def _label(future: Future[Any], share: Share, plan: CallPlan) -> None:
-    """Note whose result it is, and of which rows."""
-    future.rank = share.rank
-    future.numbers = None if plan.real_rows is None else plan.real_rows.numbers[share.rank]
+def _labelled(
+    shares: Iterable[Share], futures: Sequence[Future[Any]], rows: RealRows | None
+) -> dict[Share, Future[Any]]:
+    """The futures of shares, which say whose results they are, and of which rows."""
+    found = dict(zip(shares, futures, strict=True))
+    for share, future in found.items():
+        future.rank, future.numbers = share.rank, None if rows is None else rows.numbers[share.rank]
+    return found

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+from weakref import finalize, ref
 
+from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.derived import DerivedCall
 from bandmaster.calls.handle import Handle
 from bandmaster.calls.interruption import WaitedFor, note_calls
 from bandmaster.calls.later import LaterCall
-from bandmaster.calls.outcome import Outcome
+from bandmaster.calls.outcome import Outcome, awaited
 from bandmaster.calls.pending import PendingCall
-from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, UsageError
+from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, ResourceError, UsageError
 from bandmaster.plan import handles
 from bandmaster.plan.batch import add_batch_type, column_of
 from bandmaster.plan.batch_types import BatchType, Index
@@ -23,10 +25,16 @@ from bandmaster.plan.handles import Table
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Future", "concat", "derived", "table_of"]
+__all__ = ["Claim", "Future", "claims_of", "concat", "derived", "table_of"]
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+
+
+class Claim:
+    """Is held by a call that has still to read the rows of a future, which `Future.release` frees only then."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Future(Handle, Generic[T]):
@@ -44,10 +52,14 @@ class Future(Handle, Generic[T]):
             the call has split one; else None.
     """
 
+    _claim: Claim | None = None
+    _claims_on_parents: Sequence[ref[Claim]] = ()
+    _is_released = False
+
     def __init__(self, call: Outcome, owner: object = None) -> None:
         self._call = call
         if type(call) is LaterCall:
-            call.on_sent = partial(setattr, self, "_call")
+            call.on_sent = self._stand_for
         self._owner = owner  # lives as long as this
         self.rank: int | None = None
         self.numbers: Index | None = None
@@ -66,15 +78,19 @@ class Future(Handle, Generic[T]):
             CollectError: A rank returned a value that cannot be pickled, unpickled or combined.
             WorkerDied: A worker process ended, or the group was closed or restarted.
             RowsLost: Rows that were left on the ranks, or that the call takes, were released, or lost with a host.
-            CallTimeout: A rank did not reply in time. The call still runs: wait for it again, or cancel it.
+            CallTimeout: A rank did not reply in time, or its rows did not come from its host. The call still runs: wait
+                for it again, or cancel it.
             CallCancelled: The call was cancelled.
         """
-        error = self.exception(timeout)
-        if error is None and self._call.keeps_rows:
-            self._call.bring_rows()
-            error = self._call.error
-        if error is not None:
-            raise error
+        deadline = self._wait(timeout)
+        if self._call.error is None and self._call.keeps_rows:
+            try:
+                self._call.bring_rows(deadline)
+            except CallTimeout as late:
+                late.future = self
+                raise
+        if self._call.error is not None:
+            raise self._call.error
         outcome: T = self._call.outcome
         return outcome
 
@@ -87,9 +103,16 @@ class Future(Handle, Generic[T]):
         Raises:
             CallTimeout: A rank did not reply in time.
         """
+        deadline = self._wait(timeout)
+        if self._call.error is None and self._call.keeps_rows and self._call.rows_are_here:
+            self._call.bring_rows(deadline)  # it costs little to know whether they can be joined
+        return self._call.error
+
+    def _wait(self, timeout: float | None) -> Deadline:
+        """Wait for the call; returns the deadline, by which its rows have to come as well."""
         timeout_s = self._call.site.limits().timeout if timeout is None else timeout
         try:
-            while not self._call.wait(timeout_s):
+            while not self._call.wait((deadline := Deadline(timeout_s)).left()):
                 assert timeout_s is not None, "only a deadline ends the wait early"
                 late = self._late(timeout_s)
                 if not (timeout_s and late.is_debugged):
@@ -97,14 +120,12 @@ class Future(Handle, Generic[T]):
         except KeyboardInterrupt as error:
             note_calls(error, [self._waited_for()])
             raise
-        if self._call.error is None and self._call.keeps_rows and self._call.rows_are_here:
-            self._call.bring_rows()  # it costs little to know whether they can be joined
-        return self._call.error
+        return deadline
 
     def _waited_for(self) -> WaitedFor:
         """What the notes of a KeyboardInterrupt say about this call."""
-        awaited = self._call.awaited
-        return WaitedFor(self._call.site.method, awaited.missing if awaited is not None else (), self._call.late)
+        first = awaited(self._call)
+        return WaitedFor(self._call.site.method, first.missing if first is not None else (), self._call.late)
 
     def _late(self, timeout_s: float) -> CallTimeout:
         error = self._call.late(timeout_s)
@@ -164,7 +185,12 @@ class Future(Handle, Generic[T]):
 
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
-        self.add_done_callback(lambda _: loop.call_soon_threadsafe(arrived.set))
+
+        def tell(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop was closed
+                loop.call_soon_threadsafe(arrived.set)
+
+        self.add_done_callback(tell)
         timeout_s = self._call.site.limits().timeout
         try:
             while not arrived.is_set():
@@ -202,9 +228,31 @@ class Future(Handle, Generic[T]):
     def release(self) -> None:
         """Let go of the rows that the call has left on its ranks, as `with` does; who uses them later gets `RowsLost`.
 
-        Without it they are freed when no future refers to them any more, and no rank reads them.
+        If the call is not done, they are freed as soon as they are there. Calls that were submitted before still get
+        them. Without `release` they are freed when no future refers to them any more, and no rank reads them.
         """
+        claim, self._claim = self._claim, None
+        if claim is None:
+            self._let_go()
+        else:
+            finalize(claim, self._let_go).atexit = False
+        with contextlib.suppress(ResourceError):  # then they are freed when somebody waits for a call of the group
+            self.add_done_callback(lambda _: None)  # so that the replies are read
+
+    def _claims(self) -> list[Claim]:
+        """What keeps the rows, and those that they are made of, from being freed by `release` as long as it is held."""
+        self._claim = self._claim or Claim()
+        return [self._claim, *(claim for one in self._claims_on_parents if (claim := one()) is not None)]
+
+    def _let_go(self) -> None:
+        self._is_released = True
         self._call.release()
+
+    def _stand_for(self, call: PendingCall) -> None:
+        """Take a call that was sent in place of the one that was to be sent."""
+        self._call = call
+        if self._is_released:
+            call.release()
 
     def __enter__(self) -> Self:
         return self
@@ -268,8 +316,15 @@ def derived(given: Sequence[Handle], what: str, make: Callable[[Sequence[Table]]
     if len(futures) < len(given):
         wrong = next(type(one).__name__ for one in given if not isinstance(one, Future))
         raise UsageError(f"{what} takes futures of calls, got {wrong}")
-    made = DerivedCall(futures, what, lambda: make([table_of(future) for future in futures]))
-    return Future(made, tuple([future._owner for future in futures]))
+    call = DerivedCall(futures, what, lambda: make([table_of(future) for future in futures]))
+    made: Future[Any] = Future(call, tuple([future._owner for future in futures]))
+    made._claims_on_parents = [ref(claim) for future in futures for claim in future._claims()]
+    return made
+
+
+def claims_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Claim]:
+    """The claims of a call on the rows of the futures among its arguments."""
+    return [claim for value in (*args, *kwargs.values()) if type(value) is Future for claim in value._claims()]
 
 
 def concat(futures: Sequence[Future[Any]]) -> Future[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from bandmaster.errors import BatchError, UsageError
 from bandmaster.plan import handles
 from bandmaster.plan.batch import column_of
 from bandmaster.plan.batch_types import Index
-from bandmaster.plan.columns import Schema
+from bandmaster.plan.columns import Schema, ascending
 from bandmaster.plan.handles import Table
 from bandmaster.plan.render import Cell, svg_bands
 
@@ -112,29 +112,30 @@ class Handle:
         chosen = rows if isinstance(rows, slice) else np.array(rows)  # which the caller may change
         return self._derived("rows", (), lambda tables: handles.take(tables[0], index_of(chosen, tables[0].n_rows)))
 
-    def select(self, *names: str) -> Self:
+    def select(self, *names: Hashable) -> Self:
         """The rows with these columns alone, in this order."""
         return self._columns("select", lambda known: {name: name for name in names}, names)
 
-    def drop(self, *names: str) -> Self:
+    def drop(self, *names: Hashable) -> Self:
         """The rows without these columns."""
         return self._columns("drop", lambda known: {name: name for name in known if name not in names}, names)
 
-    def rename(self, **names: str) -> Self:
-        """The rows with other names for some columns: ``rename(old="new")``."""
-        return self._columns("rename", lambda known: {names.get(name, name): name for name in known}, tuple(names))
+    def rename(self, names: Mapping[Any, Hashable] | None = None, /, **more: str) -> Self:
+        """The rows with other names for some columns: ``rename(old="new")``, or ``rename({0: "new"})``."""
+        new = {**(names or {}), **more}
+        return self._columns("rename", lambda known: {new.get(name, name): name for name in known}, tuple(new))
 
-    def _columns(self, what: str, choose: Callable[[Sequence[str]], dict[str, str]], asked: Sequence[str]) -> Self:
+    def _columns(self, what: str, choose: Callable[[Sequence[Any]], dict[Any, Any]], asked: Sequence[Hashable]) -> Self:
         def make(tables: Sequence[Table]) -> Table:
             (table,) = tables
             handles.check_named(table, "rows", what)
-            known = [str(name) for name in table.schema]
-            missing = [name for name in asked if name not in known]
+            known = list(table.schema)
+            missing, listed = [name for name in asked if name not in known], ", ".join(map(str, known))
             if missing:
-                raise BatchError(f"cannot {what} {', '.join(map(repr, missing))}: the columns are {', '.join(known)}")
+                raise BatchError(f"cannot {what} {', '.join(map(repr, missing))}: the columns are {listed}")
             chosen = choose(known)
             if what == "rename" and len(chosen) < len(known):
-                raise BatchError(f"two columns would have one name after rename: the columns are {', '.join(known)}")
+                raise BatchError(f"two columns would have one name after rename: the columns are {listed}")
             return handles.select(table, chosen)
 
         return self._derived(what, (), make)
@@ -162,11 +163,9 @@ class Handle:
         for start in range(0, len(self), n):
             yield self[start : start + n]
 
-    def sort_by(self, name: str) -> Self:
+    def sort_by(self, name: Hashable) -> Self:
         """The rows in ascending order of a column, which comes to the controller; equal ones stay in their order."""
-        column = self.select(name)
-        order = np.argsort(np.asarray(column_of(column.result(), name)), kind="stable")
-        return self[order]
+        return self[ascending(column_of(self.select(name).result(), name))]
 
 
 def index_of(rows: Any, n_rows: int) -> Index:
@@ -190,7 +189,8 @@ def index_of(rows: Any, n_rows: int) -> Index:
     wrong = index[(index < -n_rows) | (index >= n_rows)]
     if len(wrong):
         raise BatchError(f"there is no row {wrong[0]} among {n_rows} rows")
-    return np.where(index < 0, index + n_rows, index).astype(np.int64)
+    index = index.astype(np.int64)  # in which a number of rows has room
+    return np.where(index < 0, index + n_rows, index)
 
 
 def _box(place: Place) -> Cell:

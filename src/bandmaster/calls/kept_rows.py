@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
+from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.records import CallRecord
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Kept, KeptCopy, RowFacts, Workers
-from bandmaster.errors import RowsLost
-from bandmaster.plan.handles import Part, Result, Taken
+from bandmaster.errors import CallTimeout, ResourceError, RowsLost
+from bandmaster.plan.columns import Schema, dtypes_of, stacked_schema
+from bandmaster.plan.handles import Part, Result, Table, Taken, concat, take
 from bandmaster.plan.rows import RealRows
 
 __all__ = ["KeptPart", "KeptRows", "Origin", "held_by"]
 
+STILL_COMING = "wait for them again with error.future.result()"
 FETCHED = {"Ray", "network"}  # places from where hosts fetch rows
 _living: WeakSet[KeptPart] = WeakSet()  # that lie where they were made, or may
 
@@ -113,13 +117,23 @@ class KeptPart:
             )
         return self._kept
 
-    def value(self) -> Any:
+    def value(self, deadline: Deadline) -> Any:
         """The rows, decoded, in memory of the caller's own.
 
         Raises:
             RowsLost: They are gone.
+            CallTimeout: They have not come in time.
+            ResourceError: This process has no memory or no mapping for them.
         """
-        payload = self._get().payload()
+        try:
+            payload = self._get().payload(deadline.left())
+        except TimeoutError:
+            what = f"is done, but {self.origin} have not come"
+            raise CallTimeout(self.origin.method, (), deadline.timeout_s or 0.0, None, STILL_COMING, what) from None
+        except (OSError, MemoryError) as error:
+            raise ResourceError(
+                f"the controller cannot read {self.origin}: {error!r}; free memory, and try again"
+            ) from error
         if self.record is not None and not self._came:
             self.record.returned_nbytes += payload.nbytes
         return decode(payload)
@@ -162,9 +176,9 @@ class KeptRows:
         self._parts = {rank: parts[rank] for rank in ranks}
         self._real_rows = real_rows
 
-    def value(self, rank: int) -> Any:
-        """The rows of a rank, decoded."""
-        return self._parts[rank].value()
+    def value(self, rank: int, deadline: Deadline) -> Any:
+        """The rows of a rank, decoded. Raises as `KeptPart.value` does."""
+        return self._parts[rank].value(deadline)
 
     @property
     def is_here(self) -> bool:
@@ -172,37 +186,43 @@ class KeptRows:
         return all(part.is_here for part in self._parts.values())
 
     @cached_property
-    def table(self) -> Taken | None:
+    def table(self) -> Table | None:
         """All rows, without those that were computed from padding; None if they cannot be one batch.
+
+        Ranks without rows do not determine the columns.
 
         Raises:
             BatchError: The value of a rank mixes batches with other values.
         """
         facts = {rank: part.facts for rank, part in self._parts.items()}
         known = {rank: fact for rank, fact in facts.items() if fact is not None}
-        if len(known) < len(facts):
+        with_rows = {rank: fact for rank, fact in known.items() if fact.n_rows} or known
+        kinds = [_kinds(fact.schema) for fact in with_rows.values()]
+        if len(known) < len(facts) or any(kind != kinds[0] for kind in kinds):
             return None
-        with_rows = [fact for fact in known.values() if fact.n_rows] or list(known.values())
-        if any(_kinds(fact) != _kinds(with_rows[0]) for fact in with_rows):
-            return None
-        parts = tuple([Part(rank, fact.n_rows, fact.nbytes, self._parts[rank]) for rank, fact in known.items()])
-        columns = with_rows[0].schema
-        nbytes = {name: sum(fact.schema[name].nbytes for fact in with_rows) for name in columns}
-        schema = {name: column._replace(nbytes=nbytes[name]) for name, column in columns.items()}
-        result = Result(self._method, parts, schema, any(part.way in FETCHED for part in self._parts.values()))
-        for part, start in zip(parts, result.starts, strict=True):
-            part.kept.origin.numbers = range(start, start + part.n_rows)
+        starts = list(accumulate([fact.n_rows for fact in known.values()], initial=0))
+        for rank, (start, stop) in zip(known, pairwise(starts), strict=True):
+            self._parts[rank].origin.numbers = range(start, stop)
+        by_dtypes = [list(ranks) for _, ranks in groupby(with_rows, lambda rank: dtypes_of(with_rows[rank].schema))]
+        table = concat([self._rows_of(ranks, with_rows) for ranks in by_dtypes], [self._method] * len(by_dtypes))
         real_rows, ranks = self._real_rows, list(self._parts)
         order = None if real_rows is None else real_rows.order(ranks)
         if real_rows is None or (real_rows.padded_to is None and order is None):
-            return Taken(result, range(result.n_rows))
+            return table
         counts = [len(real_rows.numbers[rank]) for rank in ranks]
         sent = counts if real_rows.padded_to is None else [real_rows.padded_to] * len(ranks)
-        if [part.n_rows for part in parts] != sent:
+        if [fact.n_rows for fact in known.values()] != sent:
             return None
-        real = [np.arange(n) + start for n, start in zip(counts, result.starts, strict=True)]
-        index = np.concatenate(real)
-        return Taken(result, index if order is None else index[order])
+        index = np.concatenate([np.arange(n) + start for n, start in zip(counts, starts, strict=False)])
+        restored: Table = take(table, index if order is None else index[order])
+        return restored
+
+    def _rows_of(self, ranks: Sequence[int], facts: Mapping[int, RowFacts]) -> Taken:
+        """The rows of some ranks, whose columns are of the same dtypes."""
+        parts = tuple([Part(rank, facts[rank].n_rows, facts[rank].nbytes, self._parts[rank]) for rank in ranks])
+        schema = stacked_schema([facts[rank].schema for rank in ranks])
+        result = Result(self._method, parts, schema, any(part.kept.way in FETCHED for part in parts))
+        return Taken(result, range(result.n_rows))
 
     def release(self) -> None:
         """Let go of all rows."""
@@ -210,6 +230,6 @@ class KeptRows:
             part.release()
 
 
-def _kinds(facts: RowFacts) -> list[tuple[Any, ...]]:
-    """What has to be equal on all ranks."""
-    return [(name, column.dtype, column.shape) for name, column in facts.schema.items()]
+def _kinds(schema: Schema) -> dict[Hashable, Any]:
+    """What has to be equal on all ranks, as columns of different dtypes can be joined where they are arrays."""
+    return {name: column.dtype if column.shape is None else column.shape for name, column in schema.items()}

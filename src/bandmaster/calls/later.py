@@ -17,8 +17,9 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from bandmaster.calls.deadline import Deadline
-from bandmaster.calls.outcome import Watchers, first_awaited, late, wait_for_all
+from bandmaster.calls.outcome import Outcome, late, wait_for_all
 from bandmaster.calls.pending import CallSite, PendingCall
+from bandmaster.calls.progress import Watchers
 from bandmaster.errors import CallCancelled, CallTimeout
 
 __all__ = ["LaterCall", "LaterCalls", "Waiting"]
@@ -39,7 +40,7 @@ class LaterCall:
         site: What messages say about it.
         keeps_rows: Whether its rows will stay where they are made.
         parents: The futures of the rows that it takes.
-        send: Sends it.
+        send: Sends it, and returns what was sent; None for a stream, which looks after its own calls.
         others: The calls to the same workers that were not sent yet.
     """
 
@@ -51,16 +52,16 @@ class LaterCall:
         site: CallSite,
         keeps_rows: bool,
         parents: Sequence[Any],
-        send: Callable[[], PendingCall],
+        send: Callable[[], Any],
         others: LaterCalls,
     ) -> None:
         self.site, self.keeps_rows, self.parents = site, keeps_rows, tuple(parents)
         self.error: BaseException | None = None
-        self.is_cancelled = False
+        self.is_cancelled = self.is_sent_in_background = False
         self.on_sent: Callable[[PendingCall], None] = lambda call: None
         self._sent: PendingCall | None = None
         self._watchers = Watchers()
-        self._send: Callable[[], PendingCall] | None = send
+        self._send: Callable[[], Any] | None = send
         self._others = others
 
     @property
@@ -92,9 +93,9 @@ class LaterCall:
         return wait_for_all(self.parents, Deadline(timeout_s))
 
     @property
-    def blocker(self) -> PendingCall | None:
-        """The call that it waits for."""
-        return first_awaited(self.parents)
+    def waits_for(self) -> Sequence[Outcome]:
+        """The first call to the same workers that was not sent, and the calls of the rows that it takes."""
+        return [*self._others.first_before(self), *(parent._call for parent in self.parents)]
 
     def _send_now(self) -> None:
         send, self._send, self.parents = self._send, None, ()
@@ -121,11 +122,12 @@ class LaterCall:
     def late(self, timeout_s: float) -> CallTimeout:
         """The error for who has waited for so long."""
         why = "takes its rows" if self.parents else "was submitted behind a call that takes its rows"
-        return late(self.site, timeout_s, self.awaited, why)
+        return late(self, timeout_s, why)
 
     def watch(self, when_done: Callable[[], object]) -> None:
-        """Call a function when it was sent, or will not be."""
-        self._watchers.add(when_done, self._sent is not None or self.is_done)
+        """Call a function when it was sent, or will not be, though no thread waits for it."""
+        self._others.send_in_background(self)
+        self._watchers.add(when_done)
 
     def tell(self) -> None:
         """Tell who watches that it was sent, or will not be."""
@@ -138,16 +140,11 @@ class LaterCall:
         self._others.advance()
         self.tell()
 
-    @property
-    def awaited(self) -> PendingCall | None:
-        """The call whose ranks are waited for; it may be that of an earlier call."""
-        return self._others.blocker_of(self)
-
     def drive(self) -> None:
         """Send what can be sent."""
         self._others.advance()
 
-    def bring_rows(self) -> None:
+    def bring_rows(self, deadline: Deadline) -> None:
         """Nothing: there is an error."""
 
     def release(self) -> None:
@@ -164,18 +161,16 @@ class Waiting(Protocol):
     Attributes:
         site: What messages say about it.
         parents: The futures of the rows that it takes, until it was sent.
-        blocker: The call that it waits for.
+        is_sent_in_background: Whether it is sent when these are done, though no thread waits for it.
         is_done: Whether it has its result, or will not be sent.
     """
 
     site: CallSite
     parents: tuple[Any, ...]
+    is_sent_in_background: bool
 
     @property
     def is_done(self) -> bool: ...  # noqa: D102
-
-    @property
-    def blocker(self) -> PendingCall | None: ...  # noqa: D102
 
     def advance(self) -> bool:
         """Send what can be sent without waiting; whether the calls after it may be sent. The lock is held."""
@@ -221,11 +216,19 @@ class LaterCalls:
         with self._lock:
             self.calls.append(call)
         try:
-            for parent in () if is_waited_for else call.parents:
-                parent.add_done_callback(lambda _: self.advance())
+            if not is_waited_for:
+                self.send_in_background(call)
         except BaseException:
             call.cancel()
             raise
+
+    def send_in_background(self, call: Waiting) -> None:
+        """Have a call, and those before it, be sent when their rows are there, though no thread waits for them."""
+        for one in self.up_to(call):
+            parents = () if one.is_sent_in_background else one.parents
+            one.is_sent_in_background = True
+            for parent in parents:
+                parent.add_done_callback(lambda _: self.advance())
 
     def wait_up_to(self, call: Waiting, deadline: Deadline) -> bool:
         """Wait until the calls before a call, and it itself, were sent; False when the time is over before."""
@@ -235,10 +238,10 @@ class LaterCalls:
             self.advance()
         return True
 
-    def blocker_of(self, call: Waiting) -> PendingCall | None:
-        """The call that a call, or one before it, waits for."""
-        blockers = (waiting.blocker for waiting in self.up_to(call))
-        return next((blocker for blocker in blockers if blocker is not None), None)
+    def first_before(self, call: Waiting) -> list[Any]:
+        """The first of the calls that were not sent, which one of them waits for; none for this one itself."""
+        first = next(iter(self.up_to(call)), call)
+        return [] if first is call else [first]
 
     def up_to(self, call: Waiting) -> list[Waiting]:
         """The calls that are sent before a call, and the call itself; none if it is not waiting."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from bandmaster.calls.flow import Flow
-from bandmaster.calls.future import Future
+from bandmaster.calls.future import Claim, Future, claims_of
 from bandmaster.calls.options import FLOW_NAMES, CallOptions, FlowOptions, MethodOptions, default_options
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.stream import Stream
@@ -70,7 +70,8 @@ class GroupMethod(Generic[P, C, G]):
                 complete and in the order of the batch, a `stream` in the order in which chunks are done. ``group_by``:
                 the name of the column, or the argument, whose equal values keep rows in one chunk. ``on_error``:
                 ``"return"`` if a chunk that fails is not to fail the call: the result is then a `PartialResult`, and a
-                stream yields failed futures. ``record``: a folder, in which each rank stores what it gets, the state of
+                stream yields failed futures; so does a stream of a generator method, where the items of the other ranks
+                go on. ``record``: a folder, in which each rank stores what it gets, the state of
                 its worker and of random number generators, before it runs the method; ``bandmaster replay`` runs that
                 again in one process. ``record_ranks``: the ranks that do, by default all.
 
@@ -82,7 +83,7 @@ class GroupMethod(Generic[P, C, G]):
         base = self._options
         if limits:
             base = (base or default_options().but(self._submitter.options)).but(limits)
-        made = self._flow.but(flow)
+        made = self._flow.but(flow, self._spec.is_generator)
         if unknown := set(made.record_ranks or ()).difference(self._spec.ranks):
             raise UsageError(
                 f"record_ranks names rank {', '.join(map(str, sorted(unknown)))}, but {self._spec.label} runs on ranks "
@@ -107,7 +108,8 @@ class GroupMethod(Generic[P, C, G]):
         generator (``yield``), they are its items, each of which is made when the ones before it are taken: see
         ``maxsize`` of `options`. Other calls may be made meanwhile; a rank runs them between two items.
 
-        Waits until the rows of futures among the arguments are there.
+        Does not wait for the rows of futures among the arguments, or for calls that were submitted before: it is sent
+        when those are there, and what goes wrong then is raised as the stream is iterated over.
 
         Raises:
             UsageError: The arguments do not fit the method or its protocol; nothing was sent.
@@ -127,11 +129,16 @@ class GroupMethod(Generic[P, C, G]):
         """
         if self._flow.record is not None:
             raise UsageError(f"a stream cannot be recorded; call {self._spec.name} itself, or leave out record=")
-        self._submitter.traffic.later.wait()
+        parents = self._not_there(args, kwargs)
+        if parents:
+            bind(self._spec.label, self._spec.signature, args, kwargs)  # mistakes are errors now
+        given: tuple[Sequence[Any], Mapping[str, Any]] = args, kwargs
+        if parents or self._submitter.traffic.later.calls or self._flow.pull is not None:
+            given = _as_they_are(args, kwargs)
         if self._flow.pull is not None:
-            return self._flow_now.chunks(*_as_they_are(args, kwargs))
-        plan = self._plan(args, kwargs)
-        return self._flow_now.items(plan) if self._spec.is_generator else self._flow_now.shares(plan)
+            return self._flow_now.chunks(*given, parents)
+        plan = partial(_claimed, claims_of(*given), partial(self._plan, *given))
+        return self._flow_now.stream(plan, parents)
 
     @property
     def _flow_now(self) -> Flow:
@@ -166,7 +173,7 @@ class GroupMethod(Generic[P, C, G]):
             bind(spec.label, spec.signature, args, kwargs)  # mistakes are errors now
             if not waits:
                 args, kwargs = _as_they_are(args, kwargs)
-            plan = partial(spec.plan, args, kwargs, protocol.outgoing)
+            plan = partial(_claimed, claims_of(args, kwargs), partial(spec.plan, args, kwargs, protocol.outgoing))
         else:
             plan = spec.plan(args, kwargs, protocol.outgoing)
         if self._flow.record is not None:
@@ -210,6 +217,11 @@ class GroupMethod(Generic[P, C, G]):
 
     def __repr__(self) -> str:
         return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"
+
+
+def _claimed(_: Sequence[Claim], plan: Callable[[], CallPlan]) -> CallPlan:
+    """Plan a call that has had claims on the rows that it takes since it was submitted."""
+    return plan()
 
 
 def _as_they_are(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -62,7 +62,7 @@ class FlowOptions:
         maxsize: How many items of each rank a stream has made before they are taken, and how many chunks of all.
         pull: Rows of the chunks that go to whichever replica is free; None sends each replica one part.
         group_by: The column whose equal values keep rows in one chunk.
-        on_error: ``"return"`` if chunks that fail are to come back as errors.
+        on_error: ``"return"`` if chunks, or items of generators, that fail are to come back as errors.
         record: The folder in which the ranks record the call, absolute; None for no record.
         record_ranks: The ranks that do; None for all.
     """
@@ -74,8 +74,8 @@ class FlowOptions:
     record: str | os.PathLike[str] | None = None
     record_ranks: Sequence[int] | None = None
 
-    def but(self, changes: Mapping[str, Any]) -> FlowOptions:
-        """A copy with some options changed.
+    def but(self, changes: Mapping[str, Any], is_generator: bool = False) -> FlowOptions:
+        """A copy with some options changed, of a method that may be a generator.
 
         Raises:
             UsageError: A value is invalid.
@@ -90,7 +90,7 @@ class FlowOptions:
             raise UsageError(f"group_by must be the name of a column or of an argument, got {made.group_by!r}")
         if made.on_error not in ("raise", "return"):
             raise UsageError(f"on_error must be 'raise' or 'return', got {made.on_error!r}")
-        if made.pull is None and (made.group_by is not None or made.on_error != "raise"):
+        if made.pull is None and (made.group_by is not None or (made.on_error != "raise" and not is_generator)):
             raise UsageError(
                 "group_by and on_error are about chunks of rows; set pull= as well, to their number of rows"
             )

@@ -10,7 +10,7 @@ from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.errors import CallTimeout
 from bandmaster.plan.handles import Table
 
-__all__ = ["Outcome", "Watchers", "first_awaited", "late", "wait_for_all"]
+__all__ = ["Outcome", "awaited", "late", "wait_for_all"]
 
 
 class Outcome(Protocol):
@@ -25,7 +25,7 @@ class Outcome(Protocol):
         is_done: Whether the result or the error is there.
         is_over: Whether all ranks that were asked have replied.
         is_cancelled: Whether it was cancelled.
-        awaited: The call whose ranks are waited for, if there is one.
+        waits_for: What has to be done before it can be, the first one first; nothing for a call that was sent.
     """
 
     site: CallSite
@@ -42,7 +42,7 @@ class Outcome(Protocol):
     @property
     def is_cancelled(self) -> bool: ...  # noqa: D102
     @property
-    def awaited(self) -> PendingCall | None: ...  # noqa: D102
+    def waits_for(self) -> Sequence[Outcome]: ...  # noqa: D102
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until it is done; False when the time is over before."""
@@ -62,29 +62,16 @@ class Outcome(Protocol):
     def table(self) -> Table:
         """The rows; it is done, without an error, and keeps them."""
 
-    def bring_rows(self) -> None:
-        """Make the result, or the error, of rows that were kept; it is done. Raises RowsLost if they are gone."""
+    def bring_rows(self, deadline: Deadline) -> None:
+        """Make the result, or the error, of rows that were kept; it is done.
+
+        Raises:
+            RowsLost: They are gone.
+            CallTimeout: They have not come in time.
+        """
 
     def release(self) -> None:
         """Let go of the rows."""
-
-
-class Watchers:
-    """Functions to be called when something has come to an end."""
-
-    def __init__(self) -> None:
-        self._functions: list[Callable[[], object]] = []
-
-    def add(self, function: Callable[[], object], is_over: bool) -> None:
-        """Call a function at the end, which may have come: then ``is_over``."""
-        self._functions.append(function)
-        if is_over:  # another thread was faster
-            self.tell()
-
-    def tell(self) -> None:
-        """It has come to its end: call each once."""
-        while self._functions:
-            self._functions.pop()()
 
 
 def wait_for_all(futures: Sequence[Any], deadline: Deadline) -> bool:
@@ -92,28 +79,36 @@ def wait_for_all(futures: Sequence[Any], deadline: Deadline) -> bool:
     return all(future._call.wait(deadline.left()) for future in futures)
 
 
-def first_awaited(futures: Sequence[Any]) -> PendingCall | None:
-    """The call that the first of some futures waits for which is not done; None if there is none."""
-    return next((future._call.awaited for future in futures if not future._call.is_done), None)
+def awaited(outcome: Outcome) -> PendingCall | None:
+    """The call whose ranks are waited for, which may be one that has to be done first; None if there is none.
+
+    Each outcome is looked at once, however many others wait for it.
+    """
+    seen, todo = set[int](), [outcome]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, PendingCall):
+            return one
+        seen.add(id(one))
+        todo += [other for other in reversed(one.waits_for) if not other.is_done and id(other) not in seen]
+    return None
 
 
-def late(
-    site: CallSite, timeout_s: float, awaited: PendingCall | None, why: str, can_be_cancelled: bool = True
-) -> CallTimeout:
-    """The error for who has waited for a call that could not be sent.
+def late(outcome: Outcome, timeout_s: float, why: str, can_be_cancelled: bool = True) -> CallTimeout:
+    """The `CallTimeout` to raise after a wait of ``timeout_s`` for a call that could not be sent.
 
     Args:
-        site: The call.
-        timeout_s: How long.
-        awaited: The call that it waits for.
-        why: How the two belong together: ``"takes its rows"``.
+        outcome: The call.
+        timeout_s: How long it was waited for, in seconds.
+        why: How it belongs to the call that it waits for: ``"takes its rows"``.
         can_be_cancelled: Whether it can be cancelled without what it waits for.
     """
-    if awaited is None:
+    site, first = outcome.site, awaited(outcome)
+    if first is None:
         return CallTimeout(site.method, (), timeout_s)
     alone = "cancel it alone with error.future.cancel(), or " if can_be_cancelled else ""
     what_next = (
         f"{site.method} {why}, and so was not sent: wait again with error.future.result(), {alone}cancel all calls of "
-        f"group {awaited.site.group!r} with its cancel()"
+        f"group {first.site.group!r} with its cancel()"
     )
-    return CallTimeout(awaited.site.method, awaited.missing, timeout_s, awaited.stacks(), what_next)
+    return CallTimeout(first.site.method, first.missing, timeout_s, first.stacks(), what_next, behind=first.behind)

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.escalation import Escalation, Step
 from bandmaster.calls.kept_rows import KeptPart, KeptRows
 from bandmaster.calls.options import CallOptions, default_options
@@ -28,17 +30,27 @@ from bandmaster.calls.progress import CallWatch, progress
 from bandmaster.calls.records import CallRecord
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Workers
-from bandmaster.errors import CallCancelled, CallTimeout, CollectError, RemoteError, RowsLost, UsageError, WorkerDied
+from bandmaster.errors import (
+    CallCancelled,
+    CallTimeout,
+    CollectError,
+    RemoteError,
+    ResourceError,
+    RowsLost,
+    UsageError,
+    WorkerDied,
+)
 from bandmaster.failure import Failure, FailureKind, is_in_debugger
 from bandmaster.plan.collection import collect
 from bandmaster.plan.handles import Table
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import CollectEach, RealRows
 from bandmaster.plan.transfer import Gather, Incoming
-from bandmaster.platform.locks import check_not_held
+from bandmaster.platform.locks import SigintSafeLock, check_not_held
 
-__all__ = ["CallSite", "Collection", "OpenCalls", "PendingCall"]
+__all__ = ["CallSite", "Collection", "Failures", "OpenCalls", "PendingCall"]
 
+FENCE_LOOK_S = 0.02  # a failed call holds back the one that is waited for
 LOOK_AROUND_S = 5.0  # a call that is waited for may be cancelled by another thread meanwhile
 UNCHANGEABLE = {type(None), bool, int, float, str, bytes}
 MANY = 64  # open calls; from there on, each new one looks whether the oldest is over
@@ -68,6 +80,11 @@ class CallSite(NamedTuple):
         options = default_options()
         return options.but(self.defaults) if self.defaults else options
 
+    def located(self, error: CollectError) -> CollectError:
+        """The error with the coordinates of its ranks."""
+        where = {rank: self.mesh.coordinates(rank) for rank in error.failures}
+        return CollectError(error.method, error.failures, where, axes=self.mesh.shown_axes)
+
 
 class Collection(NamedTuple):
     """How the values of a call become its result.
@@ -86,12 +103,26 @@ class Collection(NamedTuple):
 NOTHING = Collection(Gather(), ())
 
 
+class Failures(dict[int, Failure]):
+    """The failures of a call by rank, also of ranks that were not asked but have died. Calls made as one share them.
+
+    Attributes:
+        fenced: The tickets of ranks that have failed and wait until all ranks that were asked have ended the call.
+    """
+
+    __slots__ = ("fenced",)
+
+    def __init__(self, deaths: Mapping[int, Failure] = MappingProxyType({})) -> None:
+        super().__init__(deaths)
+        self.fenced: dict[int, Any] = {}
+
+
 class PendingCall:
     """What some ranks were asked, what they have replied, and in the end the result.
 
     Attributes:
         site: What messages say about it.
-        failures: By rank, also of ranks that were not asked but have died. Calls that were made as one share them.
+        failures: See `Failures`.
         is_over: Whether all ranks that were asked have replied, as far as any thread has looked.
         is_done: Whether the result or the error is there.
         outcome: The result, once it is done; None if there is an error.
@@ -110,7 +141,9 @@ class PendingCall:
         keeps_rows: Whether the values stay where they are until somebody reads them.
     """
 
+    waits_for = ()
     is_cleanup = False  # whether it frees what earlier calls hold, so that it is not cancelled with them
+    is_for_all = True  # whether the death of a rank that was not asked fails it: those that were may wait for that one
 
     __slots__ = (
         "_arrived",
@@ -121,17 +154,18 @@ class PendingCall:
         "_has_to_stop",
         "_interrupted",
         "_is_collected",
+        "_is_released",
         "_kept_rows",
         "_others",
         "_values",
         "_was_missed",
+        "_watch",
         "due",
         "error",
         "failures",
         "is_done",
         "is_over",
         "keeps_rows",
-        "kept",
         "on_done",
         "outcome",
         "reading",
@@ -148,18 +182,17 @@ class PendingCall:
         site: CallSite,
         collection: Collection,
         others: OpenCalls | None = None,
-        failures: dict[int, Failure] | None = None,
+        failures: Failures | None = None,
         keeps_rows: bool = False,
     ) -> None:
         self.keeps_rows, self._is_collected = keeps_rows, not keeps_rows
         self._kept_rows: KeptRows | None = None
         self.site = site
         self.tickets: dict[int, Any] = {}  # of ranks that have not replied
-        self.failures = {} if failures is None else failures
+        self.failures = Failures() if failures is None else failures
         self.real_rows: RealRows | None = None
         self.record: CallRecord | None = None  # if a trace records
-        self.kept: Any = None  # until all ranks have replied
-        self.is_over = self.is_done = self._has_to_stop = self._was_missed = False
+        self.is_over = self.is_done = self._has_to_stop = self._was_missed = self._is_released = False
         self.outcome: Any = None
         self.error: BaseException | None = None
         self.due: float | None = None
@@ -173,6 +206,7 @@ class PendingCall:
         self._escalation: Escalation | None = None
         self._arrived: set[int] = set()  # ranks that had come to this call when the present grace began
         self._cancelled_at: float | None = None
+        self._watch: CallWatch | None = None
         self._interrupted: set[int] = set()  # ranks whose values have raised KeyboardInterrupt when they were decoded
 
     @property
@@ -185,6 +219,11 @@ class PendingCall:
         """Whether `cancel` was called."""
         return self._cancelled_at is not None
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether it has failed and a rank has not ended it, so that ranks wait before they begin later calls."""
+        return bool(self.tickets and (self.failures or self.is_cancelled))
+
     def stacks(self) -> Mapping[int, str]:
         """The Python stacks of the ranks that have not replied."""
         return self.workers.stacks(dict(self.tickets))
@@ -196,11 +235,29 @@ class PendingCall:
 
     def late(self, timeout_s: float) -> CallTimeout:
         """The error for who has waited for so long."""
-        return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks())
+        return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks(), behind=self.behind)
+
+    @property
+    def behind(self) -> str:
+        """How calls that were sent before it have failed which are not over, for messages; "" if there are none."""
+        return "" if self._others is None else self._others.failed_before(self)
 
     def watch(self, when_done: Callable[[], object]) -> None:
-        """Read replies in the background, and call a function when the call is done."""
-        progress.add(CallWatch(self, when_done))
+        """Read replies in the background, and call a function when the call is done.
+
+        The calls before it are watched as well: one that fails may have to be ended before this one can begin.
+        """
+        if self._others is not None:
+            self._others.watch_before(self)
+        self._watched().watchers.add(when_done)
+
+    def _watched(self) -> CallWatch:
+        with SigintSafeLock(), progress.lock:
+            if self._watch is None:
+                watch = CallWatch(self)
+                progress.add(watch)
+                self._watch = watch
+            return self._watch
 
     def cancel(self) -> bool:
         """Interrupt the call where it runs, and have it skipped where it does not run yet. From any thread."""
@@ -277,6 +334,7 @@ class PendingCall:
                 break
             self._take(LOOK_AROUND_S if until is None else min(max(0.0, until - time.monotonic()), LOOK_AROUND_S))
             if deadline is not None and self.tickets and time.monotonic() >= deadline:
+                self.due = self._do_what_is_due()  # of what was taken: who looks without waiting comes again only then
                 return False
         self._note_end()
         return True
@@ -292,10 +350,13 @@ class PendingCall:
             on_done()
 
     def _note_end(self) -> bool:
-        """Whether all ranks have replied; what was kept for them is let go then."""
-        self.is_over = not self.tickets
-        if self.is_over:
-            self.kept = None
+        """Whether all ranks have replied; those that have failed go on then."""
+        if not self.tickets:
+            fenced = self.failures.fenced
+            if fenced and (self._others is None or not self._others.has_unanswered(self.failures)):
+                self.workers.resume(fenced)
+                self.failures.fenced = {}
+            self.is_over = True  # last: Ctrl-C before this has all of it done again
         return self.is_over
 
     def _conclude(self) -> None:
@@ -307,6 +368,8 @@ class PendingCall:
                 for rank, value in self._values.items()
             }
             self._kept_rows = KeptRows(self.site.method, self._collection.ranks, kept, self.real_rows)
+            if self._is_released:
+                self._kept_rows.release()
         elif self.error is None:
             self._collect(self._values)
         self.is_done = True
@@ -315,16 +378,18 @@ class PendingCall:
         self._values = {}
         if self._kept_rows is None:
             self._collection = NOTHING  # which may refer to the group, that has the list of its calls
-        elif self._others is not None:
-            self._others.forget(self)  # else the rows would stay until the next call of the group
+        if self._others is not None and self.is_over:
+            self._others.forget(self)  # else what it holds would stay until the next call of the group
         if self.on_done is not None:
             self._tell()
 
-    def bring_rows(self) -> None:
+    def bring_rows(self, deadline: Deadline) -> None:
         """Make the result, or the error, of rows that were kept; the call is done.
 
         Raises:
             RowsLost: Some of them are gone; others may be there.
+            CallTimeout: Some of them have not come in time.
+            ResourceError: This process has no memory for them now.
         """
         with self.reading:
             if self._is_collected or self._kept_rows is None:
@@ -332,8 +397,8 @@ class PendingCall:
             values = {}
             for rank in self._collection.ranks:
                 try:
-                    values[rank] = self._kept_rows.value(rank)
-                except RowsLost:
+                    values[rank] = self._kept_rows.value(rank, deadline)
+                except (RowsLost, CallTimeout, ResourceError):
                     raise
                 except BaseException as error:  # the user's objects may raise anything as they are unpickled
                     self.failures[rank] = self._unreadable(rank, error)
@@ -342,11 +407,6 @@ class PendingCall:
             if self.error is None:
                 self._collect(values)
             self._is_collected = True
-
-    @property
-    def awaited(self) -> PendingCall:
-        """The call whose ranks are waited for: this one."""
-        return self
 
     @property
     def rows_are_here(self) -> bool:
@@ -369,12 +429,12 @@ class PendingCall:
         return table
 
     def release(self) -> None:
-        """Let go of the rows that were kept."""
-        with self.reading:
-            if self._kept_rows is not None:
-                self._kept_rows.release()
-            self.outcome = None
-            self._is_collected = not self.keeps_rows
+        """Let go of the rows that were kept, or will be. Takes no lock, as garbage may be collected under any."""
+        self._is_released = True
+        if self._kept_rows is not None:
+            self._kept_rows.release()
+        self.outcome = None
+        self._is_collected = not self.keeps_rows
 
     def _collect(self, by_rank: Mapping[int, Any]) -> None:
         """Make the outcome of the values, or the error."""
@@ -389,9 +449,7 @@ class PendingCall:
         try:
             result = collect(incoming, ranks, values, self.site.method, self.real_rows)
         except CollectError as error:
-            where = {rank: self.site.mesh.coordinates(rank) for rank in error.failures}
-            axes = self.site.mesh.shown_axes
-            raise CollectError(error.method, error.failures, where, axes=axes) from error.__cause__
+            raise self.site.located(error) from error.__cause__
         return result if finish is None else finish(result)
 
     def _error(self) -> BaseException | None:
@@ -406,6 +464,14 @@ class PendingCall:
         if FailureKind.LOST in kinds and kinds <= {FailureKind.LOST, FailureKind.CANCELLED}:
             lost = {failure.summary: None for failure in failures.values() if failure.kind is FailureKind.LOST}
             return RowsLost(f"{self.site.method} of group {self.site.group!r} takes {'; '.join(lost)}; make them again")
+        if FailureKind.UNRECEIVED in kinds and kinds <= {FailureKind.UNRECEIVED, FailureKind.CANCELLED}:
+            ranks = sorted(rank for rank in failures if failures[rank].kind is FailureKind.UNRECEIVED)
+            why = failures[ranks[0]]
+            receiver = "the controller" if why.pid == os.getpid() else f"process {why.pid} on host {why.host}"
+            return ResourceError(
+                f"{self.site.method} of group {self.site.group!r} has run, but {receiver} cannot take the reply of "
+                f"rank {', '.join(map(str, ranks))}: {why.summary}"
+            )
         if FailureKind.DIED in kinds or kinds == {FailureKind.CANCELLED}:
             kind: Callable[..., BaseException] = WorkerDied
         elif kinds <= {FailureKind.RESULT, FailureKind.CANCELLED}:
@@ -423,6 +489,8 @@ class PendingCall:
     def _escalate(self) -> float | None:
         """Do what is due about ranks that go on with a call that failed; the moment at which more is due."""
         deaths = self.workers.deaths
+        if deaths and not self.is_for_all:
+            deaths = {rank: deaths[rank] for rank in deaths if rank in self.tickets or rank in self.failures}
         if not (deaths or self.failures or self._cancelled_at is not None):
             return None
         now = time.monotonic()
@@ -453,7 +521,7 @@ class PendingCall:
         if stuck:
             grace = self.site.limits().grace
             more = f" (grace {grace:g} s; options(grace=...) gives it more)" if grace else ""
-            why = f"ended by the controller, as it had not stopped in time after {self._reason()}{more}"
+            why = f"ended by the controller, as it had not stopped in time after {self.how_it_failed()}{more}"
             self.workers.interrupt(stuck, why)
         if self.tickets:
             self._arrived = self._ranks_at_this_call() - debugged
@@ -469,10 +537,13 @@ class PendingCall:
         """The ranks that have not replied to this call, but to all that were sent before it."""
         return set(self.tickets).difference(self._others.awaited_before(self) if self._others is not None else ())
 
-    def _reason(self) -> str:
+    def how_it_failed(self) -> str:
+        """What messages of calls that suffer from it say: which rank failed first, and why."""
         if self.is_cancelled:
             return f"{self.site.method} was cancelled"
-        return f"{self.site.method} failed on rank {min(self.failures)}"
+        rank, failure = min(self.failures.items(), key=lambda item: (*item[1].may_follow, item[0]))
+        why = failure.summary.partition("\n")[0]
+        return f"{self.site.method} failed on rank {rank} ({why})"
 
     def _take(self, timeout_s: float) -> None:
         """Take the replies that come in this time."""
@@ -495,6 +566,7 @@ class PendingCall:
                     value = self._unreadable(rank, error)
             if type(value) is Failure:
                 self.failures[rank], self._has_failed = value, True
+                self.failures.fenced[rank] = ticket
             else:
                 values[rank] = value
         self.tickets = still  # now that nothing can interrupt it any more
@@ -550,12 +622,35 @@ class OpenCalls:
                 break
             else:
                 moments.append(call.drive())
+                if call.holds_back:  # its last reply lets ranks go on, and wakes nobody who waits here
+                    moments.append(time.monotonic() + FENCE_LOOK_S)
         return min((moment for moment in moments if moment is not None), default=None)
 
     def awaited_before(self, call: PendingCall) -> set[int]:
         """The ranks that have not replied to the calls that were sent before one."""
-        earlier = itertools.takewhile(lambda other: other is not call, list(self._calls))
-        return {rank for other in earlier for rank in other.missing}
+        return {rank for other in self._before(call) for rank in other.missing}
+
+    def failed_before(self, call: PendingCall) -> str:
+        """How calls that were sent before one have failed which are not over, for messages; "" if there are none."""
+        return "; ".join(
+            f"{other.how_it_failed()} and has not ended on rank {', '.join(map(str, other.missing))}"
+            for other in self._before(call)
+            if other.holds_back
+        )
+
+    def watch_before(self, call: PendingCall) -> None:
+        """Have the calls that were sent before one be done though no thread waits for them."""
+        for other in self._before(call):
+            if not other.is_over:
+                other._watched()
+
+    def _before(self, call: PendingCall) -> Iterator[PendingCall]:
+        """The calls that were sent before one; other threads may add or forget some meanwhile."""
+        return itertools.takewhile(lambda other: other is not call, list(self._calls))
+
+    def has_unanswered(self, failures: Failures) -> bool:
+        """Whether a rank has not replied to one of the calls that share these failures."""
+        return any(call.failures is failures and call.tickets for call in list(self._calls))
 
     def unfinished(self) -> list[PendingCall]:
         """The calls that are not over, in the order they were sent. What has been replied counts."""
@@ -568,8 +663,11 @@ class OpenCalls:
         """Cancel the calls that are not over, and wait until they are: at most for the grace of each."""
         open_calls = self.unfinished()
         for call in open_calls:
-            call.cancel()
+            if not call.is_cleanup:
+                call.cancel()
         for call in open_calls:
+            if call.is_cleanup and not call.wait(call.site.limits().grace):
+                call.cancel()
             call.wait_for_all()
 
     def forget(self, call: PendingCall) -> None:

@@ -25,11 +25,13 @@ from typing import Protocol
 from bandmaster.contract import Ticket, Workers
 from bandmaster.errors import ResourceError
 from bandmaster.platform.limits import start_thread
+from bandmaster.platform.locks import SigintSafeLock
 
-__all__ = ["CallWatch", "Progress", "Watch", "progress"]
+__all__ = ["CallWatch", "Progress", "Watch", "Watchers", "progress"]
 
 PATIENCE_S = 0.02
 LOOK_S = 0.1  # how often workers are asked that tell of nothing by themselves
+LOOK_AROUND_S = 5.0  # Ctrl-C may have come between the end of a call and the word of it
 _log = logging.getLogger(__name__)
 
 
@@ -48,14 +50,39 @@ class Watch(Protocol):
         """Do what can be done without waiting; whether the watch is over."""
 
 
-class Progress:
-    """The watches of this process, and the thread, which runs as long as there is any."""
+class Watchers:
+    """Functions to be called once, when something has come to an end."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # re-entrant, as a signal handler may come here in the middle of it
+        self._functions: deque[Callable[[], object]] = deque()
+        self._has_ended = False
+
+    def add(self, function: Callable[[], object]) -> None:
+        """Call a function at the end, or now if it has come."""
+        self._functions.append(function)
+        if self._has_ended:
+            self.tell()
+
+    def tell(self) -> None:
+        """Call each function once, as the end has come. Any thread may call this again."""
+        self._has_ended = True
+        with contextlib.suppress(IndexError):
+            while True:
+                self._functions.popleft()()
+
+
+class Progress:
+    """The watches of this process, and the thread, which runs as long as there is any.
+
+    Attributes:
+        lock: Guards the watches. It is re-entrant, as garbage that is collected in the middle of it may come here.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
         self._watches: dict[int, Watch] = {}  # by their ids
         self._to_look: deque[Watch] = deque()
-        self._wake = -1
+        self._wake = self._waker = -1  # the ends of a pipe
 
     def add(self, watch: Watch) -> None:
         """Look after something from here on.
@@ -63,31 +90,33 @@ class Progress:
         Raises:
             ResourceError: The system allows no more threads or descriptors.
         """
-        with self._lock:
+        with SigintSafeLock(), self.lock:  # Ctrl-C must not come between what belongs together
             if self._wake < 0:
                 try:
-                    self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                    self._wake, self._waker = os.pipe()
                 except OSError as error:
                     raise ResourceError(f"there is no descriptor to wait in the background with ({error})") from error
+                os.set_blocking(self._waker, False)
                 try:
                     start_thread("bandmaster-progress", self._run)
-                except BaseException:
+                except ResourceError:
                     self._close()
                     raise
             self._watches[id(watch)] = watch
-        self.look_at(watch)
+            self.look_at(watch)
 
     def look_at(self, watch: Watch) -> None:
         """Look at a watch soon: something has happened. From any thread; it does not block."""
-        self._to_look.append(watch)
-        with self._lock:
+        with SigintSafeLock(), self.lock:
+            self._to_look.append(watch)
             if self._wake >= 0:  # else the thread has ended, and the watch with it
-                os.eventfd_write(self._wake, 1)
+                with contextlib.suppress(BlockingIOError):  # it is full, and so wakes the thread
+                    os.write(self._waker, b"1")
 
     def _run(self) -> None:
         while True:
             self._look()
-            with self._lock:
+            with self.lock:
                 if not self._watches:
                     self._close()
                     return
@@ -106,7 +135,7 @@ class Progress:
                     )
                     is_over = True
                 if is_over:
-                    with self._lock:
+                    with self.lock:
                         del self._watches[id(watch)]
 
     def _wait(self, watches: list[Watch]) -> None:
@@ -123,23 +152,25 @@ class Progress:
             elif fd not in by_fd:
                 by_fd[fd] = watch.workers
                 poll.register(fd, select.POLLIN)
-        waits_s = [*(moment - now for moment in due), *([LOOK_S] if silent else [])]
-        for fd, _ in poll.poll(max(0.0, min(waits_s)) * 1000 if waits_s else None):
+        waits_s = [*(moment - now for moment in due), LOOK_S if silent else LOOK_AROUND_S]
+        ready = poll.poll(max(0.0, min(waits_s)) * 1000)
+        for fd, _ in ready:
             if fd == self._wake:
-                with contextlib.suppress(OSError):
-                    os.eventfd_read(fd)
+                os.read(fd, select.PIPE_BUF)
             else:
                 workers = by_fd[fd]
                 workers.check(is_thorough=False)  # tickets that are done by this tell their watches
                 if workers.deaths:
                     self._to_look.extend(watch for watch in watches if watch.workers is workers)
         now = time.monotonic()
-        self._to_look.extend(silent)
+        self._to_look.extend(silent if ready else watches)
         self._to_look.extend(watch for watch in watches if watch.due is not None and watch.due <= now)
 
     def _close(self) -> None:
-        fd, self._wake = self._wake, -1
-        os.close(fd)
+        ends = self._wake, self._waker
+        self._wake = self._waker = -1
+        for fd in ends:
+            os.close(fd)
 
 
 progress = Progress()
@@ -158,13 +189,17 @@ class Watched(Protocol):
 
 
 class CallWatch:
-    """Has a call be done, and then something be called, though no thread waits for it."""
+    """Has a call be done though no thread waits for it.
 
-    def __init__(self, call: Watched, when_done: Callable[[], object]) -> None:
+    Attributes:
+        watchers: What is called then.
+    """
+
+    def __init__(self, call: Watched) -> None:
         self.workers: Workers = call.workers
         self.due: float | None = None
+        self.watchers = Watchers()
         self._call = call
-        self._when_done = when_done
         look = partial(progress.look_at, self)
         call.on_done = look
         for ticket in list(call.tickets.values()):
@@ -174,8 +209,9 @@ class CallWatch:
     def look(self) -> bool:
         """Read what has arrived for the call."""
         if self._call.wait(0):
-            self._call.on_done = None  # which refers to this, so that rows would stay until garbage is collected
-            self._when_done()
+            self._call.on_done = None
+            del self._call  # which refers to this, so that rows would stay until garbage is collected
+            self.watchers.tell()
             return True
         due = self._call.due
         self.due = None if due is None else max(due, time.monotonic() + PATIENCE_S)  # another thread may be at it

@@ -17,12 +17,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from bandmaster.calls.feeds import pending_calls
+from bandmaster.calls.feeds import Feed, pending_calls
 from bandmaster.calls.future import Future
 from bandmaster.calls.pending import CallSite, PendingCall
-from bandmaster.calls.stream import Arrivals
 from bandmaster.contract import Workers
-from bandmaster.errors import CallCancelled
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.shares import Share
 
@@ -122,75 +120,47 @@ class Puller:
         self.go_on()
 
 
-class ChunkFeed:
+class ChunkFeed(Feed):
     """The chunks of a call, each as it comes.
 
     Args:
         site: What messages say about the call.
         workers: The workers that are asked.
-        chunks: For each chunk the numbers of its rows.
-        replicas: The ranks that take a chunk together.
-        send: Sends a chunk to a replica.
-        maxsize: Number of chunks that may be running or done without being taken; None for no limit.
         returns_errors: Whether chunks that have failed come as futures as well.
+        maxsize: Number of chunks that may be running or done without being taken; None for no limit.
     """
 
-    def __init__(
-        self,
-        site: CallSite,
-        workers: Workers,
-        chunks: Sequence[Index],
-        replicas: Sequence[Share],
-        send: Callable[[int, Share], Future[Any]],
-        maxsize: int | None,
-        returns_errors: bool,
-    ) -> None:
-        self.site, self.workers = site, workers
-        self.arrived: Arrivals[Future[Any] | Exception] = Arrivals()
-        self._n_to_take = len(chunks)
-        self._returns_errors = returns_errors
-        self._puller = Puller(chunks, replicas, send, maxsize, self.arrived.put, self.arrived.put)
-        try:
-            self._puller.go_on()
-        except BaseException:  # Ctrl-C
-            self._puller.stop()
-            raise
+    def __init__(self, site: CallSite, workers: Workers, returns_errors: bool, maxsize: int | None) -> None:
+        super().__init__(site, workers, returns_errors)
+        self._maxsize = maxsize
+        self._puller: Puller | None = None
+        self._n_left = 0
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a chunk was not taken."""
-        return self._n_to_take > 0
-
-    def received(self, future: Future[Any] | Exception) -> Future[Any]:
-        """As `Feed.received`; makes room for one more."""
-        if isinstance(future, Exception):
-            raise future
-        self._n_to_take -= 1
-        error = future.exception()
-        if error is not None and not self._returns_errors:
-            raise error
-        self._puller.taken()
-        return future
+    def begin(self, pull: Pull, replicas: Sequence[Share]) -> None:
+        """Send the first chunks; ``replicas`` are the ranks that take a chunk together."""
+        self._n_left = len(pull.chunks)
+        self._puller = Puller(pull.chunks, replicas, pull.send, self._maxsize, self._done, self.arrived.put)
+        self._puller.go_on()
 
     def pending(self) -> list[PendingCall]:
         """As `Feed.pending`."""
-        return pending_calls(self._puller.running)
+        return [] if self._puller is None else pending_calls(self._puller.running)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether all chunks were taken, or the stream was closed."""
-        return not self.is_open
+    def _is_taken(self, future: Future[Any]) -> None:
+        assert self._puller is not None, "it has sent the chunk"
+        self._puller.taken()
 
-    def cancel(self) -> bool:
-        """Send no more chunks, and cancel those that run. The stream raises `CallCancelled` and is closed then."""
-        self.arrived.put(CallCancelled(f"{self.site.method} was cancelled; make the call again"))
-        self._puller.stop()
-        return True
+    def _stop(self) -> None:
+        super()._stop()
+        if self._puller is not None:
+            self._puller.stop()
 
-    def close(self) -> None:
-        """As `Feed.close`."""
-        self._n_to_take = 0
-        self._puller.stop()
+    def _done(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._n_left -= 1
+            self.arrived.put(future)
+            if not self._n_left:
+                self.arrived.put(None)
 
 
 class Pull(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,14 +11,16 @@ from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.feeds import pending_calls
 from bandmaster.calls.future import Future, table_of
 from bandmaster.calls.later import LaterCalls
-from bandmaster.calls.outcome import Watchers, first_awaited, late, wait_for_all
+from bandmaster.calls.outcome import Outcome, late, wait_for_all
 from bandmaster.calls.pending import CallSite, PendingCall
+from bandmaster.calls.progress import Watchers
 from bandmaster.calls.pull import Pull, Puller
-from bandmaster.errors import CallCancelled, CallTimeout, RowsLost
+from bandmaster.errors import CallCancelled, CallTimeout, CollectError, ResourceError, RowsLost
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.handles import Table
 from bandmaster.plan.pulling import stack_chunks
 from bandmaster.plan.shares import Share
+from bandmaster.platform.locks import SigintSafeLock
 
 __all__ = ["FailedRows", "PartialResult", "PulledCall"]
 
@@ -68,11 +71,11 @@ class PulledCall:
         parents: The futures of the rows that it takes.
         begin: Plans it; the rows are there by then.
         replicas: The ranks that take a chunk together.
-        join: Makes the result of the values of chunks, whose numbers of rows come first.
+        join: Makes the result of chunks, of each the numbers of its rows, its value and the rank that made it.
         later: The calls to the same workers that were not sent yet.
     """
 
-    rows_are_here = False
+    rows_are_here = is_sent_in_background = False
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class PulledCall:
         parents: Sequence[Any],
         begin: Callable[[], Pull],
         replicas: Sequence[Share],
-        join: Callable[[Sequence[Index], Sequence[Any]], Any],
+        join: Callable[[Sequence[Index], Sequence[Any], Sequence[int | None]], Any],
         later: LaterCalls,
     ) -> None:
         self.site, self.keeps_rows, self.parents = site, keeps_rows and not returns_errors, tuple(parents)
@@ -97,7 +100,7 @@ class PulledCall:
         self._futures: Sequence[Future[Any]] = ()
         self._lock = threading.RLock()
         self._table: Table | None = None
-        self._is_brought = False
+        self._is_brought = self._is_released = False
         self._watchers = Watchers()
         self._sent, self._finished = threading.Event(), threading.Event()
 
@@ -120,14 +123,17 @@ class PulledCall:
 
     def wait_until_sent(self, timeout_s: float | None) -> bool:
         """Wait until all chunks were sent; False when the time is over before."""
+        deadline = Deadline(timeout_s)
         if self._begin is not None:
-            return wait_for_all(self.parents, Deadline(timeout_s))
-        return self._sent.wait(timeout_s)
+            if not wait_for_all(self.parents, deadline):
+                return False
+            self._later.advance()  # which begins it
+        return self._sent.wait(deadline.left())
 
     @property
-    def blocker(self) -> PendingCall | None:
-        """A call that it waits for."""
-        return next(iter(self._running()), None) or first_awaited(self.parents)
+    def waits_for(self) -> Sequence[Outcome]:
+        """The first call to the same workers that was not sent, the chunks that run, and the calls of its rows."""
+        return [*self._later.first_before(self), *self._running(), *(parent._call for parent in self.parents)]
 
     def _running(self) -> list[PendingCall]:
         puller = self._puller  # another thread may let go of it
@@ -153,11 +159,6 @@ class PulledCall:
 
     is_over = is_done
 
-    @property
-    def awaited(self) -> PendingCall | None:
-        """A call whose ranks are waited for."""
-        return self._later.blocker_of(self) or self.blocker
-
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until all chunks are done, or one has failed; False when the time is over before."""
         deadline = Deadline(timeout_s)
@@ -166,7 +167,7 @@ class PulledCall:
         if not self._finished.wait(deadline.left()):
             return False
         if not self.keeps_rows:
-            self.bring_rows()
+            self.bring_rows(Deadline(math.inf))  # who watches is told once, before
         return True
 
     def drive(self) -> None:
@@ -183,14 +184,14 @@ class PulledCall:
         """The error for who has waited for so long."""
         calls = self._running()
         if not calls:
-            return late(self.site, timeout_s, self.awaited, "takes its rows, or was submitted behind it")
+            return late(self, timeout_s, "takes its rows, or was submitted behind it")
         missing = [rank for call in calls for rank in call.missing]
         stacks = {rank: stack for call in calls for rank, stack in call.stacks().items()}
         return CallTimeout(self.site.method, tuple(missing), timeout_s, stacks)
 
     def watch(self, when_done: Callable[[], object]) -> None:
         """Call a function when it is done."""
-        self._watchers.add(when_done, self.is_done)
+        self._watchers.add(when_done)
 
     def table(self) -> Table:
         """The rows, in the order of the batch; all chunks are done, without an error."""
@@ -199,40 +200,46 @@ class PulledCall:
             self._table = stack_chunks(tables, self._chunks, self.site.method)
         return self._table
 
-    def bring_rows(self) -> None:
+    def bring_rows(self, deadline: Deadline) -> None:
         """Make the result, or the error; all chunks are done."""
         with self._lock:
             if self._is_brought or self.error is not None:
                 return
             try:
-                self.outcome = self._joined()
+                self.outcome = self._joined(deadline)
                 self._is_brought = True
-            except RowsLost as error:
+            except (RowsLost, CallTimeout, ResourceError) as error:
                 if self.keeps_rows:
-                    raise  # those of other chunks may be there
+                    raise  # those of other chunks may be there, or these later
                 self.error = error
             except Exception as error:  # of a chunk whose value cannot be read, or of values that cannot be joined
                 self.error = error
 
-    def _joined(self) -> Any:
+    def _joined(self, deadline: Deadline) -> Any:
         values: list[Any] = []
         numbers: list[Index] = []
+        ranks: list[int | None] = []
         failed: list[FailedRows] = []
         for chunk, future in zip(self._chunks, self._futures, strict=True):
             try:
-                values.append(future.result())
+                values.append(future.result(deadline.left()))
                 numbers.append(chunk)
+                ranks.append(future.rank)
             except Exception as error:
                 if not self._returns_errors:
                     raise
                 failed.append(FailedRows(chunk, error))
+        try:
+            value = self._join(numbers, values, ranks) if values else None
+        except CollectError as error:
+            raise self.site.located(error) from error.__cause__
         if not self._returns_errors:
-            return self._join(numbers, values)
-        value = self._join(numbers, values) if values else None
+            return value
         return PartialResult(value, sorted(int(row) for chunk in numbers for row in chunk), tuple(failed))
 
     def release(self) -> None:
-        """Let go of the rows."""
+        """Let go of the rows that are there, or will be."""
+        self._is_released = True
         for future in self._futures:
             future.release()
         self._table = self.outcome = None
@@ -248,18 +255,23 @@ class PulledCall:
             if puller is None or puller.n_left:
                 return
             self._chunks, self._futures, self._puller = puller.chunks, puller.done, None
+            if self._is_released and self.keeps_rows:
+                self.release()
             self._finished.set()
         self._watchers.tell()
 
     def _fail(self, error: BaseException) -> None:
-        with self._lock:
+        with SigintSafeLock(), self._lock:  # Ctrl-C must not leave it in the way of later calls
             if self.is_done:
                 return
             self.error = error
             self._begin, self.parents = None, ()
+            self._sent.set()
             self._finished.set()
             puller, self._puller = self._puller, None
-        if puller is not None:
-            puller.stop()
-        self._all_sent()
-        self._watchers.tell()
+        try:
+            if puller is not None:
+                puller.stop()
+        finally:
+            self._later.advance()
+            self._watchers.tell()

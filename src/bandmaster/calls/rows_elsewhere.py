@@ -12,9 +12,11 @@ Rows that are fetched from other hosts have a payload for each group, too, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
 from bandmaster.calls.future import Future, table_of
@@ -25,7 +27,9 @@ from bandmaster.contract import Workers
 from bandmaster.errors import ArgumentError
 from bandmaster.plan import handles
 from bandmaster.plan.arguments import ArgumentGroup
-from bandmaster.plan.batch import Portion
+from bandmaster.plan.batch import Portion, users_batch_types
+from bandmaster.plan.batch_types import BatchType
+from bandmaster.plan.columns import may_hold_users_types
 from bandmaster.plan.handles import (
     Addressed,
     Elsewhere,
@@ -43,6 +47,7 @@ from bandmaster.plan.handles import (
 __all__ = ["RowsElsewhere", "refers_to_rows"]
 
 _KINDS = {Future, Portion}
+_pickled: tuple[tuple[tuple[type, BatchType], ...], tuple[bytes, ...]] = (), ()  # batch types
 
 add_plain(Elsewhere, Addressed, Renamed, Joined, Stacked)
 
@@ -138,7 +143,8 @@ class RowsElsewhere:
 
     def _elsewhere(self, table: Table, shares: dict[int, tuple[int, int]] | None = None) -> Elsewhere:
         self._tables.append(table)
-        sent = Elsewhere(addressed(table, self._label), shares)
+        types = _pickled_types() if may_hold_users_types(table.schema) else ()  # whose modules readers have to import
+        sent = Elsewhere(addressed(table, self._label), shares, types)
         self._sent[-1].append(sent)
         return sent
 
@@ -162,6 +168,18 @@ class _Shares:
 
     def __init__(self, table: Table, by_rank: dict[int, tuple[int, int]]) -> None:
         self.table, self.by_rank = table, by_rank
+
+
+def _pickled_types() -> tuple[bytes, ...]:
+    """The registered batch types, without those that cannot be pickled, which are no batches in other processes."""
+    global _pickled
+    types, found = users_batch_types(), []
+    if types != _pickled[0]:
+        for one in types:
+            with suppress(Exception):
+                found.append(cloudpickle.dumps(one))
+        _pickled = types, tuple(found)
+    return _pickled[1]
 
 
 def _are_for_all(tables: Sequence[Table]) -> bool:

@@ -4,30 +4,26 @@
 
     submission ── a future for each share, item or chunk ──► Feed ── arrived ──► Stream ──► for, async for
                               ▲                                │
-                              └── asks for more, as they are taken
+                              └── asks for more, as they are made and taken
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from bandmaster.calls.deadline import Deadline
+from bandmaster.calls.feeds import Feed
 from bandmaster.calls.future import Future
 from bandmaster.calls.interruption import WaitedFor, note_calls
-from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.calls.progress import progress
-from bandmaster.contract import Workers
 from bandmaster.errors import CallTimeout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-A = TypeVar("A")
-
-__all__ = ["Arrivals", "Feed", "Stream"]
+__all__ = ["Stream"]
 
 
 class Stream:
@@ -38,7 +34,8 @@ class Stream:
     made until ``result()`` is called, so that futures can be passed on to other calls.
 
     The stream ends after the last result, or with the error of the first that failed. `close`, the end of a ``with``
-    block or the end of its last reference cancels what has not been made.
+    block or the end of its last reference cancels what has not been made. Several threads or tasks may iterate over one
+    stream: each result comes to one of them.
     """
 
     def __init__(self, feed: Feed) -> None:
@@ -51,15 +48,20 @@ class Stream:
         """Wait for the next result.
 
         Raises:
-            StopIteration: There is none any more, or the stream was closed.
+            StopIteration: There is none any more, or the stream was closed, by another thread perhaps.
             CallTimeout: It has not come within the timeout (see `GroupMethod.options`). The stream stays open: go on
                 iterating over ``error.stream``, or close it.
             RemoteError, WorkerDied, CallCancelled: As `Future.result`; the stream is closed.
         """
         timeout_s = self._feed.site.limits().timeout
-        with self._waits(timeout_s):
+        with self._closing_after_errors():
             while self._feed.is_open:
-                found = self._feed.received(self._feed.arrived.get(timeout_s))
+                try:
+                    arrival = self._feed.arrived.get(timeout_s)
+                except queue.Empty:
+                    self._check_debugged(timeout_s)
+                    continue
+                found = self._feed.received(arrival)
                 if found is not None:
                     return found
         raise StopIteration
@@ -72,25 +74,23 @@ class Stream:
         import asyncio  # here, as it takes a third of the time that the import of everything takes
 
         timeout_s = self._feed.site.limits().timeout
-        with self._waits(timeout_s):
+        with self._closing_after_errors():
             while self._feed.is_open:
                 try:
-                    arrived = await asyncio.wait_for(self._feed.arrived.get_async(), timeout_s)
+                    arrival = await asyncio.wait_for(self._feed.arrived.get_async(), timeout_s)
                 except asyncio.TimeoutError:
-                    raise queue.Empty from None
-                found = self._feed.received(arrived)
+                    self._check_debugged(timeout_s)
+                    continue
+                found = self._feed.received(arrival)
                 if found is not None:
                     return found
         raise StopAsyncIteration
 
     @contextlib.contextmanager
-    def _waits(self, timeout_s: float | None) -> Iterator[None]:
-        """An error of the call, or Ctrl-C, closes the stream; queue.Empty is the end of a wait, and does not."""
+    def _closing_after_errors(self) -> Iterator[None]:
+        """An error of the call, or Ctrl-C, closes the stream; the end of a wait does not."""
         try:
             yield
-        except queue.Empty:
-            assert timeout_s is not None, "only a deadline ends the wait early"
-            raise self._late(timeout_s) from None
         except CallTimeout:
             raise
         except BaseException as error:
@@ -101,6 +101,13 @@ class Stream:
             finally:
                 self.close()
             raise
+
+    def _check_debugged(self, timeout_s: float | None) -> None:
+        """Raise that a wait was too long, unless a rank is in a debugger: deadlines wait then."""
+        assert timeout_s is not None, "only a deadline ends the wait early"
+        late = self._late(timeout_s)
+        if not (timeout_s and late.is_debugged):
+            raise late from None
 
     def close(self) -> None:
         """Cancel what has not been made; generators run their ``finally`` blocks. Closing twice does nothing."""
@@ -117,93 +124,23 @@ class Stream:
         feed = self.__dict__.get("_feed")
         if feed is not None and feed.is_open:
             with contextlib.suppress(Exception):  # there may be no threads any more
-                progress.add(_Closing(feed))  # garbage may be collected under any lock
+                progress.add(feed)  # which closes it: garbage may be collected under any lock
 
     def __repr__(self) -> str:
         return f"<Stream of {self._feed.site.method}, {'open' if self._feed.is_open else 'ended'}>"
 
     def _late(self, timeout_s: float) -> CallTimeout:
+        method, calls, awaited = self._feed.site.method, self._feed.pending(), self._feed.awaited
+        what_next = "go on iterating over error.stream to wait again, or end it with error.stream.close()"
+        if not calls and awaited is not None:
+            what_next = f"{method} takes its rows, or was submitted behind it, and so was not sent: {what_next}"
+            method, calls = awaited.site.method, [awaited]
         stacks: dict[int, str] = {}
         missing: dict[int, None] = {}
-        for call in self._feed.pending():
+        for call in calls:
             missing.update(dict.fromkeys(call.missing))
             stacks.update(call.stacks())
-        what_next = "go on iterating over error.stream to wait again, or end it with error.stream.close()"
-        error = CallTimeout(self._feed.site.method, tuple(sorted(missing)), timeout_s, stacks, what_next)
+        behind = next(filter(None, (call.behind for call in calls)), "")
+        error = CallTimeout(method, tuple(sorted(missing)), timeout_s, stacks, what_next, behind=behind)
         error.stream = self
         return error
-
-
-class _Closing:
-    """Has a feed closed by the background thread."""
-
-    def __init__(self, feed: Feed) -> None:
-        self.due: float | None = None
-        self.workers: Workers = feed.workers
-        self._feed = feed
-
-    def look(self) -> bool:
-        """Close it."""
-        if self._feed.is_open:
-            self._feed.close()
-        return True
-
-
-class Arrivals(Generic[A]):
-    """What has arrived, and nobody has taken; any thread may put something in."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[A] = queue.SimpleQueue()
-        self._wake: Callable[[], object] | None = None
-
-    def put(self, arrival: A) -> None:
-        """Add one; it does not block."""
-        self._queue.put(arrival)
-        wake = self._wake
-        if wake is not None:
-            with contextlib.suppress(RuntimeError):  # the event loop was closed
-                wake()
-
-    def get(self, timeout_s: float | None) -> A:
-        """Wait for the next one. Raises queue.Empty if there is none in time."""
-        return self._queue.get(timeout=Deadline(timeout_s).left())
-
-    async def get_async(self) -> A:
-        """Wait for the next one in an event loop."""
-        import asyncio  # as above
-
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        self._wake = lambda: loop.call_soon_threadsafe(arrived.set)
-        while True:
-            try:
-                return self._queue.get_nowait()
-            except queue.Empty:
-                await arrived.wait()
-                arrived.clear()
-
-
-class Feed(Protocol):
-    """Where the futures of a stream come from.
-
-    Attributes:
-        site: What messages say about the call.
-        workers: The workers that are asked.
-        arrived: What tells of futures that are done.
-        is_open: Whether more are to come.
-    """
-
-    site: CallSite
-    workers: Workers
-    arrived: Arrivals[Any]
-
-    @property
-    def is_open(self) -> bool: ...  # noqa: D102
-
-    def received(self, arrival: Any, /) -> Future[Any] | None:
-        """Take a future that has arrived; it, if the user is to have it. Raises its error."""
-
-    def pending(self) -> list[PendingCall]:
-        """The calls that are waited for."""
-
-    def close(self) -> None:
-        """Cancel what has not been made."""

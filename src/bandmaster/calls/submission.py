@@ -15,18 +15,16 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from bandmaster.calls.encoding import encode_group
-from bandmaster.calls.exports import Exporter, exports_are_on
 from bandmaster.calls.future import Future
 from bandmaster.calls.later import LaterCall, LaterCalls
 from bandmaster.calls.ledger import recording
 from bandmaster.calls.options import CallOptions
-from bandmaster.calls.pending import CallSite, Collection, OpenCalls, PendingCall
+from bandmaster.calls.pending import CallSite, Collection, Failures, OpenCalls, PendingCall
 from bandmaster.calls.records import CallRecord
 from bandmaster.calls.rows_elsewhere import RowsElsewhere, refers_to_rows
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSE_STREAM, Call, Reply, Ticket, Workers
+from bandmaster.contract import CLOSE_STREAM, NEXT, Call, Reply, Ticket, Workers
 from bandmaster.errors import CallCancelled, CallTimeout
-from bandmaster.failure import Failure
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.shares import Share
@@ -60,20 +58,17 @@ class InParts(Protocol):
 
 
 class Traffic:
-    """The calls to the same workers that may not be over, and what is exported to them.
+    """The calls to the same workers that may not be over.
 
     Attributes:
         open_calls: The calls, of all groups that have these workers.
         later: The calls that were not sent yet, since the rows that they take are not there.
-        has_exports: Whether GPU memory may be exported.
     """
 
     def __init__(self) -> None:
         self.open_calls = OpenCalls()
         self.later = LaterCalls()
         self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
-        self.has_exports = exports_are_on()
-        self._exporter: Exporter | None = None
 
     def add_in_parts(self, call: InParts) -> None:
         """Note a call that is sent part by part, as long as something refers to it."""
@@ -83,17 +78,6 @@ class Traffic:
         """The calls that are sent part by part and have not ended; other threads may add some meanwhile."""
         calls = [reference() for reference in self._in_parts.valuerefs()]
         return [call for call in calls if call is not None and not call.is_done]
-
-    def exporter_to(self, workers: Workers) -> Exporter:
-        """The exporter to these workers."""
-        if self._exporter is None or self._exporter.workers is not workers:
-            self._exporter = Exporter(workers)
-        return self._exporter
-
-    def forget(self, rank: int) -> None:
-        """Forget what is known of the worker of a rank: there is a new one."""
-        if self._exporter is not None:
-            self._exporter.forget(rank)
 
 
 class Submitter:
@@ -267,7 +251,7 @@ class Submitter:
         self, method: str, collection: Collection, options: CallOptions | None, keeps_rows: bool
     ) -> PendingCall:
         workers = self._workers()
-        site, dead = self.site(method, options), dict(workers.deaths)
+        site, dead = self.site(method, options), Failures(workers.deaths)
         return PendingCall(workers, site, collection, self._open_calls, dead, keeps_rows)
 
     def _send(
@@ -287,21 +271,23 @@ class Submitter:
         reply = Reply.KEEP if call.keeps_rows else Reply.RETURN
         name, workers, label = self._prefix + method, call.workers, call.site.method
         record = call.record = None if recording.trace is None else self._record(call.site, workers)
-        outgoing, call.kept = self._encode(workers, label, name, plan, ranks, collected, reply, record)
+        outgoing = self._encode(workers, label, name, plan, ranks, collected, reply, record)
         with call.reading:
             self._open_calls.add(call)
             workers.call(outgoing, call.tickets)
             if record is not None:
                 record.is_sent()
 
-    def submit_for_each(self, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Any]:
-        """Send a call; for each rank what the backend's own users read its value from, or a future of its own."""
+    def submit_for_each(
+        self, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...], reply: Reply = Reply.RETURN
+    ) -> list[Any]:
+        """Send a call; for each rank a future, or with `Reply.NATIVE` what users of the backend read its value from."""
         self.traffic.later.wait()
         shares = {Share(rank, (rank,)): Collection(Only(), (rank,)) for rank in ranks}
-        failures: dict[int, Failure] = {}
+        failures = Failures()
         site, name = self.site(method), self._prefix + method
         with self.admitted(site.method):
-            return self._submit_shares(owner, site, name, plan, shares, failures, Reply.NATIVE)
+            return self._submit_shares(owner, site, name, plan, shares, failures, reply)
 
     def submit_shares(
         self,
@@ -315,7 +301,8 @@ class Submitter:
     ) -> list[Future[Any]]:
         """Send a call now, with a future for each share of the ranks, whose rows stay where they are made.
 
-        Calls that were not sent yet, since the rows that they take are not there, come after it.
+        Calls that were not sent yet, since the rows that they take are not there, come after it. The caller has looked
+        whether it is the group's turn.
 
         Args:
             owner: The group, which lives as long as the futures.
@@ -326,11 +313,9 @@ class Submitter:
             name: What the workers are asked for, if it is not the method.
             kind: The class of the calls.
         """
-        name, failures = name or self._prefix + method, dict(self._workers().deaths)
-        site = self.site(method, options)
-        is_end = name == CLOSE_STREAM  # which has to be possible at any time: it frees what the generator holds
-        with nullcontext() if is_end else self.admitted(site.method):
-            return self._submit_shares(owner, site, name, plan, shares, failures, Reply.KEEP, kind)
+        failures = Failures() if name in (NEXT, CLOSE_STREAM) else Failures(self._workers().deaths)
+        site, name = self.site(method, options), name or self._prefix + method
+        return self._submit_shares(owner, site, name, plan, shares, failures, Reply.KEEP, kind)
 
     def submit_chunk(
         self,
@@ -356,17 +341,17 @@ class Submitter:
         name: str,
         plan: CallPlan,
         shares: Mapping[Share, Collection],
-        failures: dict[int, Failure],  # which all know, so that none is left in a collective with one that failed
+        failures: Failures,  # which all know, so that none is left in a collective with one that failed
         reply: Reply,
         kind: type[PendingCall] = PendingCall,
     ) -> list[Any]:
         """For each share a future, or what the backend's own users read its value from."""
-        workers, tickets, kept = self._workers(), dict[int, Any](), list[Any]()
-        record = self._record(site, workers) if reply is Reply.KEEP else None
+        workers, tickets = self._workers(), dict[int, Any]()
+        record = None if reply is Reply.NATIVE else self._record(site, workers)
         if not failures:
             ranks = tuple([rank for share in shares for rank in share.ranks])
             collected = tuple([rank for collection in shares.values() for rank in collection.ranks])
-            outgoing, kept = self._encode(workers, site.method, name, plan, ranks, collected, reply, record)
+            outgoing = self._encode(workers, site.method, name, plan, ranks, collected, reply, record)
             try:
                 workers.call(outgoing, tickets)
                 if record is not None:
@@ -379,9 +364,10 @@ class Submitter:
             if share.rank in tickets and not isinstance(tickets[share.rank], Ticket) and reply is Reply.NATIVE:
                 results.append(tickets[share.rank])
                 continue
-            call = kind(workers, site, collection, self._open_calls, failures, reply is Reply.KEEP)
+            known = failures if kind.is_for_all else Failures(failures)
+            call = kind(workers, site, collection, self._open_calls, known, reply is Reply.KEEP)
             call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
-            call.kept, call.real_rows, call.record = kept, plan.real_rows, record
+            call.real_rows, call.record = plan.real_rows, record
             self._open_calls.add(call)
             results.append(Future(call, owner))
         return results
@@ -423,10 +409,6 @@ class Submitter:
             )
         )
 
-    def forget(self, rank: int) -> None:
-        """Forget what is known of the worker of a rank: there is a new one."""
-        self.traffic.forget(rank)
-
     def site(self, method: str, options: CallOptions | None = None) -> CallSite:
         """What messages say about a call of a method."""
         site = self._sites.get(method)
@@ -445,15 +427,8 @@ class Submitter:
         collected: tuple[int, ...],
         reply: Reply,
         record: CallRecord | None = None,
-    ) -> tuple[list[Call], list[Any]]:
-        """Encode and put everything: what cannot be encoded is known before anything is sent.
-
-        Returns:
-            The calls, and what has to be kept until they were replied to.
-        """
-        exporter = None
-        if self.traffic.has_exports and reply is not Reply.NATIVE:
-            exporter = self.traffic.exporter_to(workers)
+    ) -> list[Call]:
+        """Encode and put everything: what cannot be encoded is known before anything is sent."""
         groups: Sequence[ArgumentGroup] = plan.groups
         elsewhere = None
         if refers_to_rows(groups):
@@ -463,19 +438,21 @@ class Submitter:
         receivers: list[tuple[int, ...]] = []
         for group in groups:
             if group.items:
-                payloads.append(encode_group(group, label, exporter))
+                payloads.append(encode_group(group, label))
                 receivers.append(group.ranks)
         parts = workers.put(payloads) if payloads else ()
         rows = [part.placed(workers) for part in elsewhere.parts] if elsewhere is not None else ()
-        calls = []
+        calls, is_fenced = [], len(ranks) > 1
         for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
             answer = reply if is_collected else Reply.DROP
             named = elsewhere.needed(numbers, rows) if elsewhere is not None else ()
             named_parts = tuple([parts[number] for number in numbers])
             which = elsewhere.numbers(numbers) if elsewhere is not None else None
-            calls.append(Call(members, name, named_parts, answer, named, record is not None, which))
+            calls.append(
+                Call(members, name, named_parts, answer, named, record is not None, which, is_fenced=is_fenced)
+            )
         if record is not None:
             record.is_encoded(sum([payload.nbytes for payload in payloads]))
             if elsewhere is not None:
                 elsewhere.note_in(record)
-        return calls, [payload.exports for payload in payloads if payload.exports]
+        return calls

@@ -72,7 +72,7 @@ def _cells(ranks: Sequence[RankUsage]) -> Row:
     return (
         ranges([rank.rank for rank in ranks]),
         str(first.pid) if n == 1 else f"{n} processes",
-        _runs(first),
+        f"{_runs(first)}{_tasks(ranks)}",
         _from_to(seconds, _duration),
         _from_to(cpus, lambda percent: f"{percent:.0f}%"),
         _from_to([rank.rss_nbytes for rank in ranks], _size),
@@ -87,6 +87,13 @@ def _runs(rank: RankUsage) -> str:
         return f"unknown{debugger}"
     more = f" (+{rank.activity.n_more})" if rank.activity.n_more else ""
     return f"{rank.activity.method or IDLE}{more}{debugger}"
+
+
+def _tasks(ranks: Sequence[RankUsage]) -> str:
+    """The number of tasks, if there are any besides that of a running async method."""
+    shown = [rank.activity for rank in ranks if rank.activity is not None]
+    counts = _from_to([one.n_tasks for one in shown], "{:.0f}".format)
+    return f" (tasks: {counts})" if any(one.n_tasks > bool(one.method) for one in shown) else ""
 
 
 def _from_to(values: Sequence[float], shown: Callable[[float], str]) -> str:

@@ -3,8 +3,7 @@
 ::
 
     encode(value) ── pickling (pickle protocol 5, cloudpickle as the fallback)
-                        ├── arrays, tensors      one buffer each, any layout, writable when decoded
-                        └── cuda_ipc             exported tensors: GPU memory that other processes open
+                        └── arrays, tensors      one buffer each, any layout, writable when decoded
 """
 
 from bandmaster.codec.pickling import Payload, add_plain, add_reducer, decode, encode

@@ -25,7 +25,7 @@ def is_bare(array: Any) -> bool:
     return _has_plain_items(dtype) and not dtype.fields
 
 
-def reduce_array(array: Any, export: object = None) -> Any:
+def reduce_array(array: Any) -> Any:
     """Reduce an array to one buffer, for `pickle.Pickler.reducer_override`; NotImplemented leaves it to numpy."""
     dtype = array.dtype
     if not _has_plain_items(dtype):

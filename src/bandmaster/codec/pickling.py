@@ -15,7 +15,6 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -31,7 +30,7 @@ OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle strea
 MAX_ITEMS = 100  # that `_contents` inspects
 MAX_CONTAINER_ITEMS = 1000  # of a container that `_large_bytes` searches
 
-Reducer = Callable[..., Any]  # called with a value and, if there is one, a `tensors.Export`
+Reducer = Callable[[Any], Any]
 _OURS = {"bandmaster.codec.arrays", "bandmaster.codec.tensors"}
 _reducers: dict[type, Reducer] = {np.ndarray: reduce_array}
 _bare: dict[type, Callable[[Any], bool]] = {np.ndarray: is_bare}  # whether pickling the value needs no other reducer
@@ -44,16 +43,13 @@ class Payload:
     Attributes:
         head: The pickle stream.
         buffers: The out-of-band buffers of the stream, in order.
-        exports: The exported tensors of the stream; the encoding process keeps them until every reader has copied
-            them.
     """
 
-    __slots__ = ("buffers", "exports", "head")
+    __slots__ = ("buffers", "head")
 
-    def __init__(self, head: Any, buffers: tuple[Any, ...] = (), exports: tuple[Any, ...] = ()) -> None:
+    def __init__(self, head: Any, buffers: tuple[Any, ...] = ()) -> None:
         self.head = head
         self.buffers = buffers
-        self.exports = exports
 
     @property
     def nbytes(self) -> int:
@@ -76,13 +72,11 @@ class Payload:
         return Payload, (self.head, tuple(map(wrap, self.buffers)))
 
 
-def encode(value: Any, export: tensors.Export | None = None) -> Payload:
+def encode(value: Any) -> Payload:
     """Encode a value. The buffers of the payload share memory with it, so send them before the value changes.
 
     Args:
         value: Any value that pickle or cloudpickle can handle.
-        export: Exports GPU memory; returns None if the readers cannot open it. By default GPU tensors are sent through
-            host memory.
 
     Raises:
         Exception: Raised by pickling the value; usually `pickle.PicklingError` or `TypeError`.
@@ -95,7 +89,6 @@ def encode(value: Any, export: tensors.Export | None = None) -> Payload:
     if contents is _Contents.PLAIN:
         return Payload(pickle.dumps(value, protocol=5))
     buffers: list[Any] = []
-    exports: list[Any] = []
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
@@ -104,35 +97,29 @@ def encode(value: Any, export: tensors.Export | None = None) -> Payload:
         buffers.append(raw)
         return False
 
-    stream, reducers = io.BytesIO(), _reducers
-    if export is not None:
-        reducers = _exporting(export, exports)
+    stream = io.BytesIO()
     if contents is _Contents.BARE:
         pickler = pickle.Pickler(stream, 5, buffer_callback=keep)
-        pickler.dispatch_table = reducers
+        pickler.dispatch_table = _reducers
         pickler.dump(value)
     else:
         main = sys.modules.get("__mp_main__")
         if main is not None and main.__name__ == "__mp_main__":  # the main script, in a spawned process
             cloudpickle.register_pickle_by_value(main)
         encoder = _Encoder(stream, protocol=5, buffer_callback=keep)
-        encoder.reducers = reducers
         large = _large_bytes(value)
         if large:
             buffers += map(memoryview, large)
             prologue, encoder.memo = _prologue(large)
             stream.write(prologue)
         encoder.dump(value)
-    return Payload(stream.getvalue(), tuple(buffers), tuple(exports))
+    return Payload(stream.getvalue(), tuple(buffers))
 
 
 def add_reducer(kind: type, reducer: Callable[[Any], Any]) -> None:
     """Have values of exactly this type pickled by ``reducer(value)``, which returns what ``__reduce__`` would."""
 
-    def reduce(value: Any, export: tensors.Export | None = None) -> Any:
-        return reducer(value)
-
-    _reducers.setdefault(kind, reduce)
+    _reducers.setdefault(kind, reducer)
 
 
 def add_plain(*kinds: type) -> None:
@@ -193,18 +180,6 @@ def _contents(value: Any) -> _Contents:
     return contents
 
 
-def _exporting(export: tensors.Export, exports: list[Any]) -> dict[type, Reducer]:
-    """The reducers, with an ``export``; what was exported is added to ``exports``."""
-
-    def try_to_export(memory: Any) -> Any:
-        exported = export(memory)
-        if exported is not None:
-            exports.append(exported)
-        return exported
-
-    return {kind: partial(reducer, export=try_to_export) for kind, reducer in dict(_reducers).items()}
-
-
 def _large_bytes(value: Any) -> list[bytes | bytearray]:
     """The large bytes and bytearray objects in a value, each once.
 
@@ -250,12 +225,10 @@ def _prologue(large: Sequence[bytes | bytearray]) -> tuple[bytes, dict[int, tupl
 
 
 class _Encoder(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    reducers: dict[type, Reducer]
-
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is FunctionType and obj.__module__ in _OURS:
             return NotImplemented  # pickled by name, without a search by cloudpickle
-        reducer = self.reducers.get(type(obj))
+        reducer = _reducers.get(type(obj))
         if reducer is not None:
             reduced = reducer(obj)
             if reduced is not NotImplemented:

@@ -1,9 +1,8 @@
 """Pickles torch tensors of any dtype as one buffer; keeps strides and the grad flag. Decoded tensors are writable.
 
 Encoding never imports torch: the codec calls `add_reducers` if torch is already loaded.
-Torch itself pickles sparse, nested and quantized tensors, whose inner tensors use the reducers of this module.
-A CUDA tensor is decoded onto the receiver's own device, see `arriving_on`. It is sent through host memory, unless its
-memory can be exported, see `bandmaster.calls.exports`.
+Torch itself pickles nested and quantized tensors, whose inner tensors use the reducers of this module.
+A CUDA tensor is sent through host memory, and decoded onto the receiver's own device, see `arriving_on`.
 """
 
 from __future__ import annotations
@@ -16,11 +15,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bandmaster.codec.cuda_ipc import ExportedTensor, OpenedExports
+__all__ = ["add_reducers", "arriving_on"]
 
-__all__ = ["Export", "add_reducers", "arriving_on"]
-
-Export = Callable[[Any], ExportedTensor | None]  # called with a flat uint8 tensor on a GPU
 _arrival = threading.local()
 _NUMPYS = {  # numpy's names of dtypes, by their names in torch
     f"torch.{name}": name
@@ -32,13 +28,11 @@ _NUMPYS = {  # numpy's names of dtypes, by their names in torch
 @contextlib.contextmanager
 def arriving_on(device: str) -> Iterator[None]:
     """Context manager in which GPU tensors that the current thread unpickles are placed on ``device``, not the CPU."""
-    before, _arrival.now = getattr(_arrival, "now", None), (device, OpenedExports())
+    before, _arrival.device = getattr(_arrival, "device", None), device
     try:
         yield
     finally:
-        _, opened = _arrival.now
-        _arrival.now = before
-        opened.close()
+        _arrival.device = before
 
 
 def add_reducers(reducers: dict[type, Any], bare: dict[type, Callable[[Any], bool]]) -> None:
@@ -70,13 +64,15 @@ def _is_like_an_array(tensor: Any) -> bool:
     return 0 not in shape and 1 not in shape
 
 
-def reduce_tensor(tensor: Any, export: Export | None = None) -> Any:
-    """Reduce a tensor to one buffer or one export, for `pickle.Pickler.reducer_override`.
+def reduce_tensor(tensor: Any) -> Any:
+    """Reduce a tensor to one buffer, for `pickle.Pickler.reducer_override`.
 
     Returns NotImplemented for tensors that torch itself has to pickle.
     """
     if not _is_plain(tensor):
-        return NotImplemented
+        if not str(tensor.layout).startswith("torch.sparse"):
+            return NotImplemented
+        return _with_attributes(tensor, _rebuild_sparse, tensor._reduce_ex_internal(5)[1])
     dtype = _NUMPYS.get(str(tensor.dtype))
     if dtype and _is_like_an_array(tensor):
         array = tensor.numpy()
@@ -87,15 +83,11 @@ def reduce_tensor(tensor: Any, export: Export | None = None) -> Any:
         data = data.contiguous()
     flat = torch.as_strided(data, (data.numel(),), (1,)).view(torch.uint8)
     layout = (str(data.dtype).removeprefix("torch."), tuple(data.shape), data.stride(), tensor.requires_grad)
-    was_on_gpu = tensor.is_cuda
-    exported = export(flat) if was_on_gpu and export is not None else None
-    if exported is not None:
-        return _with_attributes(tensor, _rebuild_exported, (exported.handle, exported.offset, flat.numel(), *layout))
     buffer = pickle.PickleBuffer(flat.cpu().numpy())
-    return _with_attributes(tensor, _rebuild, (buffer, *layout, was_on_gpu))
+    return _with_attributes(tensor, _rebuild, (buffer, *layout, tensor.is_cuda))
 
 
-def reduce_parameter(parameter: Any, export: Export | None = None) -> Any:
+def reduce_parameter(parameter: Any) -> Any:
     """Reduce a parameter to its data, for `pickle.Pickler.reducer_override`; it is decoded as a parameter."""
     return _with_attributes(parameter, _rebuild_parameter, (parameter.data, parameter.requires_grad))
 
@@ -131,8 +123,8 @@ def _rebuild(
         if size
         else torch.empty(0, dtype=element, device="cpu")
     )
-    if was_on_gpu and (now := getattr(_arrival, "now", None)) is not None:
-        flat = flat.to(now[0])
+    if was_on_gpu and (device := getattr(_arrival, "device", None)) is not None:
+        flat = flat.to(device)
     return torch.as_strided(flat, shape, stride).requires_grad_(requires_grad)
 
 
@@ -143,20 +135,14 @@ def _rebuild_contiguous(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     return flat if len(shape) == 1 else flat.view(shape)
 
 
-def _rebuild_exported(
-    handle: bytes,
-    offset: int,
-    nbytes: int,
-    dtype: str,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-) -> Any:
+def _rebuild_sparse(layout: Any, data: tuple[Any, ...]) -> Any:
+    """Rebuild a sparse tensor. Torch's own function adds each to a list that only `torch.load` empties again."""
     import torch
 
-    device, opened = _arrival.now  # memory is exported only to workers with a GPU
-    flat = opened.copy(handle, offset, nbytes, device).view(getattr(torch, dtype))
-    return torch.as_strided(flat, shape, stride).requires_grad_(requires_grad)
+    if layout != torch.sparse_coo:
+        return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=False)
+    *parts, is_coalesced = data
+    return torch.sparse_coo_tensor(*parts, check_invariants=False, is_coalesced=is_coalesced)
 
 
 def _rebuild_parameter(data: Any, requires_grad: bool) -> Any:

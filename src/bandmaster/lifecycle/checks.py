@@ -71,17 +71,13 @@ def check_names(cls: type[Worker], methods: Collection[str], taken: Collection[s
     Raises:
         UsageError: A method has the name of an attribute of the group or of every worker, or a private name.
     """
-    hidden = [name for name in methods if name in taken or name.startswith("_")]
+    reserved = {*taken, *Worker.__annotations__}
+    hidden = [name for name in methods if name in reserved or name.startswith("_")]
     if hidden:
+        public = ", ".join(sorted(name for name in reserved if not name.startswith("_")))
         raise UsageError(
-            f"{cls.__name__} registers {', '.join(map(repr, hidden))}, but the names of WorkerGroup's own attributes "
-            "and names with a leading underscore are reserved; rename the method"
-        )
-    unreachable = [name for name in methods if name in Worker.__annotations__]
-    if unreachable:
-        raise UsageError(
-            f"{cls.__name__} registers {', '.join(map(repr, unreachable))}, but every Worker has an attribute of that "
-            "name, which hides the method; rename the method"
+            f"{cls.__name__} registers {', '.join(map(repr, hidden))}; rename the method: groups and workers have "
+            f"attributes called {public}; names with a leading underscore are reserved as well"
         )
 
 

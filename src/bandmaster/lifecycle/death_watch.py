@@ -59,6 +59,8 @@ class DeathWatch:
             if is_due:  # a look that is not thorough, of which there are more, must not put it off
                 self.due = time.monotonic() + LOOK_S
             return False
+        if not self.workers.check(is_thorough=False):
+            return True  # they were stopped while they were looked at
         where = {rank: self._site.mesh.coordinates(rank) for rank in deaths}
         try:
             self._callback(WorkerDied(self._site.method, deaths, where, self._site.group, self._site.mesh.shown_axes))

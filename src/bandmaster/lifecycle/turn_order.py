@@ -49,13 +49,13 @@ class Claim:
     Attributes:
         name: The group's name.
         places: Its slots.
-        owners: The owners of its turn, and how often each has entered it; empty if the group does not have its turn.
+        owners: The requests by which each owner of its turn has entered it; empty if the group does not have its turn.
         has_begun: Whether the turn has begun: its rivals have yielded, and the group has resumed.
     """
 
     def __init__(self, name: str, places: frozenset[Hashable]) -> None:
         self.name, self.places = name, places
-        self.owners: dict[Owner, int] = {}
+        self.owners: dict[Owner, list[Request]] = {}
         self.has_begun = False
 
     @property
@@ -93,6 +93,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.deadline = Deadline(self.timeout_s)
+        self.number = 0  # in the order in which requests arrive
 
     def blocks(self, owner: Owner) -> bool:
         """Whether an owner cannot go on while this request waits."""
@@ -119,6 +120,7 @@ class Order:
         self._claims: weakref.WeakSet[Claim] = weakref.WeakSet()
         self._taken: dict[Claim, None] = {}  # those that have owners
         self._waiting: list[Request] = []
+        self._numbers = itertools.count()
 
     def add(self, claim: Claim) -> None:
         """Add the claim of a new group. It leaves when the group is closed or collected."""
@@ -148,6 +150,7 @@ class Order:
             ClosedError: One of the groups was closed.
         """
         with self.changed:
+            request.number = next(self._numbers)
             self._waiting.append(request)
             try:
                 self._check_wait_can_end(request)
@@ -159,7 +162,7 @@ class Order:
                 self.changed.notify_all()  # a request that arrived later may be free now
             new = [claim for claim in request.claims if not claim.owners]
             for claim in request.claims:
-                claim.owners[request.owner] = claim.owners.get(request.owner, 0) + 1
+                claim.owners.setdefault(request.owner, []).append(request)
                 self._taken[claim] = None
             return new
 
@@ -174,7 +177,7 @@ class Order:
         """Take back what `acquire` has given."""
         with self.changed:
             for claim in request.claims:
-                claim.owners[request.owner] -= 1
+                claim.owners[request.owner].remove(request)
                 if not claim.owners[request.owner]:
                     del claim.owners[request.owner]
                 if not claim.owners:
@@ -212,13 +215,19 @@ class Order:
                         yield _Blocker(claim, rival, owner)
 
     def _is_behind(self, request: Request) -> bool:
-        """Whether it has to let an earlier request go first. An owner of a turn never has to: that could be in vain."""
+        """Whether it has to let an earlier request go first. An owner of a turn never has to: that could be in vain.
+
+        It joins a turn ahead of an earlier request only beside an owner that arrived before both. Such owners get
+        fewer, so that threads which join each other's turns again and again cannot keep a rival waiting.
+        """
         if any(request.blocks(owner) for claim in self._taken for owner in claim.owners):
             return False
-        earlier = itertools.takewhile(lambda other: other is not request, self._waiting)
-        wanted = [claim for claim in request.claims if not claim.owners]
-        theirs = [claim for other in earlier for claim in other.claims]
-        return any(claim.shares_with(other) for claim in wanted for other in theirs)
+        for earlier in itertools.takewhile(lambda other: other is not request, self._waiting):
+            for claim in request.claims:
+                joins = any(entered[0].number < earlier.number for entered in claim.owners.values())
+                if not joins and any(claim.shares_with(other) for other in earlier.claims):
+                    return True
+        return False
 
     def _check_wait_can_end(self, request: Request) -> None:
         """Raise UsageError if the request waits, perhaps by way of other requests, for its own thread or task."""

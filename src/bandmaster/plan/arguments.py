@@ -309,7 +309,7 @@ def costs_of_rows(
         method: ``"Class.method"``, for messages.
 
     Returns:
-        A number for each row; None if the split does not balance.
+        float64 (rows,); None if the split does not balance.
 
     Raises:
         BatchError: There is no such column, or it is not one number of 0 or more for each row.
@@ -318,13 +318,13 @@ def costs_of_rows(
         return None
     found = column_called(rule.balance, members, batches, arguments, f"{method} is split by {rule!r}")
     costs = found.reshape(-1)
-    is_number = np.issubdtype(costs.dtype, np.number) or costs.dtype == bool or not len(costs)
+    is_number = costs.dtype.kind in "biuf" or not len(costs)
     if not is_number or len(costs) != n_rows or not (costs >= 0).all():
         raise BatchError(
             f"{method} is split by {rule!r}, but {rule.balance!r} is not one number of 0 or more for each of {n_rows} "
             f"rows: it has {len(costs)} values of dtype {costs.dtype}"
         )
-    return costs
+    return costs.astype(np.float64)  # of which all can be negated and added up without an overflow
 
 
 def column_called(

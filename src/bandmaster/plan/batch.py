@@ -54,11 +54,13 @@ __all__ = [
     "detached",
     "is_same_kind",
     "join_rows",
+    "learn_batch_type",
     "pad_rows",
     "register_batch_type",
     "required_batch",
     "slice_rows",
     "take_rows",
+    "users_batch_types",
 ]
 
 KNOWN = (
@@ -67,6 +69,8 @@ KNOWN = (
 )
 _CONSTANTS = {str, int, float, bool, type(None)}  # nobody can change them, and they are decoded from the head alone
 _registered: dict[type, BatchType] = {}
+_of_the_user: dict[type, BatchType] = {}  # those of `register_batch_type`
+_learned: dict[type, BatchType] = {}  # that the controller has registered; other processes may not know them
 
 
 def register_batch_type(
@@ -79,6 +83,9 @@ def register_batch_type(
     column: Callable[[Any, str], Any] | None = None,
 ) -> None:
     """Make instances of ``cls`` and its subclasses batches. Only the controller has to call it.
+
+    Large rows of the type that a method returns stay on the ranks if the workers call it, too; else they come to the
+    controller, and go from there to the ranks that take them.
 
     Args:
         cls: The type whose instances have rows.
@@ -113,13 +120,26 @@ def register_batch_type(
     for name, function in (*required.items(), *optional.items()):
         if not (callable(function) or (name in optional and function is None)):
             raise UsageError(f"{name} of register_batch_type must be callable, got {function!r}")
-    add_batch_type(cls, BatchType(rows, split, concat, take, column))
+    _of_the_user[cls] = BatchType(rows, split, concat, take, column)
+    add_batch_type(cls, _of_the_user[cls])
 
 
 def add_batch_type(cls: type, kind: BatchType) -> None:
     """Make instances of ``cls`` and its subclasses batches."""
     _registered[cls] = kind
     _kind_of.cache_clear()
+
+
+def users_batch_types() -> tuple[tuple[type, BatchType], ...]:
+    """The types that `register_batch_type` was called with in this process, and how their rows are handled."""
+    return tuple(_of_the_user.items())
+
+
+def learn_batch_type(cls: type, kind: BatchType) -> None:
+    """Make instances of a type that another process has registered batches, unless this one has registered it."""
+    if cls not in _registered:
+        _learned[cls] = kind
+        _kind_of.cache_clear()
 
 
 class Portion(NamedTuple):
@@ -202,11 +222,16 @@ class Batch:
         """Whether the value stands for rows that lie elsewhere."""
         return isinstance(self._kind, BatchType) and self._kind.is_elsewhere
 
+    @property
+    def is_learned(self) -> bool:
+        """Whether it is of a type that another process has registered, or has a column of one."""
+        return self._kind in _learned.values() or any(column.is_learned for column in (self._columns or {}).values())
+
     def sent(self, numbers: Index) -> Any:
         """What ranks are sent that get these rows: the rows, or a `Portion` if they lie elsewhere."""
         return Portion(self.value, numbers) if self.is_elsewhere else self.rows(numbers)
 
-    def column(self, name: str) -> Any:
+    def column(self, name: Any) -> Any:
         """A column by its name; None if there is none, or columns of this type have no names."""
         kind = self._kind
         if isinstance(kind, ColumnsType):
@@ -286,7 +311,7 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
     return required_batch(value).cut(start, stop)
 
 
-def column_of(value: Any, name: str) -> Any:
+def column_of(value: Any, name: Any) -> Any:
     """A column of a batch by its name; None if there is none. Raises BatchError if ``value`` is not a batch."""
     return required_batch(value).column(name)
 
@@ -439,7 +464,7 @@ def _as_batch(value: Any) -> Batch | None:
 def _kind_of(cls: type) -> BatchType | ColumnsType | None:
     """The batch type of a class, None if it has none; one of its values may still lack rows, such as a 0-dim array."""
     for base in cls.__mro__:
-        known = _registered.get(base) or KNOWN_BY_NAME.get((base.__module__, base.__qualname__))
+        known = _registered.get(base) or _learned.get(base) or KNOWN_BY_NAME.get((base.__module__, base.__qualname__))
         if known is not None:
             return known
     if getattr(cls, "_is_tensorclass", False):

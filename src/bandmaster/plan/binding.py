@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bandmaster.errors import ArgumentError
+from bandmaster.errors import ArgumentError, suggestion
 from bandmaster.plan.arguments import BoundArgument
 from bandmaster.plan.transfer import Custom
 
@@ -47,7 +47,8 @@ def bind(
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise ArgumentError(f"{method}(){_predicate(error)}; the signature is {method}{signature}") from None
+        wrong = _unexpected(signature, kwargs) or _predicate(error)
+        raise ArgumentError(f"{method}(){wrong}; the signature is {method}{signature}") from None
     arguments: list[BoundArgument] = []
     by_position = True
     for name, parameter in signature.parameters.items():
@@ -107,6 +108,16 @@ def dispatched(
 
 def _shallow(value: Any) -> Any:
     return list(value) if type(value) is list else value  # a dispatch_fn may extend its list, not the caller's
+
+
+def _unexpected(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> str:
+    """Name a keyword that no parameter takes, in Python's words; `inspect` may say that the right one is missing."""
+    parameters = signature.parameters
+    unknown = [name for name in kwargs if name not in parameters]
+    if not unknown or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return ""
+    hint = suggestion(unknown[0], [name for name in parameters if name not in kwargs])
+    return f" got an unexpected keyword argument {unknown[0]!r}{hint}"
 
 
 def _predicate(error: TypeError) -> str:

@@ -28,6 +28,7 @@ def collect(
     values: Sequence[Any],
     method: str,
     real_rows: RealRows | None = None,
+    sender: str = "rank",
 ) -> Any:
     """Concatenate, list or reduce the collected values.
 
@@ -37,6 +38,7 @@ def collect(
         values: The return values of ``ranks``, in the same order.
         method: ``"Class.method"``, for messages.
         real_rows: The number of rows that each rank of the group received; None if no argument was split.
+        sender: What messages call that which the ranks stand for.
 
     Returns:
         The result for the caller: a batch for `Concat`, a list for `Gather`, one value for `Reduce` and `Only`, and a
@@ -46,17 +48,19 @@ def collect(
         CollectError: A value cannot be joined or reduced; the message names the rank and the type.
     """
     if isinstance(incoming, Concat):
-        return _concat(ranks, values, method, real_rows)
+        return _concat(ranks, values, method, real_rows, sender)
     if isinstance(incoming, Gather):
         return list(values)
     if isinstance(incoming, Only):
         return values[0]
     if isinstance(incoming, Reduce):
-        return _reduce(incoming, ranks, values, method, real_rows)
-    return _collect_each(incoming, dict(zip(ranks, values, strict=True)), method, real_rows)
+        return _reduce(incoming, ranks, values, method, real_rows, sender)
+    return _collect_each(incoming, dict(zip(ranks, values, strict=True)), method, real_rows, sender)
 
 
-def _collect_each(how: CollectEach, values: Mapping[int, Any], method: str, real_rows: RealRows | None) -> Any:
+def _collect_each(
+    how: CollectEach, values: Mapping[int, Any], method: str, real_rows: RealRows | None, sender: str
+) -> Any:
     """Collect tuples item by item: result i is collect i, applied to item i of the ranks' tuples."""
     n = len(how.collects)
     for rank, value in values.items():
@@ -67,7 +71,7 @@ def _collect_each(how: CollectEach, values: Mapping[int, Any], method: str, real
     made = []
     for item, (incoming, ranks) in enumerate(how.collects):
         try:
-            made.append(collect(incoming, ranks, [values[rank][item] for rank in ranks], method, real_rows))
+            made.append(collect(incoming, ranks, [values[rank][item] for rank in ranks], method, real_rows, sender))
         except CollectError as error:
             raise _error(
                 error.rank, method, f"item {item} of the returned tuple: {error.failures[error.rank].summary}"
@@ -75,7 +79,7 @@ def _collect_each(how: CollectEach, values: Mapping[int, Any], method: str, real
     return tuple(made)
 
 
-def _concat(ranks: Sequence[int], values: Sequence[Any], method: str, real_rows: RealRows | None) -> Any:
+def _concat(ranks: Sequence[int], values: Sequence[Any], method: str, real_rows: RealRows | None, sender: str) -> Any:
     if set(map(type, values)) == {type(None)}:
         return None
     batches = [_batch_of(rank, value, method) for rank, value in zip(ranks, values, strict=True)]
@@ -91,7 +95,7 @@ def _concat(ranks: Sequence[int], values: Sequence[Any], method: str, real_rows:
     rows = [batch.n_rows for batch in batches]
     if not all(rows) and any(rows):  # the result of 0 rows, such as np.array([]), must not determine the type
         ranks, batches = list(compress(ranks, rows)), list(compress(batches, rows))
-    joined = _join(ranks, batches, method)
+    joined = _join(ranks, batches, method, sender)
     return joined if order is None else take_rows(joined, order)
 
 
@@ -131,7 +135,7 @@ def _without_padding(rank: int, batch: Batch, sent: int, real: int, method: str)
         raise _error(rank, method, f"returned rows whose padding cannot be removed: {error}") from error
 
 
-def _join(ranks: Sequence[int], batches: Sequence[Batch], method: str) -> Any:
+def _join(ranks: Sequence[int], batches: Sequence[Batch], method: str, sender: str) -> Any:
     try:
         return detached(concat(batches))
     except BatchError as error:
@@ -141,14 +145,16 @@ def _join(ranks: Sequence[int], batches: Sequence[Batch], method: str) -> Any:
                 raise _error(
                     rank,
                     method,
-                    f"returned {type(part).__name__}, but rank {ranks[0]} returned {type(parts[0]).__name__}; Concat "
-                    "joins values of one type, so return the same type on every rank",
+                    f"returned {type(part).__name__}, but {sender} {ranks[0]} returned {type(parts[0]).__name__}; "
+                    f"Concat joins values of one type, so return the same type on every {sender}",
                 ) from None
-        shapes = ", ".join(f"rank {rank}: {_describe(part)}" for rank, part in zip(ranks, parts, strict=True))
+        shapes = ", ".join(f"{sender} {rank}: {_describe(part)}" for rank, part in zip(ranks, parts, strict=True))
         raise _error(ranks[0], method, f"returned a value that Concat cannot join: {error} ({shapes})") from error
 
 
-def _reduce(how: Reduce, ranks: Sequence[int], values: Sequence[Any], method: str, real_rows: RealRows | None) -> Any:
+def _reduce(
+    how: Reduce, ranks: Sequence[int], values: Sequence[Any], method: str, real_rows: RealRows | None, sender: str
+) -> Any:
     if callable(how.op):
         return how.op(list(values))
     shares: Sequence[float] = [1] * len(values)
@@ -161,7 +167,7 @@ def _reduce(how: Reduce, ranks: Sequence[int], values: Sequence[Any], method: st
     try:
         return detached(_reduce_tree(how.op, values, shares))
     except Exception as error:
-        types = ", ".join(f"rank {rank}: {type(value).__name__}" for rank, value in zip(ranks, values, strict=True))
+        types = ", ".join(f"{sender} {rank}: {type(value).__name__}" for rank, value in zip(ranks, values, strict=True))
         raise _error(ranks[0], method, f"returned a value that {how!r} cannot reduce ({types}): {error}") from error
 
 

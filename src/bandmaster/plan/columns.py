@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
+from zlib import crc32
 
-from bandmaster.plan.batch import as_batch
+import numpy as np
+
+from bandmaster.plan.batch import as_batch, users_batch_types
 from bandmaster.plan.batch_types import rebuilt
 
 __all__ = [
     "Column",
     "RowFacts",
     "Schema",
+    "ascending",
     "choose_columns",
+    "dtypes_of",
     "facts_of",
     "join_columns",
+    "may_hold_users_types",
     "schema_of",
+    "stacked_schema",
 ]
 
 
@@ -24,7 +31,8 @@ class Column(NamedTuple):
     """What is known of a column without its rows.
 
     Attributes:
-        dtype: Name of the dtype, such as ``"float32"``; name of the type where rows are Python objects.
+        dtype: Name of the dtype, such as ``"float32"``; name of the type where rows are Python objects. Different
+            dtypes have different names: that of a pandas Categorical ends in the number and a checksum of categories.
         shape: Shape of one row; None where rows may differ.
         nbytes: Bytes of all rows; 0 where they cannot be counted without looking at each.
     """
@@ -37,7 +45,7 @@ class Column(NamedTuple):
         return self.dtype if self.shape is None else f"{self.dtype}{list(self.shape)}"
 
 
-Schema = Mapping[str | None, Column]  # by name; None is the name of the only column of a value without columns
+Schema = Mapping[Hashable, Column]  # by name; None is the name of the only column of a value without columns
 
 
 class RowFacts(NamedTuple):
@@ -55,22 +63,45 @@ class RowFacts(NamedTuple):
 
 
 def facts_of(value: Any, nbytes: int) -> RowFacts | None:
-    """What is known of the rows of a value whose encoded size is ``nbytes``; None if it is not a batch.
+    """What is known of the rows of a value whose encoded size is ``nbytes``.
+
+    Returns:
+        None if it is not a batch, or one of a type that other processes of this host may not know.
 
     Raises:
         BatchError: In the cases of `as_batch`.
     """
     batch = as_batch(value)
-    return None if batch is None else RowFacts(batch.n_rows, nbytes, schema_of(value))
+    return None if batch is None or batch.is_learned else RowFacts(batch.n_rows, nbytes, schema_of(value))
 
 
-def schema_of(value: Any) -> dict[str | None, Column]:
+def schema_of(value: Any) -> dict[Hashable, Column]:
     """The columns of a batch, by name; the name is None for a value without named columns."""
     columns = _columns(value)
     return {None: _column(value)} if columns is None else {name: _column(part) for name, part in columns.items()}
 
 
-def choose_columns(value: Any, names: Mapping[str, str]) -> Any:
+def may_hold_users_types(schema: Schema) -> bool:
+    """Whether rows may be, or hold, batches of types that users have registered: not if all are arrays or lists."""
+    return any(column.shape is None and column.dtype != "list" for column in schema.values())
+
+
+def dtypes_of(schema: Schema) -> list[tuple[Hashable, str]]:
+    """Names and dtypes of the columns, in their order."""
+    return [(name, column.dtype) for name, column in schema.items()]
+
+
+def stacked_schema(schemas: Sequence[Schema]) -> dict[Hashable, Column]:
+    """The columns of rows one after the other, of which the columns have equal names."""
+    found: dict[Hashable, Column] = {}
+    for name, first in schemas[0].items():
+        columns = [schema[name] for schema in schemas]
+        dtype = " or ".join(dict.fromkeys([column.dtype for column in columns]))
+        found[name] = Column(dtype, first.shape, sum([column.nbytes for column in columns]))
+    return found
+
+
+def choose_columns(value: Any, names: Mapping[Any, Any]) -> Any:
     """A batch with some of the columns of another, which it does not copy.
 
     Args:
@@ -80,20 +111,25 @@ def choose_columns(value: Any, names: Mapping[str, str]) -> Any:
     if _is_mapping(value):
         return rebuilt(value, {new: value[old] for new, old in names.items()})
     if _is_frame(value):
-        chosen = value[list(names.values())]
-        return chosen.set_axis(list(names), axis=1)
+        chosen, new = value[list(names.values())], {old: new for new, old in names.items()}
+        return chosen if list(new) == [*new.values()] else chosen.set_axis(chosen.columns.map(new), axis=1)
     return type(value)({new: value.get(old) for new, old in names.items()}, batch_size=value.batch_size)
 
 
 def join_columns(values: Sequence[Any]) -> Any:
     """A batch of the type of the first one with the columns of all, which have equally many rows."""
     first = values[0]
-    columns = {name: part for value in values for name, part in _named(value).items()}
-    if _is_mapping(first):
-        return rebuilt(first, columns)
     if _is_frame(first):
-        return type(first)({name: getattr(part, "values", part) for name, part in columns.items()}, index=first.index)
-    return type(first)(columns, batch_size=first.batch_size[:1])
+        return sys.modules["pandas"].concat([value.set_axis(first.index) for value in values], axis=1)
+    columns = {name: part for value in values for name, part in _named(value).items()}
+    return rebuilt(first, columns) if _is_mapping(first) else type(first)(columns, batch_size=first.batch_size[:1])
+
+
+def ascending(column: Any) -> np.ndarray[Any, Any]:
+    """The numbers of the rows in ascending order of a column; equal ones stay in their order."""
+    if hasattr(column, "sort_values"):  # pandas has an order of its own for categories and for missing values
+        return np.asarray(column.reset_index(drop=True).sort_values(kind="stable").index)
+    return np.argsort(np.asarray(column), kind="stable")
 
 
 def _named(value: Any) -> Mapping[Any, Any]:
@@ -112,17 +148,30 @@ def _columns(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _column(value: Any) -> Column:
-    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
-    if getattr(value, "is_nested", False):
-        return Column(f"jagged {_short(dtype)}", None, int(value.values().nbytes) if hasattr(value, "values") else 0)
-    nbytes = getattr(value, "nbytes", 0)
-    if dtype is not None and shape:
-        return Column(_short(dtype), tuple(shape[1:]), int(nbytes))
-    return Column(type(value).__name__, None, int(nbytes) if isinstance(nbytes, int) else 0)
+    dtype, is_nested = getattr(value, "dtype", None), getattr(value, "is_nested", False)
+    try:
+        nbytes = int(value.values().nbytes if is_nested else value.nbytes)
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+    ):  # Python objects; sparse and strided nested tensors
+        nbytes = 0
+    if is_nested:
+        return Column(f"jagged {_name_of(dtype)}", None, nbytes)
+    shape = getattr(value, "shape", None)
+    if dtype is not None and shape and not isinstance(value, tuple([cls for cls, _ in users_batch_types()])):
+        return Column(_name_of(dtype), tuple(shape[1:]), nbytes)
+    return Column(type(value).__name__, None, nbytes)
 
 
-def _short(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name_of(dtype: Any) -> str:
+    """The name of a dtype, with what the names that pandas gives leave out."""
+    name, categories = str(dtype).removeprefix("torch."), getattr(dtype, "categories", None)
+    if categories is not None:
+        said = repr((list(categories), categories.dtype, dtype.ordered))
+        return f"{name}[{len(categories)} #{crc32(said.encode()):08x}]"
+    return f"{name}[{dtype.storage}]" if hasattr(dtype, "storage") and not name.endswith("]") else name
 
 
 def _is_of(value: Any, module: str, name: str) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -26,11 +26,12 @@ import numpy as np
 from bandmaster.errors import BatchError
 from bandmaster.plan.batch import Batch, concat_rows, join_rows, required_batch, take_rows
 from bandmaster.plan.batch_types import Index
-from bandmaster.plan.columns import Schema, choose_columns, join_columns
+from bandmaster.plan.columns import Schema, choose_columns, dtypes_of, join_columns, stacked_schema
 
 __all__ = [
     "Addressed",
     "Elsewhere",
+    "JoinPath",
     "Joined",
     "Part",
     "Renamed",
@@ -56,7 +57,8 @@ __all__ = [
     "united",
 ]
 
-Names = Mapping[str, str]  # by the new name of a column, its name before
+JoinPath = tuple[int, ...]  # of a table: its number in each of the joins around it
+Names = Mapping[Any, Any]  # by the new name of a column, its name before
 FEW_ROWS = 32  # that are looked up one by one, and sliced, sooner than by numpy
 
 
@@ -166,10 +168,13 @@ class Stacked:
     Attributes:
         tables: The tables.
         order: For each row its number in the concatenation of the tables; None for that order.
+        is_mixed: Whether their dtypes, or the order of their columns, differ. Then rows that are taken are a stack with
+            tables of all dtypes, because those without rows take part in determining the dtypes of the concatenation.
     """
 
     tables: tuple[Table, ...]
     order: np.ndarray[Any, Any] | None = None
+    is_mixed: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -179,11 +184,7 @@ class Stacked:
     @property
     def schema(self) -> Schema:
         """The columns, by name."""
-        schemas = [table.schema for table in self.tables]
-        return {
-            name: column._replace(nbytes=sum(schema[name].nbytes for schema in schemas))
-            for name, column in schemas[0].items()
-        }
+        return stacked_schema([table.schema for table in self.tables])
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,8 +225,15 @@ def take(table: Any, index: Index) -> Any:
         return Joined(tuple([take(one, index) for one in table.tables]))
     whole = index if table.order is None else _compose(table.order, index)
     found, order = _partition(whole, _starts(one.n_rows for one in table.tables))
-    tables = tuple([take(table.tables[number], rows) for number, rows in found or [(0, range(0))]])
-    return tables[0] if len(tables) == 1 and order is None else Stacked(tables, order)
+    rows = dict(found or [(0, range(0))])
+    if table.is_mixed:
+        rows.setdefault(0, range(0))  # which determines the order of the columns
+        kinds = [dtypes_of(one.schema) for one in table.tables]
+        for number, kind in enumerate(kinds):
+            if kind not in [kinds[other] for other in rows]:
+                rows[number] = range(0)
+    tables = tuple([take(table.tables[number], rows[number]) for number in sorted(rows)])
+    return tables[0] if len(tables) == 1 and order is None else replace(table, tables=tables, order=order)
 
 
 def select(table: Table, names: Names) -> Table:
@@ -250,7 +258,7 @@ def join(tables: Sequence[Table], labels: Sequence[str]) -> Table:
     Raises:
         BatchError: They have different numbers of rows, a name twice, or columns without a name.
     """
-    taken: dict[str | None, str] = {}
+    taken: dict[Any, str] = {}
     for table, label in zip(tables, labels, strict=True):
         if table.n_rows != tables[0].n_rows:
             raise BatchError(
@@ -281,7 +289,16 @@ def concat(tables: Sequence[Table], labels: Sequence[str]) -> Table:
                 f"cannot concatenate {labels[0]} with {_listed(first)} and {label} with {_listed(table.schema)}; "
                 "select or rename columns until they are the same"
             )
-    return tables[0] if len(tables) == 1 else Stacked(tuple(tables))
+    if len(tables) == 1:
+        return tables[0]
+    stacks = [table if isinstance(table, Stacked) else Stacked((table,)) for table in tables]
+    order = None
+    if any(stack.order is not None for stack in stacks):
+        starts = _starts(sum(one.n_rows for one in stack.tables) for stack in stacks)
+        orders = [np.arange(stack.n_rows) if stack.order is None else stack.order for stack in stacks]
+        order = np.concatenate([each + start for each, start in zip(orders, starts, strict=True)])
+    is_mixed = any(stack.is_mixed or dtypes_of(stack.schema) != dtypes_of(first) for stack in stacks)
+    return Stacked(tuple([one for stack in stacks for one in stack.tables]), order, is_mixed)
 
 
 def repeated(n_rows: int, n: int) -> Index:
@@ -314,10 +331,12 @@ class Elsewhere:
     Attributes:
         table: What `addressed` has returned.
         shares: For each rank the ``(start, stop)`` of its rows; None if all rows are for all of them.
+        batch_types: The batch types that the sender has registered, each pickled.
     """
 
     table: Any
     shares: Mapping[int, tuple[int, int]] | None = None
+    batch_types: tuple[bytes, ...] = ()
 
     def share(self, rank: int) -> Any:
         """The table of a rank."""
@@ -338,8 +357,7 @@ def addressed(table: Table, label: Callable[[Part], Hashable]) -> Any:
         return Addressed(starts, tuple([label(result.parts[number]) for number in needed]), table.index)
     if isinstance(table, Renamed):
         return Renamed(addressed(table.table, label), table.names)
-    inner = tuple([addressed(one, label) for one in table.tables])
-    return Joined(inner) if isinstance(table, Joined) else Stacked(inner, table.order)
+    return replace(table, tables=tuple([addressed(one, label) for one in table.tables]))
 
 
 def rows_needed(elsewhere: Elsewhere, ranks: Iterable[int]) -> dict[Hashable, Index]:
@@ -387,8 +405,10 @@ def _leaves(table: Any) -> list[Addressed]:
     return [table] if isinstance(table, Addressed) else [leaf for one in _inner(table) for leaf in _leaves(one)]
 
 
-def _positions(there: Index, rows: Index) -> Index:
-    """Where some rows are among those that are there, which are in ascending order."""
+def _positions(there: Index | None, rows: Index) -> Index:
+    """Where some rows are among those that are there, which are in ascending order; None if all are there."""
+    if there is None:
+        return rows
     if isinstance(there, range):
         shift = there.start
         return range(rows.start - shift, rows.stop - shift) if isinstance(rows, range) else rows - shift
@@ -397,34 +417,36 @@ def _positions(there: Index, rows: Index) -> Index:
 
 def assemble(
     table: Any,
-    payloads: Callable[[Hashable], Any],
-    views: Callable[[Hashable], Batch | None] | None = None,
+    payloads: Callable[[Hashable, JoinPath], Any],
+    views: Callable[[Hashable], Batch | None] = lambda label: None,
     there: Callable[[Hashable], Index | None] = lambda label: None,
+    path: JoinPath = (),
 ) -> Any:
     """The rows of a table with `Addressed` leaves, as one value.
 
     Args:
         table: The table.
-        payloads: Returns the value of the part with a label.
-        views: As ``payloads``, but returns batches, of which only copies become part of the result; where it returns
-            None, the value is had from ``payloads``.
+        payloads: Returns the value of the part with a label for a table at a path, in whose memory rows of the result
+            may lie. Values for different paths must not share memory.
+        views: Returns the value of the part with a label as a batch, of which only copies become part of the result;
+            where it returns None, the value is had from ``payloads``.
         there: Returns the rows of a part that its value consists of; None for all.
+        path: The table's number in each of the joins around it.
     """
     if isinstance(table, Addressed):
         found, order = _pieces(table)
-        is_copied = len(found) > 1 or not isinstance(found[0][1], range)
-        parts = {}
-        for number in dict(found):
-            view = views(table.labels[number]) if is_copied and views is not None else None
-            parts[number] = view or required_batch(payloads(table.labels[number]))
-            only = there(table.labels[number])
-            if only is not None:
-                found = [(n, _positions(only, rows) if n == number else rows) for n, rows in found]
-        return _reordered(join_rows([(parts[number], rows) for number, rows in found]), order)
+        pieces = [(label, _positions(there(label), rows)) for number, rows in found for label in [table.labels[number]]]
+        label, rows = pieces[0]
+        if len(pieces) == 1 and isinstance(rows, range):
+            return required_batch(payloads(label, path)).rows(rows)  # they lie in the value's memory
+        parts = {label: views(label) or required_batch(payloads(label, path)) for label in dict(pieces)}
+        return _reordered(join_rows([(parts[label], rows) for label, rows in pieces]), order)
     if isinstance(table, Renamed):
-        return choose_columns(assemble(table.table, payloads, views, there), table.names)
-    values = [assemble(one, payloads, views, there) for one in table.tables]
-    return join_columns(values) if isinstance(table, Joined) else _reordered(concat_rows(values), table.order)
+        return choose_columns(assemble(table.table, payloads, views, there, path), table.names)
+    if isinstance(table, Joined):
+        columns = [assemble(one, payloads, views, there, (*path, n)) for n, one in enumerate(table.tables)]
+        return join_columns(columns)
+    return _reordered(concat_rows([assemble(one, payloads, views, there, path) for one in table.tables]), table.order)
 
 
 def _pieces(leaf: Addressed) -> Pieces:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from bandmaster.errors import ArgumentError, BatchError, UsageError
+from bandmaster.errors import ArgumentError, BatchError, CollectError, UsageError
 from bandmaster.plan import handles
 from bandmaster.plan.arguments import (
     BoundArgument,
@@ -181,18 +181,34 @@ def _dearest_first(chunks: Sequence[Index], costs: np.ndarray[Any, Any]) -> tupl
 
 
 def collect_chunks(
-    protocol: TransferProtocol[Any, Any], chunks: Sequence[Index], values: Sequence[Any], method: str
+    protocol: TransferProtocol[Any, Any],
+    chunks: Sequence[Index],
+    values: Sequence[Any],
+    ranks: Sequence[int | None],
+    method: str,
 ) -> Any:
     """Join the values of chunks in the order that their rows have in the batch.
 
+    Args:
+        protocol: How the method collects.
+        chunks: For each chunk the numbers of its rows.
+        values: What each has returned.
+        ranks: The rank that has returned it.
+        method: ``"Class.method"``, for messages.
+
     Raises:
-        CollectError: They cannot be joined; what it calls ranks are the chunks, from 0.
+        CollectError: They cannot be joined; the message names the rank and the chunk, which count from 0.
     """
     numbers = tuple(range(len(chunks)))
     incoming: Any = protocol.incoming
     if isinstance(incoming, tuple):
         incoming = CollectEach(tuple([(each, numbers) for each in incoming]))
-    return collect(incoming, numbers, values, method, RealRows(tuple(chunks)))
+    try:
+        return collect(incoming, numbers, values, method, RealRows(tuple(chunks)), "chunk")
+    except CollectError as error:
+        failure = error.failures[error.rank]
+        failure = replace(failure, summary=f"in chunk {error.rank}, {failure.summary}")
+        raise CollectError(method, {ranks[error.rank] or 0: failure}) from error.__cause__
 
 
 def stack_chunks(tables: Sequence[Table], chunks: Sequence[Index], method: str) -> Table:
@@ -201,7 +217,8 @@ def stack_chunks(tables: Sequence[Table], chunks: Sequence[Index], method: str) 
     Raises:
         BatchError: They have different columns, or the order cannot be restored.
     """
-    stacked = handles.concat(tables, [f"chunk {number}" for number in range(len(tables))])
+    with_rows = [number for number, table in enumerate(tables) if table.n_rows] or range(len(tables))
+    stacked = handles.concat([tables[number] for number in with_rows], [f"chunk {number}" for number in with_rows])
     order = RealRows(tuple(chunks)).order(range(len(chunks)))
     if order is None:
         return stacked

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,11 @@ from pathlib import Path
 from bandmaster.errors import ResourceError
 from bandmaster.platform.cgroups import Cgroups, Limit
 from bandmaster.platform.proc import pids
+
+try:
+    import resource
+except ImportError as error:  # the first module of Unix that an import of the package comes to
+    raise ImportError("bandmaster runs on Linux, and backend 'inprocess' on macOS too; on Windows, use WSL") from error
 
 __all__ = ["cannot_start", "process_limit", "start_thread", "working_directory"]
 

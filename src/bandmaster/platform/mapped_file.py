@@ -2,7 +2,7 @@
 
 The limit on open files therefore does not limit the number of arrays that a process holds in shared memory.
 
-Source: mmap(2), "closing the file descriptor does not unmap the region"; madvise(2).
+Source: mmap(2), "closing the file descriptor does not unmap the region", and MAP_FIXED; madvise(2).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["MappedFile"]
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_FIXED = 0x10  # MAP_FIXED of Linux on every architecture
 
 
 class MappedFile:
@@ -41,13 +41,15 @@ class MappedFile:
         OSError: The kernel has no memory or no mapping (``vm.max_map_count``) left.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "_unmap", "address", "nbytes")
+    __slots__ = ("__array_interface__", "__weakref__", "_place", "address", "nbytes")
 
     def __init__(self, fd: int, nbytes: int, is_private: bool) -> None:
-        self._unmap = _libc.munmap  # module globals may be cleared before this object is collected
-        self.address = self.nbytes = 0
-        address = _libc.mmap(None, nbytes, _READ_WRITE, mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED, fd, 0)
-        if address in (None, _FAILED):
+        # The file takes the place of an anonymous mapping, whose object unmaps it in C when it is collected. In a
+        # __del__ of Python code, Ctrl-C would be printed and forgotten.
+        self._place = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+        address = np.frombuffer(self._place, np.uint8).__array_interface__["data"][0]
+        flags = (mmap.MAP_PRIVATE if is_private else mmap.MAP_SHARED) | _FIXED
+        if _libc.mmap(address, nbytes, _READ_WRITE, flags, fd, 0) in (None, _FAILED):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self.address, self.nbytes = address, nbytes
         self.__array_interface__: dict[str, Any] = {
@@ -68,7 +70,3 @@ class MappedFile:
     def forget_writes(self) -> None:
         """Discard all writes to a private mapping, so that it shows the content of the file again."""
         _libc.madvise(self.address, self.nbytes, mmap.MADV_DONTNEED)
-
-    def __del__(self) -> None:
-        if self.nbytes:
-            self._unmap(self.address, self.nbytes)

@@ -39,6 +39,10 @@ class ReferenceQueue(Generic[T]):
         reference.record = record
         self._all[id(reference)] = reference
 
+    def __len__(self) -> int:
+        """Number of records that `drain` would return now or may return later."""
+        return len(self._all)
+
     def living(self) -> Iterator[T]:
         """The records of watched objects that have not been collected."""
         return (reference.record for reference in list(self._all.values()) if reference() is not None)

@@ -1,4 +1,4 @@
-"""Torch in workers: process groups along the axes of a mesh, the hybrid engine, seeds of ranks, checkpoints.
+"""Torch in workers: process groups along the axes of a mesh, layouts of weights, the hybrid engine, seeds, checkpoints.
 
 ::
 
@@ -8,25 +8,33 @@
             mesh = rl.device_mesh(self)                   # torch's DeviceMesh with the axes of self.mesh
             self.model = fully_shard(Model(), mesh=mesh["dp"])
 
-Everything here is called in the methods of workers, is built on public names alone, and imports torch when it is used.
+Everything here is built on public names, and imports torch when it is used. `Layout` and `reshard` need no torch and no
+workers; the rest is called in the methods of workers, but for `WeightSync`.
 """
 
 from bandmaster.rl.checkpoints import load, save
 from bandmaster.rl.connect import Connectable, Connection, connect
 from bandmaster.rl.engine import HybridEngine
+from bandmaster.rl.layout import Box, Layout
 from bandmaster.rl.meshes import device_mesh, start_torch_distributed
+from bandmaster.rl.resharding import Move, Resharding, reshard
 from bandmaster.rl.seeds import seed
 from bandmaster.rl.weights import HoldsWeights, WeightSync
 
 __all__ = [
+    "Box",
     "Connectable",
     "Connection",
     "HoldsWeights",
     "HybridEngine",
+    "Layout",
+    "Move",
+    "Resharding",
     "WeightSync",
     "connect",
     "device_mesh",
     "load",
+    "reshard",
     "save",
     "seed",
     "start_torch_distributed",

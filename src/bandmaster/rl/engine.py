@@ -9,18 +9,24 @@
     (dp=1, tp=0)      w[0:4]  ──┬─────────────────►  w[0:8]
     (dp=1, tp=1)      w[4:8]  ──┘                ──►  w[0:8]
 
-While the generation layout is in use, the training shards lie in it: no byte is held twice.
+While the generation layout is in use, the training shards lie in it: no byte is held twice. The generation layout gets
+new memory each time; a training shard gives its memory up only if it is all of a storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from bandmaster import Box, Move, Resharding, UsageError, Worker, reshard
-from bandmaster.rl.exchange import Pieces, allocate, exchange
-from bandmaster.rl.local_tensors import layout_of_ranks, local_tensor, tensors_of
+from bandmaster import UsageError, Worker
+from bandmaster.rl.exchange import Pieces, exchange
+from bandmaster.rl.interrupts import uninterrupted
+from bandmaster.rl.layout import Box
+from bandmaster.rl.local_tensors import layout_of_ranks, local_tensor, specs, tensors_of
 from bandmaster.rl.meshes import start_torch_distributed
+from bandmaster.rl.resharding import Resharding, reshard
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -30,14 +36,38 @@ __all__ = ["HybridEngine"]
 BUCKET_NBYTES = 64 << 20
 
 
+class _Exit:
+    """The ``__exit__`` of an engine: a value for each ``with`` block, which the block drops however it ends.
+
+    An interrupt may come behind the last step of a block, before the first one of ``__exit__``, which then never runs.
+    """
+
+    def __get__(self, engine: HybridEngine | None, owner: type[HybridEngine]) -> Callable[..., None]:
+        if engine is None:
+            return owner._leave
+        return engine._leave if engine._is_in_use else _Leave(engine._leave)
+
+
+class _Leave(partial[None]):
+    """Leaves the generation layout when it is called, and otherwise when nothing refers to it any more."""
+
+    def __del__(self) -> None:
+        self()
+
+
 class HybridEngine:
     """A model in its training layout and in its generation layout, on the same ranks.
 
     Within ``with engine:`` the generation model has the weights of the training model. They are gathered from the ranks
     that have the rectangles, within the micro-DP group wherever that is enough; by gloo on the CPU, by NCCL on GPUs.
     Tensors that a rank holds alike in both layouts are shared. The memory of the other training shards is freed
-    meanwhile, and filled again at the end with the same bits, so that a rank never has an element twice. Parameters,
+    meanwhile, and filled again at the end with the same bits, so that a rank never has an element twice. Only a shard
+    that is a part of more memory keeps it: a view of another tensor, or a shard that FSDP2 has padded. Parameters,
     optimizer states and gradients stay the same objects.
+
+    The block takes the tensors that the models have when it is entered: ``parameter.data = ...`` and ``model.to(...)``
+    before it are respected. Outside of a block, the parameters of the generation model are empty. An interrupt that
+    comes as the block is entered or left is raised when that is done, and the training model has its weights again.
 
     Collective: all ranks of the group make it, enter it and leave it.
 
@@ -50,16 +80,18 @@ class HybridEngine:
         bucket_nbytes: Bytes that a rank sends and receives at a time; it takes about so much more memory for both.
 
     Attributes:
-        plan: What is moved from where to where, printable; see `bandmaster.reshard`.
+        plan: What is moved from where to where, printable; see `reshard`.
 
     Raises:
         MeshError: The models differ in names, shapes or dtypes.
-        UsageError: Several ranks share this process, as on backend ``"inprocess"``.
+        UsageError: Several ranks share this process, as on backend ``"inprocess"``; or, on entry, a parameter has
+            another dtype or shape on this rank than when the engine was made.
 
     Source: HybridFlow (arXiv 2409.19256), section 5.
     """
 
     plan: Resharding
+    __exit__ = _Exit()
 
     def __init__(
         self, worker: Worker, training: Module, generation: Module, bucket_nbytes: int = BUCKET_NBYTES
@@ -67,19 +99,15 @@ class HybridEngine:
         if worker.world_size > 1:
             start_torch_distributed(worker)
         self._rank, self._is_in_use = worker.rank, False
-        whole = {"training": tensors_of(training), "generation": tensors_of(generation)}
-        source, target = (layout_of_ranks(tensors, worker.world_size) for tensors in whole.values())
+        self._models = training, generation
+        source, target = (layout_of_ranks(tensors_of(model), worker.world_size) for model in (training, generation))
         self.plan = reshard(source, target, within=_near(worker))
         self._buckets = self.plan.buckets(bucket_nbytes)
         self._boxes, self._wanted = source.boxes[worker.rank], target.boxes[worker.rank]
-        self._training, self._generation = (
-            {name: local_tensor(tensor) for name, tensor in tensors.items()} for tensors in whole.values()
-        )
-        self._modules = list(training.modules())
         self._shared = {name for name, box in self._wanted.items() if self._boxes.get(name) == box}
-        self._lent = {name for name, box in self._wanted.items() if self._can_be_lent(name, box)} - self._shared
-        for name in self._generation:
-            self._give_up(name)
+        self._freed: set[str] = set()  # whose training memory is freed, and is to be filled again
+        self._bind()
+        self._restore()
         training.register_forward_pre_hook(self._check_not_in_use)
         generation.register_forward_pre_hook(self._check_in_use)
 
@@ -91,62 +119,91 @@ class HybridEngine:
     def __enter__(self) -> HybridEngine:
         if self._is_in_use:
             raise UsageError("the generation layout is in use; leave its `with` block before entering another")
-        self._is_in_use = True
-        for module in self._modules:
-            if hasattr(module, "reshard"):  # FSDP2 keeps the last parameters that it has gathered
-                module.reshard()
         try:
-            self._gather()
+            self._bind()
+            self._is_in_use = True
+            uninterrupted(self._gather)
         except BaseException:  # a rank has failed, or the call was interrupted
-            self.__exit__()
+            self._leave()
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        import torch
+    def _leave(self, *_: object) -> None:
+        """Return to the training layout, unless it is in use. If that is interrupted, it is done all the same."""
+        interrupt = None
+        while self._is_in_use:
+            try:
+                self._restore()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
-        with torch.no_grad():
-            for name in self._generation:
-                if name in self._lent and not self._training[name].untyped_storage().nbytes():
-                    place = self._boxes[name].slices(self._wanted[name])
-                    allocate(self._training[name]).copy_(self._generation[name][place])
-                self._give_up(name)
-        self._is_in_use = False
+    def _bind(self) -> None:
+        """Take the tensors that the models have now."""
+        for module in self._models[0].modules():
+            if hasattr(module, "reshard"):  # FSDP2 keeps the last parameters that it has gathered
+                module.reshard()
+        self._training, self._generation = (
+            {name: local_tensor(tensor) for name, tensor in tensors_of(model).items()} for model in self._models
+        )
+        for kind, tensors, layout in (
+            ("training", self._training, self.plan.source),
+            ("generation", self._generation, self.plan.target),
+        ):
+            now = specs(tensors)
+            for name, box in layout.boxes[self._rank].items():
+                before = box.shape, layout.tensors[name][1]
+                if name not in now or (kind == "training" and now[name] != before):
+                    raise UsageError(
+                        f"tensor {name!r} of the {kind} model is {_text(now.get(name))} on this rank, and was "
+                        f"{_text(before)} when the engine was made; make a new HybridEngine"
+                    )
+        uses = Counter(tensor.untyped_storage().data_ptr() for tensor in self._training.values())
+        self._lent = {name for name, box in self._wanted.items() if self._can_be_lent(name, box, uses)} - self._shared
 
     def _gather(self) -> None:
-        """Fill the generation layout, and free what lies in it, bucket by bucket."""
+        """Fill the generation layout, and free what lies in it, bucket by bucket. Ranks wait for each other."""
         import torch
 
+        for name in self._shared:
+            self._generation[name].data = self._training[name].data
+        missing = self._wanted.keys() - self._shared
         last = {move.name: index for index, moves in enumerate(self._buckets) for move in moves}
-        with torch.no_grad():
-            for index, moves in enumerate(self._buckets):
-                self._fill(moves)
-                for name in {move.name for move in moves} & self._lent:
-                    if last[name] == index:
-                        self._training[name].untyped_storage().resize_(0)
-
-    def _fill(self, moves: Sequence[Move]) -> None:
-        """Move a bucket into the generation layout."""
         pieces = Pieces(self._training, self._boxes), Pieces(self._generation, self._wanted)
-        for move in moves:
-            if move.receiver == self._rank and move.name not in self._shared:
-                allocate(self._generation[move.name])
-        needed = [move for move in moves if not (move.is_local and move.name in self._shared)]
-        exchange(needed, self._rank, *pieces)
+        for index, moves in enumerate(self._buckets):
+            names = {move.name for move in moves}
+            for name in names & missing:
+                tensor, dtype = self._generation[name], self.plan.target.tensors[name][1]
+                tensor.data = tensor.new_empty(self._wanted[name].shape, dtype=getattr(torch, dtype))
+            missing -= names
+            needed = [move for move in moves if not (move.is_local and move.name in self._shared)]
+            exchange(needed, self._rank, *pieces)
+            for name in names & self._lent:
+                if last[name] == index:
+                    self._freed.add(name)
+                    self._training[name].untyped_storage().resize_(0)
 
-    def _can_be_lent(self, name: str, wanted: Box) -> bool:
+    def _restore(self) -> None:
+        """Give the weights back to the training model; goes on from where it was interrupted."""
+        for name in self._wanted:
+            tensor = self._generation[name]
+            if name in self._freed:
+                shard = self._training[name].detach()
+                shard.untyped_storage().resize_(shard.numel() * shard.itemsize)
+                shard.copy_(tensor[self._boxes[name].slices(self._wanted[name])])
+                self._freed.remove(name)
+            tensor.data = tensor.new_empty(0)
+        self._is_in_use = False
+
+    def _can_be_lent(self, name: str, wanted: Box, uses: Mapping[int, int]) -> bool:
         """Whether the memory for training can be freed meanwhile: the other one has it all, and no tensor shares it."""
         if name not in self._boxes or self._boxes[name] & wanted != self._boxes[name]:
             return False
-        addresses = [tensor.untyped_storage().data_ptr() for tensor in self._training.values()]
-        return addresses.count(self._training[name].untyped_storage().data_ptr()) == 1
-
-    def _give_up(self, name: str) -> None:
-        """Free the memory for generation of a tensor, or have it share that for training."""
-        if name in self._shared:
-            self._generation[name].data = self._training[name].data
-        else:
-            self._generation[name].untyped_storage().resize_(0)
+        tensor = self._training[name]
+        storage = tensor.untyped_storage()
+        is_all = storage.nbytes() == tensor.numel() * tensor.itemsize
+        return is_all and storage.resizable() and uses[storage.data_ptr()] == 1
 
     def _check_not_in_use(self, *_: object) -> None:
         if self._is_in_use:
@@ -161,3 +218,7 @@ def _near(worker: Worker) -> Sequence[Sequence[int]]:
     """The groups of ranks that exchange weights among themselves as far as they can."""
     is_refined = "micro_dp" in worker.mesh.axis_names
     return worker.mesh.groups("micro_dp") if is_refined else [range(worker.world_size)]
+
+
+def _text(spec: tuple[tuple[int, ...], str] | None) -> str:
+    return "missing" if spec is None else f"{spec[1]} of shape {spec[0]}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from bandmaster import Box, Move
+from bandmaster.rl.layout import Box
+from bandmaster.rl.resharding import Move
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Pieces", "allocate", "exchange", "fill", "pack"]
+__all__ = ["Pieces", "exchange", "fill", "pack"]
 
 
 class Pieces(NamedTuple):
@@ -20,16 +21,8 @@ class Pieces(NamedTuple):
     boxes: Mapping[str, Box]
 
     def piece(self, move: Move) -> Tensor:
-        """The part of a local tensor that a move is about, as a view."""
-        return self.tensors[move.name][move.box.slices(self.boxes[move.name])]
-
-
-def allocate(tensor: Tensor) -> Tensor:
-    """Give a tensor its memory back after its storage was resized to 0; its contents are arbitrary."""
-    storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.itemsize
-    if storage.nbytes() < nbytes:
-        storage.resize_(nbytes)
-    return tensor
+        """The part of a local tensor that a move is about, as a view that no gradient is recorded for."""
+        return self.tensors[move.name].detach()[move.box.slices(self.boxes[move.name])]
 
 
 def exchange(moves: Sequence[Move], rank: int, source: Pieces, target: Pieces) -> None:
@@ -72,10 +65,11 @@ def pack(pieces: Sequence[Tensor]) -> Tensor:
     nbytes = [piece.numel() * piece.itemsize for piece in pieces]
     packed = torch.empty(sum(nbytes), dtype=torch.uint8, device=pieces[0].device)
     for place, piece in zip(packed.split(nbytes), pieces, strict=True):
+        data = piece.detach()
         if place.storage_offset() % piece.itemsize:  # behind a piece of another dtype
-            place.copy_(piece.detach().contiguous().view(-1).view(torch.uint8))
+            place.copy_(data.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8))
         else:
-            place.view(piece.dtype).view(piece.shape).copy_(piece.detach())
+            place.view(piece.dtype).view(piece.shape).copy_(data)
     return packed
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from bandmaster import Box, Layout, UsageError
+from bandmaster import UsageError
+from bandmaster.rl.layout import Box, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor

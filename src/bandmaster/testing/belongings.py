@@ -21,6 +21,7 @@ KINDS = ("threads", "processes", "descriptors", "segments", "placements")
 
 _SEGMENTS = "/memfd:bandmaster ", "/memfd:bandmaster-rows "  # a control page has another name
 _ZYGOTE_WATCH = "bandmaster-zygote-watch"
+_LEASES = "bandmaster-leases"  # threads of open groups
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,8 @@ def is_connected_to_ray() -> bool:
 
 
 def _threads() -> list[str]:
-    """Names of the Python threads, without the thread that watches the zygote."""
-    names = [thread.name for thread in threading.enumerate()]
+    """Names of the Python threads, without the one that watches the zygote, and those that look after open groups."""
+    names = [thread.name for thread in threading.enumerate() if thread.name != _LEASES]
     if _ZYGOTE_WATCH in names:
         names.remove(_ZYGOTE_WATCH)
     return names

@@ -238,6 +238,18 @@ class BackendContract:
             assert isinstance(caught.value.__cause__, ValueError)
             assert group.echo(1) == [1, 1, 1]
 
+    def test_a_rank_that_fails_does_not_meet_the_others_in_the_next_call(self) -> None:
+        """A rank that has failed a call begins the next one, which is on its way, when all ranks have ended the first.
+
+        The clocks of the hosts have to agree within half a second.
+        """
+        self._needs_processes()
+        with self.group(3, Behaves) as group:
+            failed, following = group.wait_on.submit([0], raising=[1]), group.times.submit()
+            (stopped, _), (_, begun), _ = following.result()
+            assert begun > stopped
+            assert isinstance(failed.exception(), RemoteError)
+
     def test_a_timeout_shows_where_the_ranks_are_and_the_call_can_be_given_up(self) -> None:
         """`CallTimeout` has the stacks of the missing ranks; after a cancel, the group stays usable."""
         self._needs_processes()

@@ -6,12 +6,14 @@
       group.step(x)    calls 1 and 2 run normally
       group.step(x)    in call 3 rank 1 is killed before the method runs: WorkerDied in the controller
 
-A worker counts the calls of its registered methods from 1, including calls that it makes itself. A worker that was
-restarted or replaced counts from 1 again.
+A worker counts the calls of its registered methods from 1, including calls that it makes itself. A call of a generator
+counts when its first item is made, and `BadResult` spoils every item. A worker that was restarted or replaced counts
+from 1 again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import secrets
@@ -114,6 +116,10 @@ def _faulty(worker_class: type[Worker], name: str, plan: _Plan) -> Callable[...,
         return _faulty_without_self(function, name, plan)
     if inspect.iscoroutinefunction(function):
         return _faulty_async(function, name, plan)
+    if inspect.isasyncgenfunction(function):
+        return _faulty_async_generator(function, name, plan)
+    if inspect.isgeneratorfunction(function):
+        return _faulty_generator(function, name, plan)
 
     @wraps(function)
     def faulty(worker: Worker, /, *args: Any, **kwargs: Any) -> Any:
@@ -127,13 +133,33 @@ def _faulty(worker_class: type[Worker], name: str, plan: _Plan) -> Callable[...,
 def _faulty_async(function: Callable[..., Any], name: str, plan: _Plan) -> Callable[..., Any]:
     @wraps(function)
     async def faulty(worker: Worker, /, *args: Any, **kwargs: Any) -> Any:
-        import asyncio  # a class with async methods has imported it already
-
         due = plan.due(worker, name)
-        for fault in due:
-            fault.strike()
-            await asyncio.sleep(fault.wait_s)
+        await _strike_async(due)
         return _spoiled(due, await function(worker, *args, **kwargs))
+
+    return faulty
+
+
+def _faulty_async_generator(function: Callable[..., Any], name: str, plan: _Plan) -> Callable[..., Any]:
+    @wraps(function)
+    async def faulty(worker: Worker, /, *args: Any, **kwargs: Any) -> Any:
+        due = plan.due(worker, name)
+        await _strike_async(due)
+        async with contextlib.aclosing(function(worker, *args, **kwargs)) as items:
+            async for item in items:
+                yield _spoiled(due, item)
+
+    return faulty
+
+
+def _faulty_generator(function: Callable[..., Any], name: str, plan: _Plan) -> Callable[..., Any]:
+    @wraps(function)
+    def faulty(worker: Worker, /, *args: Any, **kwargs: Any) -> Any:
+        due = plan.due(worker, name)
+        _strike(due)
+        with contextlib.closing(function(worker, *args, **kwargs)) as items:
+            for item in items:
+                yield _spoiled(due, item)
 
     return faulty
 
@@ -161,6 +187,14 @@ def _strike(due: Sequence[Fault]) -> None:
     for fault in due:
         fault.strike()
         time.sleep(fault.wait_s)
+
+
+async def _strike_async(due: Sequence[Fault]) -> None:
+    import asyncio  # a class with async methods has imported it already
+
+    for fault in due:
+        fault.strike()
+        await asyncio.sleep(fault.wait_s)
 
 
 def _spoiled(due: Sequence[Fault], value: Any) -> Any:

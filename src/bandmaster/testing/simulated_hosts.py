@@ -149,6 +149,7 @@ def _agent(secret: Secret) -> None:
     server = AgentServer(secret, "127.0.0.1", _SimulatedHost(), "a test")
     os.write(1, f"{json.dumps([*server.address, os.getpid()])}\n".encode())  # at once: others write, too
     os.close(0)
+    os.open(os.devnull, os.O_RDONLY)  # takes its number
     server.run(PATIENCE_S)
 
 

@@ -108,6 +108,8 @@ class Notes(Worker):
 class Behaves(Worker):
     """Fails, waits or computes, depending on the arguments."""
 
+    stopped_at = 0.0  # by `time.time`, when `wait_on` has ended here
+
     @register(Dispatch.ONE_TO_ALL)
     def echo(self, value: Any) -> Any:
         """Return the argument."""
@@ -136,11 +138,19 @@ class Behaves(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def wait_on(self, ranks: list[int], raising: list[int]) -> int:
         """Wait for ever on some ranks, raise on others, and return on the rest."""
-        if self.rank in raising:
-            raise ValueError("the first cause")
-        while self.rank in ranks:
-            time.sleep(0.01)
-        return self.rank
+        try:
+            if self.rank in raising:
+                raise ValueError("the first cause")
+            while self.rank in ranks:
+                time.sleep(0.01)
+            return self.rank
+        finally:
+            self.stopped_at = time.time()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def times(self) -> tuple[float, float]:
+        """Return when `wait_on` has ended on this rank, and when this call has begun, both by `time.time`."""
+        return self.stopped_at, time.time()
 
     @register(Dispatch.ONE_TO_ALL)
     def sum_of(self, array: Any) -> float:

@@ -25,6 +25,7 @@ __all__ = [
     "MAX_NAME_NBYTES",
     "NAMES_AT",
     "N_MORE",
+    "N_TASKS",
     "PAGE_NBYTES",
     "RUNNING",
     "SINCE",
@@ -33,8 +34,8 @@ __all__ = [
 ]
 
 PAGE_NBYTES = 16 * 1024
-HEADER = struct.Struct("<QdQ")  # what runs, since when, how many calls run besides
-RUNNING, SINCE, N_MORE = range(3)  # words of 8 bytes
+HEADER = struct.Struct("<QdQQ")  # what runs, since when, how many calls run besides, how many tasks there are
+RUNNING, SINCE, N_MORE, N_TASKS = range(4)  # words of 8 bytes
 NAMES_AT = 64  # from here on the names of methods, each followed by a zero byte; the first one has the index 1
 MAX_NAME_NBYTES = 200
 _MOST_READS = 8
@@ -53,11 +54,13 @@ class Activity:
         method: Name of the running method, with its role if it has one; "" if the worker waits for calls.
         seconds: How long the method has been running; 0 if none is.
         n_more: Number of calls that run besides, where async methods overlap.
+        n_tasks: Number of tasks of the event loop of async methods.
     """
 
     method: str
     seconds: float = 0.0
     n_more: int = 0
+    n_tasks: int = 0
 
     @classmethod
     def of(cls, pid: int) -> Activity | None:
@@ -81,12 +84,12 @@ class Activity:
                 break
         if len(header) < HEADER.size:
             return None
-        running, since, n_more = HEADER.unpack(header)
+        running, since, n_more, n_tasks = HEADER.unpack(header)
         if not running:
-            return cls("")
+            return cls("", n_tasks=n_tasks)
         names = os.pread(page, PAGE_NBYTES - NAMES_AT, NAMES_AT).split(b"\0")
         if running > len(names):
             return None
         method = names[running - 1].decode(errors="replace")
         shown = "".join(c if c.isprintable() else "?" for c in method)
-        return cls(shown, max(0.0, time.monotonic() - since), n_more)
+        return cls(shown, max(0.0, time.monotonic() - since), n_more, n_tasks)

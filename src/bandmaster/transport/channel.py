@@ -12,11 +12,21 @@ from typing import Any, Protocol
 from bandmaster.codec import Payload
 from bandmaster.transport.segments import Lease, Segment
 
-__all__ = ["INLINE_NBYTES", "MAX_MESSAGE_NBYTES", "MAX_PARTS_NBYTES", "Buffer", "Channel", "Closed", "inline"]
+__all__ = [
+    "INLINE_NBYTES",
+    "MAX_MESSAGE_NBYTES",
+    "MAX_PARTS_NBYTES",
+    "TELL_S",
+    "Buffer",
+    "Channel",
+    "Closed",
+    "inline",
+]
 
 INLINE_NBYTES = 64 * 1024  # larger payloads go into a segment, which takes longer for smaller ones
 MAX_MESSAGE_NBYTES = 160 * 1024
 MAX_PARTS_NBYTES = 144 * 1024  # of all parts of one message together
+TELL_S = 0.5  # how often each end looks for leases that have ended and that no message has told of
 
 
 class Closed(Exception):
@@ -43,6 +53,13 @@ class Channel(Protocol):
 
     shares_memory: bool
     body: memoryview | None
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether this end has leases that the other one takes for such."""
+
+    def tell(self) -> bool:
+        """Tell the other end of leases that have ended, if it reads; False if no lease was left, ended or not."""
 
     def fileno(self) -> int:
         """The descriptor by which select and its kin tell that something has arrived or can be sent."""

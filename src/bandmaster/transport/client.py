@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import monotonic_ns
 from typing import Any
 
 from bandmaster.codec import Payload, encode
 from bandmaster.contract import CLOSED, QUEUED, Call, Kept
-from bandmaster.errors import ClosedError
+from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.platform.limits import start_thread
 from bandmaster.transport import control_page
@@ -25,6 +26,7 @@ from bandmaster.transport.channel import (
     INLINE_NBYTES,
     MAX_MESSAGE_NBYTES,
     MAX_PARTS_NBYTES,
+    TELL_S,
     Buffer,
     Channel,
     Closed,
@@ -87,6 +89,8 @@ class WorkerClient(Receiver):
         self._n_messages = 0
         self._queues: dict[int, deque[_Outgoing]] = {}  # what a worker that is busy has not taken yet
         self._sender: threading.Thread | None = None
+        self._teller: threading.Thread | None = None  # as long as there are leases
+        self._is_over = threading.Event()  # set with `is_stopped`
 
     # --- sending ---
 
@@ -140,6 +144,7 @@ class WorkerClient(Receiver):
         with self.lock:
             if self.is_stopped:
                 raise ClosedError(self._why_closed)
+            self._have_leases_ended()
             return self._payloads.reserve(sizes, is_kept)
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
@@ -183,7 +188,9 @@ class WorkerClient(Receiver):
         named = [_named(part, segments) if type(part) is SharedPayload else part for part in call.parts]
         rows = [(label, _named(part, segments)) for label, part in call.rows] if call.rows else ()
         there = _named(self._numbers(call.there), segments) if call.there else None
-        message = call_message(number, call.method, call.reply_code, named, rows, there)
+        if segments:
+            self._have_leases_ended()
+        message = call_message(number, call.method, call.reply_code, named, rows, there, call.is_fenced)
         for rank in ranks:
             tickets[rank] = ticket = ChannelTicket(number)
             for segment in segments:
@@ -306,10 +313,11 @@ class WorkerClient(Receiver):
             return
         kind, number = header_of(body)
         ticket = self._pending[rank].pop(number, None)
-        if ticket is None:
-            return  # a worker that was interrupted as it replied has replied twice
+        if ticket is None:  # a worker that was interrupted as it replied has replied twice
+            control_page.resume(self.processes[rank], number)
+            return
         if error is not None:
-            self._finish(ticket, Failure.of(error))
+            self._finish(ticket, Failure.of(error, FailureKind.UNRECEIVED))
             return
         if kind >= _TIMED:
             kind -= _TIMED
@@ -326,6 +334,31 @@ class WorkerClient(Receiver):
             self._finish(ticket, read_reply(kind, body, channel))
         except BaseException as error:  # the user's exceptions may do anything when they are unpickled
             self._finish(ticket, Failure.of(error))
+        if channel.has_leases:
+            self._have_leases_ended()
+
+    # --- leases ---
+
+    def _have_leases_ended(self) -> None:
+        """Tell of leases that end, though no message may be sent that does; the lock is held."""
+        if self._teller is None and not self.is_stopped:
+            with suppress(ResourceError):
+                self._teller = start_thread("bandmaster-leases", self._tell_of_leases)
+
+    def _tell_of_leases(self) -> None:
+        """In a thread, as long as there are leases: tell workers of those that have ended, and hear of theirs."""
+        while not self._is_over.wait(TELL_S):
+            with self.lock:
+                if self.is_stopped:
+                    return
+                if ready := self._poller.now():
+                    self._receive(ready)
+                    self._poller.wake()  # a thread that waits for `arrivals` looks at what this one has taken
+                self._payloads.let_go()
+                has_more = [channel.tell() for rank, channel in self._channels.items() if rank not in self.deaths]
+                if not (any(has_more) or self.writer.has_leases):
+                    self._teller = None
+                    return
 
     # --- interrupting ---
 
@@ -340,6 +373,12 @@ class WorkerClient(Receiver):
                     del sent[rank]
         for rank, ticket in sent.items():
             control_page.interrupt(self.processes[rank], ticket.number)
+
+    def resume(self, tickets: Mapping[int, ChannelTicket]) -> None:
+        """As `contract.Workers.resume`."""
+        for rank, ticket in tickets.items():
+            if rank not in self.deaths:
+                control_page.resume(self.processes[rank], ticket.number)
 
     def stacks(self, tickets: Mapping[int, ChannelTicket]) -> dict[int, str]:
         """As `contract.Workers.stacks`."""
@@ -393,6 +432,7 @@ class WorkerClient(Receiver):
             if self.is_stopped:
                 return
             self.is_stopped, self._why_closed = True, why
+            self._is_over.set()
             for rank, channel in self._channels.items():
                 if rank not in self.deaths:
                     self.deaths[rank] = Failure(FailureKind.DIED, why)

@@ -6,7 +6,9 @@
     ControlPage(identity)  a memfd whose name says who ◄── find(pid), find_all() look among descriptors in /proc
       a page: numbers of calls to interrupt            ◄── interrupt(pid, number), then a signal
       at its end: the call that runs, if announced     ──► announced(pid)
+        and the failed call after which it may go on   ◄── resume(pid, number)
       behind it: stacks, written by faulthandler       ──► stacks(pids), after a signal: also where C code is stuck
+      behind those: tasks of its event loop                after the signal of interrupt: if Python waits, and can tell
 
 It takes no thread and no socket, so it works whatever the worker does, and nothing is left when the worker is gone.
 The worker's side is `bandmaster.worker_process.control_page`.
@@ -27,12 +29,13 @@ from pathlib import Path
 
 from bandmaster.platform.proc import pids
 from bandmaster.transport.debugging import with_debuggers
-from bandmaster.transport.stacks import readable
+from bandmaster.transport.stacks import can_tell_of_tasks, readable, tells_of_tasks
 
 __all__ = [
     "ANNOUNCED",
     "INTERRUPT_SIGNAL",
     "N_SLOTS",
+    "RESUMED",
     "STACKS_SIGNAL",
     "WorkerIdentity",
     "announce_agent",
@@ -41,13 +44,16 @@ __all__ = [
     "find",
     "find_all",
     "interrupt",
+    "resume",
     "stacks",
 ]
 
-INTERRUPT_SIGNAL = signal.SIGRTMAX - 7
-STACKS_SIGNAL = signal.SIGRTMAX - 8
-N_SLOTS = mmap.PAGESIZE // 8 - 1  # of numbers; more calls than that are not on their way to one worker
+_LAST_SIGNAL = int(getattr(signal, "SIGRTMAX", 64))  # there is none on systems where no worker has its own process
+INTERRUPT_SIGNAL = _LAST_SIGNAL - 7
+STACKS_SIGNAL = _LAST_SIGNAL - 8
+N_SLOTS = mmap.PAGESIZE // 8 - 2  # of numbers; more calls than that are not on their way to one worker
 ANNOUNCED = N_SLOTS  # where a worker says which call it runs
+RESUMED = N_SLOTS + 1  # where a worker is told that all ranks have ended a call that it has failed
 STACKS_TIMEOUT_S = 0.5
 
 _MARK = "bandmaster-worker"
@@ -136,15 +142,26 @@ def find(pid: int) -> tuple[WorkerIdentity, str] | None:
 
 def interrupt(pid: int, number: int) -> bool:
     """Interrupt a worker's call, or have the worker skip it if it has not begun; whether the worker could be told."""
-    found = find(pid)
-    if found is None:
-        return False
     with contextlib.suppress(OSError):
-        with open(found[1], "r+b", buffering=0) as page:
-            os.pwrite(page.fileno(), number.to_bytes(8, "little"), number % N_SLOTS * 8)
-        _signal(pid, INTERRUPT_SIGNAL)
-        return True
+        if _write(pid, number % N_SLOTS, number):
+            _signal(pid, INTERRUPT_SIGNAL)
+            return True
     return False
+
+
+def resume(pid: int, number: int) -> None:
+    """Let a worker begin the next call that has failed a call, which all ranks have ended."""
+    with contextlib.suppress(OSError):
+        _write(pid, RESUMED, number)
+
+
+def _write(pid: int, slot: int, number: int) -> bool:
+    """Write a number to a worker's page; whether there is such a worker."""
+    found = find(pid)
+    if found is not None:
+        with open(found[1], "r+b", buffering=0) as page:
+            os.pwrite(page.fileno(), number.to_bytes(8, "little"), slot * 8)
+    return found is not None
 
 
 def announced(pid: int) -> int:
@@ -169,7 +186,17 @@ def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int
                     os.ftruncate(page, mmap.PAGESIZE)
                     _signal(pid, STACKS_SIGNAL)
                     pages[pid] = page
-        texts = _settled(pages, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        texts = _settled(pages, deadline)
+        waiting = {pid: page for pid, page in pages.items() if can_tell_of_tasks(texts[pid])}
+        for pid in waiting:
+            with contextlib.suppress(OSError):
+                _signal(pid, INTERRUPT_SIGNAL)
+        while not all(map(tells_of_tasks, (told := _texts(waiting)).values())) and time.monotonic() < deadline:
+            time.sleep(_SETTLED_S)
+        texts.update(told)
+        for page in pages.values():  # an interrupt is not to tell of tasks
+            os.ftruncate(page, mmap.PAGESIZE)
     return with_debuggers({pid: readable(text) for pid, text in texts.items() if text}, pids)
 
 
@@ -188,6 +215,11 @@ def _settled(pages: dict[int, int], deadline: float) -> dict[int, str]:
         if before == sizes and all(size > mmap.PAGESIZE for size in sizes.values()):
             break
         time.sleep(_SETTLED_S)  # a signal handler writes there: there is nothing to wait on
+    return _texts(pages)
+
+
+def _texts(pages: dict[int, int]) -> dict[int, str]:
+    """The text behind each page."""
     return {
         pid: os.pread(page, os.fstat(page).st_size, mmap.PAGESIZE).decode(errors="replace")
         for pid, page in pages.items()

@@ -81,7 +81,7 @@ class KeptSegment:
     def __init__(self, lease: Lease, facts: RowFacts) -> None:
         self.lease, self.facts = lease, facts
 
-    def payload(self) -> Payload:
+    def payload(self, timeout_s: float | None = None) -> Payload:
         """The encoded rows, in private memory that is mapped anew."""
         return _payload_in(self.lease)
 

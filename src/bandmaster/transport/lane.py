@@ -4,8 +4,8 @@ One Unix socket of sequenced packets; nothing is named and no port is opened. A 
 same for many workers and is then encoded once, behind a small part for this worker alone::
 
     message   = length of control (4 bytes) │ control │ body        + descriptors
-    control   = (segments new to the reader, ids closed by the writer, ids the sender has nothing left in,
-                 ids of which the same is true, but which must not be reused)
+    control   = (ids that the body names, segments new to the reader, ids closed by the writer,
+                 ids the sender has nothing left in, the same, but a fork of it may have, ids it could not open)
     body      = whatever the two ends agree on (see `bandmaster.transport.messages`)
 
 Small payloads travel inside the body; larger ones lie in segments, which the body names by number: the head of a
@@ -43,7 +43,7 @@ _DONT_WAIT = int(socket.MSG_DONTWAIT)
 _RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
 _RECEIVE_NOW_FLAGS = _RECEIVE_FLAGS | _DONT_WAIT
 _LENGTH = struct.Struct("<I")
-_NO_BODY = _LENGTH.pack(0)  # a message that carries the descriptors for the next one
+_NO_BODY = _LENGTH.pack(0)  # a message that carries descriptors for the next one, or tells of ended leases
 LENGTH_NBYTES = _LENGTH.size  # of a message's control, before that
 _ANCILLARY_NBYTES = (socket.CMSG_SPACE(4 * MAX_DESCRIPTORS),)
 
@@ -116,8 +116,11 @@ class Lane:
         writer.on_close.append(self._segment_closed)
         self._closed_ids: list[int] = []
         self._returned: list[int] = []  # segments in which nothing lies any more, as the other end is to be told
+        self._forked: list[int] = []  # the same, but forks of this process may read them
+        self._unusable: list[int] = []  # segments of the other end's that could not be opened
+        self._news = self._closed_ids, self._returned, self._forked, self._unusable
+        self._claims: dict[int, Any] = {}  # on segments that the last body names, until they are taken
         self._unopened = ""  # why segments of the next body could not be opened
-        self._unusable: list[int] = []  # segments of the other end's that it must not use again
         self._is_only_reader = is_only_reader
         self.body: memoryview | None = None  # what was received last
         self._received: list[Any] = []  # at most one message, which lies in the buffer
@@ -152,30 +155,31 @@ class Lane:
             OSError: The message could not be sent; the lane is as it was.
         """
         new = [segment for segment in segments if segment.id not in self._attached] if segments else segments
-        if not (new or self.reader.leases.has_records or self._returned or self._closed_ids or self._unusable):
+        if not (segments or self._claims or self.reader.leases.has_records or any(self._news)):
             try:
                 self.socket.send(message, self._send_flags)
             except ConnectionError:
                 raise Closed from None
             return
+        self._claims = {}  # this end is done with what it has received
         self._note_returned()
         while len(new) > MAX_DESCRIPTORS:
             self._send_with_control(_NO_BODY, new[:MAX_DESCRIPTORS])
             new = new[MAX_DESCRIPTORS:]
-        self._send_with_control(message, new)
+        self._send_with_control(message, new, [segment.id for segment in segments])
 
-    def _send_with_control(self, message: bytes, new: Sequence[Segment]) -> None:
+    def _send_with_control(self, message: bytes, new: Sequence[Segment], named: Sequence[int] = ()) -> None:
         """Send a message, with what there is to tell of segments; no more of them are new than fit."""
         about_new = [(segment.id, segment.nbytes, segment.is_kept) for segment in new]
-        about_old = [ids[:MAX_IDS] for ids in (self._closed_ids, self._returned, self._unusable)]
-        control = pickle.dumps((about_new, *about_old), protocol=5)
+        about_old = [ids[:MAX_IDS] for ids in self._news]
+        control = pickle.dumps((named, about_new, *about_old), protocol=5)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [s.fd for s in new]))] if new else []
         parts: list[bytes | memoryview] = [_LENGTH.pack(len(control)), control, memoryview(message)[LENGTH_NBYTES:]]
         try:
             self.socket.sendmsg(parts, rights, self._send_flags)
         except ConnectionError:
             raise Closed from None
-        for ids in (self._closed_ids, self._returned, self._unusable):
+        for ids in self._news:
             del ids[:MAX_IDS]
         self._attached.update([segment.id for segment in new])
         if self._is_only_reader:
@@ -183,13 +187,22 @@ class Lane:
                 segment.close_descriptor()
 
     def _note_returned(self) -> None:
-        """Note ended leases; segments that a fork of this process may read are unusable for their writer."""
+        """Note ended leases; segments that a fork of this process may read must not be used again."""
         for number in self.reader.leases.drain():
-            if self.reader.was_forked(number):
-                self._unusable.append(number)
-                self.reader.forget([number])
-            else:
-                self._returned.append(number)
+            (self._forked if self.reader.was_forked(number) else self._returned).append(number)
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether this end has leases that the other one takes for such."""
+        return bool(self.reader.leases)
+
+    def tell(self) -> bool:
+        """Tell the other end of leases that have ended, if it reads; False if no lease was left, ended or not."""
+        has_leases = self.has_leases or any(self._news)
+        with contextlib.suppress(Closed, OSError):
+            while self.reader.leases.has_records or any(self._news):
+                self.send(_NO_BODY)
+        return has_leases
 
     def lease(self, segments: Sequence[Segment]) -> None:
         """Note the other end's leases on segments that it is about to be sent."""
@@ -237,12 +250,14 @@ class Lane:
             body = buffer.view[LENGTH_NBYTES + n_control : n]
             self.body = body or self.body
             self._received.clear()
+            self._claims = {}
             if n_control:
                 self._take_control(buffer.view[LENGTH_NBYTES : LENGTH_NBYTES + n_control], ancillary, message_flags)
             if len(body):
                 if self._unopened:
                     self._refuse()
                 return body
+            self.tell()  # which segments were closed because of that
 
     def pack(self, payload: Payload, is_kept: bool = False) -> tuple[Any, list[Segment]]:
         """Make the part of a body that names a payload: its bytes, or the number of the segment that it is written to.
@@ -262,13 +277,14 @@ class Lane:
     def unpack(self, part: Any) -> Payload:
         """The payload that a part of a body names, in memory of this end's own."""
         if type(part) is int:
-            head, *buffers = self.reader.chunks(part)
+            head, *buffers = self.reader.chunks(part, self._claims.pop(part))
             return Payload(head, tuple(buffers))
         return Payload(*part)
 
     def claim(self, part: int) -> Lease:
         """The claim on the kept segment that a part of a body names."""
-        return self.reader.lease(part)
+        lease: Lease = self._claims.pop(part)
+        return lease
 
     def close(self) -> None:
         """Close this end. Arrays that came by it stay as they are."""
@@ -279,14 +295,24 @@ class Lane:
         self.writer.forget_reader(self._reader_id)
 
     def _take_control(self, control: memoryview, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
-        """Take what a message tells of segments, and the new ones."""
-        new, closed, returned, unusable = pickle.loads(control)
+        """Take what a message tells of segments, the new ones, and the claims on those that it names."""
+        named, new, closed, returned, forked, unusable = pickle.loads(control)
         self.writer.end_leases(returned, self._reader_id)
-        if not (new or closed or unusable):
-            return
-        self.reader.forget(closed)
         self._attached.difference_update(unusable)
-        self.writer.discard(unusable, self._reader_id)
+        self.writer.end_leases([*forked, *unusable], self._reader_id, is_spoiled=True)
+        self.reader.forget(closed)
+        if new:
+            self._attach(new, ancillary, flags)
+        for number in named:
+            if self.reader.knows(number):
+                self._claims[number] = self.reader.lease(number)
+            else:  # it could not be opened
+                self._unusable.append(number)
+
+    def _attach(
+        self, new: Sequence[tuple[int, int, bool]], ancillary: Sequence[tuple[int, int, bytes]], flags: int
+    ) -> None:
+        """Take segments that are new, or the reason why they cannot be opened."""
         descriptors = _descriptors(ancillary)
         is_truncated = flags & _TRUNCATED or len(descriptors) != len(new)
         reason = "no descriptor is left for it; raise the limit on open files (ulimit -n)" if is_truncated else ""
@@ -300,8 +326,7 @@ class Lane:
             except OSError as error:
                 reason = f"{error}; keep fewer arrays, or raise the limit on mappings (sysctl vm.max_map_count)"
         if reason:
-            self._unusable += [number for number, _, _ in new]
-            self.reader.forget(self._unusable)
+            self.reader.forget([number for number, _, _ in new])
             self._unopened = reason
 
     def _refuse(self) -> None:

@@ -57,6 +57,7 @@ class Kind:
     )
     ENVIRONMENT = 2  # pickled: variables that have changed
     PAUSE = 3  # nothing: the worker leaves the channel once it has done what came before
+    FENCED = 128  # added to that of a call after whose failure the worker waits, see `contract.Workers.resume`
 
 
 _SMALL_CALL = Kind.SMALL_CALL
@@ -90,14 +91,18 @@ def call_message(
     parts: Sequence[Any],
     rows: Sequence[tuple[int, Any]] = (),
     there: Any = None,
+    is_fenced: bool = False,
 ) -> bytes:
     """A call, as `Lane.send` takes it: with four zero bytes before the body."""
+    fence = Kind.FENCED if is_fenced else 0
     if not rows and len(parts) == 1 and type(parts[0]) is tuple and not parts[0][1]:
         name = method.encode()
         if len(name) < 256:
             stream: bytes = parts[0][0]
-            return _SMALL_START.pack(0, Kind.SMALL_CALL, number, reply, len(name)) + name + stream
-    return _START.pack(0, Kind.CALL, number) + pickle.dumps((method, int(reply), parts, tuple(rows), there), protocol=5)
+            return _SMALL_START.pack(0, Kind.SMALL_CALL | fence, number, reply, len(name)) + name + stream
+    return _START.pack(0, Kind.CALL | fence, number) + pickle.dumps(
+        (method, int(reply), parts, tuple(rows), there), protocol=5
+    )
 
 
 def control_message(kind: int, content: Mapping[str, str] | None = None) -> bytes:

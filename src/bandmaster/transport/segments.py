@@ -10,9 +10,10 @@
       free again when all have ◄── ids ─────────────────────   the last array over it is gone
       given it back
 
-A segment is reused only when no reader has anything left that lies in it. A segment that was mapped by a reader when
-that process forked is closed instead: the fork may read it for as long as it lives. Segments that have not been used
-for long are closed too, and readers are told to forget them.
+A lease belongs to the message that names the segment: the reader claims it with the message, and the lease ends with
+the message unless something is made of it. A segment is reused only when no lease on it is left. A segment that was
+mapped by a reader when that process forked is closed instead: the fork may read it for as long as it lives. Segments
+that have not been used for long are closed too, and readers are told to forget them.
 
 Readers of a *kept* segment do not map it when it comes. They hold its descriptor, pass it on to other processes, and
 map it anew each time that somebody may write to what they read, so that it never shows again.
@@ -61,7 +62,7 @@ class Segment:
         fd: Its descriptor; -1 once it was given away.
         memory: The writer's own mapping.
         nbytes: Its capacity.
-        readers: Who may still have arrays in it.
+        readers: Who may still have arrays in it, and how many leases each has: one for each message that named it.
         last_used: Count of writes when it was last taken.
         is_spoiled: Whether it is to be closed, rather than reused, when nobody reads it any more.
         is_kept: Whether its readers hold its descriptor, rather than map it when it comes.
@@ -72,7 +73,7 @@ class Segment:
     fd: int
     memory: MappedFile | None
     nbytes: int
-    readers: set[int] = field(default_factory=set)
+    readers: dict[int, int] = field(default_factory=dict)
     last_used: int = 0
     is_spoiled: bool = False
     is_kept: bool = False
@@ -123,43 +124,51 @@ class SegmentWriter:
             OSError: There is no memory or no descriptor for it.
         """
         segment = self._take(_layout(sizes)[1], is_kept)
-        segment.readers.add(OWNER)
+        self.lease(segment, OWNER)
         return segment
 
     def adopt(self, lease: Lease) -> Segment:
         """A segment that another process has written, as one of this writer's that is never reused; for `OWNER`."""
-        segment = Segment(next(self._ids), lease.file.fd, None, lease.file.nbytes, {OWNER}, lease=lease)
+        segment = Segment(next(self._ids), lease.file.fd, None, lease.file.nbytes, {OWNER: 1}, lease=lease)
         segment.is_spoiled = segment.is_kept = True
         self._segments[segment.id] = segment
         return segment
 
-    def lease(self, segment: Segment, reader: int) -> None:
-        """Note the lease of a reader that is about to be sent the segment."""
-        segment.readers.add(reader)
+    @property
+    def has_leases(self) -> bool:
+        """Whether a segment is not free."""
+        return len(self._segments) > len(self._free)
 
-    def end_leases(self, ids: Iterable[int], reader: int) -> None:
-        """End the leases of a reader: nothing of it lies in these segments any more."""
+    def lease(self, segment: Segment, reader: int) -> None:
+        """Note the lease of a reader that is about to be sent a message that names the segment."""
+        segment.readers[reader] = segment.readers.get(reader, 0) + 1
+
+    def end_leases(self, ids: Iterable[int], reader: int, is_spoiled: bool = False) -> None:
+        """End leases of a reader, one for each number: nothing that it got by one message lies there any more.
+
+        Args:
+            ids: The numbers of segments.
+            reader: The reader.
+            is_spoiled: Whether the segments must not be reused.
+        """
         for number in ids:
             segment = self._segments.get(number)
             if segment is not None:
-                segment.readers.discard(reader)
-                if not segment.readers and (segment.is_spoiled or (segment.is_kept and self._has_enough_kept())):
+                segment.is_spoiled |= is_spoiled
+                left = segment.readers.pop(reader, 1) - 1
+                if left:
+                    segment.readers[reader] = left
+                elif not segment.readers and (segment.is_spoiled or (segment.is_kept and self._has_enough_kept())):
                     self._close(segment)
                 elif not segment.readers:
                     self._free[number] = segment
         if len(self._free) > MAX_FREE:
             self._trim()
 
-    def discard(self, ids: Iterable[int], reader: int) -> None:
-        """End the leases of a reader on segments that must not be reused."""
-        for number in ids:
-            if number in self._segments:
-                self._segments[number].is_spoiled = True
-        self.end_leases(ids, reader)
-
     def forget_reader(self, reader: int) -> None:
         """End all leases of a reader, whose process has ended."""
-        self.end_leases([number for number, s in self._segments.items() if reader in s.readers], reader)
+        held = {number: s.readers.get(reader, 0) for number, s in self._segments.items()}
+        self.end_leases([number for number, n in held.items() for _ in range(n)], reader)
 
     def close(self) -> None:
         """Close all segments; readers keep what they have mapped."""
@@ -311,21 +320,26 @@ class SegmentReader:
         finally:
             os.close(fd)
 
-    def chunks(self, number: int) -> list[memoryview]:
-        """The chunks in a segment, in writable private memory. The lease ends when their last view is collected."""
+    def knows(self, number: int) -> bool:
+        """Whether a segment could be attached."""
+        return number in self._maps or number in self._kept
+
+    def lease(self, number: int) -> Any:
+        """The claim of a message on a segment that it names: the memory, or the `Lease` on a kept one.
+
+        It ends when this, and the last view of the memory, is collected.
+        """
+        claim = Lease(self._kept[number]) if number in self._kept else self._maps[number].array()
+        self.leases.watch(claim, number)
+        return claim
+
+    def chunks(self, number: int, claim: Any) -> list[memoryview]:
+        """The chunks in a segment that is not kept, in writable private memory that keeps the claim on it."""
         memory = self._maps[number]
         if number in self._were_read and _may_differ(memory):
             memory.forget_writes()  # what this reader wrote into it the last time must not show
         self._were_read.add(number)
-        whole = memory.array()  # lives as long as any view of it
-        self.leases.watch(whole, number)
-        return chunks_in(whole)
-
-    def lease(self, number: int) -> Lease:
-        """The claim on a kept segment that has just come."""
-        lease = Lease(self._kept[number])
-        self.leases.watch(lease, number)
-        return lease
+        return chunks_in(claim)
 
     def note_fork(self) -> None:
         """Note the segments under lease, which the fork that is about to happen may read for as long as it lives."""

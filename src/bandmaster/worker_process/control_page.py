@@ -10,11 +10,22 @@ import mmap
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 
-from bandmaster.transport.control_page import ANNOUNCED, INTERRUPT_SIGNAL, N_SLOTS, STACKS_SIGNAL, WorkerIdentity
+from bandmaster.transport.control_page import (
+    ANNOUNCED,
+    INTERRUPT_SIGNAL,
+    N_SLOTS,
+    RESUMED,
+    STACKS_SIGNAL,
+    WorkerIdentity,
+)
+from bandmaster.transport.stacks import TASKS
 
 __all__ = ["ControlPage", "Interrupted"]
+
+AGAIN_S = 0.002  # after an interrupt in a finalizer
 
 
 class Interrupted(KeyboardInterrupt):
@@ -29,7 +40,10 @@ class ControlPage:
 
     Attributes:
         running: Number of the call that may be interrupted; 0 between calls and while interrupts are deferred.
+        told_of_tasks: Returns what is to be said of tasks behind stacks; see `bandmaster.worker_process.tasks`.
     """
+
+    told_of_tasks: Callable[[], str]
 
     def __init__(self, identity: WorkerIdentity) -> None:
         self.running = 0
@@ -39,7 +53,7 @@ class ControlPage:
         self._slots = memoryview(mmap.mmap(self._fd, mmap.PAGESIZE)).cast("Q")
         faulthandler.register(STACKS_SIGNAL, file=self._fd, all_threads=True, chain=False)
         if threading.current_thread() is threading.main_thread():  # where Python handles signals
-            signal.signal(INTERRUPT_SIGNAL, self._interrupt)
+            signal.signal(INTERRUPT_SIGNAL, self._signalled)
         else:
             ctypes.CDLL(None).signal(INTERRUPT_SIGNAL, ctypes.c_void_p(signal.SIG_IGN))
 
@@ -73,6 +87,10 @@ class ControlPage:
         """Stop allowing the call to be interrupted."""
         self.running = 0
 
+    def is_resumed(self, number: int) -> bool:
+        """Whether all ranks have ended a call that has failed here."""
+        return self._slots[RESUMED] == number
+
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Defer interrupts until the block is left.
@@ -84,10 +102,23 @@ class ControlPage:
         try:
             yield
         finally:
-            self.begin(number)
+            if number and not self.running:  # else another thread has held back a call that has ended since
+                self.begin(number)
 
-    def _interrupt(self, *_: object) -> None:
+    def _signalled(self, _: int, frame: FrameType | None) -> None:
+        if os.fstat(self._fd).st_size > mmap.PAGESIZE:  # somebody reads stacks
+            with contextlib.suppress(Exception):  # stacks can do without
+                os.write(self._fd, f"{TASKS}{self.told_of_tasks()}\n".encode())
+        self._interrupt(frame)
+
+    def _interrupt(self, frame: FrameType | None = None) -> None:
         number = self.running
         if number and self._slots[number % N_SLOTS] == number:
+            while frame is not None:
+                if frame.f_code.co_name == "__del__":  # Python lets no exception out of it: try again until it is over
+                    again = threading.get_ident(), INTERRUPT_SIGNAL
+                    threading.Timer(AGAIN_S, signal.pthread_kill, again).start()
+                    return
+                frame = frame.f_back
             self.running = 0  # so that the call is interrupted only once
             raise Interrupted("the controller cancelled the call")

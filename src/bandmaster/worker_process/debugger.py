@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import json
 import os
 import pdb
@@ -16,7 +18,8 @@ from bandmaster.worker_process.stops import Hold, say_where
 
 __all__ = ["Debugger"]
 
-_MODULE = "bandmaster."
+_MODULES = ("bandmaster.", "asyncio.")
+_COROUTINES = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class Debugger(pdb.Pdb):
@@ -35,7 +38,8 @@ class Debugger(pdb.Pdb):
         super().__init__(stdin=file, stdout=file, nosigint=True)
         self.use_rawinput = False
         self._identity, self._hold = identity, hold
-        self._callers: list[FrameType] = []  # of the method that is debugged: this library's frames
+        self._raised_in: FrameType | None = None  # the frame in which the last event was an exception
+        self._callers: list[FrameType] = []  # of the method or coroutine that is debugged: frames of libraries
 
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
         """Stop at the next line of a frame."""
@@ -54,7 +58,7 @@ class Debugger(pdb.Pdb):
     def _note_callers(self, frame: FrameType) -> None:
         self._callers, caller = [], frame.f_back
         while caller is not None:
-            if self._callers or _is_ours(caller):
+            if self._callers or _is_library(caller):
                 self._callers.append(caller)
             caller = caller.f_back
 
@@ -74,11 +78,31 @@ class Debugger(pdb.Pdb):
         return shown, at - (len(stack) - len(shown))
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Whether to stop in a frame: not behind the end of the method."""
-        if frame in self._callers:
-            self.set_continue()
-            return False
-        return bool(super().stop_here(frame))
+        """Whether to stop in a frame: not in those of libraries."""
+        return bool(super().stop_here(frame)) and not (frame in self._callers or _is_library(frame))
+
+    def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
+        """Step over an await, and behind the end of a coroutine to its caller; `bdb` cannot tell one from the other."""
+        is_coroutine, caller = bool(frame.f_code.co_flags & _COROUTINES), frame.f_back
+        is_await = is_coroutine and frame is not self._raised_in and _is_at_yield(frame)
+        if is_await and self.stopframe is None:
+            self.set_next(frame)
+        traced = super().dispatch_return(frame, arg)
+        if not is_await and self.stopframe in (None, frame):
+            is_last = caller in self._callers or (is_coroutine and caller is not None and _is_library(caller))
+            self.set_continue() if is_last else self.set_step()
+        return traced
+
+    def dispatch_exception(self, frame: FrameType, arg: Any) -> Any:
+        """Note that a coroutine may end by an exception."""
+        if arg[0] is not StopIteration or arg[2] is not None:  # else what is awaited has ended
+            self._raised_in = frame
+        return super().dispatch_exception(frame, arg)
+
+    def dispatch_line(self, frame: FrameType) -> Any:
+        """Note that an exception was handled."""
+        self._raised_in = None
+        return super().dispatch_line(frame)
 
     def set_continue(self) -> None:
         """Go on; without breakpoints, the debugger is over."""
@@ -92,12 +116,18 @@ class Debugger(pdb.Pdb):
         self._leave()
 
     def _leave(self) -> None:
-        self._callers = []
+        self._callers, self._raised_in = [], None
         self._terminal.close()
 
 
-def _is_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith(_MODULE)
+def _is_library(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(_MODULES)
+
+
+def _is_at_yield(frame: FrameType) -> bool:
+    """Whether a frame is suspended: its last instruction is a yield, or as some versions of Python say, beside one."""
+    code, last = frame.f_code.co_code, frame.f_lasti
+    return any(dis.opname[code[at]].startswith("YIELD") for at in (last - 2, last, last + 2) if 0 <= at < len(code))
 
 
 class _Terminal:

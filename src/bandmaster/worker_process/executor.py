@@ -13,7 +13,6 @@ from types import CoroutineType
 from typing import Any
 
 from bandmaster.codec import Payload, decode, encode
-from bandmaster.codec.cuda_ipc import CAN_OPEN, can_open
 from bandmaster.contract import (
     CLOSE_STREAM,
     CONSTRUCT,
@@ -44,6 +43,7 @@ from bandmaster.worker_process.imports import importing, preload
 from bandmaster.worker_process.kept_rows import with_rows
 from bandmaster.worker_process.rendezvous import Rendezvous
 from bandmaster.worker_process.streams import END, Streams
+from bandmaster.worker_process.tasks import Tasks
 
 __all__ = ["Executor"]
 
@@ -73,6 +73,7 @@ class Executor:
         self.worker: Worker | None = None
         self._context: WorkerContext | None = None
         self._loop: _EventLoopThread | None = None
+        self._awaited: Coroutine[Any, Any, Any] | None = None
         self._streams = Streams()
         self.marks: list[int] | None = None
         self.activity = activity or ActivityPage()
@@ -220,14 +221,12 @@ class Executor:
             cls, args, kwargs = self._merge(parts)
         self.worker = make_worker(cls, self._context, args, kwargs)
 
-    def _can_open(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> bool:
-        return can_open(self.device, *(value for _, value in self._merge(parts)))
-
-    def _open_stream(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> None:
+    def _open_stream(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
         args, kwargs = self._arguments(parts, rows)
         stream, method = kwargs.pop(STREAM), kwargs.pop(METHOD)
         self.activity.rename(method)
         self._streams.open(stream, getattr(self.worker, method)(*args, **kwargs))
+        return self._streams.next(stream)
 
     def _next(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
         (stream,), _ = self._arguments(parts)
@@ -249,10 +248,7 @@ class Executor:
         return sorted(items, key=lambda item: item[0] if type(item[0]) is int else -1)
 
     def _decode(self, payload: Payload) -> Any:
-        if self.device == "cpu":
-            return decode(payload)
-        with self.hold():  # so that an interrupt cannot leak an exported tensor
-            return decode(payload, self.device)
+        return decode(payload, self.device)
 
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
         """Describe an exception that was raised in this worker, as CANCELLED if it follows from an interrupt."""
@@ -280,9 +276,9 @@ class Executor:
         future = None
         try:
             with self.hold():
-                self._loop = self._loop or _EventLoopThread()
+                self._loop = self._loop or _EventLoopThread(self.activity)
             with self.hold():  # an interrupt comes either before or after the coroutine is handed over
-                future = self._loop.start(coroutine)
+                self._awaited, future = coroutine, self._loop.start(coroutine)
             error = future.exception()
         except BaseException:  # the call was cancelled
             if future is None:
@@ -290,9 +286,15 @@ class Executor:
             else:
                 future.cancel()
             raise
+        finally:
+            self._awaited = None
         if error is not None:
             raise error
         return future.result()
+
+    def told_of_tasks(self) -> str:
+        """As `Tasks.told`, of the event loop of async methods and the coroutine that the running call waits for."""
+        return '["", ""]' if self._loop is None else self._loop.tasks.told(self._awaited)
 
     def close(self) -> None:
         """Stop the event loop, close the rendezvous and drop the worker."""
@@ -317,7 +319,6 @@ _OWN: dict[str, Callable[[Executor, Sequence[Payload] | memoryview, RowReaders],
     OPEN_STREAM: Executor._open_stream,
     NEXT: Executor._next,
     CLOSE_STREAM: Executor._close_stream,
-    CAN_OPEN: Executor._can_open,
 }
 
 
@@ -335,8 +336,9 @@ class _EventLoopThread:
     itself, as in a notebook.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, activity: ActivityPage) -> None:
         self._loop = asyncio.new_event_loop()
+        self.tasks = Tasks(self._loop, activity)
         self._is_closed = False
         try:
             self._thread = start_thread("bandmaster-async-methods", self._serve)

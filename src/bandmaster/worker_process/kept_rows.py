@@ -8,13 +8,15 @@ costs its own rows, rather than a mapping or a copy of every part.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from contextlib import suppress
+from functools import cache, lru_cache
 from typing import Any
 
 from bandmaster.codec import Payload, decode
-from bandmaster.plan.batch import Batch, as_batch, copies_rows
-from bandmaster.plan.handles import Elsewhere, assemble
+from bandmaster.plan.batch import Batch, as_batch, copies_rows, learn_batch_type
+from bandmaster.plan.handles import Elsewhere, JoinPath, assemble
 from bandmaster.transport.kept import RowReader, RowReaders
 from bandmaster.transport.segments import KeptFile, chunks_in, start_of
 
@@ -41,24 +43,29 @@ def with_rows(
         has_views: Whether rows may be copied out of views, which are on the CPU.
     """
 
-    values: dict[int, Any] = {}
-
-    def value_at(label: Any) -> Any:
-        if label not in values:
-            values[label] = decode(rows[label].payload())
-        return values[label]
-
     @cache
     def view_of(label: Any) -> Batch | None:
-        return _view(rows[label])
+        return _view(rows[label]) if has_views else None
+
+    def value_at(label: Any, _: JoinPath) -> Any:
+        return decode(rows[label].payload())
 
     def there(label: Any) -> Any:
         return rows[label].there
 
-    views = view_of if has_views else None
     for key, argument in items:
-        is_elsewhere = type(argument) is Elsewhere
-        yield key, assemble(argument.share(rank), value_at, views, there) if is_elsewhere else argument
+        if type(argument) is Elsewhere:
+            for pickled in argument.batch_types:
+                _learn(pickled)
+            yield key, assemble(argument.share(rank), cache(value_at), view_of, there)
+        else:
+            yield key, argument
+
+
+@lru_cache
+def _learn(pickled: bytes) -> None:
+    with suppress(Exception):  # if the user's functions cannot be imported here, other rows can still be read
+        learn_batch_type(*pickle.loads(pickled))
 
 
 class _View:

@@ -6,13 +6,14 @@ import logging
 import math
 import os
 import pickle
+import select
 import time
 from typing import Any
 
 from bandmaster.codec import Payload, encode
 from bandmaster.contract import Rows
 from bandmaster.failure import Failure
-from bandmaster.transport.channel import INLINE_NBYTES, Closed
+from bandmaster.transport.channel import INLINE_NBYTES, TELL_S, Closed
 from bandmaster.transport.lane import LENGTH_NBYTES, Lane
 from bandmaster.transport.messages import HEADER_NBYTES, Kind, ReplyKind, Times, header_of, read_call, reply_message
 from bandmaster.transport.segments import OWNER, Segment
@@ -21,6 +22,7 @@ from bandmaster.worker_process.executor import Executor
 
 __all__ = ["serve"]
 
+FENCE_LOOK_S, FENCE_MOST_S = 0.001, 0.05  # between two looks whether the worker may go on, at first and at most
 _log = logging.getLogger(__name__)
 
 
@@ -46,8 +48,7 @@ def serve(
         True if a limit was reached, so that more messages may arrive; False if the lane was closed or paused.
     """
     deadline = math.inf if most_s == math.inf else time.monotonic() + most_s
-    lane.wait_at_most(patience_s)
-    return _Loop(lane, executor, page, deadline, most_nbytes).run()
+    return _Loop(lane, executor, page, patience_s, deadline, most_nbytes).run()
 
 
 class _Loop:
@@ -57,10 +58,19 @@ class _Loop:
     ``lane.body`` is the body of the message that has no reply yet, None between calls.
     """
 
-    def __init__(self, lane: Lane, executor: Executor, page: ControlPage, deadline: float, most_nbytes: float) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        executor: Executor,
+        page: ControlPage,
+        patience_s: float | None,
+        deadline: float,
+        most_nbytes: float,
+    ) -> None:
         self._lane, self._executor, self._page = lane, executor, page
-        self._deadline, self._most_nbytes = deadline, most_nbytes
+        self._patience_s, self._deadline, self._most_nbytes = patience_s, deadline, most_nbytes
         self._error: BaseException | None = None  # raised outside of a method, and not handled yet
+        self._failed = 0  # number of a failed call that other ranks may still run
 
     def run(self) -> bool:
         """Serve the lane. Returns True if a limit was reached, False if the lane was closed or paused."""
@@ -82,9 +92,15 @@ class _Loop:
         lane, executor, page, deadline = self._lane, self._executor, self._page, self._deadline
         if self._error is not None:
             self._reply_with_the_error()
+        if self._failed:
+            self._wait_at_the_fence()
         while self._most_nbytes > 0 and (deadline == math.inf or time.monotonic() < deadline):
+            lane.wait_at_most(self._patience_s or (TELL_S if lane.has_leases else None))
             message = lane.receive()
             if message is None:
+                lane.tell()
+                if self._patience_s is None:
+                    continue
                 break
             kind, number = header_of(message)
             self._most_nbytes -= LENGTH_NBYTES + len(message)
@@ -95,15 +111,20 @@ class _Loop:
                 lane.body = None
                 continue
             page.begin(number)
-            outcome = executor.call(*read_call(kind, message, lane))
+            outcome = executor.call(*read_call(kind & ~Kind.FENCED, message, lane))
             page.end()
             times = None if executor.marks is None else executor.times()
             if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
                 lane.send(reply_message(number, ReplyKind.VALUE, outcome.head, times))  # the common case
             else:
+                if kind >= Kind.FENCED and type(outcome) is Failure:
+                    self._failed = number
                 outcomes = [outcome]
                 del outcome  # so that the leases on its segments end with the reply
                 _reply(lane, number, outcomes, times)
+                if self._failed:
+                    lane.body = None
+                    self._wait_at_the_fence()
             lane.body = None
         return True
 
@@ -116,9 +137,26 @@ class _Loop:
         if self._lane.body is None:
             _log.warning("ignored an exception that a signal handler raised while no call was running", exc_info=error)
         else:
-            number = header_of(self._lane.body)[1]
+            kind, number = header_of(self._lane.body)
+            if kind >= Kind.FENCED:
+                self._failed = number
             _reply(self._lane, number, [self._executor.failure(error)])
             self._lane.body = None
+
+    def _wait_at_the_fence(self) -> None:
+        """Wait until all ranks have ended a call that has failed here, lest the collectives of two calls meet.
+
+        This looks again and again: it happens after failures only, and a signal that comes between a look and a wait
+        would be missed.
+        """
+        hung_up = select.poll()
+        hung_up.register(self._lane.fileno(), 0)
+        look_s = FENCE_LOOK_S
+        while not self._page.is_resumed(self._failed):
+            if hung_up.poll(look_s * 1000):
+                raise Closed
+            look_s = min(2 * look_s, FENCE_MOST_S)
+        self._failed = 0
 
 
 def _reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | None], times: Times = None) -> None:

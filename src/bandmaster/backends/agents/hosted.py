@@ -6,13 +6,15 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
 from bandmaster.backends.agents.messages import Packed
 from bandmaster.backends.agents.rows import Coming
 from bandmaster.codec import Payload
-from bandmaster.contract import TIMED, Call, Reply, Workers
+from bandmaster.contract import Call, Reply, Workers
+from bandmaster.errors import RowsLost
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.transport.messages import ReplyKind
 
@@ -29,7 +31,7 @@ class Entry(NamedTuple):
         ranks: The ranks; None for all of the group on this host.
         method: Name of the method.
         parts: Places of its arguments in the table of payloads.
-        reply_code: As `Call.reply_code`.
+        how: As `Call.how`.
         rows: Kept rows, as label, place and what is there: the place is ``("shelf", number)`` or ``("table", place)``,
             and the numbers of the rows that are there are None for all of them.
     """
@@ -38,7 +40,7 @@ class Entry(NamedTuple):
     ranks: tuple[int, ...] | None
     method: str
     parts: tuple[int, ...]
-    reply_code: int
+    how: tuple[int, bool, bool]
     rows: tuple[tuple[int, Any, Any], ...]
 
 
@@ -58,12 +60,20 @@ class Held:
         """Whether all rows are there, or some are gone."""
         if isinstance(self.rows, Failure):
             return True
-        coming = {place: rows for place, rows in self.rows.items() if isinstance(rows, Coming)}
-        if any(rows.outcome is None for rows in coming.values()):
+        coming = {place: rows for place, rows in self.rows.items() if isinstance(rows, Future)}
+        if not all(rows.done() for rows in coming.values()):
             return False
-        lost = [rows.outcome for rows in coming.values() if isinstance(rows.outcome, Failure)]
-        self.rows = lost[0] if lost else {**self.rows, **{place: rows.outcome for place, rows in coming.items()}}
+        come = {place: _outcome(rows) for place, rows in coming.items()}
+        lost = [outcome for outcome in come.values() if isinstance(outcome, Failure)]
+        self.rows = lost[0] if lost else {**self.rows, **come}
         return True
+
+
+def _outcome(coming: Coming) -> Payload | Failure:
+    error = coming.exception()
+    if error is None:
+        return coming.result()
+    return Failure(FailureKind.LOST, str(error)) if isinstance(error, RowsLost) else Failure.of(error)
 
 
 class _Open:
@@ -105,6 +115,7 @@ class Hosted:
         self._open: dict[int, _Open] = {}
         self._done: deque[tuple[int, int]] = deque()  # numbers of calls, and ranks that have replied
         self._fresh: set[int] = set()  # numbers of calls with replies that were not told of
+        self._failed: dict[int, tuple[int, Any]] = {}  # by rank, number and ticket of the call that it has failed last
         self._n_deaths = 0
         self._held: deque[Held] = deque()  # what waits for rows, and what came behind it
 
@@ -150,12 +161,12 @@ class Hosted:
             self._await(entry, {}, why)
 
     def _call(self, entry: Entry, parts: Sequence[Any], rows: Mapping[Any, Any]) -> Call:
-        is_timed = entry.reply_code >= TIMED
-        reply = Reply(entry.reply_code - TIMED if is_timed else entry.reply_code)
+        reply, is_timed, is_fenced = entry.how
         named = tuple([(label, rows[place]) for label, place, _ in entry.rows])
         there = {label: numbers for label, _, numbers in entry.rows if numbers is not None}
         chosen = tuple([parts[place] for place in entry.parts])
-        return Call(self._ranks_of(entry), entry.method, chosen, reply, named, is_timed, there=there)
+        ranks = self._ranks_of(entry)
+        return Call(ranks, entry.method, chosen, Reply(reply), named, is_timed, there=there, is_fenced=is_fenced)
 
     def _ranks_of(self, entry: Entry) -> tuple[int, ...]:
         return self.ranks if entry.ranks is None else entry.ranks
@@ -166,7 +177,7 @@ class Hosted:
         opened.tickets, opened.is_sent = {rank: sent[rank] for rank in ranks if rank in sent}, True
         for rank, ticket in list(opened.tickets.items()):
             ticket.on_done = partial(self._done.append, (entry.number, rank))
-            if getattr(ticket, "is_done", False):
+            if ticket.is_done:
                 self._done.append((entry.number, rank))
         for rank in ranks:
             if rank not in sent:
@@ -216,7 +227,9 @@ class Hosted:
             opened = self._open.get(number)
             ticket = None if opened is None else opened.tickets.pop(rank, None)
             if ticket is not None and opened is not None:
-                opened.unsent[rank] = self._said(ticket)
+                opened.unsent[rank] = said = self._said(ticket)
+                if said[0] == ReplyKind.FAILURE:
+                    self._failed[rank] = number, ticket
                 self._fresh.add(number)
         found: list[tuple[Any, ...]] = []
         now = time.monotonic()
@@ -299,6 +312,11 @@ class Hosted:
             held.entries = [entry for entry in held.entries if entry not in given_up]
             self._fail(given_up, Failure(FailureKind.CANCELLED, "cancelled before it was sent"))
         self.workers.interrupt(self.tickets(numbers))
+
+    def resume(self, numbers: Mapping[int, int]) -> None:
+        """As `Workers.resume`, by the numbers of calls."""
+        failed = {rank: self._failed.get(rank, (0, None)) for rank in numbers}
+        self.workers.resume({rank: ticket for rank, (number, ticket) in failed.items() if number == numbers[rank]})
 
     def stacks(self, numbers: Mapping[int, int | None]) -> dict[int, str]:
         """As `Workers.stacks`, by the numbers of calls."""

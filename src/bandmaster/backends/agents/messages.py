@@ -23,7 +23,7 @@ class Kind(IntEnum):
     """What a frame says, and what follows in its head."""
 
     CALL = 1  # group, entries, table of payloads, what is fetched, whether it is for all hosts below as well
-    INTERRUPT = 2  # group, {rank: number or None}, why they are to be killed
+    INTERRUPT = 2  # group, {rank: number or None}
     RELEASE = 3  # numbers of rows
     ASK = 4  # number, name of what is asked for, arguments
     PING = 5  # nothing
@@ -32,6 +32,7 @@ class Kind(IntEnum):
     ANSWER = 8  # number, whether it is an error, what is pickled
     PONG = 9  # nothing
     FORWARD = 10  # group, which of the hosts below, the head of the frame for it, whose chunks are these
+    RESUME = 11  # group, {rank: number of a call that has failed there}
 
 
 def dumped(content: tuple[Any, ...]) -> bytes:

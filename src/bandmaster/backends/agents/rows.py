@@ -6,21 +6,23 @@ import contextlib
 import itertools
 import pickle
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
 
 from bandmaster.backends.agents.messages import chunks_of, dumped
-from bandmaster.backends.agents.row_links import PATIENCE_S, Fetch, RowLinks
+from bandmaster.backends.agents.row_links import PATIENCE_S
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Kept
 from bandmaster.errors import RowsLost
-from bandmaster.failure import Failure, FailureKind
 from bandmaster.plan.batch import join_rows, required_batch
 from bandmaster.transport.channel import Closed
 from bandmaster.transport.handshake import Keys
 from bandmaster.transport.link import Link, LinkStalled, awaited, flush
 
 __all__ = ["Coming", "RowServer", "Shelf"]
+
+Coming = Future[Payload]  # rows that are being fetched from another host
 
 
 class Shelf:
@@ -36,10 +38,9 @@ class Shelf:
         self._rows[number] = rows
         return number
 
-    def await_copy(self, number: int) -> Coming:
-        """Keep a copy of rows of another host, once it is there, by a number that the controller has given it."""
-        coming = self._rows[number] = Coming()
-        return coming
+    def keep_copy(self, number: int, coming: Coming) -> None:
+        """Keep a copy of rows of another host by a number that the controller has given it."""
+        self._rows[number] = coming
 
     def release(self, numbers: Iterable[int]) -> None:
         """Let go of rows."""
@@ -78,7 +79,7 @@ class RowServer:
     def _answer(self, link: Link, number: int, rows: Any) -> None:
         try:
             kept = self._shelf.rows(number)
-            assert not isinstance(kept, Coming), "rows are fetched from where they were made"
+            assert not isinstance(kept, Future), "rows are fetched from where they were made"
             payload = kept.payload()
             if rows is not None:
                 payload = encode(join_rows([(required_batch(decode(payload)), rows)]))
@@ -87,33 +88,3 @@ class RowServer:
         else:
             link.send(dumped((None,)), chunks_of(payload))
         flush([link], PATIENCE_S)
-
-
-class Coming:
-    """Rows that are being fetched from another host.
-
-    Attributes:
-        outcome: The payload, or the failure; None as long as it is not there.
-    """
-
-    def __init__(self) -> None:
-        self.outcome: Payload | Failure | None = None
-
-    def fetch(
-        self, fetch: Fetch, links: RowLinks, place: Callable[[Sequence[int]], Payload], done: Callable[[], object]
-    ) -> None:
-        """Fetch the rows. Called in a thread of its own.
-
-        Args:
-            fetch: The rows.
-            links: The links of this host.
-            place: Returns the payload that a head and buffers of these sizes are received in.
-            done: Called when the outcome is there.
-        """
-        try:
-            self.outcome = links.fetched(fetch, place)
-        except RowsLost as error:
-            self.outcome = Failure(FailureKind.LOST, str(error))
-        except Exception as error:  # there is no memory, or the group was closed
-            self.outcome = Failure.of(error)
-        done()

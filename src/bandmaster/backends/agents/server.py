@@ -9,6 +9,7 @@ import pickle
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from bandmaster.transport.link import Link
 __all__ = ["AgentServer", "Host"]
 
 MAX_STRANGERS = 64  # connections that have not proved that they know the secret; the oldest makes room for another
+ACCEPT_AGAIN_S = 0.2  # after a connection could not be accepted
 POLL_S = 0.05  # how often to ask for replies of which nothing tells
 _log = logging.getLogger(__name__)
 
@@ -109,16 +111,16 @@ class AgentServer:
     # --- who connects ---
 
     def _listen(self) -> None:
+        has_failed = False
         while True:
             try:
-                sock, peer = self._listening.accept()
-            except OSError:
-                return
-            with self._meeting:
-                if len(self._strangers) == MAX_STRANGERS:
-                    self._turn_away(next(iter(self._strangers)))
-                self._strangers[sock] = None
-            start_thread("bandmaster-agent-welcome", self._welcome, sock, peer)
+                start_thread("bandmaster-agent-welcome", self._welcome, *self._listening.accept())
+                has_failed = False
+            except (OSError, ResourceError) as error:  # later there may be a descriptor, or a thread, again
+                if not has_failed:
+                    _log.warning("this agent cannot accept connections now: %s", error)
+                has_failed = True
+                time.sleep(ACCEPT_AGAIN_S)
 
     def _turn_away(self, sock: socket.socket) -> None:
         """Have the thread that awaits a connection's proof give up."""
@@ -127,6 +129,10 @@ class AgentServer:
             sock.shutdown(socket.SHUT_RDWR)
 
     def _welcome(self, sock: socket.socket, peer: Any) -> None:
+        with self._meeting:
+            if len(self._strangers) == MAX_STRANGERS:
+                self._turn_away(next(iter(self._strangers)))
+            self._strangers[sock] = None
         try:
             trusted, keys, purpose = welcome(sock, self._secret)
         except (Refused, OSError) as error:
@@ -281,10 +287,10 @@ class AgentServer:
             self._pass_back(content, large)
         elif kind == Kind.FORWARD:
             self._forward(content, large)
-        elif kind == Kind.INTERRUPT:
+        elif kind in (Kind.INTERRUPT, Kind.RESUME):
             hosted = self._groups.get(content[1])
             if hosted is not None:
-                hosted.interrupt(content[2])
+                (hosted.interrupt if kind == Kind.INTERRUPT else hosted.resume)(content[2])
         elif kind == Kind.RELEASE:
             self._shelf.release(content[1])
         elif kind == Kind.PING:
@@ -323,8 +329,9 @@ class AgentServer:
         reserve = getattr(hosted.workers, "reserve", None)
         place = in_memory if reserve is None else partial(reserve, is_kept=True)
         for fetch in (Fetch(*said) for said in fetches):
-            coming = self._shelf.await_copy(fetch.copy)
-            start_thread("bandmaster-fetch", coming.fetch, fetch, self._links, place, self._has_come_in)
+            coming = self._links.fetch(fetch, place)
+            self._shelf.keep_copy(fetch.copy, coming)
+            coming.add_done_callback(lambda _: self.later(self._advance))
         hosted.take(Held(calls, payloads, self._rows_of(calls, payloads)))
 
     def _rows_of(self, calls: Sequence[Entry], payloads: Sequence[Payload]) -> Any:
@@ -337,11 +344,8 @@ class AgentServer:
             return Failure(FailureKind.LOST, str(error))
         return found
 
-    def _has_come_in(self) -> None:
-        """Rows of another host are there: send the calls that wait for them."""
-        self.later(self._advance)
-
     def _advance(self) -> None:
+        """Send the calls whose rows have come from other hosts."""
         for hosted in self._groups.values():
             hosted.advance()
 

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -48,6 +49,7 @@ class FarRows:
         self.origin: object = "rows"
         self._links, self._numbered = fabric.row_links, fabric.numbered
         self._copies: dict[Agent, list[tuple[int, Any]]] = {}  # on other hosts: their numbers, and which rows they have
+        self._coming: list[Future[Payload]] = []  # what was not waited for to its end
         agent.kept.add(number)
         finalize(self, _release, agent, number, self._copies).atexit = False
 
@@ -72,15 +74,25 @@ class FarRows:
         """A host could not fetch the rows."""
         self._copies.pop(agent, None)
 
-    def payload(self) -> Payload:
-        """The encoded rows, in memory of the reader's own."""
+    def payload(self, timeout_s: float | None = None) -> Payload:
+        """The encoded rows, in memory of the reader's own. They go on coming if they have not come in time."""
         if self.agent.lost is not None:
             raise RowsLost(
                 f"{self.origin} are gone (host {self.agent.host} is lost: {self.agent.lost}); make them again"
             )
         try:
+            coming = self._coming.pop()
+        except IndexError:
             fetch = Fetch(self.agent.address, self.number, str(self.origin), None, 0)
-            return self._links.fetched(fetch, in_memory)
+            coming = self._links.fetch(fetch, in_memory)
+        try:
+            if not wait([coming], timeout_s).done:
+                raise TimeoutError
+        except BaseException:
+            self._coming.append(coming)
+            raise
+        try:
+            return coming.result()
         except RowsLost as error:
             raise RowsLost(f"{error}; make them again") from None
 
@@ -110,6 +122,11 @@ class Part:
             assert self.kept is not None, "it is the one or the other"
             self._copy = self.kept.payload()
         return self._copy
+
+
+def _unanswered(tickets: Mapping[int, Any]) -> dict[int, Any]:
+    """Of some calls, by rank, those without a reply; None stands for whatever the rank is doing."""
+    return {rank: ticket for rank, ticket in tickets.items() if ticket is None or not ticket.is_done}
 
 
 def _is_lost(ticket: ChannelTicket) -> bool:
@@ -155,7 +172,7 @@ class _Outgoing:
         said = []
         for number, ranks, call, parts in self.entries:
             rows = tuple([(label, *place) for label, part in call.rows if (place := self._place(part, places))])
-            said.append((number, ranks, call.method, parts, int(call.reply_code), rows))
+            said.append((number, ranks, call.method, parts, call.how, rows))
         return (Kind.CALL, group, said, self.packed.table, fetches, False), self.packed.chunks
 
     def _place(self, part: Part, places: Mapping[int, tuple[Any, Any]]) -> tuple[Any, Any] | None:
@@ -248,7 +265,7 @@ class AgentWorkers(Receiver):
         self._pending[number] = made = {rank: ChannelTicket(number) for rank in call.ranks}
         tickets.update(made)
         parts = tuple([packed.add(part.sent()) for part in call.parts])
-        entries = [(number, None, call.method, parts, int(call.reply_code), ())]
+        entries = [(number, None, call.method, parts, call.how, ())]
         for relay in dict.fromkeys(self._relay_of.values()):
             self._fabric.send(relay, (Kind.CALL, self.name, entries, packed.table, [], True), packed.chunks)
         return True
@@ -396,15 +413,23 @@ class AgentWorkers(Receiver):
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
         """As `contract.Workers.interrupt`."""
-        by_agent = self._numbers(tickets)
+        by_agent = self._numbers(_unanswered(tickets))
         if kill_because is None:
-            with self.lock:
-                for agent, numbers in by_agent.items():
-                    self._send(agent, (Kind.INTERRUPT, self.name, numbers, None))
-            self._fabric.flush(self.hosts)
+            self._tell(Kind.INTERRUPT, by_agent)
         else:
             asked = [self._fabric.ask(agent, "kill", self.name, said, kill_because) for agent, said in by_agent.items()]
             self._settled(asked)
+
+    def resume(self, tickets: Mapping[int, Any]) -> None:
+        """As `contract.Workers.resume`."""
+        self._tell(Kind.RESUME, self._numbers(tickets))
+
+    def _tell(self, kind: Kind, by_agent: Mapping[Agent, Mapping[int, int | None]]) -> None:
+        """Tell each agent something of calls of its ranks."""
+        with self.lock:
+            for agent, numbers in by_agent.items():
+                self._send(agent, (kind, self.name, numbers))
+        self._fabric.flush(self.hosts)
 
     def _settled(self, asked: Sequence[ChannelTicket]) -> None:
         for ticket in asked:
@@ -413,7 +438,7 @@ class AgentWorkers(Receiver):
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
         """As `contract.Workers.stacks`: of all hosts at the same time."""
-        by_agent = self._numbers(tickets)
+        by_agent = self._numbers(_unanswered(tickets))
         asked = [self._fabric.ask(agent, "stacks", self.name, numbers) for agent, numbers in by_agent.items()]
         found: dict[int, str] = {}
         deadline = time.monotonic() + STACKS_TIMEOUT_S
@@ -428,9 +453,8 @@ class AgentWorkers(Receiver):
     def _numbers(self, tickets: Mapping[int, Any]) -> dict[Agent, dict[int, int | None]]:
         by_agent: dict[Agent, dict[int, int | None]] = {}
         for rank, ticket in tickets.items():
-            if ticket is None or not ticket.is_done:
-                numbers = by_agent.setdefault(self._agents[rank], {})
-                numbers[rank] = None if ticket is None else ticket.number
+            numbers = by_agent.setdefault(self._agents[rank], {})
+            numbers[rank] = None if ticket is None else ticket.number
         return by_agent
 
     def settle(self) -> None:

@@ -18,7 +18,7 @@ from bandmaster.calls.pending import Collection
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import Payload, decode, encode
-from bandmaster.contract import Lifetime
+from bandmaster.contract import Lifetime, Reply
 from bandmaster.errors import ArgumentError, UsageError
 from bandmaster.lifecycle.checks import check_options
 from bandmaster.plan.arguments import CallPlan, scatter
@@ -268,7 +268,7 @@ class RayWorkerGroup(WorkerGroup):
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """One ObjectRef per rank, of a method that may be registered or not."""
         plan = self._plan(method_name, args, kwargs)
-        return self._submitter.submit_for_each(self, method_name, plan, self._submitter.ranks)
+        return self._submitter.submit_for_each(self, method_name, plan, self._submitter.ranks, Reply.NATIVE)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """The value of a method on rank 0, which may be registered or not."""
@@ -277,7 +277,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """The ObjectRef of a method on rank 0, which may be registered or not."""
-        return self._submitter.submit_for_each(self, method_name, self._plan(method_name, args, kwargs, 1), (0,))[0]
+        plan = self._plan(method_name, args, kwargs, 1)
+        return self._submitter.submit_for_each(self, method_name, plan, (0,), Reply.NATIVE)[0]
 
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from bandmaster.calls.method import GroupMethod
 from bandmaster.calls.pending import Collection
+from bandmaster.contract import Reply
 from bandmaster.errors import UsageError
 from bandmaster.plan.arguments import CallPlan
 from bandmaster.plan.binding import dispatched
@@ -38,7 +39,8 @@ class RayMethod(GroupMethod[..., Any, Any]):
                 return self._send(args, kwargs, waits=False)
             return self._group.execute_rank_zero_async(self._spec.name, *args, **kwargs)
         plan, _ = self._dispatched(protocol, args, kwargs)
-        references = self._submitter.submit_for_each(self._group, self._spec.name, plan, self._spec.ranks)
+        name, ranks = self._spec.name, self._spec.ranks
+        references = self._submitter.submit_for_each(self._group, name, plan, ranks, Reply.NATIVE)
         return protocol.collect(self._group, references)
 
     def stream(self, /, *args: Any, **kwargs: Any) -> NoReturn:

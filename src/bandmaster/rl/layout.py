@@ -9,8 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
 
-from bandmaster.errors import LayoutError
-from bandmaster.plan.mesh import Mesh
+from bandmaster import LayoutError, Mesh
 from bandmaster.plan.render import text_table
 
 __all__ = ["Box", "Layout", "Spec"]
@@ -111,7 +110,8 @@ class Layout:
 
     Example:
         >>> import bandmaster as bm
-        >>> layout = bm.Layout.split(bm.Mesh(dp=2, tp=2), {"w": ((8, 4), "float32")}, {"w": {0: "tp"}})
+        >>> from bandmaster import rl
+        >>> layout = rl.Layout.split(bm.Mesh(dp=2, tp=2), {"w": ((8, 4), "float32")}, {"w": {0: "tp"}})
         >>> layout.boxes[1]["w"], layout.nbytes(1)
         (Box(start=(4, 0), shape=(4, 4)), 64)
         >>> print(layout)
@@ -188,6 +188,14 @@ class Layout:
         """Bytes that a rank holds."""
         return sum(box.size * self.itemsize(name) for name, box in self.boxes[rank].items())
 
+    def holders(self, name: str) -> dict[Box, list[int]]:
+        """The ranks that hold each rectangle of a tensor, ascending, by rectangle."""
+        holders: dict[Box, list[int]] = {}
+        for rank, held in enumerate(self.boxes):
+            if name in held:
+                holders.setdefault(held[name], []).append(rank)
+        return holders
+
     def itemsize(self, name: str) -> int:
         """Bytes of an element of a tensor."""
         return NBYTES[self.tensors[name][1]]
@@ -199,11 +207,8 @@ class Layout:
         return text_table(title, ["tensor", "shape", "dtype", "rectangles by ranks"], rows)
 
     def _placed(self, name: str) -> str:
-        ranks: dict[Box, list[int]] = {}
-        for rank, held in enumerate(self.boxes):
-            if name in held:
-                ranks.setdefault(held[name], []).append(rank)
-        return "; ".join(f"{box} on {', '.join(map(str, found))}" for box, found in ranks.items()) or "nowhere"
+        found = self.holders(name).items()
+        return "; ".join(f"{box} on {', '.join(map(str, ranks))}" for box, ranks in found) or "nowhere"
 
 
 def _boxes(mesh: Mesh, name: str, shape: Sequence[int], dims: Mapping[int, str | Sequence[str]]) -> list[Box]:

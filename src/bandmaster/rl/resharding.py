@@ -17,9 +17,9 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
-from bandmaster.errors import LayoutError, UsageError
-from bandmaster.plan.layout import Box, Layout
+from bandmaster import LayoutError, UsageError
 from bandmaster.plan.render import text_table
+from bandmaster.rl.layout import Box, Layout
 
 __all__ = ["Move", "Resharding", "reshard"]
 
@@ -163,9 +163,10 @@ def reshard(source: Layout, target: Layout, within: Sequence[Sequence[int]] | No
 
     Example:
         >>> import bandmaster as bm
+        >>> from bandmaster import rl
         >>> tensors = {"w": ((12, 4), "float32")}
-        >>> train = bm.Layout.split(bm.Mesh(dp=2, tp=2), tensors, {"w": {0: "tp"}})
-        >>> print(bm.reshard(train, bm.Layout.split(bm.Mesh(tp=3), tensors, {"w": {0: "tp"}})))
+        >>> train = rl.Layout.split(bm.Mesh(dp=2, tp=2), tensors, {"w": {0: "tp"}})
+        >>> print(rl.reshard(train, rl.Layout.split(bm.Mesh(tp=3), tensors, {"w": {0: "tp"}})))
         4 moves of 1 tensors, in bytes
                   to 0  to 1  to 2  sent
         from 0    64    -     -     64
@@ -220,9 +221,9 @@ class _Planner:
         """The pieces that make up what the ranks want."""
         for name in self._target.tensors:
             self._check(name)
-            everywhere = [(box, tuple(ranks)) for box, ranks in _holders(self._source, name).items()]
+            everywhere = [(box, tuple(ranks)) for box, ranks in self._source.holders(name).items()]
             itemsize, near = self._target.itemsize(name), self._near(everywhere)
-            for wanted, receivers in _holders(self._target, name).items():
+            for wanted, receivers in self._target.holders(name).items():
                 for some in [receivers] if self._group is None else [[receiver] for receiver in receivers]:
                     choices = self._choices(name, some[0], everywhere, near)
                     for box, index in self._cover(name, wanted, choices):
@@ -282,15 +283,6 @@ class _Planner:
                 f"tensor {name!r} is {known[name][1]} of shape {known[name][0]} in the source, and {spec[1]} of shape "
                 f"{spec[0]} in the target"
             )
-
-
-def _holders(layout: Layout, name: str) -> dict[Box, list[int]]:
-    """The ranks that hold each rectangle of a tensor."""
-    holders: dict[Box, list[int]] = {}
-    for rank, held in enumerate(layout.boxes):
-        if name in held:
-            holders.setdefault(held[name], []).append(rank)
-    return holders
 
 
 def _same(moves: Iterable[Move]) -> Iterator[list[Move]]:

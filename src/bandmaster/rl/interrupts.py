@@ -1,0 +1,42 @@
+"""Signals that wait until a step is over which other ranks take part in."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+__all__ = ["uninterrupted"]
+
+
+def uninterrupted(function: Callable[[], None]) -> None:
+    """Call a function, and run the handlers of signals that arrive meanwhile, such as an interrupt, when it is over.
+
+    Python runs them in the main thread alone; in other threads, the function is just called.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function()
+    found = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    arrived: set[int] = set()
+    is_over = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if is_over:
+            handlers[number](number, frame)
+        else:
+            arrived.add(number)
+
+    try:
+        for number in handlers:
+            signal.signal(number, handle)
+        function()
+    finally:
+        is_over = True  # from here on a handler may raise; `handle` then stays, and passes signals on
+        try:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        finally:
+            for number in arrived:
+                signal.raise_signal(number)
