@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak bench bench-verl bench-rlhf bench-hosts dist docs clean
+.PHONY: demo test test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak fuzz bench bench-verl bench-rlhf bench-hosts dist docs clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -23,6 +23,9 @@ grpo ppo: $(VENV)/.rlhf
 
 soak: $(VENV)/.dev  ## random groups, calls and faults for ten minutes; SOAK_OPTIONS='--minutes 60 --seed 7'
 	$(BIN)/python tests/soak.py $(SOAK_OPTIONS)
+
+fuzz: $(VENV)/.dev  ## random programs against an oracle for a minute; FUZZ_OPTIONS='--minutes 60 --backends local,ray --seed 7'
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ_OPTIONS)
 
 # On several hosts, which are namespaces of this machine with networks of their own: needs root, else it says so.
 HOST_TESTS := $(addprefix tests/test_,$(addsuffix .py,contract handles laws streams turns colocation seeds)) \

@@ -1,0 +1,35 @@
+"""``python -m fuzz``, in tests/: random programs for some minutes, on each backend. See `fuzz`."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+import warnings
+
+from fuzz.campaign import Campaign
+
+
+def main() -> int:
+    """Print what is found; return 1 if anything is."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, help="of the first program; the next ones follow")
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--programs", type=int, help="how many at most")
+    parser.add_argument("--backends", default="inprocess,local")
+    parser.add_argument("--scripts", help="a folder for the scripts of failures, besides printing them")
+    given = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**9) if given.seed is None else given.seed
+    print(f"seed {seed}", flush=True)
+    warnings.simplefilter("ignore")  # pandas' and torch's, about kinds of values
+    end = time.monotonic() + given.minutes * 60
+    with Campaign(given.backends.split(","), given.scripts) as campaign:
+        while time.monotonic() < end and campaign.n_programs != given.programs:
+            campaign.run(seed + campaign.n_programs)
+    print(campaign.summary())
+    return 1 if campaign.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Programs from seeds: each step is drawn among those that have a meaning in what the oracle knows by then."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+
+from fuzz.oracle import Expected, Invalid, Oracle, n_rows, names_of
+from fuzz.steps import (
+    Call,
+    Each,
+    Let,
+    Look,
+    MakeGroup,
+    Operate,
+    Overwrite,
+    Put,
+    Ranks,
+    Read,
+    Release,
+    Restart,
+    Stream,
+    Submit,
+    expectation,
+)
+from fuzz.subject import METHODS
+from fuzz.values import random_value
+
+MESHES = [{"dp": 1}, {"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 2}, {"tp": 2, "dp": 1}]
+TWO_ARGUMENTS = ["second", "pair"]
+N_STEPS = 14
+RESTARTS = 0.01  # of steps, as each takes as long as a new group
+
+
+class Generator:
+    """Draws one program.
+
+    Args:
+        seed: The same seed gives the same program.
+    """
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+        self.oracle = Oracle()
+        self.program = []
+        self._numbers = itertools.count()
+
+    def draw(self):
+        """The program."""
+        rng = self.rng
+        for name in ["g0", "g1"][: rng.choice([1, 1, 2])]:
+            self._add(MakeGroup(name, tuple(rng.choice(MESHES).items())))
+        self._let()
+        kinds = [self._let, self._call, self._call, self._submit, self._submit, self._submit, self._put, self._stream]
+        kinds += [self._operate] * 5 + [self._read, self._overwrite, self._overwrite, self._fail, self._release]
+        for _ in range(rng.randint(2, N_STEPS)):
+            (self._restart if rng.random() < RESTARTS else rng.choice(kinds))()
+        ends = [Read("", name) for name in self.oracle.handles] + [Look("", name) for name in self.oracle.values]
+        ends += [Call("", name, "kept_rows", ()) for name in self.oracle.groups]
+        rng.shuffle(ends)
+        for step in ends:
+            self._add(step)
+        return tuple(self.program)
+
+    def _add(self, step):
+        prefix = "g" if isinstance(step, MakeGroup) else "h" if isinstance(step, Submit | Put | Operate) else "v"
+        if not step.out:
+            step = type(step)(f"{prefix}{next(self._numbers)}", *list(step.__dict__.values())[1:])
+        with contextlib.suppress(Invalid):
+            expectation(step, self.oracle)  # which changes nothing if the step has no meaning
+            self.program.append(step)
+
+    def _let(self):
+        n = n_rows(self.rng.choice(self._rows())[1]) if self._rows() and self.rng.random() < 0.6 else None
+        self._add(Let("", random_value(self.rng, n, names=self.rng.choice(["abc", "def", "abc", (0, 1, "a")]))))
+
+    def _rows(self):
+        """Names and values that can be arguments."""
+        lets = {step.out for step in self.program if isinstance(step, Let)}
+        known = {name: value for name, value in self.oracle.values.items() if name in lets}
+        known |= {name: value for name, value in self.oracle.handles.items() if not isinstance(value, Expected)}
+        return list(known.items())
+
+    def _handles(self):
+        return [name for name in self.oracle.handles if name in dict(self._rows())]
+
+    def _drawn(self):
+        """A group, a method and its arguments."""
+        rng = self.rng
+        group = rng.choice(list(self.oracle.groups))
+        method = rng.choice([name for name in METHODS if name not in ("items", "fail", "forget")])
+        if method in ("kept_rows", "bump_kept"):
+            return group, method, ()
+        rows = self._rows()
+        name, value = rng.choice(rows)
+        if method == "each":
+            names = [name for name, _ in rows if name not in self.oracle.handles]
+            return group, method, (Each(tuple(rng.choice(names) for _ in range(self.oracle.groups[group].size))),)
+        if method in TWO_ARGUMENTS:
+            fit = [other for other, more in rows if n_rows(more) == n_rows(value)]
+            fit = [other for other in fit if other != name or name in self.oracle.handles] or [name]
+            return group, method, (name, rng.choice(fit))
+        return group, method, (name,)
+
+    def _call(self):
+        group, method, args = self._drawn()
+        pull = self.rng.choice([0, 0, 1, 3]) if method == "same" else 0
+        self._add(Call("", group, method, args, pull))
+
+    def _submit(self):
+        group, method, args = self._drawn()
+        if METHODS[method][0] in ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP"):
+            self._add(Submit("", group, method, args))
+        else:
+            self._add(Call("", group, method, args))
+
+    def _fail(self):
+        group = self.rng.choice(list(self.oracle.groups))
+        size = self.oracle.groups[group].size
+        at = tuple(sorted(self.rng.sample(range(size), self.rng.randint(0, min(size, 2)))))
+        name = self.rng.choice(self._rows())[0]
+        self._add(self.rng.choice([Call, Submit])("", group, "fail", (name, Ranks(at))))
+
+    def _stream(self):
+        group = self.rng.choice(list(self.oracle.groups))
+        method = self.rng.choice(["items", "same", "bumped", "three"])
+        self._add(Stream("", group, method, (self.rng.choice(self._rows())[0],)))
+
+    def _put(self):
+        lets = [name for name, _ in self._rows() if name not in self.oracle.handles]
+        self._add(Put("", self.rng.choice(list(self.oracle.groups)), self.rng.choice(lets)))
+
+    def _read(self):
+        if self.oracle.handles:
+            self._add(Read("", self.rng.choice(list(self.oracle.handles))))
+
+    def _release(self):
+        if handles := self._handles():
+            self._add(Release("", self.rng.choice(handles)))
+
+    def _restart(self):
+        handles = self.oracle.handles
+        if not any(isinstance(one, Expected) for one in handles.values()):
+            self._add(Restart("", self.rng.choice(list(self.oracle.groups)), tuple(handles)))
+
+    def _overwrite(self):
+        self._add(Overwrite("", self.rng.choice(list(self.oracle.values))))
+
+    def _operate(self):
+        handles = self._handles()
+        if not handles:
+            return self._put()
+        rng = self.rng
+        first = rng.choice(handles)
+        rows = self.oracle.handles[first]
+        names, n = names_of(rows), n_rows(rows)
+        operations = ["rows", "rows", "repeat", "shuffle", "concat", "batches"]
+        operations += ["select", "drop", "rename", "join", "join", "sort_by"] if names else []
+        name, handles_of, what = rng.choice(operations), (first,), None
+        if name == "rows":
+            ends = [None, *range(-n - 1, n + 2)]
+            slices = (rng.choice(ends), rng.choice(ends), rng.choice([None, 1, 2, -1, -2]))
+            numbers = [rng.randrange(-n, n) for _ in range(rng.randrange(5))] if n else []
+            what = rng.choice([slices, slices, numbers, [rng.random() < 0.5 for _ in range(n)]])
+        elif name == "repeat":
+            what = rng.choice([0, 1, 2, 3])
+        elif name in ("shuffle", "batches"):
+            what = rng.randint(1, 4)
+        elif name in ("select", "drop"):
+            what = tuple(rng.sample(names, rng.randint(1, len(names))))
+        elif name == "rename":
+            what = tuple((old, rng.choice("abcdefxyz")) for old in rng.sample(names, rng.randint(1, len(names))))
+        elif name == "sort_by":
+            what = rng.choice(names)
+        else:
+            handles_of = (first, *rng.choices(handles, k=rng.randint(1, 2)))
+        self._add(Operate("", name, handles_of, what))
+        return None
+
+
+def program_of(seed):
+    """The program of a seed."""
+    return Generator(seed).draw()

@@ -1,0 +1,202 @@
+"""What must come of each step: plain Python on copies, without processes, and without anything of the library's."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import pandas as pd
+import torch
+
+from fuzz.subject import BUMP, METHODS, SHOW, class_code
+
+SCOPE = {"np": np, "pd": pd, "torch": torch, "__name__": "fuzz_oracle"}
+exec(BUMP, SCOPE)
+exec(SHOW, SCOPE)
+exec(class_code(METHODS, is_registered=False), SCOPE)
+show, bump = SCOPE["show"], SCOPE["bump"]
+
+
+class Invalid(Exception):
+    """A step that has no meaning in this program: something that it takes is not there, or does not fit."""
+
+
+class Expected(Exception):
+    """The error that must come: the name of its class among the library's, and the rank that it names."""
+
+    def __init__(self, error, rank=None):
+        super().__init__(error, rank)
+        self.error, self.rank = error, rank
+
+
+def n_rows(value):
+    if isinstance(value, dict):
+        return n_rows(next(iter(value.values())))
+    return len(value)
+
+
+def names_of(value):
+    """The names of its columns; None if it has none."""
+    return list(value) if isinstance(value, dict | pd.DataFrame) else None
+
+
+def take(value, numbers):
+    """Some rows, as a copy."""
+    if isinstance(value, dict):
+        return {name: take(column, numbers) for name, column in value.items()}
+    if isinstance(value, list):
+        return [copy.deepcopy(value[i]) for i in numbers]  # one row twice is two objects
+    if isinstance(value, torch.Tensor):
+        return value[torch.tensor(list(numbers), dtype=torch.int64)]
+    numbers = np.array(list(numbers), dtype=np.int64)
+    return value.iloc[numbers].copy() if hasattr(value, "iloc") else value[numbers].copy()
+
+
+def joined(parts):
+    """The rows of some values with the same columns and dtypes, one after the other."""
+    parts = [part for part in parts if n_rows(part)] or parts  # if some have rows, only these decide the dtypes
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: joined([part[name] for part in parts]) for name in first}
+    if isinstance(first, list):
+        return [copy.deepcopy(row) for part in parts for row in part]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(parts)
+    if hasattr(first, "iloc"):
+        return pd.concat(parts)
+    is_one = len({part.dtype for part in parts}) == 1
+    return np.concatenate(parts, dtype=first.dtype if is_one else None)  # alone, it loses the order of bytes
+
+
+def own(value):
+    """A copy in which every number has a place of its own."""
+    if isinstance(value, dict):
+        return {name: own(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return list(map(own, value))
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def form_of(value):
+    """What two values must have in common so that `joined` knows what comes."""
+    if isinstance(value, dict):
+        return tuple((name, form_of(column)) for name, column in value.items())
+    if isinstance(value, pd.DataFrame):
+        return ("frame", repr(value.index.names), *((name, repr(value[name].dtype)) for name in value))
+    if isinstance(value, list):
+        return "list"
+    index = repr(value.index.names) if hasattr(value, "iloc") else None
+    return type(value).__name__, repr(value.dtype), tuple(value.shape[1:]), index
+
+
+def shares(n, k):
+    """The numbers of the rows of each of k parts: the first ones have one more."""
+    sizes = [n // k + (part < n % k) for part in range(k)]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [range(start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+class Group:
+    """Plain objects in place of workers.
+
+    Args:
+        axes: Name and size of each axis; the last one varies fastest.
+    """
+
+    def __init__(self, axes):
+        self.axes = dict(axes)
+        self.size = math.prod(self.axes.values())
+        self.renew()
+
+    def renew(self):
+        self.objects = [SCOPE["Subject"]() for _ in range(self.size)]
+        for rank, one in enumerate(self.objects):
+            one.rank = rank
+
+    def at(self, rank):
+        """The coordinates of a rank."""
+        found = {}
+        for name, size in reversed(self.axes.items()):
+            rank, found[name] = divmod(rank, size)
+        return found
+
+    def ranks(self, **at):
+        """The ranks with these coordinates, -1 being the last; axes that are not there have size 1."""
+        wanted = {name: value % self.axes[name] for name, value in at.items() if name in self.axes}
+        return [rank for rank in range(self.size) if wanted.items() <= self.at(rank).items()]
+
+    def sources(self, protocol):
+        """The ranks whose results are collected, in order."""
+        if protocol in ("ONE_TO_ALL", "ALL_TO_ALL"):
+            return list(range(self.size))
+        if protocol == "3D_PP_ONLY":
+            return self.ranks(tp=0, dp=0)
+        last = -1 if protocol == "3D_PROTO" else 0
+        others = {name: last if name == "pp" else 0 for name in self.axes if name != "dp"}
+        return [self.ranks(dp=dp, **others)[0] for dp in range(self.axes.get("dp", 1))]
+
+    def outcomes(self, method, args):
+        """Run a method on each rank: the outcome of each, a value or a ValueError, and the numbers of its rows."""
+        protocol = METHODS[method][0]
+        splits = protocol in ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP")
+        parts = shares(n_rows(args[0]), self.axes.get("dp", 1)) if splits else None
+        outcomes, numbers = [], []
+        for rank, one in enumerate(self.objects):
+            rows = parts[self.at(rank).get("dp", 0)] if splits else None
+            if splits:
+                given = [value if isinstance(value, tuple) else take(value, rows) for value in args]
+            else:
+                given = [value[rank] if protocol == "ALL_TO_ALL" else value for value in args]
+            try:
+                result = getattr(one, method)(*copy.deepcopy(given))
+                outcomes.append([copy.deepcopy(i) for i in result] if method == "items" else copy.deepcopy(result))
+            except ValueError as error:
+                outcomes.append(error)
+            numbers.append(rows)
+        return outcomes, numbers
+
+    def call(self, method, args):
+        """The result of a call."""
+        outcomes, _ = self.outcomes(method, args)
+        failed = [rank for rank, one in enumerate(outcomes) if isinstance(one, ValueError)]
+        if failed:
+            raise Expected("RemoteError", failed[0])
+        protocol = METHODS[method][0]
+        collected = [outcomes[rank] for rank in self.sources(protocol)]
+        return joined(collected) if protocol in ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP") else collected
+
+
+class Oracle:
+    """The names of a program and what they stand for: values, or the error that a handle has in place of one."""
+
+    def __init__(self):
+        self.groups, self.values, self.handles = {}, {}, {}
+        self.origins = {}  # for a handle made of others: all that it is made of
+        self.results = {}  # what reading a handle has returned, which is the caller's own
+
+    def group(self, name):
+        return self._found(self.groups, name)
+
+    def value(self, name):
+        return self._found(self.values, name)
+
+    def handle(self, name):
+        """The rows of a handle.
+
+        Raises:
+            Expected: There is an error in their place.
+        """
+        found = self._found(self.handles, name)
+        if isinstance(found, Expected):
+            raise found
+        return found
+
+    def argument(self, name):
+        return own(self.value(name) if name in self.values else self.handle(name))
+
+    def _found(self, known, name):
+        if name not in known:
+            raise Invalid(name)
+        return known[name]

@@ -1,0 +1,487 @@
+"""The steps of a program: frozen data, each of which renders to a line of Python and knows what the oracle expects."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fuzz import oracle as plain
+from fuzz.oracle import SCOPE, Expected, Group, Invalid, n_rows, names_of, take
+from fuzz.subject import METHODS
+from fuzz.values import Columns, Leaf
+
+SPLIT = ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP")
+
+
+@dataclass(frozen=True)
+class Each:
+    """An argument: a list of one value per rank."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """An argument: the ranks that are to fail."""
+
+    ranks: tuple[int, ...]
+
+
+Arg = str | Each | Ranks
+
+
+def arg_code(arg: Arg) -> str:
+    if isinstance(arg, Each):
+        return f"[{', '.join(arg.names)}]"
+    return repr(arg.ranks) if isinstance(arg, Ranks) else arg
+
+
+def arg_value(oracle, arg):
+    if isinstance(arg, Each):
+        return [oracle.argument(name) for name in arg.names]
+    return arg.ranks if isinstance(arg, Ranks) else oracle.argument(arg)
+
+
+def names_in(arg: Arg):
+    return list(arg.names) if isinstance(arg, Each) else [] if isinstance(arg, Ranks) else [arg]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a program.
+
+    Attributes:
+        out: The name that it binds.
+        is_seen: Whether what it binds is a value, which is compared.
+        may_be_early: Whether an error that is expected of the handle may come at once as well.
+    """
+
+    out: str
+    is_seen: ClassVar[bool] = False
+    may_be_early: ClassVar[bool] = False
+
+    def code(self) -> str:
+        raise NotImplementedError
+
+    def expect(self, oracle) -> Any:
+        """Do it on plain values; return the value that it binds.
+
+        Raises:
+            Expected: This error must come instead.
+            Invalid: The step has no meaning here.
+        """
+        raise NotImplementedError
+
+    def uses(self) -> list[str]:
+        return []
+
+    def smaller(self):
+        return iter(())
+
+
+@dataclass(frozen=True)
+class MakeGroup(Step):
+    axes: tuple[tuple[str, int], ...]
+
+    def code(self):
+        mesh = ", ".join(f"{name}={size}" for name, size in self.axes)
+        pool = f"bm.ResourcePool([{Group(self.axes).size}], backend=BACKEND)"
+        return f"{self.out} = bm.WorkerGroup({pool}, Subject, mesh=bm.Mesh({mesh}))"
+
+    def expect(self, oracle):
+        oracle.groups[self.out] = Group(self.axes)
+
+    def smaller(self):
+        for i, (name, size) in enumerate(self.axes):
+            if size > 1:
+                yield replace(self, axes=(*self.axes[:i], (name, size - 1), *self.axes[i + 1 :]))
+            if name != "dp":
+                yield replace(self, axes=self.axes[:i] + self.axes[i + 1 :])
+
+
+@dataclass(frozen=True)
+class Let(Step):
+    value: Leaf | Columns
+
+    def code(self):
+        return f"{self.out} = {self.value.code()}"
+
+    def expect(self, oracle):
+        oracle.values[self.out] = eval(self.value.code(), SCOPE)
+
+    def smaller(self):
+        return (replace(self, value=less) for less in self.value.smaller())
+
+
+@dataclass(frozen=True)
+class Invoke(Step):
+    """What `Call`, `Submit` and `Stream` have in common."""
+
+    group: str
+    method: str
+    args: tuple[Arg, ...]
+
+    def arguments(self):
+        return ", ".join(map(arg_code, self.args))
+
+    def uses(self):
+        return [self.group, *(name for arg in self.args for name in names_in(arg))]
+
+    def checked(self, oracle):
+        group = oracle.group(self.group)
+        if self.method == "widen" and not _is_plain_numbers(arg_value(oracle, self.args[0])):
+            raise Invalid("no numbers")
+        values = [arg for arg in self.args if isinstance(arg, str) and arg in oracle.values]
+        if len(set(values)) < len(values):
+            raise Invalid("one object twice, which a rank may get as one or as two")
+        args = [arg_value(oracle, arg) for arg in self.args]
+        if METHODS[self.method][0] in SPLIT and len({n_rows(a) for a in args if not isinstance(a, tuple)}) != 1:
+            raise Invalid("unequal rows")
+        if METHODS[self.method][0] == "ALL_TO_ALL" and len(args[0]) != group.size:
+            raise Invalid("one value per rank")
+        return group, args
+
+    def smaller(self):
+        if self.method in ("three", "micro", "keep", "bumped"):
+            yield replace(self, method="same")
+
+
+@dataclass(frozen=True)
+class Call(Invoke):
+    is_seen = True
+    pull: int = 0
+
+    def code(self):
+        options = f".options(pull={self.pull})" if self.pull else ""
+        return f"{self.out} = {self.group}.{self.method}{options}({self.arguments()})"
+
+    def expect(self, oracle):
+        group, args = self.checked(oracle)
+        oracle.values[self.out] = group.call(self.method, args)
+        return oracle.values[self.out]
+
+    def smaller(self):
+        yield from super().smaller()
+        if self.pull:
+            yield replace(self, pull=0)
+
+
+@dataclass(frozen=True)
+class Submit(Invoke):
+    may_be_early = True
+
+    def code(self):
+        return f"{self.out} = {self.group}.{self.method}.submit({self.arguments()})"
+
+    def expect(self, oracle):
+        try:
+            group, args = self.checked(oracle)
+            oracle.handles[self.out] = group.call(self.method, args)
+        except Expected as error:
+            oracle.handles[self.out] = error
+
+    def smaller(self):
+        yield from super().smaller()
+        yield Call(self.out, self.group, self.method, self.args)
+
+
+@dataclass(frozen=True)
+class Stream(Invoke):
+    is_seen = True
+
+    def code(self):
+        numbers = "None if i.numbers is None else list(map(int, i.numbers))"
+        items = f"[(i.rank, {numbers}, i.result()) for i in {self.group}.{self.method}.stream({self.arguments()})]"
+        return f"{self.out} = sorted({items}, key=lambda item: item[0])"
+
+    def expect(self, oracle):
+        group, args = self.checked(oracle)
+        outcomes, numbers = group.outcomes(self.method, args)
+        made = []
+        for rank in sorted(group.sources(METHODS[self.method][0])):
+            items = outcomes[rank] if self.method == "items" else [outcomes[rank]]
+            made += [(rank, None if numbers[rank] is None else list(numbers[rank]), item) for item in items]
+        oracle.values[self.out] = made
+        return made
+
+
+@dataclass(frozen=True)
+class Put(Step):
+    group: str
+    value: str
+
+    def code(self):
+        return f"{self.out} = {self.group}.put({self.value})"
+
+    def uses(self):
+        return [self.group, self.value]
+
+    def expect(self, oracle):
+        oracle.group(self.group)
+        oracle.handles[self.out] = oracle.argument(self.value)
+
+
+@dataclass(frozen=True)
+class Operate(Step):
+    """An operation of a handle: its text, with the names of handles and data in it.
+
+    Attributes:
+        name: ``"rows"``, ``"select"``, ``"drop"``, ``"rename"``, ``"join"``, ``"concat"``, ``"repeat"``,
+            ``"shuffle"``, ``"sort_by"`` or ``"batches"``.
+    """
+
+    may_be_early = True
+    name: str
+    handles: tuple[str, ...]
+    what: Any = None
+
+    def uses(self):
+        return list(self.handles)
+
+    def code(self):
+        rows, what = self.handles[0], self.what
+        if self.name == "rows":
+            text = f"{rows}[{_index_code(what)}]"
+        elif self.name == "concat":
+            text = f"bm.concat([{', '.join(self.handles)}])"
+        elif self.name == "batches":
+            text = f"bm.concat([{rows}[:0], *{rows}.batches({what})])"
+        elif self.name in ("select", "drop"):
+            text = f"{rows}.{self.name}({', '.join(map(repr, what))})"
+        elif self.name == "join":
+            text = f"{rows}.join({', '.join(self.handles[1:])})"
+        else:
+            argument = f"seed={what}" if self.name == "shuffle" else repr(dict(what) if self.name == "rename" else what)
+            text = f"{rows}.{self.name}({argument})"
+        return f"{self.out} = {text}"
+
+    def expect(self, oracle):
+        try:
+            rows = [oracle.handle(name) for name in self.handles]
+        except Expected as error:
+            oracle.handles[self.out] = error
+            return
+        oracle.handles[self.out] = self._made(rows)
+        oracle.origins[self.out] = {origin for name in self.handles for origin in (name, *oracle.origins.get(name, ()))}
+
+    def _made(self, rows):
+        first, what, n = rows[0], self.what, n_rows(rows[0])
+        names = names_of(first)
+        if self.name in ("select", "drop", "rename", "sort_by", "join") and names is None:
+            raise Invalid("no columns")
+        if self.name == "rows":
+            return take(first, _chosen(what, n))
+        if self.name in ("repeat", "shuffle"):
+            if self.name == "repeat":
+                return take(first, [i for i in range(n) for _ in range(what)])
+            return take(first, np.random.default_rng(what).permutation(n))
+        if self.name == "batches":
+            return copy.deepcopy(first)
+        if self.name == "concat":
+            if len({plain.form_of(one) for one in rows}) > 1:
+                raise Invalid("other columns")
+            return plain.joined(rows)
+        if self.name == "join":
+            return _joined_columns(rows)
+        if self.name == "sort_by":
+            if what not in names or not _is_sortable(first[what]):
+                raise Invalid(what)
+            return take(first, sorted(range(n), key=lambda i: first[what][i]))
+        asked = [old for old, _ in what] if self.name == "rename" else list(what)
+        if not set(asked) <= set(names):
+            raise Invalid("no such column")
+        if self.name == "rename":
+            chosen = {dict(what).get(name, name): name for name in names}
+            if len(chosen) < len(names):
+                raise Invalid("one name twice")
+        else:
+            chosen = {name: name for name in (asked if self.name == "select" else names)}
+            if self.name == "drop":
+                chosen = {name: name for name in names if name not in asked}
+        if not chosen:
+            raise Invalid("no column is left")
+        if isinstance(first, dict):
+            return copy.deepcopy({new: first[old] for new, old in chosen.items()})
+        return first[list(chosen.values())].set_axis(list(chosen), axis=1).copy()
+
+    def smaller(self):
+        if self.name == "concat" and len(self.handles) > 1:
+            yield replace(self, handles=self.handles[:1])
+        if self.name in ("repeat", "batches") and self.what > 1:
+            yield replace(self, what=self.what - 1)
+        if self.name == "shuffle" and self.what:
+            yield replace(self, what=0)
+        if self.name == "rows":
+            yield replace(self, what=(0, None, None))
+
+
+def _index_code(what):
+    if isinstance(what, tuple):
+        return ":".join("" if part is None else str(part) for part in what)
+    return repr(what)
+
+
+def _chosen(what, n):
+    if isinstance(what, tuple):
+        return range(n)[slice(*what)]
+    if what and isinstance(what[0], bool):
+        if len(what) != n:
+            raise Invalid("mask of another length")
+        return [i for i in range(n) if what[i]]
+    if any(not -n <= i < n for i in what):
+        raise Invalid("no such row")
+    return [i % n for i in what]
+
+
+def _joined_columns(rows):
+    names = [name for one in rows for name in names_of(one) or [None]]
+    if len(set(names)) < len(names) or None in names or len({n_rows(one) for one in rows}) > 1:
+        raise Invalid("columns that do not fit")
+    if len({type(one) for one in rows}) > 1:
+        raise Invalid("two kinds of rows")
+    if isinstance(rows[0], dict):
+        return copy.deepcopy({name: column for one in rows for name, column in one.items()})
+    if any(one.index.tolist() != rows[0].index.tolist() for one in rows):
+        raise Invalid("another index")
+    return SCOPE["pd"].concat(rows, axis=1)
+
+
+def _is_plain_numbers(value):
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "iuf"
+    return hasattr(value, "is_floating_point") and not value.is_complex() and str(value.dtype) != "torch.bool"
+
+
+def _is_writable(value):
+    if isinstance(value, dict | list | tuple):
+        return all(map(_is_writable, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, np.ndarray):
+        return value.flags.writeable
+    return 0 not in value.stride() if hasattr(value, "stride") else True
+
+
+def _is_sortable(column):
+    return isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "biufUSmM"
+
+
+@dataclass(frozen=True)
+class Read(Step):
+    """Read a handle: the same object each time, which is the caller's own."""
+
+    is_seen = True
+    handle: str
+
+    def code(self):
+        return f"{self.out} = {self.handle}.result()"
+
+    def uses(self):
+        return [self.handle]
+
+    def expect(self, oracle):
+        value = oracle.handle(self.handle)
+        oracle.values[self.out] = oracle.results.setdefault(self.handle, copy.deepcopy(value))
+        return oracle.values[self.out]
+
+
+@dataclass(frozen=True)
+class Overwrite(Step):
+    """The caller overwrites a value of its own, in place."""
+
+    name: str
+
+    def code(self):
+        return f"{self.out} = bump({self.name})"
+
+    def uses(self):
+        return [self.name]
+
+    def expect(self, oracle):
+        if not _is_writable(oracle.value(self.name)):
+            raise Invalid(self.name)
+        plain.bump(oracle.value(self.name))
+
+
+@dataclass(frozen=True)
+class Look(Step):
+    """The caller looks at a value of its own, which no call may have changed."""
+
+    is_seen = True
+    name: str
+
+    def code(self):
+        return f"{self.out} = {self.name}"
+
+    def uses(self):
+        return [self.name]
+
+    def expect(self, oracle):
+        return oracle.value(self.name)
+
+
+@dataclass(frozen=True)
+class Release(Step):
+    """Release a handle, and read it: its rows are lost."""
+
+    is_seen = True
+    handle: str
+
+    def code(self):
+        return f"{self.handle}.release(); {self.out} = {self.handle}.result()"
+
+    def uses(self):
+        return [self.handle]
+
+    def expect(self, oracle):
+        if self.handle in oracle.results:
+            raise Invalid("read before")
+        found = oracle.handles.pop(self.handle, None)
+        if found is None or isinstance(found, Expected):
+            raise Invalid("no rows")
+        for name in [name for name, origins in oracle.origins.items() if self.handle in origins]:
+            oracle.handles.pop(name, None)  # what was made of it may be lost, or not
+        raise Expected("RowsLost")
+
+
+@dataclass(frozen=True)
+class Restart(Step):
+    """Restart a group, whose calls have ended by then: its objects are new, and handles stay."""
+
+    group: str
+    handles: tuple[str, ...]  # of calls that may not have ended; handles that are gone by then are not waited for
+
+    def code(self):
+        return f"[{', '.join(f'{name}.exception()' for name in self.handles)}]; {self.group}.restart()"
+
+    def uses(self):
+        return [self.group, *self.handles]
+
+    def expect(self, oracle):
+        if set(self.handles) != oracle.handles.keys():
+            raise Invalid("calls may be on the way")
+        oracle.group(self.group).renew()
+
+
+def expectations(program):
+    """For each step, what must come: a value as text, an `Expected` error, or None.
+
+    Raises:
+        Invalid: The program has no meaning.
+    """
+    oracle, found = plain.Oracle(), []
+    for step in program:
+        found.append(expectation(step, oracle))
+    return found
+
+
+def expectation(step, oracle):
+    try:
+        value = step.expect(oracle)
+    except Expected as error:
+        return error
+    if step.may_be_early:
+        rows = oracle.handles[step.out]
+        return rows if isinstance(rows, Expected) else None
+    return plain.show(value) if step.is_seen else None
