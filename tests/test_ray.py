@@ -293,6 +293,13 @@ def test_calls_of_async_methods_overlap_where_ray_is_told_so(ray_cluster, meetin
     assert [sorted(came) for came in ray_cluster.get(references)] == [everybody] * 2
 
 
+def test_an_actor_whose_calls_overlap_is_told_its_rank_before_it_is_constructed(ray_cluster, monkeypatch):
+    nowhere = [f"/nowhere/{number}/{'x' * 2000}" for number in range(100)]  # Ray passes long arguments later than short ones
+    monkeypatch.setattr(sys, "path", [*sys.path, *nowhere])
+    with bm.ResourcePool([1], backend="ray") as pool:
+        assert bm.WorkerGroup(pool, ray_cluster.remote(max_concurrency=8)(Meeting)).who_came() == [[]]
+
+
 def test_items_of_async_generators_overlap_though_the_class_has_no_other_async_method(ray_cluster):
     class Streams(bm.Worker):
         def __init__(self):

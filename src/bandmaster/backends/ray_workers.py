@@ -145,10 +145,14 @@ class RayWorkers:
             paths: The controller's ``sys.path``; by default that of this process.
         """
         paths, self._rendezvous = sys.path if paths is None else paths, rendezvous
+        unordered = []
         for rank in ranks:
             context = self._launch.context(rank, self._infos[rank].device)
             environment = {**self._overwritten(), **self._launch.variables, **context.environment(), **rendezvous}
-            self.actors[rank].bandmaster_prepare.remote(context, environment, paths)
+            prepared = self.actors[rank].bandmaster_prepare.remote(context, environment, paths)
+            if self._infos[rank].overlaps:
+                unordered.append(prepared)
+        self._unanswered(unordered, START_TIMEOUT_S)  # their constructors could begin before; other actors keep the order
         self._connect([rank for rank in ranks if self._is_near(rank) and not self._infos[rank].overlaps])
 
     def _overwritten(self) -> dict[str, str]:
