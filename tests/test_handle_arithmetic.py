@@ -156,6 +156,19 @@ def test_rows_that_were_fetched_are_only_copied_out_of_memory_that_others_read(c
     assert not any(np.shares_memory(array, one["a"]) for array in arrays for one in fetched.values())
 
 
+@given(chains())
+def test_rows_that_are_taken_twice_are_two_objects(chain):
+    table, plain = chain
+    plan, values = addressed(table)
+    lists = {
+        label: {name: [[row] for row in column] for name, column in value.items()} for label, value in values.items()
+    }
+    value = handles.assemble(plan, lambda label, path: copy.deepcopy(lists[label]))
+    assert value == {name: [[row] for row in column] for name, column in plain.items()}
+    rows = [id(row) for column in value.values() for row in column]
+    assert len(set(rows)) == len(rows)
+
+
 def check_equal(value, plain):
     assert list(value) == list(plain)
     for name, column in plain.items():

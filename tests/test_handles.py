@@ -113,6 +113,10 @@ class Rows(bm.Worker):
     def sharing(self, one, other):
         return len(one["id"]), len(other["id"]), shared_memory(one, other)
 
+    @register(bm.TransferProtocol(bm.Split("dp"), bm.Gather("dp")))
+    def same_objects(self, rows):
+        return len(rows["wide"]) - len(set(map(id, rows["wide"])))
+
     @register(Dispatch.DP_PROTO)
     def fail(self, rows):
         raise ValueError("no such row")
@@ -298,6 +302,14 @@ def test_no_two_arguments_or_columns_share_memory(two, three, kind, some):
     assert three.sharing(twice, twice) == counts
     assert three.sharing(bm.concat([twice[:2], twice[2:]]), rows[some]) == counts
     assert shared_memory(twice.result()) == []
+
+
+def test_a_row_that_is_taken_twice_is_two_objects(two, three):
+    rows = two.objects.submit(np.arange(7)).select("wide")
+    for twice in [rows.repeat(2), bm.concat([rows[1:4], rows[2:]]), bm.concat([rows, rows])[::-1].repeat(2)]:
+        assert three.same_objects(twice) == [0] * 3
+        column = twice.result()["wide"]
+        assert len(set(map(id, column))) == len(column)
 
 
 def test_rows_taken_by_number_are_each_readers_own(two, three):

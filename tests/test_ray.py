@@ -294,7 +294,7 @@ def test_calls_of_async_methods_overlap_where_ray_is_told_so(ray_cluster, meetin
 
 
 def test_an_actor_whose_calls_overlap_is_told_its_rank_before_it_is_constructed(ray_cluster, monkeypatch):
-    nowhere = [f"/nowhere/{number}/{'x' * 2000}" for number in range(100)]  # Ray passes long arguments later than short ones
+    nowhere = [f"/nowhere/{number}/{'x' * 2000}" for number in range(100)]  # Ray passes long arguments later
     monkeypatch.setattr(sys, "path", [*sys.path, *nowhere])
     with bm.ResourcePool([1], backend="ray") as pool:
         assert bm.WorkerGroup(pool, ray_cluster.remote(max_concurrency=8)(Meeting)).who_came() == [[]]

@@ -152,7 +152,7 @@ class RayWorkers:
             prepared = self.actors[rank].bandmaster_prepare.remote(context, environment, paths)
             if self._infos[rank].overlaps:
                 unordered.append(prepared)
-        self._unanswered(unordered, START_TIMEOUT_S)  # their constructors could begin before; other actors keep the order
+        self._unanswered(unordered, START_TIMEOUT_S)  # Ray could begin their constructors before
         self._connect([rank for rank in ranks if self._is_near(rank) and not self._infos[rank].overlaps])
 
     def _overwritten(self) -> dict[str, str]:

@@ -17,14 +17,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bandmaster.errors import BatchError
-from bandmaster.plan.batch import Batch, concat_rows, join_rows, required_batch, take_rows
+from bandmaster.plan.batch import Batch, concat_rows, copies_rows, join_rows, required_batch, take_rows
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.columns import Schema, choose_columns, dtypes_of, join_columns, stacked_schema
 
@@ -421,32 +421,76 @@ def assemble(
     views: Callable[[Hashable], Batch | None] = lambda label: None,
     there: Callable[[Hashable], Index | None] = lambda label: None,
     path: JoinPath = (),
+    taken: dict[Hashable, _Taken] | None = None,
 ) -> Any:
     """The rows of a table with `Addressed` leaves, as one value.
 
     Args:
         table: The table.
         payloads: Returns the value of the part with a label for a table at a path, in whose memory rows of the result
-            may lie. Values for different paths must not share memory.
+            may lie. Values for different paths must not share memory. Called once for a label and path.
         views: Returns the value of the part with a label as a batch, of which only copies become part of the result;
             where it returns None, the value is had from ``payloads``.
         there: Returns the rows of a part that its value consists of; None for all.
         path: The table's number in each of the joins around it.
+        taken: Which rows other tables of the concatenation around it have taken; None if nothing is around it.
     """
     if isinstance(table, Addressed):
         found, order = _pieces(table)
         pieces = [(label, _positions(there(label), rows)) for number, rows in found for label in [table.labels[number]]]
         label, rows = pieces[0]
-        if len(pieces) == 1 and isinstance(rows, range):
+        if len(pieces) == 1 and isinstance(rows, range) and taken is None:
             return required_batch(payloads(label, path)).rows(rows)  # they lie in the value's memory
-        parts = {label: views(label) or required_batch(payloads(label, path)) for label in dict(pieces)}
-        return _reordered(join_rows([(parts[label], rows) for label, rows in pieces]), order)
+        taken = {} if taken is None else taken
+        copies = []
+        for label, rows in pieces:
+            if view := views(label):
+                copies.append((view, rows))
+                continue
+            if (label, path) not in taken:
+                taken[label, path] = _Taken(partial(payloads, label), path)
+            copies.append(taken[label, path].rows(rows))
+        return _reordered(join_rows(copies), order)
     if isinstance(table, Renamed):
-        return choose_columns(assemble(table.table, payloads, views, there, path), table.names)
+        return choose_columns(assemble(table.table, payloads, views, there, path, taken), table.names)
     if isinstance(table, Joined):
-        columns = [assemble(one, payloads, views, there, (*path, n)) for n, one in enumerate(table.tables)]
-        return join_columns(columns)
-    return _reordered(concat_rows([assemble(one, payloads, views, there, path) for one in table.tables]), table.order)
+        tables = enumerate(table.tables)
+        return join_columns([assemble(one, payloads, views, there, (*path, n), taken) for n, one in tables])
+    taken = {} if taken is None else taken
+    stack = [assemble(one, payloads, views, there, path, taken) for one in table.tables]
+    return _reordered(concat_rows(stack), table.order)
+
+
+class _Taken:
+    """A part of whose rows some were taken. A row that is taken again is had from another value of the part.
+
+    Else the objects in it, which may be lists or arrays, would be in the result twice.
+    """
+
+    def __init__(self, payload: Callable[[JoinPath], Any], path: JoinPath) -> None:
+        self._payload, self._path = payload, path
+        self._batches = [required_batch(payload(path))]
+        value, n_rows = self._batches[0].value, self._batches[0].n_rows
+        self._n = None if copies_rows(value) else np.zeros(n_rows, np.int64)  # how often each row was taken
+
+    def rows(self, index: Index) -> tuple[Batch, Index]:
+        """A batch, and where some rows are in it."""
+        if self._n is None or not len(index):
+            return self._batches[0], index
+        rows = np.asarray(index, np.int64)
+        order = np.argsort(rows, kind="stable")
+        ascending = rows[order]
+        which = np.empty_like(rows)  # of the batches has each row
+        which[order] = np.arange(len(rows)) - np.searchsorted(ascending, ascending)
+        which += self._n[rows]
+        np.add.at(self._n, rows, 1)
+        first, last = int(which.min()), int(which.max())
+        while len(self._batches) <= last:
+            self._batches.append(required_batch(self._payload((*self._path, -len(self._batches)))))
+        if first == last:
+            return self._batches[first], index
+        values = [batch.value for batch in self._batches[first : last + 1]]
+        return required_batch(concat_rows(values)), rows + (which - first) * len(self._n)
 
 
 def _pieces(leaf: Addressed) -> Pieces:
