@@ -60,7 +60,7 @@ class Soak:
         import ray
 
         with self.watchdog.within(60, "the start of Ray"):
-            ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+            ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False)
         self.run_episodes("ray", time.monotonic() + seconds, 1000, HAS_TORCH)
         with self.watchdog.within(60, "the end of Ray"):
             ray.shutdown()

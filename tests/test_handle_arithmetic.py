@@ -126,6 +126,22 @@ def test_a_window_over_results_refers_to_few_of_them():
     assert read(handles.take(window, range(1)))["a"].dtype == plain.dtype == np.float64
 
 
+@given(st.data())
+def test_a_receiver_takes_rows_of_a_concatenation_of_several_dtypes(data):
+    values = [{"a": np.arange(3)}, {"a": np.arange(2) / 2}, {"a": np.arange(4)}]
+    table = handles.concat([kept([value]) for value in values], [""] * 3)
+    plain = np.concatenate([value["a"] for value in values])
+    if data.draw(st.booleans()):
+        table, plain = handles.take(table, np.arange(9)[::-1]), plain[::-1]
+    plan, parts = addressed(table)
+    start = data.draw(st.integers(0, 9))
+    rows = handles.take(plan, range(start, data.draw(st.integers(start, 9))))
+    column = handles.assemble(rows, lambda label, *_: parts[label])["a"]
+    np.testing.assert_array_equal(column, plain[start : start + len(column)])
+    assert len(column) == rows.n_rows
+    assert column.dtype == np.float64
+
+
 def depth(table):
     return 1 + max(map(depth, table.tables)) if isinstance(table, handles.Stacked) else 1
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import socket
 import threading
 import time
@@ -105,6 +106,15 @@ class Forks(bm.Worker):
     def hang_after_a_finalizer(self, begins, ends):
         Finalized(begins, ends)
         time.sleep(300)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def value_of_module(self, folder):
+        sys.path.insert(0, folder)
+        try:
+            import module_that_waits
+        finally:
+            sys.path.remove(folder)
+        return module_that_waits.value
 
     @register(Dispatch.DP_PROTO)
     def rows_of(self, rows):
@@ -229,6 +239,26 @@ def test_rows_that_several_calls_take_can_be_read_though_the_first_forks(group):
 
 
 @pytest.mark.timeout(60)
+def test_a_call_that_is_cancelled_in_an_import_is_interrupted_behind_it(group, tmp_path):
+    begins, ends = fifos = [tmp_path / "begins", tmp_path / "ends"]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    part = tmp_path / "part_of_module_that_waits.py"
+    part.write_text(
+        f"from pathlib import Path\nPath({str(begins)!r}).write_text('')\nPath({str(ends)!r}).read_text()\n"
+    )
+    module = tmp_path / "module_that_waits.py"
+    module.write_text("import part_of_module_that_waits\nvalue = 7\n")
+    call = group.value_of_module.submit(str(tmp_path))
+    begins.read_text()
+    call.cancel()
+    await_delivery(group.workers[0].pid)
+    ends.write_text("")
+    assert isinstance(call.exception(timeout=10), bm.CallCancelled)
+    part.write_text("raise ImportError('it was interrupted')")
+    assert group.value_of_module(str(tmp_path)) == [7]
+
+
 def test_a_call_that_is_cancelled_while_a_finalizer_runs_is_interrupted_behind_it(group, tmp_path):
     fifos = [tmp_path / "begins", tmp_path / "ends"]
     for fifo in fifos:

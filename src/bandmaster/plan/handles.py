@@ -168,13 +168,14 @@ class Stacked:
     Attributes:
         tables: The tables.
         order: For each row its number in the concatenation of the tables; None for that order.
-        is_mixed: Whether their dtypes, or the order of their columns, differ. Then rows that are taken are a stack with
-            tables of all dtypes, because those without rows take part in determining the dtypes of the concatenation.
+        kinds: For each table a number, which is equal for equal dtypes in an equal order of columns; None if all are
+            equal. Rows that are taken are a stack with tables of all kinds, because those without rows take part in
+            determining the dtypes of the concatenation.
     """
 
     tables: tuple[Table, ...]
     order: np.ndarray[Any, Any] | None = None
-    is_mixed: bool = False
+    kinds: tuple[int, ...] | None = None
 
     @property
     def n_rows(self) -> int:
@@ -226,14 +227,17 @@ def take(table: Any, index: Index) -> Any:
     whole = index if table.order is None else _compose(table.order, index)
     found, order = _partition(whole, _starts(one.n_rows for one in table.tables))
     rows = dict(found or [(0, range(0))])
-    if table.is_mixed:
+    if table.kinds is not None:
         rows.setdefault(0, range(0))  # which determines the order of the columns
-        kinds = [dtypes_of(one.schema) for one in table.tables]
-        for number, kind in enumerate(kinds):
-            if kind not in [kinds[other] for other in rows]:
+        for number, kind in enumerate(table.kinds):
+            if kind not in [table.kinds[other] for other in rows]:
                 rows[number] = range(0)
-    tables = tuple([take(table.tables[number], rows[number]) for number in sorted(rows)])
-    return tables[0] if len(tables) == 1 and order is None else replace(table, tables=tables, order=order)
+    numbers = sorted(rows)
+    tables = tuple([take(table.tables[number], rows[number]) for number in numbers])
+    if len(tables) == 1 and order is None:
+        return tables[0]
+    kinds = None if table.kinds is None else tuple([table.kinds[number] for number in numbers])
+    return Stacked(tables, order, kinds)
 
 
 def select(table: Table, names: Names) -> Table:
@@ -297,8 +301,10 @@ def concat(tables: Sequence[Table], labels: Sequence[str]) -> Table:
         starts = _starts(sum(one.n_rows for one in stack.tables) for stack in stacks)
         orders = [np.arange(stack.n_rows) if stack.order is None else stack.order for stack in stacks]
         order = np.concatenate([each + start for each, start in zip(orders, starts, strict=True)])
-    is_mixed = any(stack.is_mixed or dtypes_of(stack.schema) != dtypes_of(first) for stack in stacks)
-    return Stacked(tuple([one for stack in stacks for one in stack.tables]), order, is_mixed)
+    flat = tuple([one for stack in stacks for one in stack.tables])
+    dtypes = [dtypes_of(one.schema) for one in flat]
+    kinds = tuple([dtypes.index(each) for each in dtypes])
+    return Stacked(flat, order, kinds if any(kinds) else None)
 
 
 def repeated(n_rows: int, n: int) -> Index:

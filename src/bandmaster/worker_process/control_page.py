@@ -25,7 +25,8 @@ from bandmaster.transport.stacks import TASKS
 
 __all__ = ["ControlPage", "Interrupted"]
 
-AGAIN_S = 0.002  # after an interrupt in a finalizer
+AGAIN_S = 0.002  # after an interrupt that was put off
+IMPORTS = "<frozen importlib._bootstrap>"  # the file of the frames of an import
 
 
 class Interrupted(KeyboardInterrupt):
@@ -115,7 +116,9 @@ class ControlPage:
         number = self.running
         if number and self._slots[number % N_SLOTS] == number:
             while frame is not None:
-                if frame.f_code.co_name == "__del__":  # Python lets no exception out of it: try again until it is over
+                # Python lets no exception out of a finalizer, and a module that is imported in part cannot be used
+                # later: try again until it is over.
+                if frame.f_code.co_name == "__del__" or frame.f_code.co_filename == IMPORTS:
                     again = threading.get_ident(), INTERRUPT_SIGNAL
                     threading.Timer(AGAIN_S, signal.pthread_kill, again).start()
                     return
