@@ -3,8 +3,8 @@
 import gc
 import os
 import signal
-import sys
 import socket
+import sys
 import threading
 import time
 from pathlib import Path

@@ -66,12 +66,20 @@ class Campaign:
     def run(self, seed):
         """Run the program of a seed on the backends that have had the least time, as all get about equally much."""
         start = time.monotonic()
-        program = program_of(seed)
-        expected = expectations(program)
+        self.n_programs += 1
+        try:
+            program = program_of(seed)
+            expected = expectations(program)
+        except Exception as error:
+            self._say(f"FAILED: the oracle, for the program of seed {seed}: {error!r}")
+            self.failures.append((seed, "none", error, None))
+            return
         making = time.monotonic() - start  # counts for each, as it would if there were no other
         least = min(self._seconds.values(), default=0.0)
         for backend, groups in self._groups.items():
             if self._seconds[backend] > least + 1:
+                continue
+            if backend == "inprocess" and any(step.needs_processes for step in program):
                 continue
             start = time.monotonic()
             failure = run(program, groups, expected)
@@ -79,7 +87,6 @@ class Campaign:
             self._counts[backend] += 1
             if failure is not None:
                 self._tell(seed, backend, program, failure)
-        self.n_programs += 1
         if self.n_programs - self._since >= N_BETWEEN_CHECKS:
             self._end()
             self._begin()

@@ -8,11 +8,18 @@ import random
 
 from fuzz.oracle import Expected, Invalid, Oracle, n_rows, names_of
 from fuzz.steps import (
+    Apart,
+    Await,
     Call,
+    Die,
     Each,
+    Interrupt,
+    InThreads,
+    Late,
     Let,
     Look,
     MakeGroup,
+    Mistake,
     Operate,
     Overwrite,
     Put,
@@ -22,15 +29,19 @@ from fuzz.steps import (
     Restart,
     Stream,
     Submit,
+    TakeSome,
     expectation,
 )
-from fuzz.subject import METHODS
+from fuzz.subject import METHODS, NOT_DRAWN
 from fuzz.values import random_value
 
 MESHES = [{"dp": 1}, {"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 2}, {"tp": 2, "dp": 1}]
+MESHES += [{"pp": 2, "dp": 1, "tp": 2}]
 TWO_ARGUMENTS = ["second", "pair"]
 N_STEPS = 14
 RESTARTS = 0.01  # of steps, as each takes as long as a new group
+TROUBLES = 0.15  # of programs, in which ranks hang and die and calls are interrupted
+OTHERS = 0.05  # of groups, on another backend
 
 
 class Generator:
@@ -50,10 +61,12 @@ class Generator:
         """The program."""
         rng = self.rng
         for name in ["g0", "g1"][: rng.choice([1, 1, 2])]:
-            self._add(MakeGroup(name, tuple(rng.choice(MESHES).items())))
+            self._add(MakeGroup(name, tuple(rng.choice(MESHES).items()), rng.random() < OTHERS))
         self._let()
         kinds = [self._let, self._call, self._call, self._submit, self._submit, self._submit, self._put, self._stream]
         kinds += [self._operate] * 5 + [self._read, self._overwrite, self._overwrite, self._fail, self._release]
+        kinds += [self._in_threads, self._await, self._mistake, self._take_some]
+        kinds += [self._trouble] * 6 if rng.random() < TROUBLES else []
         for _ in range(rng.randint(2, N_STEPS)):
             (self._restart if rng.random() < RESTARTS else rng.choice(kinds))()
         ends = [Read("", name) for name in self.oracle.handles] + [Look("", name) for name in self.oracle.values]
@@ -89,7 +102,7 @@ class Generator:
         """A group, a method and its arguments."""
         rng = self.rng
         group = rng.choice(list(self.oracle.groups))
-        method = rng.choice([name for name in METHODS if name not in ("items", "fail", "forget")])
+        method = rng.choice([name for name in METHODS if name not in NOT_DRAWN])
         if method in ("kept_rows", "bump_kept"):
             return group, method, ()
         rows = self._rows()
@@ -110,7 +123,7 @@ class Generator:
 
     def _submit(self):
         group, method, args = self._drawn()
-        if METHODS[method][0] in ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP"):
+        if METHODS[method][0] in ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP", "PADDED", "CELLS"):
             self._add(Submit("", group, method, args))
         else:
             self._add(Call("", group, method, args))
@@ -121,6 +134,39 @@ class Generator:
         at = tuple(sorted(self.rng.sample(range(size), self.rng.randint(0, min(size, 2)))))
         name = self.rng.choice(self._rows())[0]
         self._add(self.rng.choice([Call, Submit])("", group, "fail", (name, Ranks(at))))
+
+    def _trouble(self):
+        """Some ranks of a group with processes hang, die or fail before the others; or Ctrl-C."""
+        rng = self.rng
+        groups = [step for step in self.program if isinstance(step, MakeGroup) and not step.is_other]
+        if not groups:
+            return
+        group, name = rng.choice(groups).out, (rng.choice(self._rows())[0])
+        size = self.oracle.groups[group].size
+        args = name, Ranks(tuple(sorted(rng.sample(range(size), rng.randint(1, size)))))
+        kind = rng.choice([Late, Late, Apart, Interrupt, Interrupt, Die])
+        if kind is Interrupt:
+            self._add(Interrupt("", group, rng.choice(["slow", "same"]), (name,), round(rng.uniform(0, 0.02), 4)))
+        elif kind is Late:
+            self._add(Late("", group, "hang", args, rng.choice(["late", "cancelled"])))
+        elif kind is Apart:
+            self._add(Apart("", group, "apart", args))
+        elif not any(isinstance(one, Expected) for one in self.oracle.handles.values()):
+            self._add(Die("", group, "die", args, tuple(self.oracle.handles)))
+
+    def _in_threads(self):
+        method = self.rng.choice(["same", "bumped", "slow", "micro"])
+        group, name = self.rng.choice(list(self.oracle.groups)), self.rng.choice(self._rows())[0]
+        self._add(InThreads("", group, method, (name,), self.rng.randint(2, 4)))
+
+    def _mistake(self):
+        method = self.rng.choice(["same", "three", "bumped", "padded"])
+        group, name = self.rng.choice(list(self.oracle.groups)), self.rng.choice(self._rows())[0]
+        self._add(Mistake("", group, method, (name,), self.rng.choice(["none", "many", "name"])))
+
+    def _take_some(self):
+        group, name = self.rng.choice(list(self.oracle.groups)), self.rng.choice(self._rows())[0]
+        self._add(TakeSome("", group, self.rng.choice(["items", "same"]), (name,), self.rng.randint(0, 3)))
 
     def _stream(self):
         group = self.rng.choice(list(self.oracle.groups))
@@ -134,6 +180,10 @@ class Generator:
     def _read(self):
         if self.oracle.handles:
             self._add(Read("", self.rng.choice(list(self.oracle.handles))))
+
+    def _await(self):
+        if self.oracle.handles:
+            self._add(Await("", self.rng.choice(list(self.oracle.handles))))
 
     def _release(self):
         if handles := self._handles():

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
 import itertools
 import math
+import zlib
 
 import numpy as np
 import pandas as pd
+import tensordict
 import torch
 
-from fuzz.subject import BUMP, METHODS, SHOW, class_code
+from fuzz.subject import BUMP, CLASSES, METHODS, SHOW, class_code
 
-SCOPE = {"np": np, "pd": pd, "torch": torch, "__name__": "fuzz_oracle"}
+MODULES = {"np": np, "pd": pd, "torch": torch, "tensordict": tensordict}
+SCOPE = {**MODULES, "zlib": zlib, "collections": collections, "dataclasses": dataclasses, "__name__": "fuzz_oracle"}
+exec("\n".join(CLASSES.values()), SCOPE)
 exec(BUMP, SCOPE)
 exec(SHOW, SCOPE)
 exec(class_code(METHODS, is_registered=False), SCOPE)
@@ -24,28 +30,51 @@ class Invalid(Exception):
 
 
 class Expected(Exception):
-    """The error that must come: the name of its class among the library's, and the rank that it names."""
+    """The error that must come.
 
-    def __init__(self, error, rank=None):
-        super().__init__(error, rank)
-        self.error, self.rank = error, rank
+    Args:
+        error: The name of its class among the library's.
+        ranks: Of which it names one: the first, unless they fail at the same time.
+        says: What its message has in it.
+    """
+
+    def __init__(self, error, ranks=(), says=""):
+        super().__init__(error, ranks, says)
+        self.error, self.ranks, self.says = error, ranks, says
+
+
+def columns_of(value):
+    """Its columns by name, where these are values of their own; None for others."""
+    if isinstance(value, dict | tensordict.TensorDict):
+        return dict(value.items())
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    return dict(vars(value)) if dataclasses.is_dataclass(value) else None
+
+
+def with_columns(value, columns):
+    """A value of the same type with other columns."""
+    if isinstance(value, dict):
+        return columns
+    if isinstance(value, tensordict.TensorDict):
+        return tensordict.TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
+    return type(value)(*columns.values())
 
 
 def n_rows(value):
-    if isinstance(value, dict):
-        return n_rows(next(iter(value.values())))
-    return len(value)
+    columns = columns_of(value)
+    return len(value) if columns is None else n_rows(next(iter(columns.values())))
 
 
 def names_of(value):
-    """The names of its columns; None if it has none."""
-    return list(value) if isinstance(value, dict | pd.DataFrame) else None
+    """The names of its columns, if operations of handles know them; else None."""
+    return list(value.keys()) if isinstance(value, dict | pd.DataFrame | tensordict.TensorDict) else None
 
 
 def take(value, numbers):
     """Some rows, as a copy."""
-    if isinstance(value, dict):
-        return {name: take(column, numbers) for name, column in value.items()}
+    if (columns := columns_of(value)) is not None:
+        return with_columns(value, {name: take(column, numbers) for name, column in columns.items()})
     if isinstance(value, list):
         return [copy.deepcopy(value[i]) for i in numbers]  # one row twice is two objects
     if isinstance(value, torch.Tensor):
@@ -58,8 +87,9 @@ def joined(parts):
     """The rows of some values with the same columns and dtypes, one after the other."""
     parts = [part for part in parts if n_rows(part)] or parts  # if some have rows, only these decide the dtypes
     first = parts[0]
-    if isinstance(first, dict):
-        return {name: joined([part[name] for part in parts]) for name in first}
+    if (columns := columns_of(first)) is not None:
+        of_each = [columns_of(part) for part in parts]
+        return with_columns(first, {name: joined([each[name] for each in of_each]) for name in columns})
     if isinstance(first, list):
         return [copy.deepcopy(row) for part in parts for row in part]
     if isinstance(first, torch.Tensor):
@@ -72,8 +102,8 @@ def joined(parts):
 
 def own(value):
     """A copy in which every number has a place of its own."""
-    if isinstance(value, dict):
-        return {name: own(one) for name, one in value.items()}
+    if (columns := columns_of(value)) is not None:
+        return with_columns(value, {name: own(one) for name, one in columns.items()})
     if isinstance(value, list):
         return list(map(own, value))
     return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
@@ -81,8 +111,8 @@ def own(value):
 
 def form_of(value):
     """What two values must have in common so that `joined` knows what comes."""
-    if isinstance(value, dict):
-        return tuple((name, form_of(column)) for name, column in value.items())
+    if (columns := columns_of(value)) is not None:
+        return type(value).__name__, *((name, form_of(column)) for name, column in columns.items())
     if isinstance(value, pd.DataFrame):
         return ("frame", repr(value.index.names), *((name, repr(value[name].dtype)) for name in value))
     if isinstance(value, list):
@@ -96,6 +126,9 @@ def shares(n, k):
     sizes = [n // k + (part < n % k) for part in range(k)]
     ends = list(itertools.accumulate(sizes, initial=0))
     return [range(start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+SPLIT = ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP", "PADDED", "SUM", "BOTH", "CELLS")
 
 
 class Group:
@@ -134,19 +167,24 @@ class Group:
         if protocol == "3D_PP_ONLY":
             return self.ranks(tp=0, dp=0)
         last = -1 if protocol == "3D_PROTO" else 0
+        if protocol == "ONLY":
+            return [0]
+        if protocol == "CELLS":
+            return self.ranks(pp=0)
         others = {name: last if name == "pp" else 0 for name in self.axes if name != "dp"}
         return [self.ranks(dp=dp, **others)[0] for dp in range(self.axes.get("dp", 1))]
 
     def outcomes(self, method, args):
         """Run a method on each rank: the outcome of each, a value or a ValueError, and the numbers of its rows."""
         protocol = METHODS[method][0]
-        splits = protocol in ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP")
-        parts = shares(n_rows(args[0]), self.axes.get("dp", 1)) if splits else None
+        dp, tp = self.axes.get("dp", 1), self.axes.get("tp", 1) if protocol == "CELLS" else 1
+        parts = shares(n_rows(args[0]), dp * tp) if protocol in SPLIT else None
         outcomes, numbers = [], []
         for rank, one in enumerate(self.objects):
-            rows = parts[self.at(rank).get("dp", 0)] if splits else None
-            if splits:
-                given = [value if isinstance(value, tuple) else take(value, rows) for value in args]
+            at = self.at(rank)
+            rows = parts[at.get("dp", 0) * tp + at.get("tp", 0) % tp] if parts else None
+            if parts:
+                given = [value if type(value) is tuple else take(value, rows) for value in args]
             else:
                 given = [value[rank] if protocol == "ALL_TO_ALL" else value for value in args]
             try:
@@ -162,10 +200,16 @@ class Group:
         outcomes, _ = self.outcomes(method, args)
         failed = [rank for rank, one in enumerate(outcomes) if isinstance(one, ValueError)]
         if failed:
-            raise Expected("RemoteError", failed[0])
+            raise Expected("RemoteError", failed[:1])
         protocol = METHODS[method][0]
         collected = [outcomes[rank] for rank in self.sources(protocol)]
-        return joined(collected) if protocol in ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP") else collected
+        if protocol == "SUM":
+            return sum(collected)
+        if protocol == "ONLY":
+            return collected[0]
+        if protocol == "BOTH":
+            return joined([rows for rows, _ in collected]), [rank for _, rank in collected]
+        return joined(collected) if protocol in SPLIT else collected
 
 
 class Oracle:

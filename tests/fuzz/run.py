@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import concurrent.futures
 import contextlib
+import dataclasses
 import faulthandler
+import itertools
 import signal
 import sys
+import threading
 from collections import defaultdict
 from dataclasses import dataclass
 
-import numpy as np
-import pandas as pd
-import torch
-
 import bandmaster as bm
-from fuzz.oracle import Expected, bump, show
+from fuzz.oracle import MODULES, Expected, bump, show
 from fuzz.steps import MakeGroup, expectations
-from fuzz.subject import BUMP, METHODS, class_code
+from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, class_code
 
 LONGEST_S = 30  # a program takes a hundredth of it
+STANDARD = (asyncio, collections, contextlib, dataclasses, itertools, signal, threading)  # what helpers use
 
 
 @dataclass(frozen=True)
@@ -53,24 +56,25 @@ class Groups:
     def __init__(self, backend, is_shared=True):
         self.backend, self._is_shared = backend, is_shared
         self._free, self._used = defaultdict(list), []
-        self._class = _scope(backend)["Subject"]
+        self.scope = _scope(backend)
 
-    def of(self, axes):
-        free = self._free[axes]
-        group = free.pop() if free else self._new(axes)
-        self._used.append((axes, group))
+    def of(self, axes, is_other):
+        """A group with these axes, on this backend or on another."""
+        free = self._free[axes, is_other]
+        group = free.pop() if free else self._new(axes, self.scope["OTHER" if is_other else "BACKEND"])
+        self._used.append(((axes, is_other), group))
         return group
 
-    def _new(self, axes):
+    def _new(self, axes, backend):
         mesh = bm.Mesh(**dict(axes))
-        return bm.WorkerGroup(bm.ResourcePool([mesh.size], backend=self.backend), self._class, mesh=mesh)
+        return bm.WorkerGroup(bm.ResourcePool([mesh.size], backend=backend), self.scope["Subject"], mesh=mesh)
 
     def give_back(self, are_well):
         """The program has ended; its groups are used again if nothing has failed."""
-        for axes, group in self._used:
+        for kind, group in self._used:
             if are_well and self._is_shared:
                 group.forget()
-                self._free[axes].append(group)
+                self._free[kind].append(group)
             else:
                 group.close()
         self._used.clear()
@@ -84,8 +88,10 @@ class Groups:
 
 
 def _scope(backend):
-    scope = {"bm": bm, "np": np, "pd": pd, "torch": torch, "BACKEND": backend, "__name__": "fuzz_program"}
-    exec(BUMP + class_code(METHODS), scope)
+    other = "local" if backend == "inprocess" else "inprocess"
+    scope = {"bm": bm, **MODULES, "BACKEND": backend, "OTHER": other, "__name__": "fuzz_program"}
+    scope |= {module.__name__: module for module in STANDARD} | {"concurrent": concurrent}
+    exec("\n".join([*CLASSES.values(), BUMP, class_code(METHODS), *HELPERS.values()]), scope)
     return scope
 
 
@@ -99,13 +105,13 @@ def run(program, groups, expected=None):
     """
     expected = expectations(program) if expected is None else expected
     groups = Groups(groups, is_shared=False) if isinstance(groups, str) else groups
-    scope = {"bm": bm, "np": np, "pd": pd, "torch": torch, "bump": bump}
+    scope = {**groups.scope, "bump": bump}
     early, number, failure = set(), 0, None
     try:
         with within(LONGEST_S):
             for number, (step, want) in enumerate(zip(program, expected, strict=True)):
                 if isinstance(step, MakeGroup):
-                    scope[step.out] = groups.of(step.axes)
+                    scope[step.out] = groups.of(step.axes, step.is_other)
                 elif not early.isdisjoint(step.uses()):
                     early.add(step.out)
                 elif (found := _run_step(step, want, scope, early)) is not None:
@@ -129,8 +135,10 @@ def _run_step(step, want, scope, early):
             return f"raises {type(error).__name__}", got, want
         if not isinstance(error, getattr(bm, want.error)):
             return f"raises {type(error).__name__}, not {want.error}", got, want.error
-        if want.rank is not None and error.rank != want.rank:
-            return "names another rank", got, f"{want.error} of rank {want.rank}"
+        if want.ranks and not _names(error, want.ranks):
+            return "names another rank", got, f"{want.error} of ranks {want.ranks}"
+        if want.says not in str(error):
+            return "says something else", got, f"{want.error} with {want.says!r}"
         if step.may_be_early:
             early.add(step.out)
         return None
@@ -139,6 +147,10 @@ def _run_step(step, want, scope, early):
     if step.is_seen and (got := show(scope[step.out])) != want:
         return "another value", got, want
     return None
+
+
+def _names(error, ranks):
+    return set(error.missing) == set(ranks) if isinstance(error, bm.CallTimeout) else error.rank in ranks
 
 
 @contextlib.contextmanager

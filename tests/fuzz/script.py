@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from fuzz.oracle import Expected
 from fuzz.steps import expectations
-from fuzz.subject import BUMP, METHODS, SHOW, class_code, without_branches, words_of
+from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, SHOW, class_code, without_branches, words_of
 
-IMPORTS = {"np": "numpy", "pd": "pandas", "torch": "torch"}
+IMPORTS = {"np": "numpy", "pd": "pandas", "concurrent": "concurrent.futures"}
+PLAIN_IMPORTS = [
+    "torch",
+    "tensordict",
+    "asyncio",
+    "collections",
+    "dataclasses",
+    "itertools",
+    "signal",
+    "threading",
+    "zlib",
+]
 
 
 def script_of(program, failure, backend, seed):
@@ -23,16 +34,21 @@ def script_of(program, failure, backend, seed):
     lines += _last_lines(program[-1], expected[-1])
     used = words_of("\n".join(lines))
     methods = class_code([name for name in METHODS if name in used] or ["same"])
+    helpers = "".join(text.lstrip() for name, text in HELPERS.items() if name in used)
+    helpers += "".join(f"{text}\n" for name, text in CLASSES.items() if name in used)
+    used |= words_of(helpers)
     bump = without_branches(BUMP, used) if "bump" in words_of(methods) | used else ""
     show = without_branches(SHOW, used) if "show" in used else ""
     used |= words_of(methods + bump + show)
-    imports = [f"import {name} as {short}" if name != short else "import torch" for short, name in IMPORTS.items()]
-    imports = [line for line in imports if line.split()[-1] in used]
-    if "contextlib" in used:
-        imports.append("import contextlib")
+    imports = [
+        f"import {name} as {short}" for short, name in IMPORTS.items() if short in used and short != "concurrent"
+    ]
+    plain = [name for name in [*PLAIN_IMPORTS, "contextlib"] if name in used]
+    imports += [f"import {name}" for name in plain + ["concurrent.futures"] * ("concurrent" in used)]
     head = f"# Seed {seed}, backend {backend}: step {program[-1].out} {failure.kind}."
-    text = "\n".join([head, *imports, "import bandmaster as bm", bump + show + methods, *lines, ""])
-    return text.replace("backend=BACKEND", f"backend={backend!r}")
+    text = "\n".join([head, *imports, "import bandmaster as bm", helpers + bump + show + methods, *lines, ""])
+    other = "local" if backend == "inprocess" else "inprocess"
+    return text.replace("backend=BACKEND", f"backend={backend!r}").replace("backend=OTHER", f"backend={other!r}")
 
 
 def _lines(step, want):
@@ -43,7 +59,7 @@ def _lines(step, want):
 
 def _last_lines(step, want):
     if isinstance(want, Expected):
-        return [*_lines(step, want), f'    raise AssertionError("{want.error} must come, of rank {want.rank}")']
+        return [*_lines(step, want), f'    raise AssertionError("{want.error} must come, of ranks {want.ranks}")']
     if step.is_seen:
         return [step.code(), f"want = {want!r}", f"assert show({step.out}) == want, show({step.out})"]
     return [step.code()]

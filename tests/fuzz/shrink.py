@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields, replace
 
 from fuzz.oracle import Invalid
 from fuzz.steps import expectations
@@ -64,7 +65,6 @@ def _with(program, i, step):
 
 def _renamed(step, old, new):
     """The step with another name for what it uses."""
-    from dataclasses import fields, replace
 
     def swap(value):
         if isinstance(value, tuple):
@@ -79,8 +79,5 @@ def _renamed(step, old, new):
 
 def _resized(step, n):
     value = getattr(step, "value", None)
-    if getattr(value, "n", None) != n or not hasattr(value, "smaller"):
-        return step
-    from dataclasses import replace
-
-    return next((replace(step, value=less) for less in value.smaller() if less.n == n - 1), step)
+    is_such = getattr(value, "n", None) == n and hasattr(value, "resized")
+    return replace(step, value=value.resized(n - 1)) if is_such else step

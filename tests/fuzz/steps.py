@@ -9,11 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fuzz import oracle as plain
-from fuzz.oracle import SCOPE, Expected, Group, Invalid, n_rows, names_of, take
+from fuzz.oracle import SCOPE, SPLIT, Expected, Group, Invalid, columns_of, n_rows, names_of, take, with_columns
 from fuzz.subject import METHODS
 from fuzz.values import Columns, Leaf
-
-SPLIT = ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP")
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Each:
 
 @dataclass(frozen=True)
 class Ranks:
-    """An argument: the ranks that are to fail."""
+    """An argument: the ranks that are to fail, or to do something else."""
 
     ranks: tuple[int, ...]
 
@@ -57,11 +55,13 @@ class Step:
         out: The name that it binds.
         is_seen: Whether what it binds is a value, which is compared.
         may_be_early: Whether an error that is expected of the handle may come at once as well.
+        needs_processes: Whether it has no meaning on backend ``inprocess``.
     """
 
     out: str
     is_seen: ClassVar[bool] = False
     may_be_early: ClassVar[bool] = False
+    needs_processes: ClassVar[bool] = False
 
     def code(self) -> str:
         raise NotImplementedError
@@ -85,16 +85,19 @@ class Step:
 @dataclass(frozen=True)
 class MakeGroup(Step):
     axes: tuple[tuple[str, int], ...]
+    is_other: bool = False  # on another backend than the program
 
     def code(self):
         mesh = ", ".join(f"{name}={size}" for name, size in self.axes)
-        pool = f"bm.ResourcePool([{Group(self.axes).size}], backend=BACKEND)"
+        pool = f"bm.ResourcePool([{Group(self.axes).size}], backend={'OTHER' if self.is_other else 'BACKEND'})"
         return f"{self.out} = bm.WorkerGroup({pool}, Subject, mesh=bm.Mesh({mesh}))"
 
     def expect(self, oracle):
         oracle.groups[self.out] = Group(self.axes)
 
     def smaller(self):
+        if self.is_other:
+            yield replace(self, is_other=False)
         for i, (name, size) in enumerate(self.axes):
             if size > 1:
                 yield replace(self, axes=(*self.axes[:i], (name, size - 1), *self.axes[i + 1 :]))
@@ -138,14 +141,14 @@ class Invoke(Step):
         if len(set(values)) < len(values):
             raise Invalid("one object twice, which a rank may get as one or as two")
         args = [arg_value(oracle, arg) for arg in self.args]
-        if METHODS[self.method][0] in SPLIT and len({n_rows(a) for a in args if not isinstance(a, tuple)}) != 1:
+        if METHODS[self.method][0] in SPLIT and len({n_rows(a) for a in args if type(a) is not tuple}) != 1:
             raise Invalid("unequal rows")
         if METHODS[self.method][0] == "ALL_TO_ALL" and len(args[0]) != group.size:
             raise Invalid("one value per rank")
         return group, args
 
     def smaller(self):
-        if self.method in ("three", "micro", "keep", "bumped"):
+        if self.method in ("three", "micro", "keep", "bumped", "padded", "cells"):
             yield replace(self, method="same")
 
 
@@ -303,8 +306,8 @@ class Operate(Step):
                 chosen = {name: name for name in names if name not in asked}
         if not chosen:
             raise Invalid("no column is left")
-        if isinstance(first, dict):
-            return copy.deepcopy({new: first[old] for new, old in chosen.items()})
+        if (columns := columns_of(first)) is not None:
+            return copy.deepcopy(with_columns(first, {new: columns[old] for new, old in chosen.items()}))
         return first[list(chosen.values())].set_axis(list(chosen), axis=1).copy()
 
     def smaller(self):
@@ -342,8 +345,8 @@ def _joined_columns(rows):
         raise Invalid("columns that do not fit")
     if len({type(one) for one in rows}) > 1:
         raise Invalid("two kinds of rows")
-    if isinstance(rows[0], dict):
-        return copy.deepcopy({name: column for one in rows for name, column in one.items()})
+    if columns_of(rows[0]) is not None:
+        return copy.deepcopy(with_columns(rows[0], {name: column for one in rows for name, column in one.items()}))
     if any(one.index.tolist() != rows[0].index.tolist() for one in rows):
         raise Invalid("another index")
     return SCOPE["pd"].concat(rows, axis=1)
@@ -352,12 +355,14 @@ def _joined_columns(rows):
 def _is_plain_numbers(value):
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "iuf"
-    return hasattr(value, "is_floating_point") and not value.is_complex() and str(value.dtype) != "torch.bool"
+    return isinstance(value, SCOPE["torch"].Tensor) and not value.is_complex() and str(value.dtype) != "torch.bool"
 
 
 def _is_writable(value):
-    if isinstance(value, dict | list | tuple):
-        return all(map(_is_writable, value.values() if isinstance(value, dict) else value))
+    if (columns := columns_of(value)) is not None:
+        return all(map(_is_writable, columns.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_writable, value))
     if isinstance(value, np.ndarray):
         return value.flags.writeable
     return 0 not in value.stride() if hasattr(value, "stride") else True
@@ -384,6 +389,17 @@ class Read(Step):
         value = oracle.handle(self.handle)
         oracle.values[self.out] = oracle.results.setdefault(self.handle, copy.deepcopy(value))
         return oracle.values[self.out]
+
+
+@dataclass(frozen=True)
+class Await(Read):
+    """Read a handle in an event loop of its own."""
+
+    def code(self):
+        return f"{self.out} = asyncio.run(awaited({self.handle}))"
+
+    def smaller(self):
+        yield Read(self.out, self.handle)
 
 
 @dataclass(frozen=True)
@@ -462,6 +478,134 @@ class Restart(Step):
         if set(self.handles) != oracle.handles.keys():
             raise Invalid("calls may be on the way")
         oracle.group(self.group).renew()
+
+
+@dataclass(frozen=True)
+class TakeSome(Invoke):
+    """Take some items of a stream, and close it."""
+
+    is_seen = True
+    n: int = 1
+
+    def code(self):
+        return f"{self.out} = some_of({self.group}.{self.method}.stream({self.arguments()}), {self.n})"
+
+    def expect(self, oracle):
+        group, _ = self.checked(oracle)
+        of_each = 2 if self.method == "items" else 1
+        return min(self.n, of_each * len(group.sources(METHODS[self.method][0])))
+
+
+@dataclass(frozen=True)
+class InThreads(Invoke):
+    """Call from several threads at once."""
+
+    is_seen = True
+    n: int = 2
+
+    def code(self):
+        return f"{self.out} = in_threads({self.n}, lambda: {self.group}.{self.method}({self.arguments()}))"
+
+    def expect(self, oracle):
+        group, args = self.checked(oracle)
+        oracle.values[self.out] = [group.call(self.method, copy.deepcopy(args)) for _ in range(self.n)]
+        return oracle.values[self.out]
+
+    def smaller(self):
+        yield Call(self.out, self.group, self.method, self.args)
+
+
+@dataclass(frozen=True)
+class Interrupt(Invoke):
+    """Press Ctrl-C while a call runs, or just before or after."""
+
+    seconds: float = 0.0
+
+    def code(self):
+        return f"{self.out} = interrupted(lambda: {self.group}.{self.method}({self.arguments()}), {self.seconds})"
+
+    def expect(self, oracle):
+        self.checked(oracle)
+
+
+@dataclass(frozen=True)
+class Mistake(Invoke):
+    """A call that is refused before anything is sent.
+
+    Attributes:
+        how: ``"none"``, ``"many"``, ``"name"``: the argument is missing, is one too many, or has another name.
+    """
+
+    is_seen = True
+    how: str = "none"
+
+    def code(self):
+        given = {"none": "", "many": f"{self.args[0]}, 1, 2", "name": f"row={self.args[0]}"}[self.how]
+        return f"{self.out} = {self.group}.{self.method}({given})"
+
+    def expect(self, oracle):
+        self.checked(oracle)
+        raise Expected("ArgumentError", says={"none": "rows", "many": self.method, "name": "row"}[self.how])
+
+
+@dataclass(frozen=True)
+class Late(Invoke):
+    """A call of which some ranks hang, given up when its time is over, or cancelled.
+
+    Attributes:
+        how: ``"late"`` or ``"cancelled"``.
+    """
+
+    is_seen = True
+    needs_processes = True
+    how: str = "late"
+
+    def code(self):
+        if self.how == "late":
+            return f"{self.out} = late({self.group}.hang, {self.arguments()})"
+        return f"{self.out} = cancelled({self.group}.hang.submit({self.arguments()}))"
+
+    def expect(self, oracle):
+        self.checked(oracle)
+        raise Expected("CallTimeout", self.args[1].ranks) if self.how == "late" else Expected("CallCancelled")
+
+
+@dataclass(frozen=True)
+class Apart(Invoke):
+    """A call that fails on some ranks at once: these begin the next one when all have ended the first."""
+
+    is_seen = True
+    needs_processes = True
+
+    def code(self):
+        return f"{self.out} = fenced({self.group}, {self.arguments()})"
+
+    def expect(self, oracle):
+        self.checked(oracle)
+        return True
+
+
+@dataclass(frozen=True)
+class Die(Invoke):
+    """The processes of some ranks end in a call; the group is restarted."""
+
+    is_seen = True
+    needs_processes = True
+    handles: tuple[str, ...] = ()  # as those of `Restart`
+
+    def code(self):
+        ended = f"[{', '.join(f'{name}.exception()' for name in self.handles)}]; " if self.handles else ""
+        return f"{ended}{self.out} = fallen({self.group}, {self.arguments()})"
+
+    def uses(self):
+        return [*super().uses(), *self.handles]
+
+    def expect(self, oracle):
+        group, _ = self.checked(oracle)
+        if set(self.handles) != oracle.handles.keys():
+            raise Invalid("calls may be on the way")
+        group.renew()
+        raise Expected("WorkerDied", self.args[1].ranks)
 
 
 def expectations(program):

@@ -41,6 +41,7 @@ SERIES = {
     "string": "pd.array(list(map(str, range({0}, {1}))), 'string')",
     "time": "pd.to_datetime(np.arange({0}, {1}), unit='h')",
     "zoned": "pd.to_datetime(np.arange({0}, {1}), unit='h', utc=True).tz_convert('Europe/Berlin')",
+    "large": "pd.Series([bytes([65 + i]) * 40000 for i in range({0}, {1})], dtype=object)",
     "delta": "pd.to_timedelta(np.arange({0}, {1}), unit='min')",
 }
 LISTS = {
@@ -48,6 +49,7 @@ LISTS = {
     "mixed": "[(None, 'a', 2.5, b'b', (1, 2))[i % 5] for i in range({0}, {1})]",
     "array": "[np.arange(i) for i in range({0}, {1})]",
     "dict": "[{{'i': i}} for i in range({0}, {1})]",
+    "large": "[[bytes([65 + i]) * 40000] for i in range({0}, {1})]",
 }
 INDEXES = {
     "": "",
@@ -58,6 +60,8 @@ INDEXES = {
     "times": ".set_axis(pd.to_datetime(np.arange({0}), unit='D', utc=True))",
     "pairs": ".set_axis(pd.MultiIndex.from_arrays([np.arange({0}), np.arange({0})[::-1]], names=['i', 'j']))",
 }
+WIDE = 9000  # numbers in a row, with which a row takes 9 to 72 kB: such results stay on the ranks
+OF_WIDE = ["int64", "uint8", "bool", "float32", "complex64"]  # dtypes
 LAYOUTS = ["conj", "fixed", "", "[::-1]", ".T", "[::2]"]
 
 
@@ -118,13 +122,22 @@ class Leaf:
         if self.kind != "numpy":
             yield Leaf("numpy", "int64", self.n)
 
+    def resized(self, n):
+        return replace(self, n=n)
+
 
 @dataclass(frozen=True)
 class Columns:
-    """A dict or DataFrame of columns."""
+    """Columns of equally many rows.
 
-    kind: str  # "dict" or "frame"
-    columns: tuple[tuple[str, Leaf], ...]
+    Attributes:
+        kind: ``"dict"``, ``"frame"``, ``"tensordict"``, or for two columns ``"pair"`` and ``"record"``.
+        columns: Name and content of each. In a dict, one may have columns itself.
+        index: That of a DataFrame, one of `INDEXES`.
+    """
+
+    kind: str
+    columns: tuple[tuple[str, Leaf | Columns], ...]
     index: str = ""
 
     @property
@@ -132,42 +145,60 @@ class Columns:
         return self.columns[0][1].n
 
     def code(self) -> str:
-        if self.kind == "dict":
-            return "{" + ", ".join(f"{name!r}: {leaf.code()}" for name, leaf in self.columns) + "}"
+        if self.kind in ("pair", "record"):
+            return f"{self.kind.title()}({', '.join(leaf.code() for _, leaf in self.columns)})"
+        if self.kind != "frame":
+            made = "{" + ", ".join(f"{name!r}: {leaf.code()}" for name, leaf in self.columns) + "}"
+            return made if self.kind == "dict" else f"tensordict.TensorDict({made}, batch_size=[{self.n}])"
         inner = ", ".join(
             f"{name!r}: {SERIES[leaf.dtype].format(leaf.start, leaf.start + leaf.n)}" for name, leaf in self.columns
         )
         made = f"pd.DataFrame({{{inner}}})"
         return made + INDEXES[self.index].format(self.n)
 
+    def resized(self, n):
+        return replace(self, columns=tuple((name, leaf.resized(n)) for name, leaf in self.columns))
+
     def smaller(self):
         if self.n:
-            for n in sorted({0, self.n // 2, self.n - 1}):
-                yield replace(self, columns=tuple((name, replace(leaf, n=n)) for name, leaf in self.columns))
-        if len(self.columns) > 1:
+            yield from map(self.resized, sorted({0, self.n // 2, self.n - 1}))
+        if self.kind in ("pair", "record"):
+            yield replace(self, kind="dict")
+        elif len(self.columns) > 1:
             for i in range(len(self.columns)):
                 yield replace(self, columns=self.columns[:i] + self.columns[i + 1 :])
         if self.index:
             yield replace(self, index="")
         for i, (name, leaf) in enumerate(self.columns):
             for less in leaf.smaller():
-                if less.n == leaf.n and (self.kind == "dict" or less.kind == "series"):
+                needed = {"frame": "series", "tensordict": "torch"}.get(self.kind)
+                if less.n == leaf.n and needed in (None, less.kind):
                     yield replace(self, columns=(*self.columns[:i], (name, less), *self.columns[i + 1 :]))
 
 
 def random_leaf(rng, n, kinds=("numpy", "numpy", "torch", "torch", "list", "series")):
     kind = rng.choice(kinds)
+    if kind in ("numpy", "torch") and rng.random() < 0.15:
+        return Leaf(
+            kind, rng.choice(OF_WIDE), n, rng.randrange(5), WIDE, rng.choice(LAYOUTS) if rng.random() < 0.3 else ""
+        )
     dtype = rng.choice({"numpy": NUMPY, "torch": TORCH, "list": list(LISTS), "series": list(SERIES)}[kind])
     width = rng.choice([0, 0, 1, 3]) if kind in ("numpy", "torch") else 0
     return Leaf(kind, dtype, n, rng.randrange(5), width, rng.choice(LAYOUTS) if rng.random() < 0.4 else "")
 
 
 def random_value(rng, n=None, names="abc"):
-    n = rng.choice([0, 1, 2, 3, 4, 5, 7]) if n is None else n
-    if (draw := rng.random()) < 0.35:
+    n = rng.choice([0, 1, 2, 3, 4, 5, 7, 7, 40]) if n is None else n
+    if rng.random() < 0.35:
         return random_leaf(rng, n)
-    kind = "dict" if draw < 0.8 else "frame"
-    chosen = rng.sample(names, rng.randint(1, len(names)))
-    kinds = ("numpy", "numpy", "torch", "list") if kind == "dict" else ("series",)
-    columns = tuple((name, random_leaf(rng, n, kinds)) for name in chosen)
-    return Columns(kind, columns, rng.choice([*INDEXES, "", "", ""]) if kind == "frame" else "")
+    kind = rng.choice(["dict"] * 7 + ["frame"] * 3 + ["tensordict", "pair", "record"])
+    chosen = "ab" if kind in ("pair", "record") else rng.sample(names, rng.randint(1, len(names)))
+    chosen = list(map(str, chosen)) if kind == "tensordict" else chosen
+    kinds = {"frame": ["series"], "tensordict": ["torch"]}.get(kind, ["numpy", "numpy", "torch", "list"])
+    columns = [(name, random_leaf(rng, n, kinds)) for name in chosen]
+    if kind == "dict" and rng.random() < 0.1:
+        columns[0] = (
+            columns[0][0],
+            Columns("dict", (("x", random_leaf(rng, n, kinds)), ("y", random_leaf(rng, n, kinds)))),
+        )
+    return Columns(kind, tuple(columns), rng.choice([*INDEXES, "", "", ""]) if kind == "frame" else "")

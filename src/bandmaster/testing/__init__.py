@@ -1,7 +1,7 @@
 """Tools for tests of your own workers and backends; `docs/testing.md` introduces them.
 
-`with_faults` makes workers fail on purpose, `no_leaks` finds resources that a test leaves behind, and `BackendContract`
-tests a backend. Only `BackendContract` needs pytest.
+`with_faults` makes workers fail on purpose, `trials` draws the faults from a seed, `no_leaks` finds resources that a
+test leaves behind, and `BackendContract` tests a backend. Only `BackendContract` needs pytest.
 
 ::
 
@@ -18,6 +18,7 @@ from bandmaster.testing.belongings import HeldResources, held_resources
 from bandmaster.testing.faults import BadResult, Delay, Exit, FailToUnpickle, Fault, Hang, Kill, Raise
 from bandmaster.testing.faulty import with_faults
 from bandmaster.testing.leaks import LeakError, no_leaks
+from bandmaster.testing.trials import InjectedError, Trial, trials, unchanged
 
 if TYPE_CHECKING:
     from bandmaster.testing.contract import BackendContract
@@ -31,11 +32,15 @@ __all__ = [
     "Fault",
     "Hang",
     "HeldResources",
+    "InjectedError",
     "Kill",
     "LeakError",
     "Raise",
+    "Trial",
     "held_resources",
     "no_leaks",
+    "trials",
+    "unchanged",
     "with_faults",
 ]
 
