@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import itertools
+import signal
+import threading
+import zlib
+
+import tensordict
+import torch
+
 from fuzz.oracle import Expected
 from fuzz.steps import expectations
 from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, SHOW, class_code, without_branches, words_of
 
-IMPORTS = {"np": "numpy", "pd": "pandas", "concurrent": "concurrent.futures"}
-PLAIN_IMPORTS = [
-    "torch",
-    "tensordict",
-    "asyncio",
-    "collections",
-    "dataclasses",
-    "itertools",
-    "signal",
-    "threading",
-    "zlib",
-]
+PLAIN = (asyncio, collections, contextlib, dataclasses, itertools, signal, tensordict, threading, torch, zlib)
+IMPORTS = {"np": "import numpy as np", "pd": "import pandas as pd", "concurrent": "import concurrent.futures"}
+IMPORTS |= {module.__name__: f"import {module.__name__}" for module in PLAIN}
 
 
 def script_of(program, failure, backend, seed):
@@ -40,11 +43,7 @@ def script_of(program, failure, backend, seed):
     bump = without_branches(BUMP, used) if "bump" in words_of(methods) | used else ""
     show = without_branches(SHOW, used) if "show" in used else ""
     used |= words_of(methods + bump + show)
-    imports = [
-        f"import {name} as {short}" for short, name in IMPORTS.items() if short in used and short != "concurrent"
-    ]
-    plain = [name for name in [*PLAIN_IMPORTS, "contextlib"] if name in used]
-    imports += [f"import {name}" for name in plain + ["concurrent.futures"] * ("concurrent" in used)]
+    imports = [line for name, line in IMPORTS.items() if name in used]
     head = f"# Seed {seed}, backend {backend}: step {program[-1].out} {failure.kind}."
     text = "\n".join([head, *imports, "import bandmaster as bm", helpers + bump + show + methods, *lines, ""])
     other = "local" if backend == "inprocess" else "inprocess"
@@ -59,7 +58,9 @@ def _lines(step, want):
 
 def _last_lines(step, want):
     if isinstance(want, Expected):
-        return [*_lines(step, want), f'    raise AssertionError("{want.error} must come, of ranks {want.ranks}")']
+        of_ranks = f" of ranks {want.ranks}" if want.ranks else ""
+        missing = f'    raise AssertionError("{want.error}{of_ranks} must come")'
+        return [f"with contextlib.suppress(bm.{want.error}):", f"    {step.code()}", missing]
     if step.is_seen:
         return [step.code(), f"want = {want!r}", f"assert show({step.out}) == want, show({step.out})"]
     return [step.code()]

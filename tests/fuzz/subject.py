@@ -106,12 +106,13 @@ def show(x):
         columns = [(c, one.dtype, short(one.tolist())) for c, one in columns]
         return f"{name} {columns} at {x.index.dtype} {x.index.names} {x.index.tolist()}"
     if hasattr(x, "tolist"):
-        return f"{name} {x.dtype} {tuple(x.shape)} {short(x.tolist())}"
+        n, numbers = (x.numel(), x.resolve_conj().numpy) if hasattr(x, "numel") else (x.size, x.copy)
+        return f"{name} {x.dtype} {tuple(x.shape)} {x.tolist() if n < 999 else short(numbers().tobytes())}"
     return f"{name} {short(x)!r}"
 
 def short(x):
     if isinstance(x, list):
-        return list(map(short, x)) if len(x) < 999 else ("long", zlib.crc32(repr(x).encode()))
+        return list(map(short, x))
     return ("long", len(x), zlib.crc32(x)) if isinstance(x, bytes) and len(x) > 99 else x
 """
 

@@ -1,0 +1,92 @@
+"""A program for each type of rows: every operation of a handle and a plain call, written to in place, and kept."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+from fuzz.oracle import Invalid, Oracle, names_of
+from fuzz.steps import Call, Let, Look, MakeGroup, Operate, Overwrite, Put, Read, Stream, Submit, expectation
+from fuzz.values import LISTS, NUMPY, SERIES, TORCH, WIDE, Columns, Leaf
+
+N_ROWS = 5
+ONE, OTHER = "g0", "g1"
+MESHES = [(("dp", 2),), (("dp", 1),)]  # of these two groups
+BACK = (None, None, -1)
+
+
+def types_of_rows():
+    """By name, a value of each type of rows and of each dtype, and tables with it that stay on the ranks."""
+    dtypes = {"numpy": NUMPY, "torch": TORCH, "list": LISTS, "series": SERIES}
+    found = {f"{kind} {dtype}": Leaf(kind, dtype, N_ROWS, 1) for kind, many in dtypes.items() for dtype in many}
+    found |= {f"{kind} {layout}": Leaf(kind, "int64", N_ROWS, 1, 3, layout) for kind, layout in LAYOUTS}
+    for name, leaf in list(found.items()):
+        kind, large = ("frame", LARGE_SERIES) if leaf.kind == "series" else ("dict", LARGE_ARRAY)
+        found[f"{name} in a large {kind}"] = Columns(kind, (("a", leaf), ("b", large)))
+    arrays = ("a", Leaf("numpy", "int64", N_ROWS, 1)), ("b", Leaf("torch", "float32", N_ROWS, 2, 3))
+    texts = ("c", Leaf("list", "mixed", N_ROWS, 3)), ("d", Leaf("list", "array", N_ROWS, 4))
+    tensors = ("a", Leaf("torch", "int64", N_ROWS, 1)), ("b", Leaf("torch", "bfloat16", N_ROWS, 2, 3))
+    nested = ("x", Columns("dict", arrays))
+    return found | {
+        "dict": Columns("dict", arrays + texts),
+        "dict in a dict": Columns("dict", (*texts, nested)),
+        "tensordict": Columns("tensordict", tensors),
+        "pair": Columns("pair", arrays),
+        "record": Columns("record", arrays),
+        "frame with an index": Columns("frame", (("a", LARGE_SERIES),), "pairs"),
+    }
+
+
+LARGE_SERIES, LARGE_ARRAY = Leaf("series", "large", N_ROWS), Leaf("numpy", "float32", N_ROWS, 3, WIDE)
+LAYOUTS = [
+    ("numpy", "[::-1]"),
+    ("numpy", ".T"),
+    ("numpy", "fixed"),
+    ("torch", ".T"),
+    ("torch", "[::2]"),
+    ("torch", "fixed"),
+]
+
+
+def program_of_type(value):
+    """The program for a value."""
+    oracle, program = Oracle(), []
+
+    def add(*steps):
+        for step in steps:
+            step = step if step.out else replace(step, out=f"v_{len(program)}")
+            with contextlib.suppress(Invalid):
+                expectation(step, oracle)
+                program.append(step)
+
+    add(MakeGroup(ONE, MESHES[0]), MakeGroup(OTHER, MESHES[1]), Let("v0", value))
+    add(Call("v1", ONE, "same", ("v0",)), Call("v2", ONE, "bumped", ("v0",)), Call("v3", ONE, "everyone", ("v0",)))
+    add(
+        Call("v4", ONE, "padded", ("v0",)),
+        Call("v5", ONE, "same", ("v0",), pull=2),
+        Stream("v6", ONE, "items", ("v0",)),
+    )
+    add(Put("h0", OTHER, "v0"), Submit("h1", ONE, "keep", ("v0",)), Overwrite("", "v0"))
+    names = names_of(oracle.values["v0"])
+    for rows in ("h0", "h1"):
+        operations = [("rows", (rows,), what) for what in [(1, 4, None), BACK, (0, 0, None), [4, 0, 1, 0], []]]
+        operations += [("rows", (rows,), [True, False, True, True, False]), ("batches", (rows,), 2)]
+        operations += [("repeat", (rows,), 2), ("shuffle", (rows,), 7), ("concat", (rows, rows), None)]
+        if names:
+            first = names[0]
+            others = tuple((name, f"{name}_again") for name in names)
+            operations += [("select", (rows,), (first,)), ("drop", (rows,), (first,)), ("sort_by", (rows,), first)]
+            operations += [("rename", (rows,), others), ("join", (rows, f"{rows}_{len(operations) + 3}"), None)]
+        for number, (operation, handles, what) in enumerate(operations):
+            made = f"{rows}_{number}"
+            add(Operate(made, operation, handles, what))
+            if made not in oracle.handles:
+                continue
+            add(Call(f"{made}a", ONE, "second", (made, made)), Call(f"{made}b", OTHER, "bumped", (made,)))
+            add(Submit(f"{made}c", ONE, "keep", (made,)), Read(f"{made}d", made), Overwrite("", f"{made}d"))
+        add(Call("", ONE, "bump_kept", ()), Read(f"{rows}r", rows))
+    seen = [name for name in oracle.values if name]
+    add(
+        Call("", ONE, "kept_rows", ()), *(Look("", name) for name in seen), *(Read("", name) for name in oracle.handles)
+    )
+    return tuple(program)

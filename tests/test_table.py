@@ -1,0 +1,35 @@
+"""Every type of rows, in plain calls and under every operation of a handle, is what it is in plain Python."""
+
+import warnings
+
+import pytest
+from fuzz.run import Groups, run
+from fuzz.steps import Operate
+from fuzz.table import MESHES, program_of_type, types_of_rows
+
+TYPES = types_of_rows()
+
+
+@pytest.fixture(scope="module")
+def groups(backend):
+    kept = Groups(backend)
+    for mesh in MESHES:
+        kept.of(mesh, is_other=False)
+    kept.give_back(are_well=True)
+    yield kept
+    kept.close()
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_rows_of_each_type_are_those_of_plain_python(groups, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pandas' and torch's, of kinds of values
+        program = program_of_type(TYPES[name])
+        failure = run(program, groups)
+    assert failure is None, f"{program[failure.number].code()}\n{failure.kind}\ngot  {failure.got}\nwant {failure.want}"
+
+
+def test_the_table_has_every_operation():
+    done = {step.name for value in TYPES.values() for step in program_of_type(value) if isinstance(step, Operate)}
+    everything = {"rows", "select", "drop", "rename", "join", "concat", "repeat", "shuffle", "sort_by", "batches"}
+    assert done == everything
