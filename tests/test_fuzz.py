@@ -1,4 +1,4 @@
-"""A few programs of the fuzz, and that it finds and shrinks a defect; run by name, as the rest of this folder."""
+"""Random programs: a few of the same seeds each time, and that a defect is found and shrunk to a script."""
 
 import subprocess
 import sys
