@@ -140,6 +140,8 @@ class Invoke(Step):
         values = [arg for arg in self.args if isinstance(arg, str) and arg in oracle.values]
         if len(set(values)) < len(values):
             raise Invalid("one object twice, which a rank may get as one or as two")
+        if any(rank >= group.size for arg in self.args if isinstance(arg, Ranks) for rank in arg.ranks):
+            raise Invalid("no such rank")
         args = [arg_value(oracle, arg) for arg in self.args]
         if METHODS[self.method][0] in SPLIT and len({n_rows(a) for a in args if type(a) is not tuple}) != 1:
             raise Invalid("unequal rows")
@@ -567,6 +569,8 @@ class Late(Invoke):
 
     def expect(self, oracle):
         self.checked(oracle)
+        if self.args[0] in oracle.handles:
+            raise Invalid("the call may wait for rows instead")
         raise Expected("CallTimeout", self.args[1].ranks) if self.how == "late" else Expected("CallCancelled")
 
 
