@@ -9,8 +9,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
 
-test: $(VENV)/.dev lint  ## install everything and run all tests
+test: $(VENV)/.dev lint  ## install everything and run all tests, and random programs for a minute
 	$(BIN)/python -m pytest
+	PYTHONPATH=tests $(BIN)/python -m fuzz
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

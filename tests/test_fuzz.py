@@ -6,11 +6,11 @@ import warnings
 from pathlib import Path
 
 import pytest
-
-import bandmaster as bm
 from fuzz.campaign import Campaign
 from fuzz.generate import program_of
 from fuzz.steps import expectations
+
+import bandmaster as bm
 
 SEED, N_PROGRAMS = 20_000, 8
 
