@@ -1,6 +1,7 @@
 """``bandmaster stack``: the stacks of running ranks, by the group's name."""
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.cli import main
 from bandmaster.transport.control_page import stacks
+from bandmaster.transport.stacks import TASKS, readable
 
 
 class Waits(bm.Worker):
@@ -53,6 +55,11 @@ def test_ranks_with_the_same_stack_are_shown_together(waiting, capsys):
 
 
 @pytest.mark.backends("local")
+def test_what_a_worker_tells_twice_of_its_tasks_is_shown_once():
+    told = json.dumps(["", "--- task of a user"])
+    assert readable(f"{TASKS}{told}\n{TASKS}{told}\n") == "--- task of a user"
+
+
 def test_one_rank_and_names_that_select_no_group(waiting, capsys):
     group, pids = waiting
     full_name = f"{group.name}@{os.getpid()}"

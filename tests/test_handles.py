@@ -567,6 +567,8 @@ def test_calls_get_the_rows_that_were_released_after_their_submission(two, three
         both = three.who.submit(there.join(rows.select("id").rename(id="same"))[::-1])
         pulled = three.who.options(pull=1).submit(rows[1:])
         last = three.who.submit(there)
+    with pytest.raises(bm.RowsLost, match="were released"):
+        there.result()  # though calls have still to take them
     gate.touch()
     for call, ids in ((both, range(5, -1, -1)), (pulled, range(1, 6)), (last, range(6))):
         assert call.result(timeout=20)["id"].tolist() == list(ids)

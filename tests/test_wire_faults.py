@@ -16,6 +16,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.testing import held_resources
 from bandmaster.transport import lane
+from bandmaster.transport.control_page import stacks
 
 
 def fork_for_a_moment():
@@ -252,7 +253,8 @@ def test_a_call_that_is_cancelled_in_an_import_is_interrupted_behind_it(group, t
     call = group.value_of_module.submit(str(tmp_path))
     begins.read_text()
     call.cancel()
-    await_delivery(group.workers[0].pid)
+    for pid in [group.workers[0].pid] * 20:
+        assert stacks([pid])[pid], "it can be asked meanwhile"
     ends.write_text("")
     assert isinstance(call.exception(timeout=10), bm.CallCancelled)
     part.write_text("raise ImportError('it was interrupted')")

@@ -17,7 +17,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the first program; the next ones follow")
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--programs", type=int, help="how many at most")
-    parser.add_argument("--backends", default="inprocess,local")
+    parser.add_argument("--backends", default="inprocess,local,weights")
     parser.add_argument("--scripts", help="a folder for the scripts of failures, besides printing them")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(10**9) if given.seed is None else given.seed

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from bandmaster.testing import LeakError, no_leaks
+from fuzz import weights
 from fuzz.generate import program_of
 from fuzz.run import Groups, run
 from fuzz.script import script_of
@@ -23,7 +24,7 @@ class Campaign:
     """Runs programs, each on all backends.
 
     Args:
-        backends: Their names.
+        backends: Their names; ``"weights"`` stands for programs that move weights, on ``local``.
         folder: Where scripts are written, or None.
 
     Attributes:
@@ -34,12 +35,16 @@ class Campaign:
     def __init__(self, backends, folder=None, say=print):
         self.failures, self.n_programs = [], 0
         self._folder, self._say = folder and Path(folder), say
-        self._groups = {backend: Groups(backend) for backend in backends}
+        self._groups = {backend: Groups(backend) for backend in backends if backend != "weights"}
+        self._worlds = weights.Worlds() if "weights" in backends else None
         self._seconds, self._counts = dict.fromkeys(backends, 0.0), Counter()
         self._kinds = Counter()
         self._leaks, self._since = None, 0
 
     def __enter__(self):
+        if self._worlds:
+            weights.run(weights.program_of(0), self._worlds)
+            self._worlds.close()
         for backend in self._groups:  # what stays for good begins before the first look
             run(program_of(0), backend)
         gc.collect()
@@ -54,7 +59,7 @@ class Campaign:
         self._leaks.__enter__()
 
     def _end(self):
-        for groups in self._groups.values():
+        for groups in (*self._groups.values(), *([self._worlds] if self._worlds else [])):
             groups.close()
         gc.collect()
         try:
@@ -76,6 +81,11 @@ class Campaign:
             return
         making = time.monotonic() - start  # counts for each, as it would if there were no other
         least = min(self._seconds.values(), default=0.0)
+        if self._worlds and self._seconds["weights"] <= least + 1:
+            start = time.monotonic()
+            self._run_weights(seed)
+            self._seconds["weights"] += time.monotonic() - start
+            self._counts["weights"] += 1
         for backend, groups in self._groups.items():
             if self._seconds[backend] > least + 1:
                 continue
@@ -90,6 +100,15 @@ class Campaign:
         if self.n_programs - self._since >= N_BETWEEN_CHECKS:
             self._end()
             self._begin()
+
+    def _run_weights(self, seed):
+        program = weights.program_of(seed)
+        wrong = weights.run(program, self._worlds)
+        if wrong is not None:
+            small = weights.shrink(program, lambda less: weights.run(less, self._worlds))
+            again = weights.run(small, self._worlds)
+            self._say(f"FAILED: seed {seed}, weights: {wrong}\n program {small}\n {again}")
+            self.failures.append((seed, "weights", wrong, None))
 
     def _tell(self, seed, backend, program, failure):
         kind = failure.kind, type(program[failure.number]).__name__

@@ -16,7 +16,7 @@ from bandmaster.calls.interruption import WaitedFor, note_calls
 from bandmaster.calls.later import LaterCall
 from bandmaster.calls.outcome import Outcome, awaited
 from bandmaster.calls.pending import PendingCall
-from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, ResourceError, UsageError
+from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, ResourceError, RowsLost, UsageError
 from bandmaster.plan import handles
 from bandmaster.plan.batch import add_batch_type, column_of
 from bandmaster.plan.batch_types import BatchType, Index
@@ -54,6 +54,7 @@ class Future(Handle, Generic[T]):
 
     _claim: Claim | None = None
     _claims_on_parents: Sequence[ref[Claim]] = ()
+    _was_released = False  # by the user; those that have claims may still take the rows
     _is_released = False
 
     def __init__(self, call: Outcome, owner: object = None) -> None:
@@ -84,6 +85,11 @@ class Future(Handle, Generic[T]):
         """
         deadline = self._wait(timeout)
         if self._call.error is None and self._call.keeps_rows:
+            if self._was_released and not self._is_released:  # other calls have still to take them
+                raise RowsLost(
+                    f"the rows that {self._call.site.method} has left were released; use them before release() or the "
+                    "end of the with block"
+                )
             try:
                 self._call.bring_rows(deadline)
             except CallTimeout as late:
@@ -231,6 +237,7 @@ class Future(Handle, Generic[T]):
         If the call is not done, they are freed as soon as they are there. Calls that were submitted before still get
         them. Without `release` they are freed when no future refers to them any more, and no rank reads them.
         """
+        self._was_released = True
         claim, self._claim = self._claim, None
         if claim is None:
             self._let_go()

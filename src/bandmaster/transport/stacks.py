@@ -34,7 +34,8 @@ def readable(text: str) -> str:
     """The stack of the thread that runs the methods, without this library's outermost frames, or that it is idle; of
     the coroutine that it waits for; of other threads that run a user's code, and of other tasks."""
     text, _, told = text.partition(TASKS)
-    awaited, tasks = map(with_source_lines, json.loads(told) if told.endswith("\n") else ("", ""))
+    told, is_whole, _ = told.partition("\n")  # a worker that is asked by several tells all of them
+    awaited, tasks = map(with_source_lines, json.loads(told) if is_whole else ("", ""))
     threads = list(_threads(text))
     others = [frames for heading, frames in threads if not heading.startswith(_CURRENT) and any(map(_is_users, frames))]
     mine = [frames for heading, frames in threads if heading.startswith(_CURRENT)]
@@ -51,7 +52,7 @@ def can_tell_of_tasks(text: str) -> bool:
 
 def tells_of_tasks(text: str) -> bool:
     """Whether all that a worker tells of tasks is there."""
-    return text.partition(TASKS)[2].endswith("\n")
+    return "\n" in text.partition(TASKS)[2]
 
 
 def _threads(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:

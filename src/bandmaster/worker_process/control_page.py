@@ -10,9 +10,12 @@ import mmap
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from types import FrameType
 
+from bandmaster.platform.limits import start_thread
 from bandmaster.transport.control_page import (
     ANNOUNCED,
     INTERRUPT_SIGNAL,
@@ -25,7 +28,7 @@ from bandmaster.transport.stacks import TASKS
 
 __all__ = ["ControlPage", "Interrupted"]
 
-AGAIN_S = 0.002  # after an interrupt that was put off
+AGAIN_S = 0.02  # after an interrupt that was put off
 IMPORTS = "<frozen importlib._bootstrap>"  # the file of the frames of an import
 
 
@@ -48,6 +51,7 @@ class ControlPage:
 
     def __init__(self, identity: WorkerIdentity) -> None:
         self.running = 0
+        self._put_off: SimpleQueue[None] | None = None  # an item for each interrupt that has to come again
         self._fd = os.memfd_create(str(identity), os.MFD_CLOEXEC)
         os.ftruncate(self._fd, mmap.PAGESIZE)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)  # stacks are appended after the page
@@ -119,9 +123,22 @@ class ControlPage:
                 # Python lets no exception out of a finalizer, and a module that is imported in part cannot be used
                 # later: try again until it is over.
                 if frame.f_code.co_name == "__del__" or frame.f_code.co_filename == IMPORTS:
-                    again = threading.get_ident(), INTERRUPT_SIGNAL
-                    threading.Timer(AGAIN_S, signal.pthread_kill, again).start()
+                    self._signal_again()
                     return
                 frame = frame.f_back
             self.running = 0  # so that the call is interrupted only once
             raise Interrupted("the controller cancelled the call")
+
+    def _signal_again(self) -> None:
+        """Signal this thread again in a moment, by one thread for good: stacks are written while no thread is new."""
+        if self._put_off is None:
+            self._put_off = SimpleQueue()
+            start_thread("bandmaster-interrupts", _signal_later, self._put_off, threading.get_ident())
+        self._put_off.put(None)
+
+
+def _signal_later(put_off: SimpleQueue[None], thread: int) -> None:
+    while True:
+        put_off.get()
+        time.sleep(AGAIN_S)
+        signal.pthread_kill(thread, INTERRUPT_SIGNAL)

@@ -1,0 +1,277 @@
+"""Random models whose weights are synced from group to group, and moved between the layouts of a hybrid engine.
+
+A program draws tensors: shapes, dtypes, how each lies in memory, and along which dim each layout cuts it; then steps
+that change, replace and move them. What each rank must have is arithmetic: every element is known from the number of
+the tensor, its place and a version.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+import bandmaster as bm
+from bandmaster import Dispatch, Mesh, register, rl
+
+DTYPES = ["float32", "float64", "bfloat16", "float16", "int64", "uint8", "bool", "complex64"]
+KINDS = ["plain", "plain", "view", "flat", "transposed", "conj", "tied"]
+MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]  # of dp and tp
+STEPS = ["sync", "sync", "fill", "fill", "rebind", "two syncs", "reverse"]
+BUCKETS = [64, 1000, 1 << 20]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One tensor.
+
+    Attributes:
+        shape: Of the whole.
+        dtype: As torch names it.
+        kind: How it lies in memory, on the source.
+        cuts: The dim that tp cuts, in the source and in the target layout; None where all ranks have it whole.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    cuts: tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is done with some tensors between two groups, or in an engine.
+
+    Attributes:
+        is_engine: Whether the layouts are those of one engine.
+        meshes: dp and tp of the source and of the target; an engine has the first, with gen_tp=1.
+        specs: The tensors.
+        steps: Some of `STEPS`.
+        bucket_nbytes: Of the sync or engine.
+    """
+
+    is_engine: bool
+    meshes: tuple[tuple[int, int], tuple[int, int]]
+    specs: tuple[Spec, ...]
+    steps: tuple[str, ...]
+    bucket_nbytes: int
+
+
+def program_of(seed):
+    """The program of a seed."""
+    rng = random.Random(seed)
+    is_engine = rng.random() < 0.4
+    specs = []
+    for _ in range(rng.randint(1, 5)):
+        shape = tuple(rng.choice([1, 2, 3, 5, 8]) for _ in range(rng.randint(1, 3)))
+        cuts = tuple(rng.choice([None, *range(len(shape))]) for _ in range(2))
+        specs.append(Spec(shape, rng.choice(DTYPES), rng.choice(KINDS), (cuts[0], None) if is_engine else cuts))
+    steps = tuple(rng.choice(STEPS) for _ in range(rng.randint(1, 5)))
+    meshes = rng.choice(MESHES), rng.choice(MESHES)
+    return Program(is_engine, meshes, tuple(specs), (*steps, "sync"), rng.choice(BUCKETS))
+
+
+def whole(spec, number, version):
+    """All elements of a tensor."""
+    n = torch.Size(spec.shape).numel()
+    values = (torch.arange(n) * 7 + number * 31 + version * 13) % 101
+    dtype = getattr(torch, spec.dtype)
+    values = values % 2 == 0 if dtype is torch.bool else values.to(dtype)
+    return (values * (1 + 2j) if dtype.is_complex else values).to(dtype).reshape(spec.shape)
+
+
+class Weights(rl.HoldsWeights):
+    """Has the tensors of a program in one of its two layouts, or in both for an engine."""
+
+    def tensor_of(self, spec, number, version, side):
+        """The part of this rank, as a parameter that lies in memory as the spec says."""
+        full, cut, n_parts = whole(spec, number, version), spec.cuts[side], self.mesh.axis_size("tp")
+        if cut is None or n_parts == 1:
+            return _laid(full, spec.kind)
+        parts = full.chunk(n_parts, cut)
+        rank = self.coordinates["tp"]
+        own = parts[rank] if rank < len(parts) else full.narrow(cut, 0, 0)
+        own = _laid(own.clone(), spec.kind)
+        return DTensor.from_local(own, self.torch_mesh, [Shard(cut)], shape=full.shape, stride=full.stride())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def build(self, specs, side, version):
+        """Make the model anew."""
+        if self.world_size > 1 and not hasattr(self, "torch_mesh"):
+            self.torch_mesh = rl.device_mesh(self, "tp")
+        self.specs, self.side = specs, side
+        self.model = self.module(side, version)
+
+    def module(self, side, version):
+        module = nn.Module()
+        for number, spec in enumerate(self.specs):
+            tensor = self.tensor_of(spec, number, version, side)
+            is_parameter = tensor.is_floating_point() or tensor.is_complex()
+            held = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+            if is_parameter:
+                module.register_parameter(f"t{number}", held)
+            else:
+                module.register_buffer(f"t{number}", held)
+            if spec.kind == "tied" and is_parameter:
+                module.register_parameter(f"t{number}_tied", held)
+        return module
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fill(self, version, is_rebound):
+        """Give the tensors of the model other values: in place, or by ``data``."""
+        for number, spec in enumerate(self.specs):
+            held = getattr(self.model, f"t{number}")
+            own = rl.local_tensors.local_tensor(held)
+            new = rl.local_tensors.local_tensor(self.tensor_of(spec, number, version, self.side))
+            if is_rebound and not isinstance(held, DTensor):
+                held.data = new
+            else:
+                own.copy_(new)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wrong(self, version):
+        """The tensors of this rank that differ from what they must be at a version."""
+        return self._wrong(self.model, self.side, version)
+
+    def _wrong(self, module, side, version):
+        found = []
+        for name, held in module.state_dict().items():
+            number = int(name[1:].split("_")[0])
+            own = rl.local_tensors.local_tensor(held)
+            must = rl.local_tensors.local_tensor(self.tensor_of(self.specs[number], number, version, side))
+            if own.dtype != must.dtype or own.shape != must.shape or not torch.equal(own, must):
+                found.append(
+                    f"{name} {self.specs[number]}: {own.flatten()[:5].tolist()}, not {must.flatten()[:5].tolist()}"
+                )
+        return found
+
+    @register(Dispatch.ONE_TO_ALL)
+    def build_engine(self, specs, bucket_nbytes):
+        """A training and a generation model, and an engine of both."""
+        self.build(specs, 0, 0)
+        rollout = copy.copy(self)
+        rollout.specs = [replace(spec, kind="plain" if spec.kind != "tied" else "tied") for spec in specs]
+        self.rollout = rollout.module(1, 0)
+        self.engine = rl.HybridEngine(self, self.model, self.rollout, bucket_nbytes)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def switch(self, version):
+        """What is wrong in the generation layout, and then in the training layout again."""
+        with self.engine:
+            found = [f"generation: {one}" for one in self._wrong(self.rollout, 1, version)]
+        return found + [f"training: {one}" for one in self._wrong(self.model, 0, version)]
+
+
+def _laid(tensor, kind):
+    """The same elements in memory of another form."""
+    if kind == "view" and tensor.numel():
+        larger = tensor.new_zeros(tensor.shape[0] + 2, *tensor.shape[1:])
+        larger[1:-1] = tensor
+        return larger[1:-1]
+    if kind == "flat":
+        return torch.cat([tensor.new_zeros(3), tensor.flatten()])[3:].view(tensor.shape)
+    if kind == "transposed" and tensor.dim() > 1:
+        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+    if kind == "conj" and tensor.is_complex():
+        return tensor.conj().resolve_conj().conj()
+    return tensor.clone()
+
+
+def shrink(program, fails):
+    """The smallest program that is found, with fewer tensors and steps.
+
+    Args:
+        program: One that fails.
+        fails: Returns what is wrong with a program, or None.
+    """
+    for name in ("specs", "steps"):
+        for i in reversed(range(len(getattr(program, name)))):
+            kept = getattr(program, name)
+            less = replace(program, **{name: kept[:i] + kept[i + 1 :]})
+            if less.specs and less.steps and fails(less):
+                program = less
+    return program
+
+
+class Worlds:
+    """Groups by mesh, on which programs run one after the other."""
+
+    def __init__(self, backend="local"):
+        self._backend, self._groups = backend, {}
+
+    def group(self, role, dp, tp):
+        """The group of a role, ``"source"``, ``"target"`` or ``"engine"``, with a mesh."""
+        if (role, dp, tp) not in self._groups:
+            mesh = Mesh(dp=dp, tp=tp)
+            pool = bm.ResourcePool([mesh.size], backend=self._backend)
+            self._groups[role, dp, tp] = bm.WorkerGroup(pool, Weights, mesh=mesh)
+            self._groups[role, dp, tp].set_default_options(timeout=30)
+        return self._groups[role, dp, tp]
+
+    def close(self):
+        """Close all groups."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+
+def run(program, worlds):
+    """Run a program; what is wrong, or None."""
+    try:
+        return _run_engine(program, worlds) if program.is_engine else _run_sync(program, worlds)
+    except bm.BandmasterError as error:
+        worlds.close()
+        return f"{type(error).__name__}: {error}"
+
+
+def _run_sync(program, worlds):
+    source = worlds.group("source", *program.meshes[0])
+    target = worlds.group("target", *program.meshes[1])
+    version = there = 0
+    source.build(program.specs, 0, version)
+    target.build(program.specs, 1, -1)
+    sync = rl.WeightSync(source, target, program.bucket_nbytes)
+    back = rl.WeightSync(target, source, program.bucket_nbytes)
+    sync(version=0)
+    for number, step in enumerate(program.steps):
+        if step in ("fill", "rebind"):
+            version += 1
+            source.fill(version, step == "rebind")
+        elif step == "two syncs":
+            first, second = sync.submit(version="a"), sync.submit(version="b")
+            first.exception()
+            second.result()
+            there = version
+        elif step == "reverse":
+            target.fill(there, False)
+            back(version="back")
+            version = there
+        else:
+            sync(version=number)
+            there = version
+        for group, must in ((source, version), (target, there)):
+            for rank, found in enumerate(group.wrong(must)):
+                if found:
+                    return (
+                        f"step {number} {step}: rank {rank} of the {'source' if group is source else 'target'}: {found}"
+                    )
+    return None
+
+
+def _run_engine(program, worlds):
+    group = worlds.group("engine", *program.meshes[0])
+    version = 0
+    group.build_engine(program.specs, program.bucket_nbytes)
+    for number, step in enumerate(program.steps):
+        if step in ("fill", "rebind"):
+            version += 1
+            group.fill(version, step == "rebind")
+        else:
+            for rank, found in enumerate(group.switch(version)):
+                if found:
+                    return f"step {number} {step}: rank {rank}: {found}"
+    return None
