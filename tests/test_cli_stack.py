@@ -54,12 +54,12 @@ def test_ranks_with_the_same_stack_are_shown_together(waiting, capsys):
     assert "bandmaster/worker_process" not in out, "frames of the library are left out"
 
 
-@pytest.mark.backends("local")
 def test_what_a_worker_tells_twice_of_its_tasks_is_shown_once():
     told = json.dumps(["", "--- task of a user"])
     assert readable(f"{TASKS}{told}\n{TASKS}{told}\n") == "--- task of a user"
 
 
+@pytest.mark.backends("local")
 def test_one_rank_and_names_that_select_no_group(waiting, capsys):
     group, pids = waiting
     full_name = f"{group.name}@{os.getpid()}"

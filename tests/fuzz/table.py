@@ -74,9 +74,10 @@ def program_of_type(value):
         operations += [("repeat", (rows,), 2), ("shuffle", (rows,), 7), ("concat", (rows, rows), None)]
         if names:
             first = names[0]
-            others = tuple((name, f"{name}_again") for name in names)
-            operations += [("select", (rows,), (first,)), ("drop", (rows,), (first,)), ("sort_by", (rows,), first)]
-            operations += [("rename", (rows,), others), ("join", (rows, f"{rows}_{len(operations) + 3}"), None)]
+            renamed = f"{rows}_{len(operations)}"
+            operations += [("rename", (rows,), tuple((name, f"{name}_again") for name in names))]
+            operations += [("join", (rows, renamed), None), ("sort_by", (rows,), first)]
+            operations += [("select", (rows,), (first,)), ("drop", (rows,), (first,))]
         for number, (operation, handles, what) in enumerate(operations):
             made = f"{rows}_{number}"
             add(Operate(made, operation, handles, what))
