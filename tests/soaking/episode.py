@@ -132,7 +132,11 @@ class Episode:
             prediction, chain = Prediction(is_hopeless=False), Chain(self.rng, self.group)
             for known in self.rng.sample([*chain.known, *chain.kept], len(chain.known) + len(chain.kept)):
                 self.judge(prediction, outcome := known.outcome(), known.value)
-                if known in chain.known and not isinstance(outcome, BaseException) and self.rng.random() < 0.2:
+                if (
+                    any(known is one for one in chain.known)
+                    and not isinstance(outcome, BaseException)
+                    and self.rng.random() < 0.2
+                ):
                     self.rows.append(known)
             chain.check_lost(may_fail=bool(self.expected.may_be_dead))
 
