@@ -72,6 +72,13 @@ def wait_until_in_debugger(group, ranks):
         time.sleep(0.02)
 
 
+def step(child, n):
+    """Go on by some lines, each time until the debugger prompts."""
+    for _ in range(n):
+        child.sendline("n")
+        child.expect_exact("(Pdb) ")
+
+
 def attached(*arguments):
     """``bandmaster debug`` on a terminal, at its first prompt behind `breakpoint()`, where Python 3.13 has one more."""
     child = pexpect.spawn(sys.executable, ["-m", "bandmaster", "debug", *arguments], encoding="utf-8", timeout=20)
@@ -156,9 +163,7 @@ def test_the_end_of_a_coroutine_ends_the_debugger(group):
     stream = group.episodes.stream([1, 2], 2)
     wait_until_in_debugger(group, [1])
     child = attached(group.name)
-    for _ in range(3):
-        child.sendline("n")
-        child.expect_exact("(Pdb) ")
+    step(child, 3)
     child.sendline("n")
     ended(child, f"rank 1 of {group.name} goes on without the debugger")
     assert sorted(item.result() for item in stream) == [3, 5]
@@ -192,9 +197,7 @@ def test_the_end_of_the_method_ends_the_debugger(group):
     future = group.step.submit(1, [1])
     wait_until_in_debugger(group, [1])
     child = attached(group.name)
-    for _ in range(2):
-        child.sendline("n")
-        child.expect_exact("(Pdb) ")
+    step(child, 2)
     child.sendline("n")
     ended(child, "goes on")
     assert future.result(timeout=20) == [2, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -36,13 +37,13 @@ class Campaign:
         self.failures, self.n_programs = [], 0
         self._folder, self._say = folder and Path(folder), say
         self._groups = {backend: Groups(backend) for backend in backends if backend != "weights"}
-        self._worlds = weights.Worlds() if "weights" in backends else None
+        self._worlds = weights.Worlds()
         self._seconds, self._counts = dict.fromkeys(backends, 0.0), Counter()
         self._kinds = Counter()
         self._leaks, self._since = None, 0
 
     def __enter__(self):
-        if self._worlds:
+        if "weights" in self._seconds:
             weights.run(weights.program_of(0), self._worlds)
             self._worlds.close()
         for backend in self._groups:  # what stays for good begins before the first look
@@ -59,7 +60,7 @@ class Campaign:
         self._leaks.__enter__()
 
     def _end(self):
-        for groups in (*self._groups.values(), *([self._worlds] if self._worlds else [])):
+        for groups in (*self._groups.values(), self._worlds):
             groups.close()
         gc.collect()
         try:
@@ -81,7 +82,7 @@ class Campaign:
             return
         making = time.monotonic() - start  # counts for each, as it would if there were no other
         least = min(self._seconds.values(), default=0.0)
-        if self._worlds and self._seconds["weights"] <= least + 1:
+        if self._seconds.get("weights", math.inf) <= least + 1:
             start = time.monotonic()
             self._run_weights(seed)
             self._seconds["weights"] += time.monotonic() - start

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import random
 
-from fuzz.oracle import Expected, Invalid, Oracle, n_rows, names_of
+from fuzz.oracle import RETURNS_ROWS, Expected, Invalid, Oracle, n_rows, names_of
 from fuzz.steps import (
     Apart,
     Await,
@@ -123,7 +123,7 @@ class Generator:
 
     def _submit(self):
         group, method, args = self._drawn()
-        if METHODS[method][0] in ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP", "PADDED", "CELLS"):
+        if METHODS[method][0] in RETURNS_ROWS:
             self._add(Submit("", group, method, args))
         else:
             self._add(Call("", group, method, args))

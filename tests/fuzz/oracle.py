@@ -128,7 +128,8 @@ def shares(n, k):
     return [range(start, stop) for start, stop in itertools.pairwise(ends)]
 
 
-SPLIT = ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP", "PADDED", "SUM", "BOTH", "CELLS")
+RETURNS_ROWS = ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP", "PADDED", "CELLS")  # and splits them, as others do, too
+SPLIT = (*RETURNS_ROWS, "SUM", "BOTH")
 
 
 class Group:
@@ -209,7 +210,7 @@ class Group:
             return collected[0]
         if protocol == "BOTH":
             return joined([rows for rows, _ in collected]), [rank for _, rank in collected]
-        return joined(collected) if protocol in SPLIT else collected
+        return joined(collected) if protocol in RETURNS_ROWS else collected
 
 
 class Oracle:

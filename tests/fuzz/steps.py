@@ -463,6 +463,17 @@ class Release(Step):
         raise Expected("RowsLost")
 
 
+def end_of(handles):
+    """Waits for calls."""
+    return f"[{', '.join(f'{name}.exception()' for name in handles)}]"
+
+
+def check_all_end(handles, oracle):
+    """Raise Invalid if these are not all handles that there are."""
+    if set(handles) != oracle.handles.keys():
+        raise Invalid("calls may be on the way")
+
+
 @dataclass(frozen=True)
 class Restart(Step):
     """Restart a group, whose calls have ended by then: its objects are new, and handles stay."""
@@ -471,14 +482,13 @@ class Restart(Step):
     handles: tuple[str, ...]  # of calls that may not have ended; handles that are gone by then are not waited for
 
     def code(self):
-        return f"[{', '.join(f'{name}.exception()' for name in self.handles)}]; {self.group}.restart()"
+        return f"{end_of(self.handles)}; {self.group}.restart()"
 
     def uses(self):
         return [self.group, *self.handles]
 
     def expect(self, oracle):
-        if set(self.handles) != oracle.handles.keys():
-            raise Invalid("calls may be on the way")
+        check_all_end(self.handles, oracle)
         oracle.group(self.group).renew()
 
 
@@ -598,16 +608,14 @@ class Die(Invoke):
     handles: tuple[str, ...] = ()  # as those of `Restart`
 
     def code(self):
-        ended = f"[{', '.join(f'{name}.exception()' for name in self.handles)}]; " if self.handles else ""
-        return f"{ended}{self.out} = fallen({self.group}, {self.arguments()})"
+        return f"{end_of(self.handles)}; {self.out} = fallen({self.group}, {self.arguments()})"
 
     def uses(self):
         return [*super().uses(), *self.handles]
 
     def expect(self, oracle):
         group, _ = self.checked(oracle)
-        if set(self.handles) != oracle.handles.keys():
-            raise Invalid("calls may be on the way")
+        check_all_end(self.handles, oracle)
         group.renew()
         raise Expected("WorkerDied", self.args[1].ranks)
 

@@ -13,10 +13,11 @@ from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.derived import DerivedCall
 from bandmaster.calls.handle import Handle
 from bandmaster.calls.interruption import WaitedFor, note_calls
+from bandmaster.calls.kept_rows import released_rows
 from bandmaster.calls.later import LaterCall
 from bandmaster.calls.outcome import Outcome, awaited
 from bandmaster.calls.pending import PendingCall
-from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, ResourceError, RowsLost, UsageError
+from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, ResourceError, UsageError
 from bandmaster.plan import handles
 from bandmaster.plan.batch import add_batch_type, column_of
 from bandmaster.plan.batch_types import BatchType, Index
@@ -86,10 +87,7 @@ class Future(Handle, Generic[T]):
         deadline = self._wait(timeout)
         if self._call.error is None and self._call.keeps_rows:
             if self._was_released and not self._is_released:  # other calls have still to take them
-                raise RowsLost(
-                    f"the rows that {self._call.site.method} has left were released; use them before release() or the "
-                    "end of the with block"
-                )
+                raise released_rows(self._call.site.method)
             try:
                 self._call.bring_rows(deadline)
             except CallTimeout as late:

@@ -20,11 +20,18 @@ from bandmaster.plan.columns import Schema, dtypes_of, stacked_schema
 from bandmaster.plan.handles import Part, Result, Table, Taken, concat, take
 from bandmaster.plan.rows import RealRows
 
-__all__ = ["KeptPart", "KeptRows", "Origin", "held_by"]
+__all__ = ["KeptPart", "KeptRows", "Origin", "held_by", "released_rows"]
 
 STILL_COMING = "wait for them again with error.future.result()"
 FETCHED = {"Ray", "network"}  # places from where hosts fetch rows
 _living: WeakSet[KeptPart] = WeakSet()  # that lie where they were made, or may
+
+
+def released_rows(method: str, on: str = "") -> RowsLost:
+    """The error for whoever uses rows of a method after their release; ``on`` says where they were."""
+    return RowsLost(
+        f"the rows that {method} has left{on} were released; use them before release() or the end of the with block"
+    )
 
 
 class Origin:
@@ -111,10 +118,7 @@ class KeptPart:
     def _get(self) -> Kept:
         if self._kept is None:
             on = "" if self.origin.rank is None else f" on rank {self.origin.rank}"
-            raise RowsLost(
-                f"the rows that {self.origin.method} has left{on} were released; use them before release() or the end "
-                "of the with block"
-            )
+            raise released_rows(self.origin.method, on)
         return self._kept
 
     def value(self, deadline: Deadline) -> Any:

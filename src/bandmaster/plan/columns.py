@@ -151,11 +151,7 @@ def _column(value: Any) -> Column:
     dtype, is_nested = getattr(value, "dtype", None), getattr(value, "is_nested", False)
     try:
         nbytes = int(value.values().nbytes if is_nested else value.nbytes)
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-    ):  # Python objects; sparse and strided nested tensors
+    except (AttributeError, RuntimeError, TypeError):  # Python objects; sparse and strided nested tensors
         nbytes = 0
     if is_nested:
         return Column(f"jagged {_name_of(dtype)}", None, nbytes)

@@ -229,9 +229,11 @@ def take(table: Any, index: Index) -> Any:
     rows = dict(found or [(0, range(0))])
     if table.kinds is not None:
         rows.setdefault(0, range(0))  # which determines the order of the columns
+        known = {table.kinds[number] for number in rows}
         for number, kind in enumerate(table.kinds):
-            if kind not in [table.kinds[other] for other in rows]:
+            if kind not in known:
                 rows[number] = range(0)
+                known.add(kind)
     numbers = sorted(rows)
     tables = tuple([take(table.tables[number], rows[number]) for number in numbers])
     if len(tables) == 1 and order is None:

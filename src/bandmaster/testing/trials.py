@@ -158,8 +158,14 @@ def unchanged(*values: Any) -> Iterator[None]:
         Traceback (most recent call last):
         AssertionError: the block has changed value 0, a list
     """
-    before = [cloudpickle.dumps(pickle.loads(cloudpickle.dumps(value))) for value in values]
+    before = [_pickled(value) for value in values]
     yield
     for number, (value, then) in enumerate(zip(values, before, strict=True)):
-        if cloudpickle.dumps(pickle.loads(cloudpickle.dumps(value))) != then:
+        if _pickled(value) != then:
             raise AssertionError(f"the block has changed value {number}, a {type(value).__name__}")
+
+
+def _pickled(value: Any) -> bytes:
+    """The pickle of a copy, which has no traces of how the value came about."""
+    made: bytes = cloudpickle.dumps(pickle.loads(cloudpickle.dumps(value)))
+    return made
