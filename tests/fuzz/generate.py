@@ -6,22 +6,23 @@ import contextlib
 import itertools
 import random
 
+import numpy as np
+
 from fuzz.oracle import RETURNS_ROWS, Expected, Invalid, Oracle, n_rows, names_of
+from fuzz.scenes import SCENES
 from fuzz.steps import (
-    Apart,
     Await,
     Call,
-    Die,
     Each,
     Interrupt,
-    InThreads,
-    Late,
     Let,
     Look,
     MakeGroup,
     Mistake,
+    Numbers,
     Operate,
     Overwrite,
+    Play,
     Put,
     Ranks,
     Read,
@@ -29,7 +30,6 @@ from fuzz.steps import (
     Restart,
     Stream,
     Submit,
-    TakeSome,
     expectation,
 )
 from fuzz.subject import METHODS, NOT_DRAWN
@@ -42,6 +42,10 @@ N_STEPS = 14
 RESTARTS = 0.01  # of steps, as each takes as long as a new group
 TROUBLES = 0.15  # of programs, in which ranks hang and die and calls are interrupted
 OTHERS = 0.05  # of groups, on another backend
+HEAVY = 0.1  # of the scenes that take long, are played
+CALM = [name for name, scene in SCENES.items() if not scene.is_trouble]
+TROUBLED = [name for name, scene in SCENES.items() if scene.is_trouble]
+PULLED = ["same", "micro", "pair"]  # methods of pulled calls
 
 
 class Generator:
@@ -65,8 +69,10 @@ class Generator:
         self._let()
         kinds = [self._let, self._call, self._call, self._submit, self._submit, self._submit, self._put, self._stream]
         kinds += [self._operate] * 5 + [self._read, self._overwrite, self._overwrite, self._fail, self._release]
-        kinds += [self._in_threads, self._await, self._mistake, self._take_some]
-        kinds += [self._trouble] * 6 if rng.random() < TROUBLES else []
+        kinds += [self._await, self._mistake] + [lambda: self._play(CALM)] * 2
+        kinds += (
+            [self._interrupt, self._interrupt, *[lambda: self._play(TROUBLED)] * 4] if rng.random() < TROUBLES else []
+        )
         for _ in range(rng.randint(2, N_STEPS)):
             (self._restart if rng.random() < RESTARTS else rng.choice(kinds))()
         ends = [Read("", name) for name in self.oracle.handles] + [Look("", name) for name in self.oracle.values]
@@ -118,15 +124,22 @@ class Generator:
 
     def _call(self):
         group, method, args = self._drawn()
-        pull = self.rng.choice([0, 0, 1, 3]) if method == "same" else 0
-        self._add(Call("", group, method, args, pull))
+        self._add(Call("", group, method, args, *self._pull(method, args)))
+
+    def _pull(self, method, args):
+        """For a call with these arguments: how many rows a chunk has, and by what rows are grouped."""
+        rng = self.rng
+        if method not in PULLED or rng.random() < 0.5:
+            return 0, None
+        rows = dict(self._rows())[args[0]]
+        names = [name for name in names_of(rows) or () if isinstance(rows[name], np.ndarray) and rows[name].ndim == 1]
+        names = [name for name in names if isinstance(name, str)]
+        return rng.randint(1, 4), rng.choice([None, *names])
 
     def _submit(self):
         group, method, args = self._drawn()
-        if METHODS[method][0] in RETURNS_ROWS:
-            self._add(Submit("", group, method, args))
-        else:
-            self._add(Call("", group, method, args))
+        kind = Submit if METHODS[method][0] in RETURNS_ROWS else Call
+        self._add(kind("", group, method, args, *self._pull(method, args)))
 
     def _fail(self):
         group = self.rng.choice(list(self.oracle.groups))
@@ -135,38 +148,37 @@ class Generator:
         name = self.rng.choice(self._rows())[0]
         self._add(self.rng.choice([Call, Submit])("", group, "fail", (name, Ranks(at))))
 
-    def _trouble(self):
-        """Some ranks of a group with processes hang, die or fail before the others; or Ctrl-C."""
+    def _interrupt(self):
         rng = self.rng
-        groups = [step for step in self.program if isinstance(step, MakeGroup) and not step.is_other]
-        if not groups:
-            return
-        group, name = rng.choice(groups).out, (rng.choice(self._rows())[0])
-        size = self.oracle.groups[group].size
-        args = name, Ranks(tuple(sorted(rng.sample(range(size), rng.randint(1, size)))))
-        kind = rng.choice([Late, Late, Apart, Interrupt, Interrupt, Die])
-        if kind is Interrupt:
-            self._add(Interrupt("", group, rng.choice(["slow", "same"]), (name,), round(rng.uniform(0, 0.02), 4)))
-        elif kind is Late:
-            self._add(Late("", group, "hang", args, rng.choice(["late", "cancelled"])))
-        elif kind is Apart:
-            self._add(Apart("", group, "apart", args))
-        elif not any(isinstance(one, Expected) for one in self.oracle.handles.values()):
-            self._add(Die("", group, "die", args, tuple(self.oracle.handles)))
+        method = rng.choice(["slow", "same", "micro"])
+        args = (rng.choice(self._rows())[0],)
+        seconds = tuple(round(rng.uniform(0, 0.02), 4) for _ in range(rng.choice([1, 1, 2, 3])))
+        if groups := self._own_groups():
+            self._add(Interrupt("", rng.choice(groups), method, args, seconds, rng.choice([0, 0, 1])))
 
-    def _in_threads(self):
-        method = self.rng.choice(["same", "bumped", "slow", "micro"])
-        group, name = self.rng.choice(list(self.oracle.groups)), self.rng.choice(self._rows())[0]
-        self._add(InThreads("", group, method, (name,), self.rng.randint(2, 4)))
+    def _own_groups(self):
+        """Those on the backend of the program."""
+        return [step.out for step in self.program if isinstance(step, MakeGroup) and not step.is_other]
+
+    def _play(self, scenes):
+        rng = self.rng
+        name = rng.choice(scenes)
+        scene = SCENES[name]
+        groups = self._own_groups() if scene.is_trouble else list(self.oracle.groups)
+        if not groups or (scene.is_heavy and rng.random() > HEAVY):
+            return
+        group, rows = rng.choice(groups), rng.choice(self._rows())[0]
+        size = self.oracle.groups[group].size
+        args = rows, Ranks(tuple(sorted(rng.sample(range(size), rng.randint(1, size)))))
+        if not scene.is_quiet:
+            self._add(Play("", group, "same", args, name))
+        elif not any(isinstance(one, Expected) for one in self.oracle.handles.values()):
+            self._add(Play("", group, "same", args, name, tuple(self.oracle.handles)))
 
     def _mistake(self):
         method = self.rng.choice(["same", "three", "bumped", "padded"])
         group, name = self.rng.choice(list(self.oracle.groups)), self.rng.choice(self._rows())[0]
-        self._add(Mistake("", group, method, (name,), self.rng.choice(["none", "many", "name"])))
-
-    def _take_some(self):
-        group, name = self.rng.choice(list(self.oracle.groups)), self.rng.choice(self._rows())[0]
-        self._add(TakeSome("", group, self.rng.choice(["items", "same"]), (name,), self.rng.randint(0, 3)))
+        self._add(Mistake("", group, method, (name,), self.rng.choice(["none", "many", "name", "method"])))
 
     def _stream(self):
         group = self.rng.choice(list(self.oracle.groups))
@@ -212,7 +224,9 @@ class Generator:
             ends = [None, *range(-n - 1, n + 2)]
             slices = (rng.choice(ends), rng.choice(ends), rng.choice([None, 1, 2, -1, -2]))
             numbers = [rng.randrange(-n, n) for _ in range(rng.randrange(5))] if n else []
-            what = rng.choice([slices, slices, numbers, [rng.random() < 0.5 for _ in range(n)]])
+            dtype = rng.choice(["uint8", "int8", "int64", "uint64"])
+            array = Numbers(tuple(abs(i) if dtype[0] == "u" else i for i in numbers if i != -n), dtype)
+            what = rng.choice([slices, slices, numbers, array, [rng.random() < 0.5 for _ in range(n)]])
         elif name == "repeat":
             what = rng.choice([0, 1, 2, 3])
         elif name in ("shuffle", "batches"):

@@ -18,7 +18,7 @@ from fuzz.subject import BUMP, CLASSES, METHODS, SHOW, class_code
 
 MODULES = {"np": np, "pd": pd, "torch": torch, "tensordict": tensordict}
 SCOPE = {**MODULES, "zlib": zlib, "collections": collections, "dataclasses": dataclasses, "__name__": "fuzz_oracle"}
-exec("\n".join(CLASSES.values()), SCOPE)
+exec("\n".join(text.split("bm.")[0] for text in CLASSES.values()), SCOPE)  # nothing is registered
 exec(BUMP, SCOPE)
 exec(SHOW, SCOPE)
 exec(class_code(METHODS, is_registered=False), SCOPE)
@@ -49,13 +49,13 @@ def columns_of(value):
         return dict(value.items())
     if hasattr(value, "_asdict"):
         return value._asdict()
-    return dict(vars(value)) if dataclasses.is_dataclass(value) else None
+    return dict(vars(value)) if dataclasses.is_dataclass(value) or type(value).__name__ == "Texts" else None
 
 
 def with_columns(value, columns):
     """A value of the same type with other columns."""
     if isinstance(value, dict):
-        return columns
+        return type(value)(columns)
     if isinstance(value, tensordict.TensorDict):
         return tensordict.TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
     return type(value)(*columns.values())
@@ -77,8 +77,11 @@ def take(value, numbers):
         return with_columns(value, {name: take(column, numbers) for name, column in columns.items()})
     if isinstance(value, list):
         return [copy.deepcopy(value[i]) for i in numbers]  # one row twice is two objects
+    if isinstance(value, torch.Tensor) and value.layout is torch.jagged:
+        rows = value.unbind()
+        return jagged([rows[i] for i in numbers], value)
     if isinstance(value, torch.Tensor):
-        return value[torch.tensor(list(numbers), dtype=torch.int64)]
+        return value.detach().index_select(0, torch.tensor(list(numbers), dtype=torch.int64))
     numbers = np.array(list(numbers), dtype=np.int64)
     return value.iloc[numbers].copy() if hasattr(value, "iloc") else value[numbers].copy()
 
@@ -92,6 +95,8 @@ def joined(parts):
         return with_columns(first, {name: joined([each[name] for each in of_each]) for name in columns})
     if isinstance(first, list):
         return [copy.deepcopy(row) for part in parts for row in part]
+    if isinstance(first, torch.Tensor) and first.layout is torch.jagged:
+        return jagged([row for part in parts for row in part.unbind()], first)
     if isinstance(first, torch.Tensor):
         return torch.cat(parts)
     if hasattr(first, "iloc"):
@@ -100,13 +105,20 @@ def joined(parts):
     return np.concatenate(parts, dtype=first.dtype if is_one else None)  # alone, it loses the order of bytes
 
 
+def jagged(rows, like):
+    """A nested tensor of these rows."""
+    if not rows:
+        return torch.nested.nested_tensor_from_jagged(like.values()[:0], torch.zeros(1, dtype=torch.int64))
+    return torch.nested.nested_tensor([row.clone() for row in rows], layout=torch.jagged)
+
+
 def own(value):
     """A copy in which every number has a place of its own."""
     if (columns := columns_of(value)) is not None:
         return with_columns(value, {name: own(one) for name, one in columns.items()})
     if isinstance(value, list):
         return list(map(own, value))
-    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def form_of(value):
@@ -128,7 +140,14 @@ def shares(n, k):
     return [range(start, stop) for start, stop in itertools.pairwise(ends)]
 
 
-RETURNS_ROWS = ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP", "PADDED", "CELLS")  # and splits them, as others do, too
+RETURNS_ROWS = (
+    "DP_PROTO",
+    "3D_PROTO",
+    "3D_ALL_MICRO_DP",
+    "PADDED",
+    "CELLS",
+    "BALANCED",
+)  # and splits them, as others do, too
 SPLIT = (*RETURNS_ROWS, "SUM", "BOTH")
 
 
@@ -142,12 +161,14 @@ class Group:
     def __init__(self, axes):
         self.axes = dict(axes)
         self.size = math.prod(self.axes.values())
+        self.objects = [None] * self.size
         self.renew()
 
-    def renew(self):
-        self.objects = [SCOPE["Subject"]() for _ in range(self.size)]
-        for rank, one in enumerate(self.objects):
-            one.rank = rank
+    def renew(self, ranks=None):
+        """Make the objects of these ranks anew, or all."""
+        for rank in range(self.size) if ranks is None else ranks:
+            self.objects[rank] = SCOPE["Subject"]()
+            self.objects[rank].rank = rank
 
     def at(self, rank):
         """The coordinates of a rank."""

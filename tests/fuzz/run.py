@@ -9,19 +9,23 @@ import contextlib
 import dataclasses
 import faulthandler
 import itertools
+import os
 import signal
 import sys
 import threading
+import time
+import zlib
 from collections import defaultdict
 from dataclasses import dataclass
 
 import bandmaster as bm
 from fuzz.oracle import MODULES, Expected, bump, show
+from fuzz.scenes import SCENES
 from fuzz.steps import MakeGroup, expectations
-from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, class_code
+from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, SHOW, class_code
 
 LONGEST_S = 30  # a program takes a hundredth of it
-STANDARD = (asyncio, collections, contextlib, dataclasses, itertools, signal, threading)  # what helpers use
+STANDARD = (asyncio, collections, contextlib, dataclasses, itertools, os, signal, threading, time)  # what helpers use
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,10 @@ class Groups:
 
 def _scope(backend):
     other = "local" if backend == "inprocess" else "inprocess"
-    scope = {"bm": bm, **MODULES, "BACKEND": backend, "OTHER": other, "__name__": "fuzz_program"}
+    scope = {"bm": bm, **MODULES, "zlib": zlib, "BACKEND": backend, "OTHER": other, "__name__": "fuzz_program"}
     scope |= {module.__name__: module for module in STANDARD} | {"concurrent": concurrent}
     exec("\n".join([*CLASSES.values(), BUMP, class_code(METHODS), *HELPERS.values()]), scope)
+    exec("\n".join([SHOW, *[scene.code for scene in SCENES.values()]]), scope)
     return scope
 
 
@@ -133,7 +138,7 @@ def _run_step(step, want, scope, early):
         got = f"{type(error).__name__}: {error}"
         if not isinstance(want, Expected):
             return f"raises {type(error).__name__}", got, want
-        if not isinstance(error, getattr(bm, want.error)):
+        if not isinstance(error, getattr(bm, want.error, AttributeError)):
             return f"raises {type(error).__name__}, not {want.error}", got, want.error
         if want.ranks and not _names(error, want.ranks):
             return "names another rank", got, f"{want.error} of ranks {want.ranks}"

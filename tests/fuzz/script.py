@@ -7,18 +7,21 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import os
 import signal
 import threading
+import time
 import zlib
 
 import tensordict
 import torch
 
 from fuzz.oracle import Expected
+from fuzz.scenes import SCENES
 from fuzz.steps import expectations
 from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, SHOW, class_code, without_branches, words_of
 
-PLAIN = (asyncio, collections, contextlib, dataclasses, itertools, signal, tensordict, threading, torch, zlib)
+PLAIN = (asyncio, collections, contextlib, dataclasses, itertools, os, signal, tensordict, threading, time, torch, zlib)
 IMPORTS = {"np": "import numpy as np", "pd": "import pandas as pd", "concurrent": "import concurrent.futures"}
 IMPORTS |= {module.__name__: f"import {module.__name__}" for module in PLAIN}
 
@@ -35,9 +38,12 @@ def script_of(program, failure, backend, seed):
     expected = expectations(program)
     lines = [line for step, want in zip(program[:-1], expected, strict=False) for line in _lines(step, want)]
     lines += _last_lines(program[-1], expected[-1])
+    helpers = HELPERS | {name: scene.code for name, scene in SCENES.items()}
     used = words_of("\n".join(lines))
+    for name in [name for name in helpers if name in used]:
+        used |= words_of(helpers[name])
     methods = class_code([name for name in METHODS if name in used] or ["same"])
-    helpers = "".join(text.lstrip() for name, text in HELPERS.items() if name in used)
+    helpers = "".join(text.lstrip() for name, text in helpers.items() if name in used)
     helpers += "".join(f"{text}\n" for name, text in CLASSES.items() if name in used)
     used |= words_of(helpers)
     bump = without_branches(BUMP, used) if "bump" in words_of(methods) | used else ""
@@ -52,15 +58,19 @@ def script_of(program, failure, backend, seed):
 
 def _lines(step, want):
     if isinstance(want, Expected):
-        return [f"with contextlib.suppress(bm.{want.error}): {step.code()}"]
+        return [f"with contextlib.suppress({_error(want)}): {step.code()}"]
     return [step.code()]
+
+
+def _error(want):
+    return want.error if want.error == "AttributeError" else f"bm.{want.error}"
 
 
 def _last_lines(step, want):
     if isinstance(want, Expected):
         of_ranks = f" of ranks {want.ranks}" if want.ranks else ""
         missing = f'    raise AssertionError("{want.error}{of_ranks} must come")'
-        return [f"with contextlib.suppress(bm.{want.error}):", f"    {step.code()}", missing]
+        return [f"with contextlib.suppress({_error(want)}):", f"    {step.code()}", missing]
     if step.is_seen:
         return [step.code(), f"want = {want!r}", f"assert show({step.out}) == want, show({step.out})"]
     return [step.code()]

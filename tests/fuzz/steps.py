@@ -10,6 +10,7 @@ import numpy as np
 
 from fuzz import oracle as plain
 from fuzz.oracle import SCOPE, SPLIT, Expected, Group, Invalid, columns_of, n_rows, names_of, take, with_columns
+from fuzz.scenes import SCENES
 from fuzz.subject import METHODS
 from fuzz.values import Columns, Leaf
 
@@ -26,6 +27,14 @@ class Ranks:
     """An argument: the ranks that are to fail, or to do something else."""
 
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of rows, as an array."""
+
+    rows: tuple[int, ...]
+    dtype: str
 
 
 Arg = str | Each | Ranks
@@ -61,7 +70,7 @@ class Step:
     out: str
     is_seen: ClassVar[bool] = False
     may_be_early: ClassVar[bool] = False
-    needs_processes: ClassVar[bool] = False
+    needs_processes = False
 
     def code(self) -> str:
         raise NotImplementedError
@@ -101,7 +110,7 @@ class MakeGroup(Step):
         for i, (name, size) in enumerate(self.axes):
             if size > 1:
                 yield replace(self, axes=(*self.axes[:i], (name, size - 1), *self.axes[i + 1 :]))
-            if name != "dp":
+            if name != "dp" and len(self.axes) > 1:
                 yield replace(self, axes=self.axes[:i] + self.axes[i + 1 :])
 
 
@@ -156,12 +165,23 @@ class Invoke(Step):
 
 @dataclass(frozen=True)
 class Call(Invoke):
+    """A call.
+
+    Attributes:
+        pull: Rows of a chunk; 0 if it is no pulled call.
+        group_by: The column of which equal values come into one chunk.
+    """
+
     is_seen = True
     pull: int = 0
+    group_by: Any = None
+
+    def options(self):
+        by = "" if self.group_by is None else f", group_by={self.group_by!r}"
+        return f".options(pull={self.pull}{by})" if self.pull else ""
 
     def code(self):
-        options = f".options(pull={self.pull})" if self.pull else ""
-        return f"{self.out} = {self.group}.{self.method}{options}({self.arguments()})"
+        return f"{self.out} = {self.group}.{self.method}{self.options()}({self.arguments()})"
 
     def expect(self, oracle):
         group, args = self.checked(oracle)
@@ -175,11 +195,12 @@ class Call(Invoke):
 
 
 @dataclass(frozen=True)
-class Submit(Invoke):
+class Submit(Call):
+    is_seen = False
     may_be_early = True
 
     def code(self):
-        return f"{self.out} = {self.group}.{self.method}.submit({self.arguments()})"
+        return f"{self.out} = {self.group}.{self.method}{self.options()}.submit({self.arguments()})"
 
     def expect(self, oracle):
         try:
@@ -190,7 +211,7 @@ class Submit(Invoke):
 
     def smaller(self):
         yield from super().smaller()
-        yield Call(self.out, self.group, self.method, self.args)
+        yield Call(self.out, self.group, self.method, self.args, self.pull, self.group_by)
 
 
 @dataclass(frozen=True)
@@ -324,12 +345,15 @@ class Operate(Step):
 
 
 def _index_code(what):
+    if isinstance(what, Numbers):
+        return f"np.array({list(what.rows)}, {what.dtype!r})"
     if isinstance(what, tuple):
         return ":".join("" if part is None else str(part) for part in what)
     return repr(what)
 
 
 def _chosen(what, n):
+    what = list(what.rows) if isinstance(what, Numbers) else what
     if isinstance(what, tuple):
         return range(n)[slice(*what)]
     if what and isinstance(what[0], bool):
@@ -493,48 +517,16 @@ class Restart(Step):
 
 
 @dataclass(frozen=True)
-class TakeSome(Invoke):
-    """Take some items of a stream, and close it."""
-
-    is_seen = True
-    n: int = 1
-
-    def code(self):
-        return f"{self.out} = some_of({self.group}.{self.method}.stream({self.arguments()}), {self.n})"
-
-    def expect(self, oracle):
-        group, _ = self.checked(oracle)
-        of_each = 2 if self.method == "items" else 1
-        return min(self.n, of_each * len(group.sources(METHODS[self.method][0])))
-
-
-@dataclass(frozen=True)
-class InThreads(Invoke):
-    """Call from several threads at once."""
-
-    is_seen = True
-    n: int = 2
-
-    def code(self):
-        return f"{self.out} = in_threads({self.n}, lambda: {self.group}.{self.method}({self.arguments()}))"
-
-    def expect(self, oracle):
-        group, args = self.checked(oracle)
-        oracle.values[self.out] = [group.call(self.method, copy.deepcopy(args)) for _ in range(self.n)]
-        return oracle.values[self.out]
-
-    def smaller(self):
-        yield Call(self.out, self.group, self.method, self.args)
-
-
-@dataclass(frozen=True)
 class Interrupt(Invoke):
     """Press Ctrl-C while a call runs, or just before or after."""
 
-    seconds: float = 0.0
+    seconds: tuple[float, ...] = ()  # after each of which it is pressed
+    pull: int = 0
 
     def code(self):
-        return f"{self.out} = interrupted(lambda: {self.group}.{self.method}({self.arguments()}), {self.seconds})"
+        options = f".options(pull={self.pull})" if self.pull else ""
+        call = f"lambda: {self.group}.{self.method}{options}({self.arguments()})"
+        return f"{self.out} = interrupted({call}, {self.seconds})"
 
     def expect(self, oracle):
         self.checked(oracle)
@@ -545,79 +537,57 @@ class Mistake(Invoke):
     """A call that is refused before anything is sent.
 
     Attributes:
-        how: ``"none"``, ``"many"``, ``"name"``: the argument is missing, is one too many, or has another name.
+        how: ``"none"``, ``"many"``, ``"name"``, ``"method"``: the argument is missing, is one too many, or has another
+            name; or the method has.
     """
 
     is_seen = True
     how: str = "none"
 
     def code(self):
-        given = {"none": "", "many": f"{self.args[0]}, 1, 2", "name": f"row={self.args[0]}"}[self.how]
-        return f"{self.out} = {self.group}.{self.method}({given})"
+        first = self.args[0]
+        given = {"none": "", "many": f"{first}, 1, 2", "name": f"row={first}", "method": first}[self.how]
+        return f"{self.out} = {self.group}.{self.method}{'x' if self.how == 'method' else ''}({given})"
 
     def expect(self, oracle):
         self.checked(oracle)
-        raise Expected("ArgumentError", says={"none": "rows", "many": self.method, "name": "row"}[self.how])
+        says = {"none": "rows", "many": self.method, "name": "'rows'", "method": f"'{self.method}'"}[self.how]
+        raise Expected("AttributeError" if self.how == "method" else "ArgumentError", says=says)
 
 
 @dataclass(frozen=True)
-class Late(Invoke):
-    """A call of which some ranks hang, given up when its time is over, or cancelled.
+class Play(Invoke):
+    """One of `SCENES`, with a group, rows and some ranks of it.
 
     Attributes:
-        how: ``"late"`` or ``"cancelled"``.
+        name: Of the scene.
+        handles: As those of `Restart`, if all calls must have ended before.
     """
 
     is_seen = True
-    needs_processes = True
-    how: str = "late"
+    name: str = ""
+    handles: tuple[str, ...] = ()
+
+    @property
+    def needs_processes(self):
+        return SCENES[self.name].needs_processes
 
     def code(self):
-        if self.how == "late":
-            return f"{self.out} = late({self.group}.hang, {self.arguments()})"
-        return f"{self.out} = cancelled({self.group}.hang.submit({self.arguments()}))"
-
-    def expect(self, oracle):
-        self.checked(oracle)
-        if self.args[0] in oracle.handles:
-            raise Invalid("the call may wait for rows instead")
-        raise Expected("CallTimeout", self.args[1].ranks) if self.how == "late" else Expected("CallCancelled")
-
-
-@dataclass(frozen=True)
-class Apart(Invoke):
-    """A call that fails on some ranks at once: these begin the next one when all have ended the first."""
-
-    is_seen = True
-    needs_processes = True
-
-    def code(self):
-        return f"{self.out} = fenced({self.group}, {self.arguments()})"
-
-    def expect(self, oracle):
-        self.checked(oracle)
-        return True
-
-
-@dataclass(frozen=True)
-class Die(Invoke):
-    """The processes of some ranks end in a call; the group is restarted."""
-
-    is_seen = True
-    needs_processes = True
-    handles: tuple[str, ...] = ()  # as those of `Restart`
-
-    def code(self):
-        return f"{end_of(self.handles)}; {self.out} = fallen({self.group}, {self.arguments()})"
+        ends = f"{end_of(self.handles)}; " if self.handles else ""
+        return f"{ends}{self.out} = {self.name}({self.group}, {self.arguments()})"
 
     def uses(self):
         return [*super().uses(), *self.handles]
 
     def expect(self, oracle):
-        group, _ = self.checked(oracle)
-        check_all_end(self.handles, oracle)
-        group.renew()
-        raise Expected("WorkerDied", self.args[1].ranks)
+        scene = SCENES[self.name]
+        group, (rows, ranks) = self.checked(oracle)
+        if scene.needs_processes and self.args[0] in oracle.handles:
+            raise Invalid("the call may wait for rows instead")
+        if scene.is_quiet:
+            check_all_end(self.handles, oracle)
+        oracle.values[self.out] = scene.comes(group, rows, ranks)
+        return oracle.values[self.out]
 
 
 def expectations(program):

@@ -12,6 +12,8 @@ PROTOCOLS = {
     "ONLY": "bm.TransferProtocol(bm.Broadcast(), bm.Only())",
     "BOTH": 'bm.TransferProtocol(bm.Split("dp"), (bm.Concat("dp"), bm.Gather("dp")))',
     "CELLS": 'bm.TransferProtocol(bm.Split("dp", "tp"), bm.Concat("dp", "tp"))',
+    "EVEN": 'bm.TransferProtocol(bm.Split("dp", balance="a"), bm.Gather("dp"))',
+    "BALANCED": 'bm.TransferProtocol(bm.Split("dp", balance="a"), bm.Concat("dp"))',
 }
 
 # By name: the transfer protocol, and the definition. `self` has a rank on both sides; the oracle's has nothing else.
@@ -54,7 +56,9 @@ METHODS = {
     ),
     "die": (
         "DP_PROTO",
-        "def die(self, rows, at):\n    if self.rank in at: __import__('os')._exit(3)\n    return rows",
+        "def die(self, rows, at):\n    if self.rank in at:\n"
+        "        print('last words of rank', self.rank, file=__import__('sys').stderr, flush=True)\n"
+        "        __import__('os')._exit(3)\n    return rows",
     ),
     "apart": (
         "DP_PROTO",
@@ -65,8 +69,38 @@ METHODS = {
         "ONE_TO_ALL",
         "def clock(self): return __import__('time').monotonic(), self.__dict__.pop('ended', 0.0)",
     ),
+    "over": ("DP_PROTO", "def over(self, rows): return rows"),
+    "order": (
+        "DP_PROTO",
+        "def order(self, rows): return dict(reversed(rows.items())) if type(rows) is dict and self.rank % 2 else rows",
+    ),
+    "endless": ("DP_PROTO", "def endless(self, rows):\n    while True: yield rows"),
+    "crawl": (
+        "DP_PROTO",
+        "def crawl(self, rows):\n    while True:\n        __import__('time').sleep(0.02)\n        yield rows",
+    ),
+    "trickle": (
+        "DP_PROTO",
+        "def trickle(self, rows, at):\n    yield rows\n"
+        "    if self.rank in at: raise ValueError('asked to')\n    yield rows",
+    ),
+    "not_one": (
+        "DP_PROTO",
+        "def not_one(self, rows):\n    if len(rows) == 1: raise ValueError('one row')\n    return rows",
+    ),
+    "waits": (
+        "DP_PROTO",
+        "async def waits(self, rows, at):\n    while self.rank in at: await __import__('asyncio').sleep(0.005)\n"
+        "    return rows",
+    ),
+    "costs": ("EVEN", "def costs(self, rows): return [float(cost) for cost in rows['a']]"),
+    "evened": ("BALANCED", "def evened(self, rows): return rows"),
+    "descriptors": ("ONE_TO_ALL", "def descriptors(self): return len(__import__('os').listdir('/proc/self/fd'))"),
+    "on_replace": ("", "def on_replace(self, rank, state): ..."),
 }
-NOT_DRAWN = {"items", "fail", "forget", "hang", "die", "apart", "clock"}  # which steps of their own call
+NOT_DRAWN = {"items", "fail", "forget", "hang", "die", "apart", "clock", "endless", "crawl", "trickle", "not_one"}
+NOT_DRAWN |= {"waits", "costs", "evened", "descriptors", "on_replace"}  # which steps of their own call
+INHERITED = {"over"}  # which are registered in a class above
 
 BUMP = '''
 def bump(x):
@@ -76,14 +110,16 @@ def bump(x):
             x[key] = bump(x[key])
     elif isinstance(x, tuple):
         for one in x: bump(one)
-    elif hasattr(x, "__dataclass_fields__"):
+    elif hasattr(x, "__dataclass_fields__") or type(x).__name__ == "Texts":
         bump(vars(x))
     elif type(x).__name__ == "TensorDict":
         for key in x.keys(): bump(x[key])
     elif isinstance(x, np.ndarray) and x.dtype.kind in "biufcmM":
         x[...] = ~x if x.dtype.kind == "b" else x + x.dtype.type(1) if x.dtype.kind in "iufc" else x + 1
-    elif type(x).__module__ == "torch":
-        x.copy_(~x if str(x.dtype) == "torch.bool" else x + 1)
+    elif type(x).__module__ == "torch" and x.layout is torch.strided:
+        x.data.copy_(~x if str(x.dtype) == "torch.bool" else x + 1)
+    elif type(x).__name__ == "NestedTensor":
+        x.values().add_(1)
     elif type(x).__name__ == "DataFrame":
         for name in x:
             x[name] = x[name].array[::-1]
@@ -98,14 +134,17 @@ def show(x):
     if isinstance(x, dict | list | tuple):
         inside = x.items() if isinstance(x, dict) else enumerate(x)
         return f"{name}({', '.join(f'{key!r}: {show(value)}' for key, value in inside)})"
-    if hasattr(x, "__dataclass_fields__") or name == "TensorDict":
-        inside = dict(x.items()) if name == "TensorDict" else vars(x)
+    if hasattr(x, "__dataclass_fields__") or name in ("TensorDict", "Texts"):
+        inside = dict(sorted(x.items())) if name == "TensorDict" else vars(x)
         return f"{name} {list(getattr(x, 'batch_size', ''))} {show(inside)}"
     if hasattr(x, "iloc"):
         columns = [(c, x[c]) for c in x] if name == "DataFrame" else [(x.name, x)]
         columns = [(c, one.dtype, short(one.tolist())) for c, one in columns]
         return f"{name} {columns} at {x.index.dtype} {x.index.names} {x.index.tolist()}"
+    if name == "NestedTensor" or getattr(x, "is_sparse", False):
+        return f"{name} {x.dtype} {x.layout} {[show(row.to_dense()) for row in x.unbind()]}"
     if hasattr(x, "tolist"):
+        x = x.detach() if hasattr(x, "detach") else x
         n, numbers = (x.numel(), x.resolve_conj().numpy) if hasattr(x, "numel") else (x.size, x.copy)
         return f"{name} {x.dtype} {tuple(x.shape)} {x.tolist() if n < 999 else short(numbers().tobytes())}"
     return f"{name} {short(x)!r}"
@@ -117,72 +156,53 @@ def short(x):
 """
 
 CLASSES = {
+    "Texts": """
+class Texts:
+    def __init__(self, texts, lengths): self.texts, self.lengths = texts, lengths
+bm.register_batch_type(
+    Texts, rows=lambda x: len(x.texts), split=lambda x, i, j: Texts(x.texts[i:j], x.lengths[i:j]),
+    concat=lambda many: Texts([one for x in many for one in x.texts], np.concatenate([x.lengths for x in many])))
+""",
     "Pair": 'Pair = collections.namedtuple("Pair", "a b")',
     "Record": 'Record = dataclasses.make_dataclass("Record", ["a", "b"])',
 }
 
 HELPERS = {
-    "late": """
-def late(method, *args):
-    try: return method.options(timeout=0.05)(*args)
-    except bm.CallTimeout as error:
-        error.future.cancel()
-        raise
-""",
-    "cancelled": """
-def cancelled(future):
-    future.cancel()
-    return future.result()
-""",
-    "fallen": """
-def fallen(group, *args):
-    try: return group.die(*args)
-    finally: group.restart()
-""",
-    "fenced": """
-def fenced(group, *args):
-    failing, next_call = group.apart.submit(*args), group.clock.submit()
-    times = next_call.result()
-    try: return min(times[rank][0] for rank in args[-1]) >= max(ended for _, ended in times)
-    finally: failing.exception()
-""",
     "interrupted": """
 def interrupted(call, seconds):
-    timer = threading.Timer(seconds, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+    main, is_on = threading.get_ident(), [True]
+    def pressed(*_):
+        if is_on: raise KeyboardInterrupt
+    press = lambda: is_on and signal.pthread_kill(main, signal.SIGINT)  # a timer may start after all has ended
+    presses = [threading.Timer(one, press) for one in seconds]
+    before = signal.signal(signal.SIGINT, pressed)
     with contextlib.suppress(KeyboardInterrupt):
-        try:
-            timer.start()
-            call()
-        finally:
-            timer.cancel()
-            timer.join()
-""",
-    "in_threads": """
-def in_threads(n, call):
-    with concurrent.futures.ThreadPoolExecutor(n) as pool:
-        return [one.result() for one in [pool.submit(call) for _ in range(n)]]
+        for one in presses: one.start()
+        call()
+    try: is_on.clear()
+    except KeyboardInterrupt: is_on.clear()
+    for one in presses:
+        if one.ident: one.join()
+    signal.signal(signal.SIGINT, before)
 """,
     "awaited": """
 async def awaited(future):
     return await future
 """,
-    "some_of": """
-def some_of(stream, n):
-    with contextlib.closing(stream):
-        return len([item.result() for item in itertools.islice(stream, n)])
-""",
 }
 
 # What begins a branch: the names of which one is used where the branch is needed, and how many lines it has.
 BRANCHES = {
-    'elif type(x).__module__ == "torch"': ("torch", 2),
+    'elif type(x).__module__ == "torch" and x.layout is torch.strided': ("torch", 2),
+    'elif type(x).__name__ == "NestedTensor"': ("nested", 2),
+    'if name == "NestedTensor" or getattr(x, "is_sparse", False)': ("nested to_sparse", 2),
     'elif type(x).__name__ == "DataFrame"': ("pd", 3),
     "elif isinstance(x, tuple)": ("Pair", 2),
-    'elif hasattr(x, "__dataclass_fields__")': ("Record", 2),
+    'elif hasattr(x, "__dataclass_fields__") or type(x).__name__ == "Texts"': ("Record Texts", 2),
     'elif type(x).__name__ == "TensorDict"': ("TensorDict", 2),
     'elif hasattr(x, "iloc") and "Sparse" not in str(x.dtype)': ("pd", 2),
     'if hasattr(x, "iloc")': ("pd", 4),
-    'if hasattr(x, "__dataclass_fields__") or name == "TensorDict"': ("Record TensorDict", 3),
+    'if hasattr(x, "__dataclass_fields__") or name in ("TensorDict", "Texts")': ("Record TensorDict Texts", 3),
 }
 
 _NAMES = re.compile(r"\w+")
@@ -190,12 +210,22 @@ _NAMES = re.compile(r"\w+")
 
 def class_code(methods, is_registered=True):
     """The class with these methods, as a script has it."""
-    lines = ["class Subject(bm.Worker):" if is_registered else "class Subject:"]
-    for method in methods:
-        protocol, text = METHODS[method]
-        lines += [f"    @bm.register({PROTOCOLS.get(protocol, repr(protocol))})"] if is_registered else []
-        lines += [textwrap.indent(text, "    ")]
-    return "\n".join(lines)
+    above = INHERITED.intersection(methods) if is_registered else ()
+    lines = ["class Above(bm.Worker):", *(_method_code(name, "raise NotImplementedError") for name in above)] * bool(
+        above
+    )
+    lines += [f"class Subject({'Above' if above else 'bm.Worker'}):" if is_registered else "class Subject:"]
+    return "\n".join(
+        lines + [_method_code(name, is_registered=is_registered and name not in above) for name in methods]
+    )
+
+
+def _method_code(name, body="", is_registered=True):
+    protocol, text = METHODS[name]
+    text = text.split(":")[0] + f": {body}" if body else text
+    is_registered = is_registered and protocol
+    head = f"    @bm.register({PROTOCOLS.get(protocol, repr(protocol))})\n" if is_registered else ""
+    return head + textwrap.indent(text, "    ")
 
 
 def words_of(code):

@@ -63,6 +63,7 @@ INDEXES = {
 WIDE = 9000  # numbers in a row, with which a row takes 9 to 72 kB: such results stay on the ranks
 OF_WIDE = ["int64", "uint8", "bool", "float32", "complex64"]  # dtypes
 LAYOUTS = ["conj", "fixed", "", "[::-1]", ".T", "[::2]"]
+OF_TORCH = ["sparse", "jagged", "grad"]  # layouts as well, of few dtypes
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,18 @@ class Leaf:
             return f"{row}.expand({shape})" if self.kind == "torch" else f"np.broadcast_to({row}, {shape})"
         if self.layout == "conj":
             return replace(self, layout="").code() + (".conj()" if self.kind == "torch" else "")
+        if self.layout == "sparse":
+            return replace(self, layout="", width=2).code() + ".to_sparse()"
+        if self.layout == "jagged" and not self.n:
+            empty = f"torch.zeros(0, dtype=torch.{self.dtype})"
+            return f"torch.nested.nested_tensor_from_jagged({empty}, torch.zeros(1).long())"
+        if self.layout == "jagged":
+            rows = [
+                f"torch.arange({i}, {2 * i + 1}).to(torch.{self.dtype})" for i in range(self.start, self.start + self.n)
+            ]
+            return f"torch.nested.nested_tensor([{', '.join(rows)}], layout=torch.jagged)"
+        if self.layout == "grad":
+            return replace(self, layout="").code() + ".requires_grad_()"
         torch = self.kind == "torch"
         n, width, layout = self.n, self.width, self.layout if not (self.kind == "torch" and "-" in self.layout) else ""
         size = n * max(width, 1) * (2 if layout == "[::2]" else 1)
@@ -131,7 +144,8 @@ class Columns:
     """Columns of equally many rows.
 
     Attributes:
-        kind: ``"dict"``, ``"frame"``, ``"tensordict"``, or for two columns ``"pair"`` and ``"record"``.
+        kind: ``"dict"``, ``"ordered"``, ``"frame"``, ``"tensordict"``, or for two columns ``"pair"`` and ``"record"``;
+            ``"texts"`` has a list and an array, and is of a registered type.
         columns: Name and content of each. In a dict, one may have columns itself.
         index: That of a DataFrame, one of `INDEXES`.
     """
@@ -145,10 +159,12 @@ class Columns:
         return self.columns[0][1].n
 
     def code(self) -> str:
-        if self.kind in ("pair", "record"):
+        if self.kind in ("pair", "record", "texts"):
             return f"{self.kind.title()}({', '.join(leaf.code() for _, leaf in self.columns)})"
         if self.kind != "frame":
             made = "{" + ", ".join(f"{name!r}: {leaf.code()}" for name, leaf in self.columns) + "}"
+            if self.kind == "ordered":
+                return f"collections.OrderedDict({made})"
             return made if self.kind == "dict" else f"tensordict.TensorDict({made}, batch_size=[{self.n}])"
         inner = ", ".join(
             f"{name!r}: {SERIES[leaf.dtype].format(leaf.start, leaf.start + leaf.n)}" for name, leaf in self.columns
@@ -162,7 +178,7 @@ class Columns:
     def smaller(self):
         if self.n:
             yield from map(self.resized, sorted({0, self.n // 2, self.n - 1}))
-        if self.kind in ("pair", "record"):
+        if self.kind in ("pair", "record", "texts", "ordered"):
             yield replace(self, kind="dict")
         elif len(self.columns) > 1:
             for i in range(len(self.columns)):
@@ -182,6 +198,9 @@ def random_leaf(rng, n, kinds=("numpy", "numpy", "torch", "torch", "list", "seri
         return Leaf(
             kind, rng.choice(OF_WIDE), n, rng.randrange(5), WIDE, rng.choice(LAYOUTS) if rng.random() < 0.3 else ""
         )
+    if kind == "torch" and n and rng.random() < 0.1:
+        dtype = rng.choice(["float32", "float64"])
+        return Leaf(kind, dtype, n, rng.randrange(1, 5), rng.choice([0, 3]), rng.choice(OF_TORCH))
     dtype = rng.choice({"numpy": NUMPY, "torch": TORCH, "list": list(LISTS), "series": list(SERIES)}[kind])
     width = rng.choice([0, 0, 1, 3]) if kind in ("numpy", "torch") else 0
     return Leaf(kind, dtype, n, rng.randrange(5), width, rng.choice(LAYOUTS) if rng.random() < 0.4 else "")
@@ -191,11 +210,15 @@ def random_value(rng, n=None, names="abc"):
     n = rng.choice([0, 1, 2, 3, 4, 5, 7, 7, 40]) if n is None else n
     if rng.random() < 0.35:
         return random_leaf(rng, n)
-    kind = rng.choice(["dict"] * 7 + ["frame"] * 3 + ["tensordict", "pair", "record"])
+    kind = rng.choice(["dict"] * 8 + ["frame"] * 3 + ["tensordict", "pair", "record", "ordered", "texts"])
+    if kind == "texts":
+        return Columns(kind, (("texts", random_leaf(rng, n, ["list"])), ("lengths", Leaf("numpy", "int64", n))))
     chosen = "ab" if kind in ("pair", "record") else rng.sample(names, rng.randint(1, len(names)))
     chosen = list(map(str, chosen)) if kind == "tensordict" else chosen
     kinds = {"frame": ["series"], "tensordict": ["torch"]}.get(kind, ["numpy", "numpy", "torch", "list"])
     columns = [(name, random_leaf(rng, n, kinds)) for name in chosen]
+    if kind == "tensordict":  # which cannot cut sparse tensors
+        columns = [(name, replace(leaf, layout=leaf.layout.replace("sparse", ""))) for name, leaf in columns]
     if kind == "dict" and rng.random() < 0.1:
         columns[0] = (
             columns[0][0],

@@ -1,0 +1,350 @@
+"""What happens with a group in a few lines: threads, event loops, long chains, faults, and what must come of it.
+
+A scene is a function of a group, rows and some ranks: its text, and what the oracle expects of it, given its own group,
+rows and the same ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fuzz.oracle import Expected, Invalid, n_rows, show
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One kind of scene.
+
+    Attributes:
+        code: The definition of the function.
+        comes: What it returns, by the oracle: a function of a group, rows and ranks, which may raise `Expected`.
+        is_trouble: Whether ranks hang, fail or die in it.
+        is_heavy: Whether it takes as long as many steps.
+        is_quiet: Whether all calls must have ended before it.
+        needs_processes: Whether it has no meaning on backend ``inprocess``.
+    """
+
+    code: str
+    comes: Callable[..., Any]
+    is_trouble: bool = False
+    is_heavy: bool = False
+    is_quiet: bool = False
+    needs_processes: bool = False
+
+
+def same(group, rows, ranks):
+    return group.call("same", [rows])
+
+
+def of_each(group, rows, method="same"):
+    """Rank, numbers of rows and items of each rank that the protocol collects."""
+    outcomes, numbers = group.outcomes(method, [rows])
+    return [(rank, list(numbers[rank]), outcomes[rank]) for rank in sorted(group.sources("DP_PROTO"))]
+
+
+def shared_items(group, rows, ranks):
+    return sorted((rank, show(item)) for rank, _, items in of_each(group, rows, "items") for item in items)
+
+
+def partial_items(group, rows, ranks):
+    if not set(ranks) <= set(group.sources("DP_PROTO")):
+        raise Invalid("a rank that is not collected")
+    sources = sorted(group.sources("DP_PROTO"))
+    return [(rank, end) for rank in sources for end in ("NoneType", "RemoteError" if rank in ranks else "NoneType")]
+
+
+def few(group, rows, ranks):
+    if not 0 < n_rows(rows) <= 7:
+        raise Invalid("as many calls as rows")
+    return same(group, rows, ranks)
+
+
+def evenly(group, rows, ranks):
+    costs = rows.get("a") if isinstance(rows, dict) else None
+    if not isinstance(costs, np.ndarray) or costs.dtype.kind not in "biuf" or costs.ndim > 1 or rows.keys() != {"a"}:
+        raise Invalid("no costs")
+    return True
+
+
+def in_parts(group, rows, ranks):
+    """Chunks of two rows of which those of one row fail."""
+    if not hasattr(rows, "shape") or n_rows(rows) % 2 == 0:
+        raise Invalid("no chunk of one row")
+    n = n_rows(rows)
+    return list(range(n - 1)), [([n - 1], "RemoteError")]
+
+
+def after_replacing(group, rows, ranks):
+    group.renew(ranks[:1])
+    raise Expected("WorkerDied", ranks[:1], says="last words of rank")
+
+
+def after_restart(group, rows, ranks):
+    group.renew()
+    raise Expected("WorkerDied", ranks, says="last words of rank")
+
+
+def some_hang(error):
+    def comes(group, rows, ranks):
+        raise Expected(error, ranks if error == "CallTimeout" else (), says="waits" if error == "CallTimeout" else "")
+
+    return comes
+
+
+SCENES = {
+    "in_threads": Scene(
+        """
+def in_threads(group, rows, ranks):
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        return [one.result() for one in [pool.submit(group.bumped, rows) for _ in range(3)]]
+""",
+        lambda group, rows, ranks: [group.call("bumped", [rows]) for _ in range(3)],
+    ),
+    "left_early": Scene(
+        """
+def left_early(group, rows, ranks):
+    with contextlib.closing(group.items.stream(rows)) as stream:
+        return len([item.result() for item in itertools.islice(stream, len(ranks))])
+""",
+        lambda group, rows, ranks: min(len(ranks), 2 * len(group.sources("DP_PROTO"))),
+    ),
+    "shared_by_threads": Scene(
+        """
+def shared_by_threads(group, rows, ranks):
+    stream = group.items.stream(rows)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        taken = [pool.submit(list, stream) for _ in range(3)]
+        return sorted((item.rank, show(item.result())) for one in taken for item in one.result())
+""",
+        shared_items,
+    ),
+    "shared_by_tasks": Scene(
+        """
+def shared_by_tasks(group, rows, ranks):
+    async def take(stream): return [(item.rank, show(item.result())) async for item in stream]
+    async def main():
+        stream = group.items.stream(rows)
+        return await asyncio.gather(take(stream), take(stream))
+    return sorted(item for one in asyncio.run(main()) for item in one)
+""",
+        shared_items,
+    ),
+    "closed_elsewhere": Scene(
+        """
+def closed_elsewhere(group, rows, ranks):
+    stream = group.endless.stream(rows)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(list, stream)
+        next(stream)
+        stream.close()
+        return len(taken.result()) >= 0
+""",
+        lambda group, rows, ranks: True,
+    ),
+    "between_items": Scene(
+        """
+def between_items(group, rows, ranks):
+    with group.crawl.options(maxsize=500).stream(rows) as stream:
+        next(stream)
+        return group.same.options(timeout=4)(rows)
+""",
+        same,
+        is_heavy=True,
+        needs_processes=True,
+    ),
+    "some_items": Scene(
+        """
+def some_items(group, rows, ranks):
+    stream = group.trickle.options(on_error="return").stream(rows, ranks)
+    items = [(item.rank, item.exception()) for item in stream]
+    return sorted([(rank, type(error).__name__) for rank, error in items], key=lambda item: item[0])
+""",
+        partial_items,
+        is_trouble=True,
+    ),
+    "some_chunks": Scene(
+        """
+def some_chunks(group, rows, ranks):
+    found = group.not_one.options(pull=2, on_error="return")(rows)
+    return found.numbers, [(list(one.numbers), type(one.error).__name__) for one in found.failed]
+""",
+        in_parts,
+        is_trouble=True,
+    ),
+    "behind_late": Scene(
+        """
+def behind_late(group, rows, ranks):
+    first = group.slow.submit(rows)
+    with contextlib.suppress(bm.CallTimeout): group.same.options(timeout=0.001)(first)
+    return asyncio.run(awaited(group.same.submit(first)))
+""",
+        same,
+    ),
+    "behind_chunks": Scene(
+        """
+def behind_chunks(group, rows, ranks):
+    chunks = group.same.options(pull=1).submit(group.slow.submit(rows))
+    behind = group.same.options(timeout=20).submit(rows)
+    return [behind.result(), chunks.result()]
+""",
+        lambda group, rows, ranks: [few(group, rows, ranks), few(group, rows, ranks)],
+    ),
+    "long_chain": Scene(
+        """
+def long_chain(group, rows, ranks):
+    for _ in range(12):
+        rows = group.same.submit(group.slow.options(pull=3).submit(rows)[::-1])
+    with contextlib.suppress(bm.CallTimeout): rows.result(timeout=0.001)
+    return rows.result()
+""",
+        few,
+        is_heavy=True,
+    ),
+    "deep": Scene(
+        """
+def deep(group, rows, ranks):
+    rows = group.slow.submit(rows)
+    for _ in range(1200): rows = rows[::-1]
+    return rows.result()
+""",
+        same,
+        is_heavy=True,
+    ),
+    "freed": Scene(
+        """
+def freed(group, rows, ranks):
+    futures, held = [], []
+    for _ in range(3):
+        futures += [group.slow.submit(rows) for _ in range(8)]
+        for one in futures: one.release()
+        group.count(rows)
+        end = time.monotonic() + 2
+        while held and len(os.listdir("/proc/self/fd")) > held[0] + 5 and time.monotonic() < end: time.sleep(0.001)
+        held.append(len(os.listdir("/proc/self/fd")))
+    return held[2] <= held[0] + 5
+""",
+        lambda group, rows, ranks: True,
+        is_quiet=True,
+    ),
+    "dropped": Scene(
+        """
+def dropped(group, rows, ranks):
+    stuck = group.hang.submit(rows, ranks)
+    queued = [group.same.submit(rows) for _ in range(4)]
+    for one in reversed(queued): one.cancel()
+    stuck.cancel()
+    return [type(one.exception()).__name__ for one in queued]
+""",
+        lambda group, rows, ranks: ["CallCancelled"] * 4,
+        is_trouble=True,
+        needs_processes=True,
+    ),
+    "not_held_up": Scene(
+        """
+def not_held_up(group, rows, ranks):
+    stuck = group.hang.submit(rows, ranks)
+    behind = group.same.submit(stuck)
+    stream = group.same.stream(rows)
+    stuck.cancel()
+    return type(behind.exception()).__name__, len(list(stream))
+""",
+        lambda group, rows, ranks: ("CallCancelled", len(group.sources("DP_PROTO"))),
+        is_trouble=True,
+        needs_processes=True,
+    ),
+    "take_turns": Scene(
+        """
+def take_turns(group, rows, ranks):
+    with bm.ResourcePool([1], backend=BACKEND) as slots, concurrent.futures.ThreadPoolExecutor(4) as threads:
+        rivals = [bm.WorkerGroup(slots, Subject) for _ in range(2)]
+        def play(number):
+            for _ in range(4):
+                with rivals[number % 2].turn(timeout=20): rivals[number % 2].count([1])
+        return list(threads.map(play, range(4)))
+""",
+        lambda group, rows, ranks: [None] * 4,
+        is_heavy=True,
+    ),
+    "evenly": Scene(
+        """
+def evenly(group, rows, ranks):
+    same = group.costs(rows) == group.costs({"a": rows["a"].astype(float)})
+    return same and show(group.evened(rows)) == show(rows)
+""",
+        evenly,
+    ),
+    "of_rank_zero": Scene(
+        """
+def of_rank_zero(group, rows, ranks):
+    return group.execute_rank_zero_async("everyone", rows).result()
+""",
+        lambda group, rows, ranks: (0, rows),
+    ),
+    "late": Scene(
+        """
+def late(group, rows, ranks):
+    try: return group.waits.options(timeout=0.05)(rows, ranks)
+    except bm.CallTimeout as error:
+        error.future.cancel()
+        raise
+""",
+        some_hang("CallTimeout"),
+        is_trouble=True,
+        needs_processes=True,
+    ),
+    "cancelled": Scene(
+        """
+def cancelled(group, rows, ranks):
+    future = group.hang.submit(rows, ranks)
+    future.cancel()
+    return future.result()
+""",
+        some_hang("CallCancelled"),
+        is_trouble=True,
+        needs_processes=True,
+    ),
+    "fenced": Scene(
+        """
+def fenced(group, rows, ranks):
+    failing, next_call = group.apart.submit(rows, ranks), group.clock.submit()
+    times = next_call.result()
+    try: return min(times[rank][0] for rank in ranks) >= max(ended for _, ended in times)
+    finally: failing.exception()
+""",
+        lambda group, rows, ranks: True,
+        is_trouble=True,
+        needs_processes=True,
+    ),
+    "fallen": Scene(
+        """
+def fallen(group, rows, ranks):
+    deaths = []
+    group.on_death(deaths.append)
+    try: return group.die(rows, ranks)
+    finally:
+        end = time.monotonic() + 5
+        while not deaths and time.monotonic() < end: time.sleep(0.001)
+        group.restart()
+        assert len(deaths) == 1
+""",
+        after_restart,
+        is_trouble=True,
+        is_quiet=True,
+        needs_processes=True,
+    ),
+    "replaced": Scene(
+        """
+def replaced(group, rows, ranks):
+    try: return group.die(rows, ranks[:1])
+    finally: group.replace(ranks[0])  # which calls on_replace
+""",
+        after_replacing,
+        is_trouble=True,
+        is_quiet=True,
+        needs_processes=True,
+    ),
+}
