@@ -42,6 +42,7 @@ N_STEPS = 14
 RESTARTS = 0.01  # of steps, as each takes as long as a new group
 TROUBLES = 0.15  # of programs, in which ranks hang and die and calls are interrupted
 OTHERS = 0.05  # of groups, on another backend
+COLOCATED = 0.1  # of groups, which are two
 HEAVY = 0.1  # of the scenes that take long, are played
 CALM = [name for name, scene in SCENES.items() if not scene.is_trouble]
 TROUBLED = [name for name, scene in SCENES.items() if scene.is_trouble]
@@ -65,7 +66,8 @@ class Generator:
         """The program."""
         rng = self.rng
         for name in ["g0", "g1"][: rng.choice([1, 1, 2])]:
-            self._add(MakeGroup(name, tuple(rng.choice(MESHES).items()), rng.random() < OTHERS))
+            roles = ("actor", "critic") if rng.random() < COLOCATED else ()
+            self._add(MakeGroup(name, tuple(rng.choice(MESHES).items()), rng.random() < OTHERS, roles))
         self._let()
         kinds = [self._let, self._call, self._call, self._submit, self._submit, self._submit, self._put, self._stream]
         kinds += [self._operate] * 5 + [self._read, self._overwrite, self._overwrite, self._fail, self._release]
@@ -158,7 +160,8 @@ class Generator:
 
     def _own_groups(self):
         """Those on the backend of the program."""
-        return [step.out for step in self.program if isinstance(step, MakeGroup) and not step.is_other]
+        made = [step for step in self.program if isinstance(step, MakeGroup) and not step.is_other]
+        return [name for step in made for name in step.names]
 
     def _play(self, scenes):
         rng = self.rng

@@ -156,10 +156,11 @@ class Group:
 
     Args:
         axes: Name and size of each axis; the last one varies fastest.
+        is_role: Whether it shares its processes with another.
     """
 
-    def __init__(self, axes):
-        self.axes = dict(axes)
+    def __init__(self, axes, is_role=False):
+        self.axes, self.is_role = dict(axes), is_role
         self.size = math.prod(self.axes.values())
         self.objects = [None] * self.size
         self.renew()

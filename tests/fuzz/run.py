@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 import zlib
-from collections import defaultdict
 from dataclasses import dataclass
+
+import numpy as np
 
 import bandmaster as bm
 from fuzz.oracle import MODULES, Expected, bump, show
@@ -25,6 +26,9 @@ from fuzz.steps import MakeGroup, expectations
 from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, SHOW, class_code
 
 LONGEST_S = 30  # a program takes a hundredth of it
+MOST_RANKS = 24  # of groups that are kept for later programs
+MOST_DESCRIPTORS = 40  # that a rank may have more than after its first program, for memory that is used again
+ON_HOSTS = bool(os.environ.get("BANDMASTER_TEST_HOSTS"))  # all ranks are on other hosts
 STANDARD = (asyncio, collections, contextlib, dataclasses, itertools, os, signal, threading, time)  # what helpers use
 
 
@@ -45,6 +49,10 @@ class Failure:
     want: str | None
 
 
+class Leak(Exception):
+    """Something is left behind in processes that still run."""
+
+
 class TooLong(BaseException):
     """A step has not ended in time."""
 
@@ -59,36 +67,66 @@ class Groups:
 
     def __init__(self, backend, is_shared=True):
         self.backend, self._is_shared = backend, is_shared
-        self._free, self._used = defaultdict(list), []
+        self._free, self._used = [], []  # what was asked for, and the groups; those used least recently first
+        self._descriptors = {}  # of the ranks of a group, when it had run one program
         self.scope = _scope(backend)
 
-    def of(self, axes, is_other):
-        """A group with these axes, on this backend or on another."""
-        free = self._free[axes, is_other]
-        group = free.pop() if free else self._new(axes, self.scope["OTHER" if is_other else "BACKEND"])
-        self._used.append(((axes, is_other), group))
-        return group
+    def of(self, axes, is_other, roles):
+        """Groups with these axes, on this backend or on another: one, or one for each role."""
+        kind = axes, is_other, roles
+        found = next((i for i in reversed(range(len(self._free))) if self._free[i][0] == kind), None)
+        groups = self._new(*kind) if found is None else self._free.pop(found)[1]
+        self._used.append((kind, groups))
+        return groups
 
-    def _new(self, axes, backend):
+    def _new(self, axes, is_other, roles):
+        backend = self.scope["OTHER" if is_other else "BACKEND"]
         mesh = bm.Mesh(**dict(axes))
-        return bm.WorkerGroup(bm.ResourcePool([mesh.size], backend=backend), self.scope["Subject"], mesh=mesh)
+        while self._free and sum(len(groups[0].worker_names) for _, groups in self._free) + mesh.size > MOST_RANKS:
+            self._close(self._free.pop(0)[1])
+        pool = bm.ResourcePool(_spread(mesh.size), backend=backend)
+        if not roles:
+            return (bm.WorkerGroup(pool, self.scope["Subject"], mesh=mesh),)
+        of_each = dict.fromkeys(roles, self.scope["Subject"])
+        both = bm.colocate(pool, meshes=dict.fromkeys(roles, mesh), **of_each)
+        return *(both.role(role) for role in roles), both
 
     def give_back(self, are_well):
-        """The program has ended; its groups are used again if nothing has failed."""
-        for kind, group in self._used:
-            if are_well and self._is_shared:
+        """The program has ended; its groups are used again if nothing has failed.
+
+        Raises:
+            Leak: The ranks of a group have more and more descriptors.
+        """
+        used, self._used = self._used, []
+        for kind, groups in used:
+            if not (are_well and self._is_shared):
+                self._close(groups)
+                continue
+            self._free.append((kind, groups))
+            for group in groups[:2]:
                 group.forget()
-                self._free[kind].append(group)
-            else:
-                group.close()
-        self._used.clear()
+            if self.scope["OTHER" if kind[1] else "BACKEND"] == "inprocess":
+                continue
+            now, before = groups[0].descriptors(), self._descriptors.get(id(groups))
+            if before is None or len(before) != len(now):
+                self._descriptors[id(groups)] = now
+            elif max(np.subtract(now, before)) > MOST_DESCRIPTORS:
+                raise Leak(f"the ranks of {groups[0]} have {now} descriptors, and had {before}")
+
+    def _close(self, groups):
+        self._descriptors.pop(id(groups), None)
+        groups[-1].close()
 
     def close(self):
         """Close all of them."""
-        for groups in self._free.values():
-            for group in groups:
-                group.close()
+        for _, groups in self._free:
+            self._close(groups)
         self._free.clear()
+
+
+def _spread(n):
+    """Slots of a pool on one host; on two, where there are other hosts."""
+    return [n - n // 2, n // 2] if ON_HOSTS and n > 1 else [n]
 
 
 def _scope(backend):
@@ -116,7 +154,8 @@ def run(program, groups, expected=None):
         with within(LONGEST_S):
             for number, (step, want) in enumerate(zip(program, expected, strict=True)):
                 if isinstance(step, MakeGroup):
-                    scope[step.out] = groups.of(step.axes, step.is_other)
+                    found = groups.of(step.axes, step.is_other, step.roles)
+                    scope |= zip(step.names, found, strict=False)
                 elif not early.isdisjoint(step.uses()):
                     early.add(step.out)
                 elif (found := _run_step(step, want, scope, early)) is not None:
@@ -124,6 +163,8 @@ def run(program, groups, expected=None):
                     break
             scope.clear()
             groups.give_back(are_well=failure is None)
+    except Leak as error:
+        failure = Failure(len(program) - 1, "leak", str(error), None)
     except TooLong:
         failure = Failure(min(number, len(program) - 1), "too long", f"not ended in {LONGEST_S} s", None)
         with contextlib.suppress(TooLong), within(LONGEST_S):

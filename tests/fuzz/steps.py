@@ -93,20 +93,42 @@ class Step:
 
 @dataclass(frozen=True)
 class MakeGroup(Step):
+    """Start a group, or two whose workers share processes.
+
+    Attributes:
+        axes: Of the mesh: their names and sizes.
+        is_other: Whether it is on another backend than the program.
+        roles: For two groups, which `colocate` makes, the names of these roles; ``out`` is the first of them.
+    """
+
     axes: tuple[tuple[str, int], ...]
-    is_other: bool = False  # on another backend than the program
+    is_other: bool = False
+    roles: tuple[str, ...] = ()
+
+    @property
+    def names(self):
+        """The names of its groups in the program."""
+        return (self.out, f"{self.out}_{self.roles[1]}") if self.roles else (self.out,)
 
     def code(self):
         mesh = ", ".join(f"{name}={size}" for name, size in self.axes)
         pool = f"bm.ResourcePool([{Group(self.axes).size}], backend={'OTHER' if self.is_other else 'BACKEND'})"
-        return f"{self.out} = bm.WorkerGroup({pool}, Subject, mesh=bm.Mesh({mesh}))"
+        if not self.roles:
+            return f"{self.out} = bm.WorkerGroup({pool}, Subject, mesh=bm.Mesh({mesh}))"
+        roles = ", ".join(f"{role}=Subject" for role in self.roles)
+        meshes = f"meshes=dict.fromkeys({list(self.roles)}, bm.Mesh({mesh}))"
+        made = f"{self.out}_both = bm.colocate({pool}, {meshes}, {roles})"
+        return f"{made}; {', '.join(self.names)} = map({self.out}_both.role, {list(self.roles)})"
 
     def expect(self, oracle):
-        oracle.groups[self.out] = Group(self.axes)
+        for name in self.names:
+            oracle.groups[name] = Group(self.axes, is_role=bool(self.roles))
 
     def smaller(self):
         if self.is_other:
             yield replace(self, is_other=False)
+        if self.roles:
+            yield replace(self, roles=())
         for i, (name, size) in enumerate(self.axes):
             if size > 1:
                 yield replace(self, axes=(*self.axes[:i], (name, size - 1), *self.axes[i + 1 :]))
@@ -498,6 +520,12 @@ def check_all_end(handles, oracle):
         raise Invalid("calls may be on the way")
 
 
+def check_is_alone(group):
+    """Raise Invalid if the group shares its processes, with which it cannot be restarted."""
+    if group.is_role:
+        raise Invalid("a role")
+
+
 @dataclass(frozen=True)
 class Restart(Step):
     """Restart a group, whose calls have ended by then: its objects are new, and handles stay."""
@@ -513,7 +541,9 @@ class Restart(Step):
 
     def expect(self, oracle):
         check_all_end(self.handles, oracle)
-        oracle.group(self.group).renew()
+        group = oracle.group(self.group)
+        check_is_alone(group)
+        group.renew()
 
 
 @dataclass(frozen=True)
@@ -586,6 +616,7 @@ class Play(Invoke):
             raise Invalid("the call may wait for rows instead")
         if scene.is_quiet:
             check_all_end(self.handles, oracle)
+            check_is_alone(group)
         oracle.values[self.out] = scene.comes(group, rows, ranks)
         return oracle.values[self.out]
 
