@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +22,8 @@ from bandmaster import Dispatch, Mesh, register, rl
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int64", "uint8", "bool", "complex64"]
 KINDS = ["plain", "plain", "view", "flat", "transposed", "conj", "tied"]
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]  # of dp and tp
-STEPS = ["sync", "sync", "fill", "fill", "rebind", "two syncs", "reverse"]
+STEPS = ["sync", "sync", "fill", "fill", "rebind", "two syncs", "reverse", "rivals", "differ", "cancel"]
+RIVAL = 40  # more than any version of the source: that of another source
 BUCKETS = [64, 1000, 1 << 20]
 
 
@@ -131,6 +133,13 @@ class Weights(rl.HoldsWeights):
                 held.data = new
             else:
                 own.copy_(new)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def spoil(self, rank, version):
+        """Give the tensors of one rank other values; whether there were any."""
+        if self.rank == rank:
+            self.fill(version, False)
+        return any(rl.local_tensors.local_tensor(held).numel() for held in self.model.state_dict().values())
 
     @register(Dispatch.ONE_TO_ALL)
     def wrong(self, version):
@@ -250,16 +259,54 @@ def _run_sync(program, worlds):
             target.fill(there, False)
             back(version="back")
             version = there
+        elif step == "rivals":
+            there = _race(program, worlds, target, sync, version)
+        elif step == "differ" and program.meshes[0][0] > 1:
+            if (wrong := _differ(source, sync, version)) is not None:
+                return f"step {number} {step}: {wrong}"
+            source.fill(version, False)
+        elif step == "cancel":
+            given_up = sync.submit(version="given up")
+            given_up.cancel()
+            given_up.exception()
+            sync(version=number)
+            there = version
         else:
             sync(version=number)
             there = version
         for group, must in ((source, version), (target, there)):
             for rank, found in enumerate(group.wrong(must)):
                 if found:
-                    return (
-                        f"step {number} {step}: rank {rank} of the {'source' if group is source else 'target'}: {found}"
-                    )
+                    of = "source" if group is source else "target"
+                    return f"step {number} {step}: rank {rank} of the {of}: {found}"
     return None
+
+
+def _race(program, worlds, target, sync, version):
+    """Sync from two sources at once; the version of the one whose weights the target has. One of the two may be refused."""
+    rival = worlds.group("rival", *program.meshes[0])
+    rival.build(program.specs, 0, RIVAL)
+    other = rl.WeightSync(rival, target, program.bucket_nbytes)
+    with ThreadPoolExecutor(2) as threads:
+        syncs = [threads.submit(one, version="rivals") for one in (sync, other)]
+    errors = [one.exception() for one in syncs]
+    refused = [error for error in errors if error is not None]
+    if len(refused) == 2 or any("another sync to this group" not in str(error) for error in refused):
+        raise refused[0]
+    return version if errors[0] is None and not any(target.wrong(version)) else RIVAL
+
+
+def _differ(source, sync, version):
+    """Sync while the replicas of the source differ; what is wrong about that."""
+    last = source.world_size - 1
+    if not source.spoil(last, version + 1)[last]:
+        return None
+    try:
+        sync(version="differ")
+    except bm.RemoteError as error:
+        says = "a replica differ" in str(error) and list(error.failures) == [last]
+        return None if says else f"not rank {last} and its weights: {error}"
+    return "replicas that differ were synced"
 
 
 def _run_engine(program, worlds):
@@ -270,6 +317,10 @@ def _run_engine(program, worlds):
         if step in ("fill", "rebind"):
             version += 1
             group.fill(version, step == "rebind")
+        elif step == "cancel" and group.world_size == 1:  # others may wait in a collective, which only their end ends
+            given_up = group.switch.submit(version)
+            given_up.cancel()
+            given_up.exception()
         else:
             for rank, found in enumerate(group.switch(version)):
                 if found:
