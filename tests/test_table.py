@@ -14,7 +14,7 @@ TYPES = types_of_rows()
 def groups(backend):
     kept = Groups(backend)
     for mesh in MESHES:
-        kept.of(mesh, is_other=False)
+        kept.of(mesh, is_other=False, roles=())
     kept.give_back(are_well=True)
     yield kept
     kept.close()

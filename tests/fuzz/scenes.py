@@ -196,8 +196,9 @@ def behind_chunks(group, rows, ranks):
     "long_chain": Scene(
         """
 def long_chain(group, rows, ranks):
-    for _ in range(12):
-        rows = group.same.submit(group.slow.options(pull=3).submit(rows)[::-1])
+    for number in range(24):
+        method = group.same if number else group.slow
+        rows = group.same.submit(method.options(pull=3).submit(rows)[::-1])
     with contextlib.suppress(bm.CallTimeout): rows.result(timeout=0.001)
     return rows.result()
 """,

@@ -140,7 +140,8 @@ def show(x):
     if hasattr(x, "iloc"):
         columns = [(c, x[c]) for c in x] if name == "DataFrame" else [(x.name, x)]
         columns = [(c, one.dtype, short(one.tolist())) for c, one in columns]
-        return f"{name} {columns} at {x.index.dtype} {x.index.names} {x.index.tolist()}"
+        names = [x.index.names, *([x.columns.names] if name == "DataFrame" else [])]
+        return f"{name} {columns} at {x.index.dtype} {names} {x.index.tolist()}"
     if name == "NestedTensor" or getattr(x, "is_sparse", False):
         return f"{name} {x.dtype} {x.layout} {[show(row.to_dense()) for row in x.unbind()]}"
     if hasattr(x, "tolist"):
@@ -201,7 +202,7 @@ BRANCHES = {
     'elif hasattr(x, "__dataclass_fields__") or type(x).__name__ == "Texts"': ("Record Texts", 2),
     'elif type(x).__name__ == "TensorDict"': ("TensorDict", 2),
     'elif hasattr(x, "iloc") and "Sparse" not in str(x.dtype)': ("pd", 2),
-    'if hasattr(x, "iloc")': ("pd", 4),
+    'if hasattr(x, "iloc")': ("pd", 5),
     'if hasattr(x, "__dataclass_fields__") or name in ("TensorDict", "Texts")': ("Record TensorDict Texts", 3),
 }
 

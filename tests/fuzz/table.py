@@ -33,6 +33,9 @@ def types_of_rows():
         "tensordict": Columns("tensordict", tensors),
         "pair": Columns("pair", arrays),
         "record": Columns("record", arrays),
+        "ordered dict": Columns("ordered", (*reversed(arrays), *texts)),
+        "registered": Columns("texts", (("texts", Leaf("list", "large", N_ROWS)), ("lengths", arrays[0][1]))),
+        "integer names": Columns("dict", ((0, arrays[0][1]), (1, arrays[1][1]))),
         "frame with an index": Columns("frame", (("a", LARGE_SERIES),), "pairs"),
     }
 
@@ -45,6 +48,8 @@ LAYOUTS = [
     ("torch", ".T"),
     ("torch", "[::2]"),
     ("torch", "fixed"),
+    ("torch", "jagged"),
+    ("torch", "sparse"),
 ]
 
 

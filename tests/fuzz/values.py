@@ -57,6 +57,7 @@ INDEXES = {
     "texts": ".set_axis(list(map(str, range({0}))))",
     "twice": ".set_axis(np.arange({0}) // 2)",
     "named": ".rename_axis('row')",
+    "columns": ".rename_axis(columns='of')",
     "times": ".set_axis(pd.to_datetime(np.arange({0}), unit='D', utc=True))",
     "pairs": ".set_axis(pd.MultiIndex.from_arrays([np.arange({0}), np.arange({0})[::-1]], names=['i', 'j']))",
 }
