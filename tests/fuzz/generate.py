@@ -167,7 +167,7 @@ class Generator:
         rng = self.rng
         name = rng.choice(scenes)
         scene = SCENES[name]
-        groups = self._own_groups() if scene.is_trouble else list(self.oracle.groups)
+        groups = self._own_groups() if scene.is_trouble or scene.needs_processes else list(self.oracle.groups)
         if not groups or (scene.is_heavy and rng.random() > HEAVY):
             return
         group, rows = rng.choice(groups), rng.choice(self._rows())[0]

@@ -283,7 +283,7 @@ def _run_sync(program, worlds):
 
 
 def _race(program, worlds, target, sync, version):
-    """Sync from two sources at once; the version of the one whose weights the target has. One of the two may be refused."""
+    """Sync from two sources at once, one of which may be refused; the version that the target has then."""
     rival = worlds.group("rival", *program.meshes[0])
     rival.build(program.specs, 0, RIVAL)
     other = rl.WeightSync(rival, target, program.bucket_nbytes)
