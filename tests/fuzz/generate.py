@@ -228,7 +228,8 @@ class Generator:
             slices = (rng.choice(ends), rng.choice(ends), rng.choice([None, 1, 2, -1, -2]))
             numbers = [rng.randrange(-n, n) for _ in range(rng.randrange(5))] if n else []
             dtype = rng.choice(["uint8", "int8", "int64", "uint64"])
-            array = Numbers(tuple(abs(i) if dtype[0] == "u" else i for i in numbers if i != -n), dtype)
+            info = np.iinfo(dtype)
+            array = Numbers(tuple(i for i in numbers if info.min <= i <= info.max), dtype)
             what = rng.choice([slices, slices, numbers, array, [rng.random() < 0.5 for _ in range(n)]])
         elif name == "repeat":
             what = rng.choice([0, 1, 2, 3])

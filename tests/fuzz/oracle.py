@@ -223,7 +223,7 @@ class Group:
         outcomes, _ = self.outcomes(method, args)
         failed = [rank for rank, one in enumerate(outcomes) if isinstance(one, ValueError)]
         if failed:
-            raise Expected("RemoteError", failed[:1])
+            raise Expected("RemoteError", failed)  # the others may have been interrupted before they fail
         protocol = METHODS[method][0]
         collected = [outcomes[rank] for rank in self.sources(protocol)]
         if protocol == "SUM":

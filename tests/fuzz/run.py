@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import itertools
+import logging
 import os
 import signal
 import sys
@@ -150,6 +151,7 @@ def run(program, groups, expected=None):
     groups = Groups(groups, is_shared=False) if isinstance(groups, str) else groups
     scope = {**groups.scope, "bump": bump}
     early, number, failure = set(), 0, None
+    logged = Logged()
     try:
         with within(LONGEST_S):
             for number, (step, want) in enumerate(zip(program, expected, strict=True)):
@@ -163,13 +165,32 @@ def run(program, groups, expected=None):
                     break
             scope.clear()
             groups.give_back(are_well=failure is None)
+            if failure is None and logged.records:
+                failure = Failure(number, "logs an error", logged.records[0], None)
     except Leak as error:
         failure = Failure(len(program) - 1, "leak", str(error), None)
     except TooLong:
         failure = Failure(min(number, len(program) - 1), "too long", f"not ended in {LONGEST_S} s", None)
         with contextlib.suppress(TooLong), within(LONGEST_S):
             groups.give_back(are_well=False)
+    finally:
+        logged.end()
     return failure
+
+
+class Logged(logging.Handler):
+    """The errors that the library logs from now on, which no program should."""
+
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.records = []
+        logging.getLogger("bandmaster").addHandler(self)
+
+    def emit(self, record):
+        self.records.append(record.getMessage())
+
+    def end(self):
+        logging.getLogger("bandmaster").removeHandler(self)
 
 
 def _run_step(step, want, scope, early):

@@ -78,6 +78,32 @@ def in_parts(group, rows, ranks):
     return list(range(n - 1)), [([n - 1], "RemoteError")]
 
 
+def other_types(group, rows, ranks):
+    if not isinstance(rows, np.ndarray) or len(rows) % 2 == 0 or len(rows) == 1:
+        raise Invalid("no chunk of one row")
+    raise Expected("CollectError", range(group.size))
+
+
+def items_of_others(group, rows, ranks):
+    group.renew()
+    others = sorted(set(group.sources("DP_PROTO")) - set(ranks))
+    return [(rank, "NoneType") for rank in others for _ in range(2)]
+
+
+def after_being_stuck(group, rows, ranks):
+    if group.size == 1:
+        raise Invalid("no other rank")
+    group.renew()
+    raise Expected("BandmasterError", says="asked to")
+
+
+def of_a_new_worker(group, rows, ranks):
+    if ranks[0] not in group.sources("DP_PROTO"):
+        raise Invalid("its items are not collected")
+    group.renew(ranks[:1])
+    raise Expected("BandmasterError")
+
+
 def after_replacing(group, rows, ranks):
     group.renew(ranks[:1])
     raise Expected("WorkerDied", ranks[:1], says="last words of rank")
@@ -90,7 +116,9 @@ def after_restart(group, rows, ranks):
 
 def some_hang(error):
     def comes(group, rows, ranks):
-        raise Expected(error, ranks if error == "CallTimeout" else (), says="waits" if error == "CallTimeout" else "")
+        raise Expected(
+            error, ranks if error == "CallTimeout" else (), says="in waits" if error == "CallTimeout" else ""
+        )
 
     return comes
 
@@ -174,6 +202,61 @@ def some_chunks(group, rows, ranks):
 """,
         in_parts,
         is_trouble=True,
+    ),
+    "other_types": Scene(
+        """
+def other_types(group, rows, ranks):
+    return group.unlike.options(pull=2)(rows)
+""",
+        other_types,
+    ),
+    "forked": Scene(
+        """
+def forked(group, rows, ranks):
+    kept = group.put(rows)
+    queued = [group.forks.submit(kept), group.same.submit(kept), group.same.submit(kept)]
+    return [one.result() for one in queued]
+""",
+        lambda group, rows, ranks: [same(group, rows, ranks) for _ in range(3)],
+        needs_processes=True,
+    ),
+    "fading": Scene(
+        """
+def fading(group, rows, ranks):
+    stream = group.fades.options(on_error="return").stream(rows, ranks)
+    items = [(item.rank, type(item.exception()).__name__) for item in stream]
+    group.restart()
+    return sorted(item for item in items if item[0] not in ranks)
+""",
+        items_of_others,
+        is_trouble=True,
+        is_quiet=True,
+        needs_processes=True,
+    ),
+    "await_the_stuck": Scene(
+        """
+def await_the_stuck(group, rows, ranks):
+    failing = group.deaf.options(grace=0.1).submit(rows, ranks[:1])
+    behind = group.same.submit(rows)
+    try: return asyncio.run(awaited(behind))
+    finally: group.restart()
+""",
+        after_being_stuck,
+        is_trouble=True,
+        is_quiet=True,
+        is_heavy=True,
+        needs_processes=True,
+    ),
+    "stale": Scene(
+        """
+def stale(group, rows, ranks):
+    stream = group.items.options(maxsize=1).stream(rows)
+    group.replace(ranks[0])  # which calls on_replace
+    return list(stream)
+""",
+        of_a_new_worker,
+        is_trouble=True,
+        is_quiet=True,
     ),
     "behind_late": Scene(
         """

@@ -353,7 +353,8 @@ class Operate(Step):
             raise Invalid("no column is left")
         if (columns := columns_of(first)) is not None:
             return copy.deepcopy(with_columns(first, {new: columns[old] for new, old in chosen.items()}))
-        return first[list(chosen.values())].set_axis(list(chosen), axis=1).copy()
+        names = SCOPE["pd"].Index(list(chosen), name=first.columns.name)
+        return first[list(chosen.values())].set_axis(names, axis=1).copy()
 
     def smaller(self):
         if self.name == "concat" and len(self.handles) > 1:
@@ -581,7 +582,7 @@ class Mistake(Invoke):
 
     def expect(self, oracle):
         self.checked(oracle)
-        says = {"none": "rows", "many": self.method, "name": "'rows'", "method": f"'{self.method}'"}[self.how]
+        says = {"none": "rows", "many": self.method, "name": "mean 'rows'", "method": f"'{self.method}'"}[self.how]
         raise Expected("AttributeError" if self.how == "method" else "ArgumentError", says=says)
 
 

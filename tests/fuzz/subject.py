@@ -93,13 +93,50 @@ METHODS = {
         "async def waits(self, rows, at):\n    while self.rank in at: await __import__('asyncio').sleep(0.005)\n"
         "    return rows",
     ),
+    "sift": (
+        "DP_PROTO",
+        "def sift(self, rows):\n"
+        "    is_array = isinstance(rows, np.ndarray) and rows.ndim == 1 and rows.dtype.kind in 'iuf'\n"
+        "    return np.array([]) if is_array and self.rank % 2 else rows",
+    ),
+    "recat": (
+        "DP_PROTO",
+        "def recat(self, rows):\n    is_category = str(getattr(rows, 'dtype', '')) == 'category'\n"
+        "    return rows.cat.remove_unused_categories() if is_category else rows",
+    ),
+    "unlike": ("DP_PROTO", "def unlike(self, rows): return list(rows) if len(rows) == 1 else rows"),
+    "forks": (
+        "DP_PROTO",
+        "def forks(self, rows):\n    os = __import__('os')\n    child = os.fork()\n    if not child: os._exit(0)\n"
+        "    os.waitpid(child, 0)\n    return rows",
+    ),
+    "fades": (
+        "DP_PROTO",
+        "def fades(self, rows, at):\n    yield rows\n    if self.rank in at: __import__('os')._exit(3)\n    yield rows",
+    ),
+    "deaf": (
+        "DP_PROTO",
+        "def deaf(self, rows, at):\n    time = __import__('time')\n    time.sleep(0.02)\n"
+        "    if self.rank in at: raise ValueError('asked to')\n    while True:\n"
+        "        try: time.sleep(1)\n        except KeyboardInterrupt: pass",
+    ),
     "costs": ("EVEN", "def costs(self, rows): return [float(cost) for cost in rows['a']]"),
     "evened": ("BALANCED", "def evened(self, rows): return rows"),
     "descriptors": ("ONE_TO_ALL", "def descriptors(self): return len(__import__('os').listdir('/proc/self/fd'))"),
     "on_replace": ("", "def on_replace(self, rank, state): ..."),
 }
 NOT_DRAWN = {"items", "fail", "forget", "hang", "die", "apart", "clock", "endless", "crawl", "trickle", "not_one"}
-NOT_DRAWN |= {"waits", "costs", "evened", "descriptors", "on_replace"}  # which steps of their own call
+NOT_DRAWN |= {
+    "unlike",
+    "forks",
+    "fades",
+    "deaf",
+    "waits",
+    "costs",
+    "evened",
+    "descriptors",
+    "on_replace",
+}  # which steps of their own call
 INHERITED = {"over"}  # which are registered in a class above
 
 BUMP = '''

@@ -41,7 +41,7 @@ SERIES = {
     "string": "pd.array(list(map(str, range({0}, {1}))), 'string')",
     "time": "pd.to_datetime(np.arange({0}, {1}), unit='h')",
     "zoned": "pd.to_datetime(np.arange({0}, {1}), unit='h', utc=True).tz_convert('Europe/Berlin')",
-    "large": "pd.Series([bytes([65 + i]) * 40000 for i in range({0}, {1})], dtype=object)",
+    "large": "pd.Series([bytes([65 + i % 99]) * 40000 for i in range({0}, {1})], dtype=object)",
     "delta": "pd.to_timedelta(np.arange({0}, {1}), unit='min')",
 }
 LISTS = {
@@ -49,7 +49,7 @@ LISTS = {
     "mixed": "[(None, 'a', 2.5, b'b', (1, 2))[i % 5] for i in range({0}, {1})]",
     "array": "[np.arange(i) for i in range({0}, {1})]",
     "dict": "[{{'i': i}} for i in range({0}, {1})]",
-    "large": "[[bytes([65 + i]) * 40000] for i in range({0}, {1})]",
+    "large": "[[bytes([65 + i % 99]) * 40000] for i in range({0}, {1})]",
 }
 INDEXES = {
     "": "",
@@ -208,7 +208,7 @@ def random_leaf(rng, n, kinds=("numpy", "numpy", "torch", "torch", "list", "seri
 
 
 def random_value(rng, n=None, names="abc"):
-    n = rng.choice([0, 1, 2, 3, 4, 5, 7, 7, 40]) if n is None else n
+    n = rng.choice([0, 1, 2, 3, 4, 5, 7, 7, 40] * 4 + [300]) if n is None else n
     if rng.random() < 0.35:
         return random_leaf(rng, n)
     kind = rng.choice(["dict"] * 8 + ["frame"] * 3 + ["tensordict", "pair", "record", "ordered", "texts"])
