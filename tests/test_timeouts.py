@@ -124,18 +124,23 @@ def test_a_call_that_timed_out_before_it_was_sent_holds_nobody_up_who_awaits(slo
     awaited = caught.value.future if who == "the call itself" else slow.rows.submit([1, 2])
     with pytest.raises(bm.CallTimeout):
         awaited.result(timeout=0)
-    gate.touch()
-    assert in_time(lambda: asyncio.run(_awaited(awaited))) == [1, 2]
+
+    async def wait():
+        asyncio.get_running_loop().call_later(0.1, gate.touch)  # when it is awaited already
+        return await _awaited(awaited)
+
+    assert in_time(lambda: asyncio.run(wait())) == [1, 2]
 
 
 @pytest.mark.parametrize("timeout", [None, 30])
 def test_a_call_behind_one_in_chunks_that_waits_for_rows_waits_as_long_as_it_takes(slow, gate, timeout):
-    rows = slow.rows.submit([1, 2], str(gate))
-    pulled = slow.rows.options(pull=1).submit(rows)
-    behind = slow.rows.submit([3, 4])
-    threading.Timer(0.2, gate.touch).start()
-    assert behind.result(timeout) == [3, 4]
-    assert pulled.result() == [1, 2]
+    with bm.ResourcePool([1]) as pool:
+        rows = bm.WorkerGroup(pool, Slow).rows.submit([1, 2, 3, 4, 5], str(gate))
+        pulled = slow.rows.options(pull=1).submit(rows)  # more chunks than ranks, so that not all are sent at once
+        behind = slow.rows.submit([6, 7])
+        threading.Timer(0.2, gate.touch).start()
+        assert behind.result(timeout) == [6, 7]
+        assert pulled.result() == [1, 2, 3, 4, 5]
 
 
 def test_what_a_long_chain_of_calls_waits_for_is_found_at_once(slow, gate):

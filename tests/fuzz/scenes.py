@@ -270,11 +270,13 @@ def behind_late(group, rows, ranks):
     "behind_chunks": Scene(
         """
 def behind_chunks(group, rows, ranks):
-    chunks = group.same.options(pull=1).submit(group.slow.submit(rows))
-    behind = group.same.options(timeout=20).submit(rows)
-    return [behind.result(), chunks.result()]
+    with bm.ResourcePool([1], backend=BACKEND) as slots:
+        made = bm.WorkerGroup(slots, Subject).slow.submit(rows)
+        chunks, behind = group.same.options(pull=1).submit(made), group.same.options(timeout=20).submit(rows)
+        return [behind.result(), chunks.result()]
 """,
         lambda group, rows, ranks: [few(group, rows, ranks), few(group, rows, ranks)],
+        is_heavy=True,
     ),
     "long_chain": Scene(
         """
