@@ -241,6 +241,9 @@ class Generator:
             what = tuple((old, rng.choice("abcdefxyz")) for old in rng.sample(names, rng.randint(1, len(names))))
         elif name == "sort_by":
             what = rng.choice(names)
+        elif name == "join" and rng.random() < 0.5:  # with itself, under other names
+            self._add(Operate("", "rename", (first,), tuple(zip(names, rng.sample("uvwxyz", len(names)), strict=True))))
+            handles_of = (first, rng.choice([list(self.oracle.handles)[-1], *handles]))
         else:
             handles_of = (first, *rng.choices(handles, k=rng.randint(1, 2)))
         self._add(Operate("", name, handles_of, what))

@@ -335,9 +335,9 @@ class Operate(Step):
         if self.name == "join":
             return _joined_columns(rows)
         if self.name == "sort_by":
-            if what not in names or not _is_sortable(first[what]):
+            if what not in names:
                 raise Invalid(what)
-            return take(first, sorted(range(n), key=lambda i: first[what][i]))
+            return take(first, _order(first[what]))
         asked = [old for old, _ in what] if self.name == "rename" else list(what)
         if not set(asked) <= set(names):
             raise Invalid("no such column")
@@ -417,8 +417,18 @@ def _is_writable(value):
     return 0 not in value.stride() if hasattr(value, "stride") else True
 
 
-def _is_sortable(column):
-    return isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "biufUSmM"
+def _order(column):
+    """The numbers of the rows, ascending by a column, equal ones as they are."""
+    if hasattr(column, "iloc"):
+        try:
+            return column.reset_index(drop=True).sort_values(kind="stable").index
+        except TypeError:
+            raise Invalid("values that cannot be compared") from None
+    if hasattr(column, "numpy") and column.layout is SCOPE["torch"].strided and str(column.dtype) != "torch.bfloat16":
+        column = column.detach().numpy()
+    if not isinstance(column, np.ndarray) or column.ndim > 1 or column.dtype.kind not in "biufUSmM":
+        raise Invalid("no column to sort by")
+    return np.argsort(column, kind="stable")
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,11 @@ METHODS = {
     ),
     "recat": (
         "DP_PROTO",
-        "def recat(self, rows):\n    is_category = str(getattr(rows, 'dtype', '')) == 'category'\n"
-        "    return rows.cat.remove_unused_categories() if is_category else rows",
+        "def recat(self, rows):\n"
+        "    for name in list(rows) if type(rows).__name__ == 'DataFrame' else ():\n"
+        "        if str(rows[name].dtype) == 'category':\n"
+        "            rows[name] = rows[name].cat.remove_unused_categories()\n"
+        "    return rows",
     ),
     "unlike": ("DP_PROTO", "def unlike(self, rows): return list(rows) if len(rows) == 1 else rows"),
     "forks": (
