@@ -184,12 +184,13 @@ def show(x):
         return f"{name} {columns} at {x.index.dtype} {names} {x.index.tolist()}"
     if name == "NestedTensor" or getattr(x, "is_sparse", False):
         return f"{name} {x.dtype} {x.layout} {[show(row.to_dense()) for row in x.unbind()]}"
+    if hasattr(x, "numel"): x = x.detach()
+    if hasattr(x, "tolist") and np.prod(x.shape) > 999:
+        numbers = np.array(x.resolve_conj() if hasattr(x, "numel") else x)
+        return f"{name} {x.dtype} {tuple(x.shape)} {short(numbers.tobytes())}"
     if hasattr(x, "tolist"):
-        x = x.detach() if hasattr(x, "detach") else x
-        n, numbers = (x.numel(), x.resolve_conj().numpy) if hasattr(x, "numel") else (x.size, x.copy)
-        return f"{name} {x.dtype} {tuple(x.shape)} {x.tolist() if n < 999 else short(numbers().tobytes())}"
+        return f"{name} {x.dtype} {tuple(x.shape)} {x.tolist()}"
     return f"{name} {short(x)!r}"
-
 def short(x):
     if isinstance(x, list):
         return list(map(short, x))
@@ -237,6 +238,9 @@ BRANCHES = {
     'elif type(x).__module__ == "torch" and x.layout is torch.strided': ("torch", 2),
     'elif type(x).__name__ == "NestedTensor"': ("nested", 2),
     'if name == "NestedTensor" or getattr(x, "is_sparse", False)': ("nested to_sparse", 2),
+    'if hasattr(x, "numel"): x = x.detach()': ("torch", 1),
+    'if hasattr(x, "tolist") and np.prod(x.shape) > 999': ("9000", 3),
+    "def short(x)": ("9000 bytes", 4),
     'elif type(x).__name__ == "DataFrame"': ("pd", 3),
     "elif isinstance(x, tuple)": ("Pair", 2),
     'elif hasattr(x, "__dataclass_fields__") or type(x).__name__ == "Texts"': ("Record Texts", 2),
@@ -281,4 +285,5 @@ def without_branches(code, used):
         needed, size = BRANCHES.get(lines[i].strip().rstrip(":"), ("", 0))
         if needed and used.isdisjoint(needed.split()):
             del lines[i : i + size]
-    return "\n".join(line for line in lines if not line.strip().startswith('"""')) + "\n"
+    text = "\n".join(line for line in lines if not line.strip().startswith('"""')) + "\n"
+    return text if "def short" in text else text.replace("short(x)", "x").replace("short(one.tolist())", "one.tolist()")
