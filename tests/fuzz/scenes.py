@@ -85,6 +85,8 @@ def other_types(group, rows, ranks):
 
 
 def items_of_others(group, rows, ranks):
+    if not set(ranks) <= set(group.sources("DP_PROTO")):
+        raise Invalid("a rank of which another one is collected, whose items end as well")
     group.renew()
     others = sorted(set(group.sources("DP_PROTO")) - set(ranks))
     return [(rank, "NoneType") for rank in others for _ in range(2)]
