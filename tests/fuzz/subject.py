@@ -187,6 +187,7 @@ def show(x):
     if hasattr(x, "numel"): x = x.detach()
     if hasattr(x, "tolist") and np.prod(x.shape) > 999:
         numbers = np.array(x.resolve_conj() if hasattr(x, "numel") else x)
+        numbers = numbers.astype("f8") if numbers.dtype == np.longdouble else numbers  # which has bytes without meaning
         return f"{name} {x.dtype} {tuple(x.shape)} {short(numbers.tobytes())}"
     if hasattr(x, "tolist"):
         return f"{name} {x.dtype} {tuple(x.shape)} {x.tolist()}"
@@ -239,7 +240,7 @@ BRANCHES = {
     'elif type(x).__name__ == "NestedTensor"': ("nested", 2),
     'if name == "NestedTensor" or getattr(x, "is_sparse", False)': ("nested to_sparse", 2),
     'if hasattr(x, "numel"): x = x.detach()': ("torch", 1),
-    'if hasattr(x, "tolist") and np.prod(x.shape) > 999': ("9000", 3),
+    'if hasattr(x, "tolist") and np.prod(x.shape) > 999': ("9000", 4),
     "def short(x)": ("9000 bytes", 4),
     'elif type(x).__name__ == "DataFrame"': ("pd", 3),
     "elif isinstance(x, tuple)": ("Pair", 2),
