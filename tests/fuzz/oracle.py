@@ -130,7 +130,12 @@ def form_of(value):
     if isinstance(value, list):
         return "list"
     index = repr(value.index.names) if hasattr(value, "iloc") else None
-    return type(value).__name__, repr(value.dtype), tuple(value.shape[1:]), index
+    is_number = isinstance(value, np.ndarray) and value.dtype.isnative and repr(value.dtype)[6:-1] in NUMBERS
+    dtype = "number" if is_number else repr(value.dtype)
+    return type(value).__name__, dtype, tuple(value.shape[1:]), index
+
+
+NUMBERS = ("'int32'", "'int64'", "'float32'", "'float64'", "'uint8'")  # numpy dtypes, of which one is found for all
 
 
 def shares(n, k):
@@ -212,7 +217,8 @@ class Group:
                 given = [value[rank] if protocol == "ALL_TO_ALL" else value for value in args]
             try:
                 result = getattr(one, method)(*copy.deepcopy(given))
-                outcomes.append([copy.deepcopy(i) for i in result] if method == "items" else copy.deepcopy(result))
+                is_generator = method in ("items", "drip")
+                outcomes.append([copy.deepcopy(i) for i in result] if is_generator else copy.deepcopy(result))
             except ValueError as error:
                 outcomes.append(error)
             numbers.append(rows)

@@ -25,6 +25,7 @@ class Scene:
         is_trouble: Whether ranks hang, fail or die in it.
         is_heavy: Whether it takes as long as many steps.
         is_quiet: Whether all calls must have ended before it.
+        needs_values: Whether the rows may not be a handle.
         needs_processes: Whether it has no meaning on backend ``inprocess``.
     """
 
@@ -33,6 +34,7 @@ class Scene:
     is_trouble: bool = False
     is_heavy: bool = False
     is_quiet: bool = False
+    needs_values: bool = False
     needs_processes: bool = False
 
 
@@ -40,14 +42,12 @@ def same(group, rows, ranks):
     return group.call("same", [rows])
 
 
-def of_each(group, rows, method="same"):
-    """Rank, numbers of rows and items of each rank that the protocol collects."""
-    outcomes, numbers = group.outcomes(method, [rows])
-    return [(rank, list(numbers[rank]), outcomes[rank]) for rank in sorted(group.sources("DP_PROTO"))]
+def items_of(method):
+    def comes(group, rows, ranks):
+        outcomes, _ = group.outcomes(method, [rows])
+        return sorted((rank, show(item)) for rank in group.sources("DP_PROTO") for item in outcomes[rank])
 
-
-def shared_items(group, rows, ranks):
-    return sorted((rank, show(item)) for rank, _, items in of_each(group, rows, "items") for item in items)
+    return comes
 
 
 def partial_items(group, rows, ranks):
@@ -64,8 +64,8 @@ def few(group, rows, ranks):
 
 
 def evenly(group, rows, ranks):
-    costs = rows.get("a") if isinstance(rows, dict) else None
-    if not isinstance(costs, np.ndarray) or costs.dtype.kind not in "biuf" or costs.ndim > 1 or rows.keys() != {"a"}:
+    costs = next(iter(rows.values())) if isinstance(rows, dict) else rows
+    if not isinstance(costs, np.ndarray) or costs.dtype.kind not in "biuf" or costs.ndim > 1:
         raise Invalid("no costs")
     return True
 
@@ -145,12 +145,12 @@ def left_early(group, rows, ranks):
     "shared_by_threads": Scene(
         """
 def shared_by_threads(group, rows, ranks):
-    stream = group.items.stream(rows)
+    stream = group.drip.stream(rows)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         taken = [pool.submit(list, stream) for _ in range(3)]
         return sorted((item.rank, show(item.result())) for one in taken for item in one.result())
 """,
-        shared_items,
+        items_of("drip"),
     ),
     "shared_by_tasks": Scene(
         """
@@ -161,7 +161,7 @@ def shared_by_tasks(group, rows, ranks):
         return await asyncio.gather(take(stream), take(stream))
     return sorted(item for one in asyncio.run(main()) for item in one)
 """,
-        shared_items,
+        items_of("items"),
     ),
     "closed_elsewhere": Scene(
         """
@@ -347,23 +347,28 @@ def not_held_up(group, rows, ranks):
     "take_turns": Scene(
         """
 def take_turns(group, rows, ranks):
-    with bm.ResourcePool([1], backend=BACKEND) as slots, concurrent.futures.ThreadPoolExecutor(4) as threads:
-        rivals = [bm.WorkerGroup(slots, Subject) for _ in range(2)]
-        def play(number):
-            for _ in range(4):
-                with rivals[number % 2].turn(timeout=20): rivals[number % 2].count([1])
-        return list(threads.map(play, range(4)))
+    with bm.ResourcePool([1], backend=BACKEND) as slots, concurrent.futures.ThreadPoolExecutor(2) as threads:
+        one, rival = bm.WorkerGroup(slots, Subject), bm.WorkerGroup(slots, Subject)
+        end = time.monotonic() + 8
+        def hold():
+            while time.monotonic() < end:
+                with one.turn(timeout=20): time.sleep(0.002)
+        held = [threads.submit(hold) for _ in range(2)]
+        with rival.turn(timeout=5): end = 0.0
+        return [one.result() for one in held]
 """,
-        lambda group, rows, ranks: [None] * 4,
+        lambda group, rows, ranks: [None] * 2,
         is_heavy=True,
     ),
     "evenly": Scene(
         """
 def evenly(group, rows, ranks):
-    same = group.costs(rows) == group.costs({"a": rows["a"].astype(float)})
-    return same and show(group.evened(rows)) == show(rows)
+    costs = rows if isinstance(rows, np.ndarray) else next(iter(rows.values()))
+    same = group.costs({"a": costs}) == group.costs({"a": costs.astype(float)})
+    return same and show(group.evened({"a": costs})) == show({"a": costs})
 """,
         evenly,
+        needs_values=True,
     ),
     "of_rank_zero": Scene(
         """

@@ -623,7 +623,7 @@ class Play(Invoke):
     def expect(self, oracle):
         scene = SCENES[self.name]
         group, (rows, ranks) = self.checked(oracle)
-        if scene.needs_processes and self.args[0] in oracle.handles:
+        if (scene.needs_processes or scene.needs_values) and self.args[0] in oracle.handles:
             raise Invalid("the call may wait for rows instead")
         if scene.is_quiet:
             check_all_end(self.handles, oracle)

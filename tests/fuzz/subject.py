@@ -38,6 +38,7 @@ METHODS = {
     "bump_kept": ("ONE_TO_ALL", "def bump_kept(self): bump(self.__dict__.get('kept', []))"),
     "forget": ("ONE_TO_ALL", "def forget(self): self.__dict__.pop('kept', None)"),
     "items": ("DP_PROTO", "def items(self, rows):\n    yield rows\n    yield bump(rows)"),
+    "drip": ("DP_PROTO", "def drip(self, rows):\n    yield rows\n    __import__('time').sleep(0.005)\n    yield rows"),
     "padded": ("PADDED", "def padded(self, rows): return rows"),
     "count": (
         "SUM",
@@ -128,7 +129,20 @@ METHODS = {
     "descriptors": ("ONE_TO_ALL", "def descriptors(self): return len(__import__('os').listdir('/proc/self/fd'))"),
     "on_replace": ("", "def on_replace(self, rank, state): ..."),
 }
-NOT_DRAWN = {"items", "fail", "forget", "hang", "die", "apart", "clock", "endless", "crawl", "trickle", "not_one"}
+NOT_DRAWN = {
+    "items",
+    "drip",
+    "fail",
+    "forget",
+    "hang",
+    "die",
+    "apart",
+    "clock",
+    "endless",
+    "crawl",
+    "trickle",
+    "not_one",
+}
 NOT_DRAWN |= {
     "unlike",
     "forks",
@@ -185,7 +199,7 @@ def show(x):
     if name == "NestedTensor" or getattr(x, "is_sparse", False):
         return f"{name} {x.dtype} {x.layout} {[show(row.to_dense()) for row in x.unbind()]}"
     if hasattr(x, "numel"): x = x.detach()
-    if hasattr(x, "tolist") and np.prod(x.shape) > 999:
+    if hasattr(x, "tolist") and np.prod(x.shape) > 999 and str(x.dtype) != "object":
         numbers = np.array(x.resolve_conj() if hasattr(x, "numel") else x)
         numbers = numbers.astype("f8") if numbers.dtype == np.longdouble else numbers  # which has bytes without meaning
         return f"{name} {x.dtype} {tuple(x.shape)} {short(numbers.tobytes())}"
@@ -240,7 +254,7 @@ BRANCHES = {
     'elif type(x).__name__ == "NestedTensor"': ("nested", 2),
     'if name == "NestedTensor" or getattr(x, "is_sparse", False)': ("nested to_sparse", 2),
     'if hasattr(x, "numel"): x = x.detach()': ("torch", 1),
-    'if hasattr(x, "tolist") and np.prod(x.shape) > 999': ("9000", 4),
+    'if hasattr(x, "tolist") and np.prod(x.shape) > 999 and str(x.dtype) != "object"': ("9000", 4),
     "def short(x)": ("9000 bytes", 4),
     'elif type(x).__name__ == "DataFrame"': ("pd", 3),
     "elif isinstance(x, tuple)": ("Pair", 2),
