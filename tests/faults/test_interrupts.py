@@ -595,3 +595,42 @@ def test_a_replacement_that_ctrl_c_interrupts_can_be_made_again(monkeypatch, ste
             group.replace(1)
         group.replace(1)
         assert group.my_rank() == [0, 1]
+
+
+@contextlib.contextmanager
+def interrupted_when(is_now):
+    """Ctrl-C is pressed in the block at the first event of the profiler, with frame, kind and what, that is meant."""
+
+    def look(frame, kind, what):
+        if is_now(frame, kind, what):
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        sys.setprofile(None)
+
+
+MOMENTS = {
+    "the rows are made": lambda frame, kind, what: kind == "call" and frame.f_back.f_code.co_name == "_settle",
+    "the lock is taken": lambda frame, kind, what: (
+        kind == "c_return" and what.__name__ == "acquire" and frame.f_code.co_name == "wait"
+    ),
+}
+
+
+@pytest.mark.backends("inprocess", "local")
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_handles_are_what_they_were_when_ctrl_c_comes_as_rows_are_looked_for(share_group, moment):
+    group = share_group(2, Pulled)
+    rows = group.slow.submit(np.arange(4))
+    some = rows[1:3]
+    with interrupted_when(MOMENTS[moment]):
+        group.slow(some)
+    assert some.result().tolist() == [1, 2]
+    assert rows.result().tolist() == [0, 1, 2, 3]
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(rows.result, 20).result().tolist() == [0, 1, 2, 3]

@@ -424,7 +424,11 @@ def _order(column):
             return column.reset_index(drop=True).sort_values(kind="stable").index
         except TypeError:
             raise Invalid("values that cannot be compared") from None
-    if hasattr(column, "numpy") and column.layout is SCOPE["torch"].strided and str(column.dtype) != "torch.bfloat16":
+    if (
+        isinstance(column, SCOPE["torch"].Tensor)
+        and column.layout is SCOPE["torch"].strided
+        and str(column.dtype) != "torch.bfloat16"
+    ):
         column = column.detach().numpy()
     if not isinstance(column, np.ndarray) or column.ndim > 1 or column.dtype.kind not in "biufUSmM":
         raise Invalid("no column to sort by")

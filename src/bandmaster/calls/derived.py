@@ -157,16 +157,16 @@ class DerivedCall:
 
     def _settle(self) -> None:
         with self._lock:
-            make, self._make = self._make, None
-            if make is None:
+            if self._make is None:
                 return
             try:
-                self._made = make()
+                self._made = self._make()
                 if self._is_released:
                     self._made = None
             except Exception as error:
                 self.error = error
             self.parents = ()  # so that a chain of handles does not keep all that came before
+            self._make = None  # last: after Ctrl-C, it is made again
 
 
 def _itself(part: Any) -> Any:

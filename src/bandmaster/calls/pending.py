@@ -277,18 +277,22 @@ class PendingCall:
         timeout_s = None if timeout_s is None or timeout_s > threading.TIMEOUT_MAX else max(0.0, timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         check_not_held(self.reading)
-        if not self.reading.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            self._was_missed = True
-            if not self.reading.acquire(blocking=False):
-                return False
         try:
+            if not self.reading.acquire(timeout=-1 if timeout_s is None else timeout_s):
+                self._was_missed = True
+                if not self.reading.acquire(blocking=False):
+                    return False
             if not self.is_done and self._read(deadline):
                 self._conclude()
             return self.is_done
         finally:
-            self.reading.release()
-            if self._was_missed:
-                self._tell_who_missed()
+            try:
+                self.reading.release()  # first, as Ctrl-C cannot come before it
+            except RuntimeError:
+                pass  # it was not taken in time, or Ctrl-C came before
+            else:
+                if self._was_missed:
+                    self._tell_who_missed()
 
     def wait_for_all(self) -> None:
         """Read until every rank has replied or was ended; without making the result."""
@@ -302,14 +306,19 @@ class PendingCall:
         Returns:
             The moment at which there is more to do, if there is one.
         """
-        if self.is_over or self.reading._is_owned() or not self.reading.acquire(blocking=False):  # type: ignore[attr-defined]
+        if self.is_over or self.reading._is_owned():  # type: ignore[attr-defined]
             return None
         try:
+            if not self.reading.acquire(blocking=False):
+                return None
             self._take(0.0)
             moment = self._escalate()
             return None if self._note_end() else moment
         finally:
-            self.reading.release()
+            try:  # noqa: SIM105  # Ctrl-C could come in suppress()
+                self.reading.release()
+            except RuntimeError:
+                pass  # as in `wait`
             if self._was_missed:
                 self._tell_who_missed()
             self._have_the_result_made()
