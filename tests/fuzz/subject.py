@@ -227,19 +227,15 @@ bm.register_batch_type(
 HELPERS = {
     "interrupted": """
 def interrupted(call, seconds):
-    main, is_on = threading.get_ident(), [True]
-    def pressed(*_):
-        if is_on: raise KeyboardInterrupt
-    press = lambda: is_on and signal.pthread_kill(main, signal.SIGINT)  # a timer may start after all has ended
-    presses = [threading.Timer(one, press) for one in seconds]
+    def pressed(_, frame):
+        while frame and frame.f_code is not call.__code__: frame = frame.f_back
+        if frame: raise KeyboardInterrupt  # in the call alone
+    main = threading.get_ident()
+    presses = [threading.Timer(one, signal.pthread_kill, [main, signal.SIGINT]) for one in seconds]
     before = signal.signal(signal.SIGINT, pressed)
-    with contextlib.suppress(KeyboardInterrupt):
-        for one in presses: one.start()
-        call()
-    try: is_on.clear()
-    except KeyboardInterrupt: is_on.clear()
-    for one in presses:
-        if one.ident: one.join()
+    for one in presses: one.start()
+    with contextlib.suppress(KeyboardInterrupt): call()
+    for one in presses: one.join()
     signal.signal(signal.SIGINT, before)
 """,
     "awaited": """
