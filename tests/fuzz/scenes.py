@@ -384,7 +384,7 @@ def late(group, rows, ranks):
     for _ in range(100):
         try: return future.result(timeout=0.05)
         except bm.CallTimeout as error: found = error
-        if all("in waits" in found.stacks[rank] for rank in ranks): break  # else one has not begun yet
+        if all("in waits" in found.stacks.get(rank, "") for rank in ranks): break  # else one has not begun yet
     future.cancel()
     raise found
 """,
