@@ -315,13 +315,14 @@ class PendingCall:
             moment = self._escalate()
             return None if self._note_end() else moment
         finally:
-            try:  # noqa: SIM105  # Ctrl-C could come in suppress()
+            try:
                 self.reading.release()
             except RuntimeError:
                 pass  # as in `wait`
-            if self._was_missed:
-                self._tell_who_missed()
-            self._have_the_result_made()
+            else:
+                if self._was_missed:
+                    self._tell_who_missed()
+                self._have_the_result_made()
 
     def _tell_who_missed(self) -> None:
         """Tell of what has arrived while this thread read: who came for it went away."""
