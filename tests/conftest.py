@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import cloudpickle
 import pytest
+from hosts import ON_HOSTS, spread
 from hypothesis import settings
 
 import bandmaster as bm
@@ -55,15 +56,7 @@ def ray_cluster():
 collect_ignore_glob = ["*_programs/*", "hosts.py", "on_hosts.py", "soak.py", "soaking/*", "fuzz/*", "verl/*"]
 collect_ignore_glob += ["test_hosts.py", "test_bench_hosts.py"]  # need root, and a Ray cluster of several hosts
 
-ON_HOSTS = bool(os.environ.get("BANDMASTER_TEST_HOSTS"))  # all ranks are on other hosts: see on_hosts.py
 BACKENDS = ["ray"] if ON_HOSTS else ["inprocess", "local", "ray"]
-
-
-def spread(process_on_nodes):
-    """The nodes of a pool; where there are other hosts, its slots are on two of them if it has as many."""
-    if ON_HOSTS and len(process_on_nodes) == 1 and (n := process_on_nodes[0]) > 1:
-        return [n - n // 2, n // 2]
-    return process_on_nodes
 
 
 def pytest_collection_modifyitems(items):

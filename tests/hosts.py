@@ -22,6 +22,16 @@ START_TIMEOUT_S = 120
 SHM_SIZE = "4g"
 
 
+ON_HOSTS = bool(os.environ.get("BANDMASTER_TEST_HOSTS"))  # all ranks are on other hosts: see on_hosts.py
+
+
+def spread(process_on_nodes):
+    """The nodes of a pool; where there are other hosts, its slots are on two of them if it has as many."""
+    if ON_HOSTS and len(process_on_nodes) == 1 and (n := process_on_nodes[0]) > 1:
+        return [n - n // 2, n // 2]
+    return process_on_nodes
+
+
 def why_not():
     """Why there can be no testbed here; None if there can."""
     if os.geteuid() != 0:

@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from conftest import spread
+from hosts import spread
 
 import bandmaster as bm
 from bandmaster.testing import BackendContract

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import random
-import subprocess
 import sys
 import time
 import warnings
 
-from hosts import Hosts, why_not
+import on_hosts
+from hosts import ON_HOSTS
 
 from fuzz.campaign import Campaign
-from fuzz.run import ON_HOSTS
 
 
 def main() -> int:
@@ -27,7 +26,7 @@ def main() -> int:
     parser.add_argument("--scripts", help="a folder for the scripts of failures, besides printing them")
     given = parser.parse_args()
     if "hosts" in given.backends.split(","):
-        return on_hosts(sys.argv[1:])
+        return on_hosts.main([one.replace("hosts", "ray") for one in sys.argv[1:]], "fuzz", cpus=32)
     seed = random.SystemRandom().randrange(10**9) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
     warnings.simplefilter("ignore")  # pandas' and torch's, about kinds of values
@@ -47,17 +46,6 @@ def start_ray():
 
     here = {} if ON_HOSTS else {"address": "local", "num_cpus": 64, "include_dashboard": False}
     ray.init(**here, log_to_driver=False)
-
-
-def on_hosts(options):
-    """Run this program with all ranks on other hosts than its own; return its exit status."""
-    reason = why_not()
-    if reason is not None:
-        print(f"SKIPPED: there are no other hosts, because {reason}")
-        return 0
-    with Hosts(3, cpus=32) as hosts:
-        command = hosts.command(0, [sys.executable, "-m", "fuzz", *(one.replace("hosts", "ray") for one in options)])
-        return subprocess.run(command, env=hosts.environment | {"BANDMASTER_TEST_HOSTS": "1"}, check=False).returncode
 
 
 if __name__ == "__main__":

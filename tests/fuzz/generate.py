@@ -72,9 +72,8 @@ class Generator:
         kinds = [self._let, self._call, self._call, self._submit, self._submit, self._submit, self._put, self._stream]
         kinds += [self._operate] * 5 + [self._read, self._overwrite, self._overwrite, self._fail, self._release]
         kinds += [self._await, self._mistake] + [lambda: self._play(CALM)] * 2
-        kinds += (
-            [self._interrupt, self._interrupt, *[lambda: self._play(TROUBLED)] * 4] if rng.random() < TROUBLES else []
-        )
+        if rng.random() < TROUBLES:
+            kinds += [self._interrupt] * 2 + [lambda: self._play(TROUBLED)] * 4
         for _ in range(rng.randint(2, N_STEPS)):
             (self._restart if rng.random() < RESTARTS else rng.choice(kinds))()
         ends = [Read("", name) for name in self.oracle.handles] + [Look("", name) for name in self.oracle.values]
@@ -134,8 +133,8 @@ class Generator:
         if method not in PULLED or rng.random() < 0.5:
             return 0, None
         rows = dict(self._rows())[args[0]]
-        names = [name for name in names_of(rows) or () if isinstance(rows[name], np.ndarray) and rows[name].ndim == 1]
-        names = [name for name in names if isinstance(name, str)]
+        texts = [name for name in names_of(rows) or () if isinstance(name, str)]
+        names = [name for name in texts if isinstance(rows[name], np.ndarray) and rows[name].ndim == 1]
         return rng.randint(1, 4), rng.choice([None, *names])
 
     def _submit(self):
@@ -156,7 +155,7 @@ class Generator:
         args = (rng.choice(self._rows())[0],)
         seconds = tuple(round(rng.uniform(0, 0.02), 4) for _ in range(rng.choice([1, 1, 2, 3])))
         if groups := self._own_groups():
-            self._add(Interrupt("", rng.choice(groups), method, args, seconds, rng.choice([0, 0, 1])))
+            self._add(Interrupt("", rng.choice(groups), method, args, rng.choice([0, 0, 1]), None, seconds))
 
     def _own_groups(self):
         """Those on the backend of the program."""

@@ -145,14 +145,8 @@ def shares(n, k):
     return [range(start, stop) for start, stop in itertools.pairwise(ends)]
 
 
-RETURNS_ROWS = (
-    "DP_PROTO",
-    "3D_PROTO",
-    "3D_ALL_MICRO_DP",
-    "PADDED",
-    "CELLS",
-    "BALANCED",
-)  # and splits them, as others do, too
+# Protocols that return rows, and split them, as others do, too.
+RETURNS_ROWS = ("DP_PROTO", "3D_PROTO", "3D_ALL_MICRO_DP", "PADDED", "CELLS", "BALANCED")
 SPLIT = (*RETURNS_ROWS, "SUM", "BOTH")
 
 

@@ -19,6 +19,7 @@ import zlib
 from dataclasses import dataclass
 
 import numpy as np
+from hosts import spread
 
 import bandmaster as bm
 from fuzz.oracle import MODULES, Expected, bump, show
@@ -29,7 +30,6 @@ from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, SHOW, class_code
 LONGEST_S = 30  # a program takes a hundredth of it
 MOST_RANKS = 24  # of groups that are kept for later programs
 MOST_DESCRIPTORS = 40  # that a rank may have more than after its first program, for memory that is used again
-ON_HOSTS = bool(os.environ.get("BANDMASTER_TEST_HOSTS"))  # all ranks are on other hosts
 STANDARD = (asyncio, collections, contextlib, dataclasses, itertools, os, signal, threading, time)  # what helpers use
 
 
@@ -85,7 +85,7 @@ class Groups:
         mesh = bm.Mesh(**dict(axes))
         while self._free and sum(len(groups[0].worker_names) for _, groups in self._free) + mesh.size > MOST_RANKS:
             self._close(self._free.pop(0)[1])
-        pool = bm.ResourcePool(_spread(mesh.size), backend=backend)
+        pool = bm.ResourcePool(spread([mesh.size]), backend=backend)
         if not roles:
             return (bm.WorkerGroup(pool, self.scope["Subject"], mesh=mesh),)
         of_each = dict.fromkeys(roles, self.scope["Subject"])
@@ -123,11 +123,6 @@ class Groups:
         for _, groups in self._free:
             self._close(groups)
         self._free.clear()
-
-
-def _spread(n):
-    """Slots of a pool on one host; on two, where there are other hosts."""
-    return [n - n // 2, n // 2] if ON_HOSTS and n > 1 else [n]
 
 
 def _scope(backend):

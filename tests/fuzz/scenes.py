@@ -116,13 +116,12 @@ def after_restart(group, rows, ranks):
     raise Expected("WorkerDied", ranks, says="last words of rank")
 
 
-def some_hang(error):
-    def comes(group, rows, ranks):
-        raise Expected(
-            error, ranks if error == "CallTimeout" else (), says="in waits" if error == "CallTimeout" else ""
-        )
+def after_its_time(group, rows, ranks):
+    raise Expected("CallTimeout", ranks, says="in waits")
 
-    return comes
+
+def after_cancel(group, rows, ranks):
+    raise Expected("CallCancelled")
 
 
 SCENES = {
@@ -388,7 +387,7 @@ def late(group, rows, ranks):
     future.cancel()
     raise found
 """,
-        some_hang("CallTimeout"),
+        after_its_time,
         is_trouble=True,
         needs_processes=True,
     ),
@@ -399,7 +398,7 @@ def cancelled(group, rows, ranks):
     future.cancel()
     return future.result()
 """,
-        some_hang("CallCancelled"),
+        after_cancel,
         is_trouble=True,
         needs_processes=True,
     ),

@@ -562,15 +562,14 @@ class Restart(Step):
 
 
 @dataclass(frozen=True)
-class Interrupt(Invoke):
+class Interrupt(Call):
     """Press Ctrl-C while a call runs, or just before or after."""
 
+    is_seen = False
     seconds: tuple[float, ...] = ()  # after each of which it is pressed
-    pull: int = 0
 
     def code(self):
-        options = f".options(pull={self.pull})" if self.pull else ""
-        call = f"lambda: {self.group}.{self.method}{options}({self.arguments()})"
+        call = f"lambda: {self.group}.{self.method}{self.options()}({self.arguments()})"
         return f"{self.out} = interrupted({call}, {self.seconds})"
 
     def expect(self, oracle):
