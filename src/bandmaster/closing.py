@@ -12,9 +12,8 @@ __all__ = ["close_all"]
 def close_all() -> None:
     """Close all worker groups and resource pools of this process, also those that no variable refers to any more.
 
-    Their workers end and their slots are released, as by `WorkerGroup.close` and `ResourcePool.close`. The workers of
-    detached groups live on. New pools and groups can be made afterwards. In a fork of the controller, it closes what
-    the fork has made.
+    Their workers end and their slots are released, as by `WorkerGroup.close` and `ResourcePool.close`. New pools
+    and groups can be made afterwards. In a fork of the controller, it closes what the fork has made.
 
     Raises:
         UsageError: A signal handler called this during an operation of a group, which stays open.

@@ -146,15 +146,15 @@ class ColocatedGroup(GroupOf[Any]):
     def _start(self, launch: Launch) -> None:
         if not self._parts:  # in the turn in which the group is constructed
             for name, checked in self._found.items():
-                self._parts[name] = self._parts_of(name, checked, launch.options)
+                self._parts[name] = self._parts_of(name, checked)
             self._turns.roles = [parts.turns for parts in self._parts.values()]
         super()._start(launch)
 
-    def _parts_of(self, name: str, checked: _Checked, options: Mapping[str, Any]) -> _RoleParts:
+    def _parts_of(self, name: str, checked: _Checked) -> _RoleParts:
         group, mesh, traffic = f"{self._name}.{name}", checked.role.mesh, self._submitter.traffic
         submitter = Submitter(self._ownership.workers, checked.cls, mesh, group, name + SEPARATOR, traffic)
         submitter.meshes = {method: spec.mesh for method, spec in checked.methods.items()}
-        return _RoleParts(checked, group, submitter, self._participant(checked.cls, group, submitter, options))
+        return _RoleParts(checked, group, submitter, self._participant(checked.cls, group, submitter))
 
     @property
     def role_names(self) -> tuple[str, ...]:

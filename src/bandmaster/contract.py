@@ -1,6 +1,5 @@
 """The waist: what a backend is (4 methods), and what the running workers of a group are (10 methods, 4 facts).
 
-A backend on whose cluster workers can outlive their controller has one method more: see `DetachingBackend`.
 The core plans calls and never sees a socket. A backend carries payloads and never sees an axis or a protocol::
 
     WorkerGroup ── Launch ──► Backend.start ──► Workers ── put, call ──────► worker processes
@@ -14,9 +13,8 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -46,12 +44,9 @@ __all__ = [
     "TIMES",
     "Backend",
     "Call",
-    "DetachedGroups",
-    "DetachingBackend",
     "Kept",
     "KeptCopy",
     "Launch",
-    "Lifetime",
     "Reply",
     "RowFacts",
     "Rows",
@@ -104,64 +99,42 @@ class Slot:
     share: float
 
 
-class Lifetime(Enum):
-    """When the workers of a group end. Only backend ``"ray"``, on which others can call them, knows all of these."""
-
-    GROUP = "with the group"
-    HANDLES = "with the group, but for workers whose handles it gave away: those end with the last handle"
-    DETACHED = "when somebody kills them"
-    NAMED = "when a controller ends the group, which others attach by its name"
-
-    @property
-    def outlives_controller(self) -> bool:
-        """Whether the workers live on when their controller has ended."""
-        return self in (Lifetime.DETACHED, Lifetime.NAMED)
-
-
 @dataclass(frozen=True)
 class Launch:
     """Everything a backend needs to start a group's workers, and to replace one of them later.
 
     Attributes:
         group: The group's name.
-        cls: The worker class.
+        class_name: Name of the worker class, for messages: the class itself comes with `CONSTRUCT`.
         mesh: The group's mesh.
         meshes: Its further meshes, by name.
         slots: The slot of each rank.
         worker_names: The name of each rank's worker, as users see it.
-        uses_gpu: Whether every slot has a GPU.
-        cpus_per_worker: CPUs that each slot has.
         options: The backend's own options, from the class as the user wrapped it.
         start_timeout_s: How long the processes may take to start, and then the constructors; None for as long as they
             take.
-        is_again: Whether workers of the same names may have ended just before.
         variables: Further environment variables of the workers.
-        lifetime: When the workers end.
-        resources_per_worker: Custom resources that each slot has.
         env: Environment variables that the pool asks for, from the time at which the workers' processes start.
         preload: Names of the modules that are imported before the workers are constructed; None where the pool does not
             say, so that the backend may import what it sees fit.
+        imports: Names of modules that methods of the class import when they run, as far as the code shows it.
         output: The directory that the output of workers goes to, each to a file of its own; None for the controller's
             streams.
         log_level: The lowest level of log records that the controller's loggers get; None for none.
     """
 
     group: str
-    cls: type
+    class_name: str
     mesh: Mesh
     meshes: Mapping[str, Mesh]
     slots: tuple[Slot, ...]
     worker_names: tuple[str, ...]
-    uses_gpu: bool
-    cpus_per_worker: float
     options: Mapping[str, Any] = field(default_factory=dict)
     start_timeout_s: float | None = None
-    is_again: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
-    lifetime: Lifetime = Lifetime.GROUP
-    resources_per_worker: Mapping[str, float] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] | None = None
+    imports: tuple[str, ...] = ()
     output: str | None = None
     log_level: int | None = None
 
@@ -192,7 +165,11 @@ class Launch:
     @property
     def constructor(self) -> str:
         """What messages call the construction of the workers."""
-        return f"{self.cls.__name__}.__init__"
+        return f"{self.class_name}.__init__"
+
+    def sent(self) -> Launch:
+        """The launch as other hosts need it: without reservations and options, which only the controller understands."""
+        return replace(self, slots=tuple(replace(slot, reservation=None) for slot in self.slots), options={})
 
     def late(self, ranks: Sequence[int], why: str) -> CallTimeout:
         """The error of ranks that did not start within ``start_timeout_s``."""
@@ -207,9 +184,8 @@ class WorkerRecord(NamedTuple):
         host: Name or address of its host.
         pid: Its process.
         device: ``"cpu"``, or its GPU as torch names it there.
-        channel: How calls reach it, such as ``"lane"``. A worker with a lane is on the controller's own host.
-        handle: Returns the object by which the backend's own users know it: an actor handle on Ray, the worker itself
-            in-process.
+        channel: How calls reach it: ``"lane"`` on the controller's own host, ``"link"`` on another one.
+        handle: Returns the object that stands for it in `WorkerGroup.workers`.
     """
 
     host: str
@@ -467,10 +443,7 @@ class Workers(Protocol):
         """
 
     def stop(self, why: str = CLOSED) -> None:
-        """End the workers. Pending calls fail because of ``why``. Calling it again does nothing.
-
-        Only for `CLOSED`, the launch's lifetime may let workers live on.
-        """
+        """End the workers. Pending calls fail because of ``why``. Calling it again does nothing."""
 
 
 class Backend(Protocol):
@@ -502,57 +475,4 @@ class Backend(Protocol):
             PlacementError: A process did not start in time.
             WorkerDied: A process ended as it started.
             CallTimeout: The processes did not start within the launch's ``start_timeout_s``.
-        """
-
-
-class DetachedGroups(Protocol):
-    """The groups of a cluster whose workers outlive their controllers, by name; all its controllers see the same ones.
-
-    A group is claimed before its workers start, and published when all of them are constructed.
-    """
-
-    def check_free(self, name: str) -> None:
-        """Raise UsageError if a detached group has this name. End one whose controller has died as it started it."""
-
-    def claim(self, launch: Launch, identity: str, description: Payload) -> None:
-        """Take the name of a group that is about to start.
-
-        Args:
-            launch: The group.
-            identity: Tells it from later groups of the same name.
-            description: What a controller that attaches to it needs; handed out as it is.
-
-        Raises:
-            UsageError: The name is taken.
-        """
-
-    def publish(self, name: str) -> None:
-        """Let controllers attach to a group that was claimed."""
-
-    def find(self, name: str) -> tuple[str, Payload]:
-        """The identity and the description of a published group.
-
-        Raises:
-            UsageError: There is none of that name, it has not started, or another version of bandmaster started it.
-        """
-
-    def attach(self, launch: Launch) -> Workers:
-        """Call the workers of a published group, in this process or another one. Those that have died are `deaths`."""
-
-    def end(self, name: str, identity: str) -> None:
-        """End the workers of a claimed group, dead or alive, and release its slots and its name.
-
-        Slots stay where another detached group uses them, and where a pool of this process has them, until that is
-        closed. Nothing happens if the group has ended, even if another one has its name.
-        """
-
-
-class DetachingBackend(Backend, Protocol):
-    """A backend that has detached groups. The others lack the method."""
-
-    def detached_groups(self) -> AbstractContextManager[DetachedGroups]:
-        """The detached groups of the cluster, to which this process stays connected while the block runs.
-
-        Raises:
-            UsageError: There is no cluster, or it would end with this process.
         """

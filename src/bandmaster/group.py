@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
@@ -30,7 +29,7 @@ from bandmaster.calls.pending import CallSite
 from bandmaster.calls.records import CallTable
 from bandmaster.calls.spec import specs_of
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import Launch, Lifetime
+from bandmaster.contract import Launch
 from bandmaster.errors import ArgumentError, ClosedError, UsageError, WorkerDied, suggestion
 from bandmaster.lifecycle import tables
 from bandmaster.lifecycle.checks import (
@@ -45,7 +44,6 @@ from bandmaster.lifecycle.checks import (
 )
 from bandmaster.lifecycle.construction import replace_worker, start_workers
 from bandmaster.lifecycle.death_watch import DeathWatch
-from bandmaster.lifecycle.detached import DetachedGroup, check_detachable, is_or_was, nodes_of
 from bandmaster.lifecycle.open_groups import open_groups
 from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.lifecycle.participant import Participant
@@ -53,7 +51,7 @@ from bandmaster.lifecycle.turns import Turn, renewal
 from bandmaster.plan.mesh import Mesh
 from bandmaster.platform.locks import check_not_held
 from bandmaster.pool import ResourcePool
-from bandmaster.worker import Worker, registrations
+from bandmaster.worker import Worker, imports_of, registrations
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -84,8 +82,6 @@ class GroupOf(ByName, Cancelling, Generic[W]):
     _roles_have_hooks = False  # those of a colocated group
     _is_colocated = False  # whether groups of this class share processes
     _name: str
-    _detached: DetachedGroup | None = None
-    _is_attached = False  # whether another controller has started the workers
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -110,7 +106,6 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         name: str | None = None,
         name_prefix: str | None = None,
         start_timeout: float | None = None,
-        is_detached: bool = False,
         output: str | PathLike[str] | None = None,
         logging: str | int | None = None,
         **kwargs: Any,
@@ -122,8 +117,6 @@ class GroupOf(ByName, Cancelling, Generic[W]):
             )
         check_options(type(self).__name__, name_prefix, start_timeout)
         check_name(type(self).__name__, name, name_prefix)
-        if not isinstance(is_detached, bool):
-            raise UsageError(f"is_detached of {type(self).__name__} must be True or False, got {is_detached!r}")
         directory, level = checked_output(type(self).__name__, output), checked_level(type(self).__name__, logging)
         cls, args, kwargs, options = unwrap(worker_class, args, kwargs)
         if issubclass(cls, GroupOf):
@@ -138,9 +131,6 @@ class GroupOf(ByName, Cancelling, Generic[W]):
             )
         registered = registrations(cls)
         check_names(cls, registered, dir(GroupOf))
-        if is_detached:
-            backend = check_detachable(get_backend(pool.backend), pool.backend, name, pool.is_detached)
-            self._detached = DetachedGroup.new(name or "", backend)
         prefix = pool.name_prefix if name_prefix is None else name_prefix
         own_meshes = checked_mesh(mesh, pool.world_size, pool), checked_meshes(meshes, pool.world_size, pool)
         self._constructor = encode_constructor(cls, args, kwargs)
@@ -148,48 +138,35 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         self._ownership = Ownership(self, name or f"{prefix}{cls.__name__}")
         open_groups.add(self, self._ownership.name, is_default)
         try:
-            self._set_up(cls, pool, *own_meshes, options)
-            if self._detached is not None:
-                self._detached.check_free()
-            elif name is not None:
+            self._set_up(cls, pool, *own_meshes)
+            if name is not None:
                 for former in open_groups.close_former(self):
                     former._pool._give_back(pool)
             slots = pool._occupy(self, self._name, self._ownership.set_slots)
             names = tuple(f"{self._name}_{slot.node_rank}:{slot.local_rank}" for slot in slots)
             self._launch = Launch(
                 self._name,
-                cls,
+                cls.__name__,
                 self._mesh,
                 self._meshes,
                 slots,
                 names,
-                pool.use_gpu,
-                pool.cpus_per_worker,
                 options,
                 start_timeout,
                 env=pool.env,
                 preload=pool.preload,
-                is_again=open_groups.use(self),
-                resources_per_worker=pool.resources_per_worker,
-                lifetime=Lifetime.GROUP if self._detached is None else Lifetime.NAMED,
+                imports=imports_of(cls),
                 output=directory,
                 log_level=level,
             )
-            with renewal(self._turns), self._publishing():
+            with renewal(self._turns):
                 self._start(self._launch)
         except BaseException:
             self._ownership.close()
             raise
 
-    def _set_up(
-        self,
-        cls: type[Worker],
-        pool: ResourcePool,
-        mesh: Mesh,
-        meshes: Mapping[str, Mesh],
-        options: Mapping[str, Any],
-    ) -> None:
-        """Set what a group with a name has before it has workers. ``options`` are those of ``@ray.remote``."""
+    def _set_up(self, cls: type[Worker], pool: ResourcePool, mesh: Mesh, meshes: Mapping[str, Mesh]) -> None:
+        """Set what a group with a name has before it has workers."""
         name = self._name
         self._cls, self._pool, self._mesh, self._meshes = cls, pool, mesh, meshes
         self._methods = specs_of(cls, registrations(cls), mesh, meshes)
@@ -197,83 +174,12 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         self._watches: list[DeathWatch] = []
         self._submitter = Submitter(self._ownership.workers, cls, mesh, name)
         self._submitter.meshes = {method: spec.mesh for method, spec in self._methods.items()}
-        self._turns = self._participant(cls, name, self._submitter, options)
+        self._turns = self._participant(cls, name, self._submitter)
 
-    def _publishing(self) -> AbstractContextManager[None]:
-        """The context in which the workers of a new group start; those of a detached one can be attached to then."""
-        return nullcontext() if self._detached is None else self._detached.starting(self._launch)
-
-    @classmethod
-    def attach(cls, name: str) -> Self:
-        """Return a group of the workers of a detached group, which another controller may have started.
-
-        The worker class and the meshes are those of that group. Closing the returned group lets go of the workers;
-        `end` ends them. Several controllers may be attached at a time. Each rank runs the calls of one controller in
-        the order in which that controller submits them; calls of different controllers come in any order, which may
-        differ between ranks, so that methods whose ranks wait for each other must be called by one controller at a
-        time.
-
-        Only backend ``"ray"`` has detached groups. If this process is not connected to Ray, it connects to the cluster
-        that RAY_ADDRESS names or that runs on this machine. The description of the group, which contains the class, is
-        unpickled: attach only where you trust everybody who may connect to the cluster.
-
-        Args:
-            name: The name that was given to `WorkerGroup` with ``is_detached=True``.
-
-        Raises:
-            UsageError: There is no cluster, or no detached group of that name on it; the group has not started; another
-                version of bandmaster has started it; or its class cannot be loaded here.
-            ArgumentError: The group's worker class is not a subclass of the worker class among the bases.
-
-        Example::
-
-            with bandmaster.WorkerGroup.attach("actor") as actor:
-                actor.update(batch)
-        """
-        check_name(f"{cls.__name__}.attach", "" if name is None else name)
-        if cls._is_colocated:
-            raise UsageError(
-                f"there is no {cls.__name__} to attach to: the processes of colocate() end with their controller"
-            )
-        backend = check_detachable(get_backend("ray"), "ray", name)
-        detached, launch, workers, disconnect = DetachedGroup.attach(name, backend)
-        group = object.__new__(cls)
-        try:
-            group._adopt(detached, launch)
-            group._ownership.set_slots(disconnect)
-            group._ownership.set_workers(workers)
-        except BaseException:
-            workers.stop()
-            disconnect()
-            raise
-        return group
-
-    def _adopt(self, detached: DetachedGroup, launch: Launch) -> None:
-        """Become a group of workers that another controller has started."""
-        for base in self._worker_classes:
-            if not is_or_was(launch.cls, base):
-                raise ArgumentError(
-                    f"the worker class of {type(self).__name__} must be {base.__name__} or a subclass, but detached "
-                    f"group {launch.group!r} has {launch.cls.__name__}"
-                )
-        self._detached, self._is_attached, self._launch = detached, True, launch
-        pool = ResourcePool(
-            nodes_of(launch),
-            backend="ray",
-            use_gpu=launch.uses_gpu,
-            cpus_per_worker=launch.cpus_per_worker,
-            is_detached=True,
-        )
-        self._ownership = Ownership(self, launch.group)
-        open_groups.add(self, launch.group, is_default=False)
-        self._set_up(launch.cls, pool, launch.mesh, launch.meshes, launch.options)
-
-    def _participant(
-        self, cls: type[Worker], name: str, submitter: Submitter, options: Mapping[str, Any]
-    ) -> Participant:
-        """What takes turns for this group, or for a role of it. ``options`` are those of ``@ray.remote``."""
-        places, overlaps = frozenset(self._pool._places), (options.get("max_concurrency") or 1) > 1
-        return Participant(cls, name, places, submitter, self._ownership, self._roles_have_hooks, overlaps)
+    def _participant(self, cls: type[Worker], name: str, submitter: Submitter) -> Participant:
+        """What takes turns for this group, or for a role of it."""
+        places = frozenset(self._pool._places)
+        return Participant(cls, name, places, submitter, self._ownership, self._roles_have_hooks)
 
     def _start(self, launch: Launch) -> None:
         """Start the workers. Subclasses may ask for more than a user can."""
@@ -303,21 +209,13 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         return self._name
 
     @property
-    def is_detached(self) -> bool:
-        """Whether the workers outlive their controller."""
-        return self._detached is not None
-
-    @property
     def worker_names(self) -> list[str]:
         """One name per rank, in rank order: ``{name}_{node}:{local_rank}``."""
         return list(self._launch.worker_names)
 
     @property
     def workers(self) -> list[Any]:
-        """One object per rank: an actor handle on Ray, a name with rank and pid on ``"local"``, else the worker itself.
-
-        On Ray, reading this makes the group call its workers through actor tasks from then on, which is slower.
-        """
+        """One object per rank: its name with rank, host and pid; on backend ``"inprocess"`` the worker itself."""
         return [record.handle() for record in self._ownership.workers().records]
 
     def put(self, batch: Any) -> Future[Any]:
@@ -371,7 +269,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         return workers.check() and not workers.deaths
 
     def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
-        """Call ``callback(error)`` in a background thread soon after a worker has died; on Ray it may take a second.
+        """Call ``callback(error)`` in a background thread soon after a worker has died.
 
         The callback runs at most once until `restart` or `replace` renews the workers. Closing the group does not
         count as a death.
@@ -456,7 +354,6 @@ class GroupOf(ByName, Cancelling, Generic[W]):
     def _turn_taker(self) -> Participant:
         """What takes turns for this group. Raises UsageError if it cannot."""
         self._turns.check()
-        self._check_own("turn", "turns are between the groups of one controller")
         return self._turns
 
     def restart(self, state: Any = None) -> None:
@@ -482,7 +379,6 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         """
         check_not_held(self._changing)
         self._ownership.check()
-        self._check_own("restart", "end() the group, and start it again")
         has_hook = callable(getattr(self._cls, "on_restart", None))
         if state is not None and not has_hook:
             raise UsageError(
@@ -491,7 +387,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
             )
         hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
         with renewal(self._turns), self._changing:
-            self._launch = replace(self._launch, slots=self._pool._renewed(), is_again=True)
+            self._launch = replace(self._launch, slots=self._pool._renewed())
             self._ownership.workers().stop("the group was restarted")
             self._end_watches()
             self._submitter.begin_anew()
@@ -521,7 +417,6 @@ class GroupOf(ByName, Cancelling, Generic[W]):
             ClosedError: The group was closed.
         """
         self._ownership.check()
-        self._check_own("replace", "end() the group, and start it again")
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise UsageError(f"{self._name} has ranks 0 to {self.world_size - 1}, got rank {rank!r}")
         if not callable(getattr(self._cls, "on_replace", None)):
@@ -541,14 +436,6 @@ class GroupOf(ByName, Cancelling, Generic[W]):
             self._turns.has_new(rank)
             self._on_all("on_replace", hook)
 
-    def _check_own(self, method: str, instead: str) -> None:
-        """Refuse what only the controller can do that has started the workers."""
-        if self._is_attached:
-            raise UsageError(
-                f"{method}() of group {self._name!r} is for the controller that has started it, and this one is "
-                f"attached to it; {instead}"
-            )
-
     def _check_alive_but(self, rank: int) -> None:
         workers = self._ownership.workers()
         workers.check()
@@ -567,33 +454,8 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         """Register every `on_death` callback again, now for the new workers."""
         self._watches = [watch.again(self._ownership.workers()) for watch in self._watches]
 
-    def end(self) -> None:
-        """End the workers and release their slots, also those of a detached group, and close the group.
-
-        Any controller of a detached group can end it, whether it has started it or is attached to it, and also if
-        workers are dead. Its name is free then. In other controllers pending calls fail with `WorkerDied`. A pool of
-        this process keeps its slots until it is closed, and other detached groups on the pool keep them. Ordinary
-        groups of other controllers on the pool end with the last detached one. Without ``is_detached`` this is `close`.
-
-        Raises:
-            ClosedError: The detached group was closed, so that this controller has let go of it; attach to it again.
-            UsageError: This process was forked from the controller.
-        """
-        if self._detached is not None:
-            if not self._ownership.is_open:
-                raise ClosedError(
-                    f"group {self._name!r} was closed, so that this controller has let go of its workers; "
-                    f"WorkerGroup.attach({self._name!r}).end() ends them"
-                )
-            self._ownership.check()
-            self._detached.end()
-        self.close()
-
     def close(self) -> None:
-        """End the workers and release their slots. Pending calls fail with `WorkerDied`. Closing twice does nothing.
-
-        The workers of a detached group live on, and go on with the calls that were sent; `end` ends them.
-        """
+        """End the workers and release their slots. Pending calls fail with `WorkerDied`. Closing twice does nothing."""
         self._ownership.close()
         self._end_watches()
         self._submitter.begin_anew()
@@ -634,10 +496,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
 
     def __repr__(self) -> str:
         closed = self._turns.note if self._ownership.is_open else ", closed"
-        kind = "" if self._detached is None else ", attached" if self._is_attached else ", detached"
-        return (
-            f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{kind}{closed}>"
-        )
+        return f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{closed}>"
 
     def _repr_html_(self) -> str:
         try:
@@ -682,19 +541,17 @@ class WorkerGroup(GroupOf[Any]):
             another pool, slots of that pool without groups are given back until a group needs them. By default the
             pool's prefix and the name of the class, with a number if an open group is called so: ``Actor-2``.
         name_prefix: What the name of the group consists of before the name of the class, in place of ``name``. Several
-            groups may have such a name, but not on Ray.
+            groups may have such a name.
         start_timeout: Seconds that the processes may take to start, and then the same again for the constructors;
-            None sets no limit. On Ray the processes have at most 300 s in any case.
-        is_detached: Whether the workers outlive this process, so that other controllers can `attach` to them by
-            ``name``. That needs a Ray cluster, and a pool with ``is_detached=True``.
+            None sets no limit.
         output: A directory for the output of the workers, which is made if it does not exist. What rank 2 writes is
             appended to ``{output}/{name}-2.out`` in place of the controller's standard output and error; on Ray, on
             the host of the worker.
         logging: The lowest level, such as ``"INFO"``, of the records of Python's `logging` in workers that loggers of
             the same names handle in the controller, by the controller's configuration. By default records stay in the
-            workers. Not on Ray.
+            workers.
         **kwargs: Keyword arguments of the worker's constructor. Arguments called ``mesh``, ``meshes``, ``name``,
-            ``name_prefix``, ``start_timeout``, ``is_detached``, ``output`` or ``logging`` have to go through
+            ``name_prefix``, ``start_timeout``, ``output`` or ``logging`` have to go through
             `ClassWithInitArgs`.
 
     Raises:
@@ -703,9 +560,7 @@ class WorkerGroup(GroupOf[Any]):
         MeshError: A mesh and the pool differ in size, or a registered method names a mesh or an axis that the group
             does not have.
         UsageError: ``worker_class`` is not a worker class or has an async constructor, an option has the wrong type,
-            a registered method hides an attribute of the group, or the group cannot be detached: the pool is on another
-            backend or not detached, the Ray instance ends with this process, or there is no name, or it is taken. Also
-            where ``output`` is no directory that can be written to, or the backend has no ``output`` or ``logging``.
+            or a registered method hides an attribute of the group. Also where ``output`` is no directory that can be written to, or the backend has no ``output`` or ``logging``.
         ConstructorError: A worker's constructor raised. The other workers were ended and all slots released.
         WorkerDied: A worker's process ended before the worker was constructed. The other workers were ended and all
             slots released.

@@ -27,12 +27,14 @@ __all__ = [
     "Registration",
     "Worker",
     "WorkerContext",
+    "imports_of",
     "make_worker",
     "mark",
     "registrations",
 ]
 
 _MARK = "__bandmaster_registration__"
+_LONG_IMPORTS = {"numpy", "pandas", "scipy", "sklearn", "tensordict", "torch", "transformers"}  # take long; no threads
 
 
 class Worker:
@@ -172,6 +174,18 @@ def make_worker(
     if outcome is not None:  # Python's own check; a coroutine, for example, has not run
         raise TypeError(f"{cls.__name__}.__init__() should return None, not {type(outcome).__name__!r}")
     return worker
+
+
+def imports_of(cls: type) -> tuple[str, ...]:
+    """Those of some modules that take long to import which methods of a class name, and so probably import."""
+    functions = [inspect.unwrap(getattr(one, "__func__", one)) for base in cls.__mro__ for one in vars(base).values()]
+    codes = [function.__code__ for function in functions if inspect.isfunction(function)]
+    found: set[str] = set()
+    while codes:
+        code = codes.pop()
+        found.update(name.partition(".")[0] for name in code.co_names)
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    return tuple(sorted(found & _LONG_IMPORTS))
 
 
 class ClassWithInitArgs:

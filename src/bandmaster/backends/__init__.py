@@ -10,6 +10,7 @@ import select
 import sys
 import threading
 from collections.abc import Callable
+from typing import cast
 
 from bandmaster.contract import Backend
 from bandmaster.errors import UsageError, hide_library_frames
@@ -76,12 +77,14 @@ def _made(name: str) -> Backend:
         return LocalBackend()
     if name == "ray":
         try:
-            from bandmaster.backends.ray import RayBackend
+            from bandmaster.backends.ray.backend import RayBackend
         except ImportError as error:
             raise UsageError(
                 f"backend 'ray' needs Ray, which cannot be imported ({error}): pip install 'bandmaster[ray]'"
             ) from error
-        return RayBackend()
+        from bandmaster.backends.local import LocalBackend
+
+        return RayBackend(cast(LocalBackend, get_backend("local")))
     if name in _factories:
         return _factories[name]()
     *known, last = map(repr, (*_BUILT_IN, *_factories))

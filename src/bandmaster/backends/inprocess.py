@@ -112,8 +112,8 @@ class InProcessWorkers:
 
     def _executor(self, rank: int) -> Executor:
         slot = self._launch.slots[rank]
-        gpus = slot.reservation.gpus if self._launch.uses_gpu else ()
-        device = f"cuda:{gpus[slot.node][slot.index]}" if self._launch.uses_gpu else "cpu"
+        gpus = slot.reservation.gpus[slot.node][slot.index] if slot.reservation is not None else ()
+        device = f"cuda:{gpus[0]}" if gpus else "cpu"
         executor = Executor()
         executor.prepare(self._launch.context(rank, device))
         return executor

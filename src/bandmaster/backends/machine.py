@@ -20,11 +20,11 @@ class Reservation:
 
     Attributes:
         name: Name of the pool.
-        gpus: Indices of the GPUs, by node of the request and slot on that node; no slots if the pool uses no GPUs.
+        gpus: Indices of the GPUs of each slot, by node of the request and slot on that node.
     """
 
     name: str
-    gpus: tuple[tuple[int, ...], ...]
+    gpus: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class MachineBackend:
@@ -60,9 +60,10 @@ class MachineBackend:
             if assign_nodes(request, nodes) is None:
                 raise cannot_place(request, nodes)
             free = (gpu for gpu in range(count_gpus()) if gpu not in self._holders)
-            sizes = [n * request.gpus_per_worker for n in request.workers]
-            reservation = Reservation(request.name, tuple(tuple(islice(free, size)) for size in sizes))
-            self._holders.update({gpu: reservation for on_node in reservation.gpus for gpu in on_node})
+            each = request.gpus_per_worker
+            gpus = tuple(tuple(tuple(islice(free, each)) for _ in range(size)) for size in request.workers)
+            reservation = Reservation(request.name, gpus)
+            self._holders.update({gpu: reservation for on_node in gpus for slot in on_node for gpu in slot})
         return reservation
 
     def nodes(self, reservation: Reservation) -> list[Node | None]:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, Protocol
 
 from bandmaster.backends.log_records import pass_on
 from bandmaster.backends.screen import SCREEN
@@ -30,10 +30,32 @@ from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.terminal import TerminalLines
 from bandmaster.worker_process.log_records import MAX_RECORD_NBYTES
 
-__all__ = ["WorkerOutput"]
+__all__ = ["SCREEN_SINK", "Sink", "WorkerOutput"]
 
 LAST_LINE_NCHARS = 1000  # to keep of each of the last lines of standard error
 LAST_LINES_S = 1.0  # time for the thread to read them
+
+
+class Sink(Protocol):
+    """Where the output of workers goes: to the controller's streams and loggers, directly or by way of a link."""
+
+    def write(self, source: object, stream: str, prefix: str, lines: Sequence[str], bar: str) -> None:
+        """As `Screen.write`."""
+
+    def refresh(self) -> float | None:
+        """As `Screen.refresh`."""
+
+    def record(self, data: bytes, group: str, rank: int) -> None:
+        """As `bandmaster.backends.log_records.pass_on`."""
+
+
+class _ScreenSink:
+    """The streams and loggers of this process."""
+
+    write, refresh, record = SCREEN.write, SCREEN.refresh, staticmethod(pass_on)
+
+
+SCREEN_SINK: Sink = _ScreenSink()
 
 
 class _Source(NamedTuple):
@@ -58,13 +80,14 @@ class WorkerOutput:
     Args:
         launch: The group: its name is the first word of the prefix ``[name rank]`` of each line; ``output`` is the
             directory of its files, if it has any; ``log_level`` is given where its log records are read as well.
+        sink: Gets what is not written to files.
 
     Raises:
         UsageError: The directory cannot be made, or not be written to.
     """
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+    def __init__(self, launch: Launch, sink: Sink) -> None:
+        self._launch, self._sink = launch, sink
         self._sources: dict[int, _Source] = {}  # by descriptor
         self._files: dict[int, IO[str]] = {}  # by rank
         self._last: dict[int, deque[str]] = {}
@@ -157,7 +180,7 @@ class WorkerOutput:
                     if self._is_finished:
                         self._close()
                     return
-            for fd, _ in self._poll.poll(SCREEN.refresh()):
+            for fd, _ in self._poll.poll(self._sink.refresh()):
                 source = self._sources[fd]
                 is_log = source.kind == "log"
                 with self._lock:
@@ -166,7 +189,7 @@ class WorkerOutput:
                     if source.kind == "stderr":
                         self._last[source.rank].extend(lines)
                 if is_log:
-                    pass_on(data, self._launch.group, source.rank)
+                    self._sink.record(data, self._launch.group, source.rank)
                 else:
                     self._write(source, lines)
                 if not data:
@@ -179,7 +202,8 @@ class WorkerOutput:
         """Write complete lines. The start of an incomplete line is kept until the line or the worker ends."""
         if self._launch.output is None:
             prefix = f"{self._launch.label(source.rank)} "
-            SCREEN.write((id(self), source.rank, source.kind), source.kind, prefix, lines, source.lines.state)
+            key = id(self), source.rank, source.kind
+            self._sink.write(key, source.kind, prefix, lines, source.lines.state)
         else:
             self._write_to_file(source.rank, lines)
 
@@ -189,7 +213,7 @@ class WorkerOutput:
             self._files[rank].flush()
         except OSError as error:  # the disk is full: workers go on, and what they write is lost
             complaint = f"cannot write to {self._launch.output_file(rank)}, so that output is lost: {error}"
-            SCREEN.write(None, "stderr", f"{self._launch.label(rank)} ", [complaint], "")
+            self._sink.write(None, "stderr", f"{self._launch.label(rank)} ", [complaint], "")
 
 
 def make_directory(path: str) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bandmaster.backends.ray.in_worker import connect_when_used
 from bandmaster.platform.math_threads import set_threads
 from bandmaster.platform.processes import Ended, MemoryPressure, Orphans, prctl
 from bandmaster.transport.control_page import WorkerIdentity
@@ -288,6 +289,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         faulthandler.enable(all_threads=False)  # a fatal signal shows the Python stack, which `WorkerDied` quotes
         _take_on(spawn)
+        connect_when_used()
         if spawn.log_level is not None:
             send_records(other_fds[0], spawn.log_level)
         identity = replace(spawn.identity, pid=os.getpid())

@@ -18,7 +18,7 @@ from bandmaster.backends.zygote import Zygote
 from bandmaster.errors import ResourceError, UsageError
 from bandmaster.platform.limits import cannot_start
 
-__all__ = ["Zygotes"]
+__all__ = ["Zygotes", "default_modules"]
 
 Key = tuple[tuple[str, ...] | None, tuple[tuple[str, str], ...]]
 
@@ -32,27 +32,40 @@ LONG_IMPORTS = (
     ("transformers.modeling_utils", ("transformers.modeling_utils",)),
     ("tensordict", ("tensordict",)),
 )
+NEEDED = {"numpy.random", "torch"}  # another zygote is started where one lacks these, which most workers would import
 
 
 class Zygotes:
-    """Starts zygotes when they are needed first. Any thread may use it; `release` also finalizers, at any moment."""
+    """Starts zygotes when they are needed first. Any thread may use it; `release` also finalizers, at any moment.
 
-    def __init__(self) -> None:
+    Args:
+        are_kept: Whether all zygotes stay until this process ends, rather than with the pools that use them.
+    """
+
+    def __init__(self, are_kept: bool = False) -> None:
         self._zygotes: dict[Key, Zygote] = {}
         self._lock = threading.Lock()  # held while a zygote is started
+        self._are_kept = are_kept
 
     @property
     def lasting(self) -> Zygote | None:
         """The zygote of pools that ask for nothing; None if it was not needed yet."""
         return self._zygotes.get((None, ()))
 
-    def get(self, preload: tuple[str, ...] | None, variables: Mapping[str, str], pools: Sequence[object]) -> Zygote:
+    def get(
+        self,
+        preload: tuple[str, ...] | None,
+        variables: Mapping[str, str],
+        pools: Sequence[object],
+        default: Sequence[str],
+    ) -> Zygote:
         """The zygote for a group; it does not end before `release` was called with all pools.
 
         Args:
-            preload: The modules that it imports; None for those of `default_preload`.
+            preload: The modules that it imports; None for the default ones.
             variables: Environment variables, besides those of this process.
             pools: The reservations that the group's slots belong to.
+            default: The modules that it imports by default; see `default_modules`.
 
         Raises:
             UsageError: This process is a fork of the controller, or ``sys.executable`` is no program.
@@ -63,11 +76,11 @@ class Zygotes:
                 "backend 'local' cannot start workers in this process, because it was forked from a controller that "
                 "has workers; create pools in that controller"
             )
-        key = preload, tuple(sorted(variables.items()))
+        key, modules = (preload, tuple(sorted(variables.items()))), default if preload is None else preload
         with self._lock:
             self._forget_those_that_ended()
             while True:
-                zygote = self._zygotes[key] = self._usable(key) or _started(key)
+                zygote = self._zygotes[key] = self._usable(key, modules) or self._started(key, modules)
                 if all(zygote.keep_for(pool) for pool in pools):
                     return zygote
 
@@ -83,48 +96,46 @@ class Zygotes:
                 zygote.close()
                 del self._zygotes[key]
 
-    def _usable(self, key: Key) -> Zygote | None:
+    def _usable(self, key: Key, modules: Sequence[str]) -> Zygote | None:
         """The zygote that was started for this, unless it ends or lacks modules that are imported by default."""
         zygote = self._zygotes.get(key)
         if zygote is None or zygote.is_ended:
             return None
-        if not set(_needed(key[0])) <= set(zygote.preload):
+        if not NEEDED.intersection(modules) <= set(zygote.preload):
             zygote.abandon()  # it has workers, which it must not neglect to import more
         return None if zygote.is_abandoned else zygote
 
+    def _started(self, key: Key, modules: Sequence[str]) -> Zygote:
+        """Start a zygote.
 
-def _needed(preload: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The modules that a zygote must have been told to import; another one is started where it was not."""
-    if preload is not None:
-        return preload
+        Raises:
+            UsageError: ``sys.executable`` is not the path of an executable file.
+            ResourceError: The system allows no more processes or descriptors.
+        """
+        if not os.access(sys.executable or "", os.X_OK):
+            raise UsageError(
+                f"backend 'local' starts Python with sys.executable, but {sys.executable!r} is not an executable file; "
+                "set it to the path of a Python interpreter, or use backend 'inprocess'"
+            )
+        before = self._zygotes.get(key)
+        more = () if before is None or key[0] is not None else before.preload  # else groups would take turns to start it
+        try:
+            return Zygote(tuple(dict.fromkeys([*more, *modules])), dict(key[1]), self._are_kept or key == (None, ()))
+        except ResourceError:
+            raise
+        except (OSError, RuntimeError) as error:
+            raise cannot_start("the process that workers are forked from", error) from error
+
+
+def default_modules(imports: Sequence[str] = ()) -> tuple[str, ...]:
+    """The modules that a zygote imports by default, given what this process has imported by now.
+
+    Args:
+        imports: Modules that the worker class imports.
+    """
     named = os.environ.get("BANDMASTER_PRELOAD")
     if named is not None:
         return tuple(name.strip() for name in named.split(",") if name.strip())
-    return ("numpy.random", "torch") if "torch" in sys.modules else ("numpy.random",)
-
-
-def _long_imports() -> tuple[str, ...]:
-    return tuple(name for name, loaded in LONG_IMPORTS if any(known in sys.modules for known in loaded))
-
-
-def _started(key: Key) -> Zygote:
-    """Start a zygote.
-
-    Raises:
-        UsageError: ``sys.executable`` is not the path of an executable file.
-        ResourceError: The system allows no more processes or descriptors.
-    """
-    if not os.access(sys.executable or "", os.X_OK):
-        raise UsageError(
-            f"backend 'local' starts Python with sys.executable, but {sys.executable!r} is not an executable file; set "
-            "it to the path of a Python interpreter, or use backend 'inprocess'"
-        )
-    preload, variables = key
-    is_chosen = preload is None and "BANDMASTER_PRELOAD" not in os.environ
-    modules = _needed(preload) + (_long_imports() if is_chosen else ())
-    try:
-        return Zygote(modules, dict(variables), is_kept=key == (None, ()))
-    except ResourceError:
-        raise
-    except (OSError, RuntimeError) as error:
-        raise cannot_start("the process that workers are forked from", error) from error
+    loaded = ["torch"] if "torch" in sys.modules else []
+    long = [name for name, known in LONG_IMPORTS if any(one in sys.modules for one in known)]
+    return tuple(dict.fromkeys(["numpy.random", *loaded, *imports, *long]))

@@ -7,5 +7,4 @@
                                                        ├────── ownership: stops them, releases their slots
     WorkerGroup.turn() ── turns ── turn_order              │
                             └──► participant: on_yield, on_resume
-    WorkerGroup.attach(), end() ── detached: groups that outlive their controller, by name
 """

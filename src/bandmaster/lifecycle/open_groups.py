@@ -26,10 +26,6 @@ class Group(Protocol):
     _ownership: Ownership
     _pool: Any
 
-    @property
-    def is_detached(self) -> bool:
-        """Whether its name is one of the cluster."""
-
     def close(self) -> None:
         """Release its workers and slots."""
 
@@ -40,7 +36,6 @@ class OpenGroups:
     def __init__(self) -> None:
         self._groups: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()  # in the order of `add`
         self._numbers = itertools.count()
-        self._used: set[str] = set()  # every name that a group has had
         self._lock = threading.RLock()  # re-entrant, as a finalizer may construct a group at any point
 
     def add(self, group: Group, name: str, is_default: bool) -> str:
@@ -69,21 +64,14 @@ class OpenGroups:
             return [group for group in list(self._groups) if group._ownership.is_open]
 
     def close_former(self, group: Group) -> list[Group]:
-        """Close the open groups that got the name of a new one before it, but for detached ones. Returns them."""
-        former = [other for other in self.all() if other._name == group._name and not other.is_detached]
+        """Close the open groups that got the name of a new one before it. Returns them."""
+        former = [other for other in self.all() if other._name == group._name]
         closed = [other for other in former if self._groups[other] < self._groups[group]]
         for other in closed:
             _log.info("group %r is closed, because a new group of that name replaces it", group._name)
             other._ownership.why_closed = ", because a new group of that name replaced it; use that one"
             other.close()
         return closed
-
-    def use(self, group: Group) -> bool:
-        """Note that the workers of a group get its name. Returns whether workers that have ended had it."""
-        with self._lock:
-            was_used = group._name in self._used
-            self._used.add(group._name)
-            return was_used and not any(one._name == group._name and one is not group for one in self.all())
 
 
 open_groups = OpenGroups()  # those of this process

@@ -52,11 +52,9 @@ class Participant(Claim):
         submitter: Sends its calls.
         ownership: Its workers.
         roles_have_hooks: Whether it is that of a colocated group with a role whose class has hooks.
-        overlaps: Whether its calls may overlap, so that nobody could say when the last one is over.
 
     Raises:
         ArgumentError: A hook takes arguments.
-        UsageError: The class has hooks, and calls overlap.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class Participant(Claim):
         submitter: Submitter,
         ownership: Ownership,
         roles_have_hooks: bool = False,
-        overlaps: bool = False,
     ) -> None:
         super().__init__(name, places)
         self.roles: list[Participant] = []
@@ -75,9 +72,7 @@ class Participant(Claim):
         hooks = [hook for hook in TURN_HOOKS if self._has(hook)]
         for hook in hooks:
             bind(f"{cls.__name__}.{hook}", signature_without_self(cls, hook), (), {})
-        self._has_hooks, self._roles_have_hooks, self._overlaps = bool(hooks), roles_have_hooks, overlaps
-        if self._has_hooks:
-            self._check_order()
+        self._has_hooks, self._roles_have_hooks = bool(hooks), roles_have_hooks
         self._submitter = weakref.ref(submitter)  # which refers to this
         self._ownership = ownership
         self._state = _State.RESIDENT
@@ -109,19 +104,11 @@ class Participant(Claim):
         return is_checked or self._roles_have_hooks or any(role.takes_turns for role in self.roles)
 
     def begin_taking_turns(self) -> None:
-        """From now on its calls are checked. Raises UsageError if they overlap."""
-        self._check_order()
+        """From now on its calls are checked."""
         submitter = self._submitter()
         if submitter is not None and submitter.turns is None:
             self._is_used = True  # calls that were sent before this were not counted
             submitter.turns = self
-
-    def _check_order(self) -> None:
-        if self._overlaps:
-            raise UsageError(
-                f"{self._cls.__name__} asks Ray for max_concurrency, with which calls overlap in an order that Ray "
-                "chooses, so that it cannot take turns; leave this out of @ray.remote(...)"
-            )
 
     def is_closed(self) -> None:
         """Its group was closed, and nobody waits for it any more."""

@@ -90,8 +90,7 @@ class Request:
         name: Name of the pool, for messages.
         workers: Number of slots on each node.
         cpus_per_worker: CPUs reserved for each slot.
-        gpus_per_worker: GPUs reserved for each slot, 0 or 1.
-        is_detached: Whether the slots stay reserved when the pool is closed or its process ends; only on Ray.
+        gpus_per_worker: GPUs reserved for each slot; 0 for none.
         resources_per_worker: Custom resources reserved for each slot, as name and amount.
         choices: The nodes that each entry may go onto; empty if they may all go onto any.
         strategy: One of `STRATEGIES`.
@@ -102,7 +101,6 @@ class Request:
     workers: tuple[int, ...]
     cpus_per_worker: float
     gpus_per_worker: int
-    is_detached: bool = False
     resources_per_worker: tuple[tuple[str, float], ...] = ()
     choices: tuple[NodeChoice, ...] = ()
     strategy: str = "spread"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bandmaster.platform.cgroups import Cgroups
 
-__all__ = ["count_cores", "count_gpus", "visible_devices"]
+__all__ = ["count_cores", "count_gpus", "has_gpus", "visible_devices"]
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
@@ -23,6 +23,11 @@ def count_cores() -> int:
 def count_gpus() -> int:
     """Number of NVIDIA GPUs that this process may use."""
     return len(visible_devices())
+
+
+def has_gpus() -> bool:
+    """Whether this machine has NVIDIA GPUs, of which this process may perhaps use none."""
+    return _count_physical() > 0
 
 
 def visible_devices() -> list[str]:

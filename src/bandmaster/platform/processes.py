@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,16 @@ from bandmaster.platform.cgroups import Cgroups
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.proc import Stat, everyone, running_children_of, stat
 
-__all__ = ["Ended", "MemoryPressure", "Orphans", "end_descendants", "memory_file", "prctl", "status_in_words"]
+__all__ = [
+    "Ended",
+    "MemoryPressure",
+    "Orphans",
+    "end_descendants",
+    "host_identity",
+    "memory_file",
+    "prctl",
+    "status_in_words",
+]
 
 GiB = 1 << 30
 TRACKER_GRACE_S = 1.0  # time for a resource tracker of `multiprocessing` to unlink leaked objects
@@ -166,3 +176,8 @@ def _limit() -> str:
     if limit is not None:
         return f"the {limit.most / GiB:.1f} GiB that its cgroup may use"
     return f"the {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GiB:.1f} GiB that this machine has"
+
+
+def host_identity() -> str:
+    """A text that is equal for all processes of one machine. Containers of one machine may share it."""
+    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"

@@ -85,7 +85,7 @@ class Lease:
     def give_back(self) -> None:
         """Release the slots until `open` reserves some again, unless a group is on them or they belong to others."""
         with self._lock, occupying:
-            is_own = self._release is not None and not self.is_adopted and not self.request.is_detached
+            is_own = self._release is not None and not self.is_adopted
             if is_own and not self.is_closed and not any(self.holders.values()):
                 self._end()
                 self._release = self.reservation = None

@@ -41,13 +41,14 @@ class ResourcePool:
         process_on_nodes: Slots on each node, at least one per node; nodes may differ.
         backend: ``"local"`` (processes on this machine), ``"inprocess"`` (objects in this process), ``"ray"``, or a
             name that was registered.
-        use_gpu: Whether every slot has a GPU of its own.
+        use_gpu: Whether every slot has GPUs of its own.
+        gpus_per_worker: How many GPUs each slot has with ``use_gpu``. The worker's ``CUDA_VISIBLE_DEVICES`` lists them;
+            its ``device`` is the first one.
         name_prefix: Name of the pool in messages, and prefix of its workers' names.
         max_colocate_count: How many groups may share a slot. On Ray, each claims ``1 / max_colocate_count`` of the
             slot's GPU and CPUs in Ray's accounting; neither memory nor computation is limited.
         cpus_per_worker: CPUs reserved for each slot, shared by all groups on it. Only a Ray cluster counts CPUs.
         placement_timeout: Seconds to wait for resources that other pools hold. Only backend ``"ray"`` waits.
-        is_detached: Whether the slots stay reserved when the pool is closed or its process ends; only on Ray.
         nodes: Where the nodes of the pool may be: the address or host name of a node, or a dict of labels
             (``{"zone": "a"}``, or ``{"zone": ["a", "b"]}`` where both will do); or a list with one of these, or None,
             for each node of the pool. Only a Ray cluster has nodes to choose from: elsewhere every node is this
@@ -84,7 +85,7 @@ class ResourcePool:
         max_colocate_count: int = 10,
         cpus_per_worker: float = 1,
         placement_timeout: float = 60.0,
-        is_detached: bool = False,
+        gpus_per_worker: int = 1,
         nodes: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | None] | None = None,
         resources_per_worker: Mapping[str, float] | None = None,
         strategy: str = "spread",
@@ -105,18 +106,19 @@ class ResourcePool:
         if strategy not in STRATEGIES:
             raise UsageError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
         if not isinstance(use_gpu, bool):
-            raise UsageError(f"use_gpu must be True (one GPU for every slot) or False (none), got {use_gpu!r}")
+            raise UsageError(f"use_gpu must be True (GPUs for every slot) or False (none), got {use_gpu!r}")
+        if not isinstance(gpus_per_worker, int) or isinstance(gpus_per_worker, bool) or gpus_per_worker < 1:
+            raise UsageError(f"gpus_per_worker must be an integer of at least 1, got {gpus_per_worker!r}")
+        if gpus_per_worker > 1 and not use_gpu:
+            raise UsageError(f"gpus_per_worker={gpus_per_worker} needs use_gpu=True")
         if not isinstance(name_prefix, str | None):
             raise UsageError(f"name_prefix must be a string, or None for a pool without a name, got {name_prefix!r}")
         get_backend(backend)
-        if is_detached and spare_sizes:
-            raise UsageError("a detached pool has no spare nodes: a group that is attached to cannot be restarted")
         request = Request(
             name_prefix or "pool",
             sizes + spare_sizes,
             cpus_per_worker,
-            int(use_gpu),
-            is_detached,
+            gpus_per_worker if use_gpu else 0,
             checked_resources(resources_per_worker),
             node_choices(nodes, len(sizes), len(spare_sizes)),
             strategy,
@@ -163,7 +165,7 @@ class ResourcePool:
 
     @property
     def use_gpu(self) -> bool:
-        """Whether every slot has a GPU of its own."""
+        """Whether every slot has GPUs of its own."""
         return bool(self._lease.request.gpus_per_worker)
 
     @property
@@ -172,9 +174,9 @@ class ResourcePool:
         return min(part.lease.max_colocate_count for part in self._parts)
 
     @property
-    def is_detached(self) -> bool:
-        """Whether the slots stay reserved when the pool is closed or its process ends."""
-        return all(part.lease.request.is_detached for part in self._parts)
+    def gpus_per_worker(self) -> int:
+        """How many GPUs each slot has; 0 without ``use_gpu``."""
+        return self._lease.request.gpus_per_worker
 
     @property
     def cpus_per_worker(self) -> float:

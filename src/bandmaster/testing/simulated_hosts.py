@@ -19,18 +19,20 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
-
-import cloudpickle
 
 from bandmaster.backends.agents.fabric import Agent, Fabric, link_of
 from bandmaster.backends.agents.messages import FOR_MESSAGES
+from bandmaster.backends.agents.row_links import in_memory
 from bandmaster.backends.agents.server import AgentServer, Host
 from bandmaster.backends.agents.workers import AgentWorkers
 from bandmaster.backends.inprocess import InProcessWorkers
 from bandmaster.backends.machine import MachineBackend
-from bandmaster.contract import NOT_STARTED, Launch, WorkerRecord
+from bandmaster.backends.output import Sink
+from bandmaster.codec import Payload
+from bandmaster.contract import Launch
 from bandmaster.transport.handshake import Secret, greet
 
 __all__ = ["SimulatedHosts"]
@@ -77,7 +79,7 @@ class SimulatedHosts(MachineBackend):
         self._made = self._made or Fabric()
         return self._made
 
-    def start(self, launch: Launch) -> SimulatedWorkers:
+    def start(self, launch: Launch) -> AgentWorkers:
         """Start the ranks of each node in the process of its agent."""
         hosts = [slot.node_rank if self._n_hosts is None else slot.local_rank % self._n_hosts for slot in launch.slots]
         nodes = [str(host) for host in hosts]
@@ -87,13 +89,15 @@ class SimulatedHosts(MachineBackend):
             trusted, keys = greet(sock, self._fabric.secret, FOR_MESSAGES)
             self._fabric.add(Agent(link_of(trusted, keys), node, f"host{node}", address, pid))
         agents = [self._fabric.agents[node] for node in nodes]
-        return SimulatedWorkers(launch, f"{launch.group} {next(self._names)}", self._fabric, agents)
+        workers = AgentWorkers(f"{launch.group} {next(self._names)}", self._fabric, agents)
+        workers.begin(launch, lambda ranks: pickle.dumps((launch.sent(), tuple(ranks))))
+        return workers
 
     def _started(self, n: int) -> list[tuple[tuple[str, int], int]]:
         """Address and process of new agents."""
         if n and self._parent is None:
             secret = self._fabric.secret
-            command = [sys.executable, "-m", __name__, secret.key.hex(), str(int(secret.is_encrypted))]
+            command = [sys.executable, "-m", __name__, secret.key.hex(), str(int(secret.is_encrypted)), *sys.path]
             self._parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if not n:
             return []
@@ -104,45 +108,22 @@ class SimulatedHosts(MachineBackend):
         return [((host, port), pid) for host, port, pid in said]
 
 
-class SimulatedWorkers(AgentWorkers):
-    """The ranks of a group on simulated hosts."""
-
-    def __init__(self, launch: Launch, name: str, fabric: Fabric, agents: Sequence[Agent]) -> None:
-        super().__init__(name, fabric, agents)
-        try:
-            self.start({agent: _said(launch, self.ranks_on(agent)) for agent in self.hosts})
-            self.open()
-        except BaseException:
-            self.stop(NOT_STARTED)
-            raise
-
-    @property
-    def records(self) -> Sequence[WorkerRecord]:
-        """As `Workers.records`; a handle is the number of its process."""
-        return self.records_with(lambda rank: self._records[rank][1])
-
-    def replace(self, rank: int) -> None:
-        """As `Workers.replace`."""
-        record, _ = self.told(rank, "replace", rank)
-        self.replaced(rank, record)
-
-
-def _said(launch: Launch, ranks: Sequence[int]) -> bytes:
-    return pickle.dumps((sys.path, cloudpickle.dumps((launch, ranks))))
-
-
 class _SimulatedHost(Host):
-    def start(self, said: bytes) -> tuple[Any, Sequence[int], Any]:
+    def start(self, said: bytes, sink: Sink) -> tuple[_Ranks, Sequence[int]]:
         """Make the objects of some ranks."""
-        paths, pickled = pickle.loads(said)
-        sys.path.extend(path for path in paths if path not in sys.path)
-        launch, ranks = pickle.loads(pickled)
-        return _Ranks(launch, ranks), ranks, None
+        launch, ranks = pickle.loads(said)
+        return _Ranks(launch, ranks), ranks
 
 
 class _Ranks(InProcessWorkers):
-    def open(self, ranks: Sequence[int], *_: Any) -> None:
-        """Nothing has to be prepared."""
+    rendezvous: Mapping[str, str] = MappingProxyType({})
+
+    def announce(self, rendezvous: Mapping[str, str]) -> None:
+        """There is no rendezvous."""
+
+    def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> Payload:
+        """Memory of this process."""
+        return in_memory(sizes)
 
 
 def _agent(secret: Secret) -> None:
@@ -156,6 +137,7 @@ def _agent(secret: Secret) -> None:
 def main() -> None:
     """Fork agents when a line on standard input says how many; end them with it."""
     secret = Secret(bytes.fromhex(sys.argv[1]), sys.argv[2] == "1")
+    sys.path.extend(path for path in sys.argv[3:] if path not in sys.path)
     children = []
     for line in sys.stdin:
         for _ in range(int(line)):

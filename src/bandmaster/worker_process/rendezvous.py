@@ -16,14 +16,11 @@ Source: ``master_listen_fd`` and ``multi_tenant`` of ``torch.distributed.TCPStor
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import socket
 import sys
-from collections.abc import Callable
-from importlib.abc import Loader, MetaPathFinder
-from types import ModuleType
 from typing import Any
+
+from bandmaster.platform.after_import import AfterImport
 
 __all__ = ["Rendezvous", "listening_socket", "rendezvous_environment"]
 
@@ -61,12 +58,7 @@ class Rendezvous:
         self._store: Any = None
         self._socket: socket.socket | None = sock
         self._host, self.port = sock.getsockname()
-        self._hook: _AfterImport | None = None
-        if _MODULE in sys.modules:
-            self._start_store()
-        else:
-            self._hook = _AfterImport(_MODULE, self._start_store)
-            sys.meta_path.insert(0, self._hook)
+        self._hook = AfterImport(_MODULE, self._start_store)
 
     def hand_over(self) -> bool:
         """Leave the store to the process group, if it is initialized. Cheap enough to call after every method.
@@ -83,8 +75,7 @@ class Rendezvous:
     def close(self) -> None:
         """Close the store and the socket, unless the store was handed over."""
         self._store = None
-        if self._hook in sys.meta_path:
-            sys.meta_path.remove(self._hook)
+        self._hook.cancel()
         if self._socket is not None:
             self._socket.close()
 
@@ -102,32 +93,3 @@ class Rendezvous:
         )
         self._socket = None
 
-
-class _AfterImport(MetaPathFinder):
-    """Calls a function once a module has been imported."""
-
-    def __init__(self, module: str, function: Callable[[], None]) -> None:
-        self._module = module
-        self._function = function
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != self._module:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _LoaderThenCall(spec.loader, self._function)
-        return spec
-
-
-class _LoaderThenCall(Loader):
-    def __init__(self, loader: Loader, function: Callable[[], None]) -> None:
-        self._loader = loader
-        self._function = function
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._function()

@@ -8,5 +8,5 @@
                                              RowServer ◄── link ── agents of other hosts, which fetch rows
 
 A call is one message for each host, whatever the number of its ranks; the replies of a host come together. Nothing here
-knows what started the workers: that is `bandmaster.backends.ray_agent`, or in tests anything else.
+knows what started the workers: that is `bandmaster.backends.ray.agents`, or in tests anything else.
 """

@@ -10,13 +10,14 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from bandmaster.backends.agents.messages import Kind, dumped
 from bandmaster.backends.agents.row_links import RowLinks
+from bandmaster.backends.output import SCREEN_SINK
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED
 from bandmaster.errors import BandmasterError, ClosedError
@@ -63,7 +64,7 @@ class Agent:
 
     Attributes:
         link: The link to it.
-        key: What identifies its host.
+        key: What identifies it among the agents of this controller.
         host: Name of its host.
         address: Where it listens.
         pid: Its process, on its host.
@@ -74,7 +75,7 @@ class Agent:
         awaits_release: Whether it is to end as soon as it is not needed.
     """
 
-    def __init__(self, link: Link, key: str, host: str, address: tuple[str, int], pid: int) -> None:
+    def __init__(self, link: Link, key: Hashable, host: str, address: tuple[str, int], pid: int) -> None:
         self.link, self.key, self.host, self.address, self.pid = link, key, host, address, pid
         self.groups: dict[str, Group] = {}
         self.lost: str | None = None
@@ -105,7 +106,7 @@ class Fabric(Receiver):
 
     Attributes:
         secret: What agents know.
-        agents: The agents, by what identifies their hosts.
+        agents: The agents, by their keys.
         row_links: Links to them that rows are fetched by.
 
     Args:
@@ -116,7 +117,7 @@ class Fabric(Receiver):
     def __init__(self, let_go: Callable[[], object] = lambda: None) -> None:
         super().__init__(Poller())
         self.secret = Secret.new()
-        self.agents: dict[str, Agent] = {}
+        self.agents: dict[Hashable, Agent] = {}
         self.row_links = RowLinks(self.secret)
         self._by_fd: dict[int, Agent] = {}
         self._numbers = itertools.count(1)
@@ -264,6 +265,12 @@ class Fabric(Receiver):
             group = agent.groups.get(content[1])
             if group is not None:
                 group.take_deaths({rank: revived(failure) for rank, failure in content[2].items()})
+        elif kind == Kind.OUTPUT:
+            _, is_record, said = content
+            if is_record:
+                SCREEN_SINK.record(*said)
+            else:
+                SCREEN_SINK.write((agent, said[0]), *said[1:])
         elif kind == Kind.ANSWER:
             _, number, is_error, pickled = content
             ticket = agent.asked.pop(number, None)

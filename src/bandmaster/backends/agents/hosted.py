@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from bandmaster.backends.agents.messages import Packed
 from bandmaster.backends.agents.rows import Coming
@@ -18,9 +18,35 @@ from bandmaster.errors import RowsLost
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.transport.messages import ReplyKind
 
-__all__ = ["Entry", "Held", "Hosted"]
+__all__ = ["Entry", "Held", "Hosted", "RanksHere"]
 
 PATIENCE_S = 0.002  # for the other replies of this host to a call, which then come in one frame
+
+
+class RanksHere(Workers, Protocol):
+    """The workers of some ranks of a group on the host of an agent.
+
+    Attributes:
+        rendezvous: The environment variables by which all ranks find the rendezvous of rank 0; empty where that is on
+            another host.
+    """
+
+    rendezvous: Mapping[str, str]
+
+    def announce(self, rendezvous: Mapping[str, str]) -> None:
+        """Have the ranks here find a rendezvous that rank 0 has opened."""
+
+    def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> Payload:
+        """A payload whose head and buffers of these sizes are still to be written, where the workers can read it.
+
+        Args:
+            sizes: Bytes of the head and of each buffer.
+            is_kept: Whether calls are to name it as kept rows.
+
+        Raises:
+            ResourceError: There is no memory or no descriptor for it.
+            ClosedError: The workers were stopped.
+        """
 
 
 class Entry(NamedTuple):
@@ -106,7 +132,7 @@ class Hosted:
         keep: Keeps rows that a call has left here; returns the number by which they are known.
     """
 
-    def __init__(self, workers: Workers, ranks: Sequence[int], keep: Callable[[Any], int]) -> None:
+    def __init__(self, workers: RanksHere, ranks: Sequence[int], keep: Callable[[Any], int]) -> None:
         self.workers, self.ranks = workers, tuple(ranks)
         self._keep = keep
         self.home: Any = None

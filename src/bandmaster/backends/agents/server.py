@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from bandmaster.backends.agents.hosted import Entry, Held, Hosted
+from bandmaster.backends.agents.hosted import Entry, Held, Hosted, RanksHere
 from bandmaster.backends.agents.messages import FOR_MESSAGES, FOR_RELAY, FOR_ROWS, Kind, Packed, chunks_of, dumped
 from bandmaster.backends.agents.row_links import Fetch, RowLinks, in_memory
 from bandmaster.backends.agents.rows import RowServer, Shelf
+from bandmaster.backends.output import Sink
 from bandmaster.codec import Payload
 from bandmaster.contract import KeptCopy
 from bandmaster.errors import ClosedError, ResourceError, RowsLost
@@ -34,15 +35,44 @@ __all__ = ["AgentServer", "Host"]
 MAX_STRANGERS = 64  # connections that have not proved that they know the secret; the oldest makes room for another
 ACCEPT_AGAIN_S = 0.2  # after a connection could not be accepted
 POLL_S = 0.05  # how often to ask for replies of which nothing tells
+OUTPUT_POLL_S = 0.01  # how often to look whether a link takes more of what workers write
 _log = logging.getLogger(__name__)
 
 
 class Host:
-    """What an agent is asked for besides calls; `bandmaster.backends.ray_agent` has the real one."""
+    """What an agent is asked for besides calls; `bandmaster.backends.ray.agents` has the real one."""
 
-    def start(self, said: bytes) -> tuple[Any, Sequence[int], Any]:
-        """Start the part of a group. Returns the workers, their ranks, and what the controller is to know."""
+    def start(self, said: bytes, sink: Sink) -> tuple[RanksHere, Sequence[int]]:
+        """Start the part of a group.
+
+        Args:
+            said: What the controller says of it.
+            sink: Gets what the workers write.
+
+        Returns:
+            The workers, and their ranks.
+        """
         raise NotImplementedError
+
+
+class _LinkSink:
+    """Has the controller show what workers write. A worker that writes more than the link takes is slowed down.
+
+    Args:
+        server: The agent.
+    """
+
+    def __init__(self, server: AgentServer) -> None:
+        self._server = server
+
+    def write(self, source: object, stream: str, prefix: str, lines: Sequence[str], bar: str) -> None:
+        self._server.show(False, (source, stream, prefix, lines, bar))
+
+    def refresh(self) -> float | None:
+        return None
+
+    def record(self, data: bytes, group: str, rank: int) -> None:
+        self._server.show(True, (data, group, rank))
 
 
 class Conversation:
@@ -258,6 +288,12 @@ class AgentServer:
         self._to_do.append(do)
         os.eventfd_write(self._wake, 1)
 
+    def show(self, is_record: bool, said: tuple[Any, ...]) -> None:
+        """Have the controller show what a worker has written; this waits while the link is full. From other threads."""
+        self.later(lambda: self._send(self._controller, (Kind.OUTPUT, is_record, said)))
+        while self._controller.link.has_unsent:
+            time.sleep(OUTPUT_POLL_S)
+
     # --- what the controller says ---
 
     def _place(self, other: Conversation, sizes: Sequence[int]) -> list[Payload]:
@@ -267,14 +303,13 @@ class AgentServer:
         if content[0] == Kind.FORWARD:
             return [in_memory(sizes)]
         hosted = self._groups.get(content[1]) if content[0] == Kind.CALL else None
-        reserve = getattr(hosted and hosted.workers, "reserve", None)
         payloads: list[Payload] = []
         at = 0
         for n in (said for said in content[3] if type(said) is int):
             mine = sizes[at : at + n]
             at += n
             try:
-                payloads.append(in_memory(mine) if reserve is None else reserve(mine))
+                payloads.append(in_memory(mine) if hosted is None else hosted.workers.reserve(mine))
             except (ResourceError, ClosedError):  # the call fails for the same reason, once it is put
                 payloads.append(in_memory(mine))
         return payloads
@@ -326,8 +361,7 @@ class AgentServer:
             for below in hosted.below:
                 self._send(below, content, chunks_of(*large))
             hosted.await_below([call.number for call in calls])
-        reserve = getattr(hosted.workers, "reserve", None)
-        place = in_memory if reserve is None else partial(reserve, is_kept=True)
+        place = partial(hosted.workers.reserve, is_kept=True)
         for fetch in (Fetch(*said) for said in fetches):
             coming = self._links.fetch(fetch, place)
             self._shelf.keep_copy(fetch.copy, coming)
@@ -369,18 +403,21 @@ class AgentServer:
         self.later(answer)
 
     def _ask_start(self, name: str, said: bytes) -> Any:
-        """Start the part of a group; it can be called once `open` was asked for."""
-        workers, ranks, facts = self._host.start(said)
+        """Start the part of a group: where each rank is, and how others find rank 0 if it is one of them."""
+        workers, ranks = self._host.start(said, _LinkSink(self))
         hosted = Hosted(workers, ranks, self._shelf.keep)
-        self._in_time(lambda: self._groups.__setitem__(name, hosted))
-        return facts
+        self._in_time(lambda: self._begin(name, hosted))
+        return [tuple(record[:3]) for record in workers.records], workers.rendezvous
 
-    def _ask_open(self, name: str, *args: Any) -> Any:
-        """Prepare the workers."""
-        hosted = self._groups[name]
-        hosted.workers.open(hosted.ranks, *args)  # type: ignore[attr-defined]
-        self._in_time(lambda: self._watch(hosted))
-        return [tuple(record[:3]) for record in hosted.workers.records]
+    def _ask_announce(self, name: str, rendezvous: Mapping[str, str]) -> None:
+        self._groups[name].workers.announce(rendezvous)
+
+    def _begin(self, name: str, hosted: Hosted) -> None:
+        self._groups[name] = hosted
+        fd = hosted.arrivals
+        if fd is not None:
+            self._by_fd[fd] = hosted
+            self._poll.register(fd, select.EPOLLIN)
 
     def _ask_relay(self, name: str, addresses: Sequence[tuple[str, int]], n_ranks: int) -> None:
         """Pass calls of a group on to other agents, which have so many ranks of it together."""
@@ -396,12 +433,6 @@ class AgentServer:
             self._below[address] = below
             self._converse(below)
         hosted.below, hosted.n_below = [self._below[address] for address in addresses], n_ranks
-
-    def _watch(self, hosted: Hosted) -> None:
-        fd = hosted.arrivals
-        if fd is not None and fd not in self._by_fd:
-            self._by_fd[fd] = hosted
-            self._poll.register(fd, select.EPOLLIN)
 
     def _ask_stop(self, name: str, why: str) -> None:
         done: list[Hosted] = []
@@ -420,10 +451,6 @@ class AgentServer:
     def _ask_stacks(self, name: str, numbers: Mapping[int, int | None]) -> Mapping[int, str]:
         return self._groups[name].stacks(numbers)
 
-    def _ask_do(self, name: str, method: str, *args: Any) -> Any:
-        """Call a method of the workers."""
-        return getattr(self._groups[name].workers, method)(*args)
-
     def _ask_kill(self, name: str, numbers: Mapping[int, int | None], why: str) -> None:
         hosted = self._groups[name]
         found: list[dict[int, Any]] = []
@@ -435,11 +462,8 @@ class AgentServer:
         hosted = self._groups[name]
         hosted.workers.replace(rank)
         self._in_time(hosted.forget_deaths)
-        if rank not in hosted.ranks:
-            hosted.ranks = tuple(sorted((*hosted.ranks, rank)))
-            self._in_time(lambda: self._watch(hosted))
         record = dict(zip(hosted.ranks, hosted.workers.records, strict=True))[rank]
-        return tuple(record[:3]), getattr(hosted.workers, "rendezvous", None)
+        return tuple(record[:3]), hosted.workers.rendezvous
 
     def _in_time(self, do: Callable[[], object]) -> None:
         """Have something done by the thread that serves, and wait for it."""

@@ -15,9 +15,10 @@ from weakref import finalize
 from bandmaster.backends.agents.fabric import Agent, Fabric, revived
 from bandmaster.backends.agents.messages import Kind, Packed, dumped, unpacked
 from bandmaster.backends.agents.row_links import Fetch, in_memory
+from bandmaster.backends.host_workers import WorkerProcess
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, Call, Kept, RowFacts, WorkerRecord
-from bandmaster.errors import ClosedError, RowsLost
+from bandmaster.contract import CLOSED, NOT_STARTED, Call, Kept, Launch, RowFacts, WorkerRecord
+from bandmaster.errors import ClosedError, PlacementError, RowsLost
 from bandmaster.failure import Failure, FailureKind
 from bandmaster.plan.handles import contains, united
 from bandmaster.transport.messages import ReplyKind
@@ -124,6 +125,10 @@ class Part:
         return self._copy
 
 
+def _nothing_said(_: Sequence[int]) -> bytes:
+    raise AssertionError("the group has not begun")
+
+
 def _unanswered(tickets: Mapping[int, Any]) -> dict[int, Any]:
     """Of some calls, by rank, those without a reply; None stands for whatever the rank is doing."""
     return {rank: ticket for rank, ticket in tickets.items() if ticket is None or not ticket.is_done}
@@ -203,6 +208,10 @@ class AgentWorkers(Receiver):
         self.name, self._fabric = name, fabric
         self._agents = list(agents)
         self._records: list[Said] = []
+        self._names: Sequence[str] = ()
+        self._told: Callable[[Sequence[int]], bytes] = _nothing_said
+        self._again: Callable[[int], Agent] | None = None
+        self._rendezvous: Mapping[str, str] = {}
         self._pending: dict[int, dict[int, ChannelTicket]] = {}  # by number of the call, and rank
         self._fetching: dict[int, list[tuple[FarRows, Agent]]] = {}  # by number of the call
         self._holding: dict[int, Sequence[Part]] = {}  # kept rows that calls take, which agents must not release before
@@ -457,36 +466,44 @@ class AgentWorkers(Receiver):
             numbers[rank] = None if ticket is None else ticket.number
         return by_agent
 
-    def settle(self) -> None:
-        """Wait until all that was sent was replied to."""
-        while tickets := [ticket for pending in list(self._pending.values()) for ticket in list(pending.values())]:
-            self.wait(tickets, None)
-
     # --- workers that come and go ---
 
-    def start(self, said: Mapping[Agent, bytes], timeout_s: float | None = None) -> list[Any]:
-        """Have each agent start its part of the group; what it says of it.
+    def begin(
+        self, launch: Launch, said: Callable[[Sequence[int]], bytes], again: Callable[[int], Agent] | None = None
+    ) -> None:
+        """Have each agent start its part of the group; if one fails, all of it is ended.
+
+        Args:
+            launch: The group.
+            said: What an agent is told to start some ranks.
+            again: Returns an agent in place of one that is gone, for a rank that is to be replaced.
 
         Raises:
-            TimeoutError: They have not in time.
+            PlacementError: An agent is gone.
             Exception: What an agent raises.
         """
-        return self._fabric.answers(
-            [self._fabric.ask(agent, "start", self.name, said[agent]) for agent in self.hosts], timeout_s
-        )
+        self._names, self._told, self._again = launch.worker_names, said, again
+        try:
+            asked = [self._fabric.ask(agent, "start", self.name, said(self.ranks_on(agent))) for agent in self.hosts]
+            found: dict[int, Said] = {}
+            for agent, (records, rendezvous) in zip(self.hosts, self._fabric.answers(asked), strict=True):
+                found.update(zip(self.ranks_on(agent), records, strict=True))
+                self._rendezvous = rendezvous or self._rendezvous
+            self._records = [found[rank] for rank in range(len(self._agents))]
+            self._announce(but=self._agents[0])
+            if len(self.hosts) >= TREE_FROM:
+                self._form_tree()
+        except BaseException as error:
+            self.stop(NOT_STARTED)
+            if isinstance(error, ClosedError):
+                raise PlacementError(f"group {launch.group!r} cannot be started: {error}; start it again") from error
+            raise
 
-    def open(self, *args: Any) -> None:
-        """Have each agent prepare its workers."""
-        found: dict[int, Said] = {}
-        for agent, said in zip(
-            self.hosts,
-            self._fabric.answers([self._fabric.ask(agent, "open", self.name, *args) for agent in self.hosts]),
-            strict=True,
-        ):
-            found.update(zip(self.ranks_on(agent), said, strict=True))
-        self._records = [found[rank] for rank in range(len(self._agents))]
-        if len(self.hosts) >= TREE_FROM:
-            self._form_tree()
+    def _announce(self, but: Agent) -> None:
+        """Tell the agents that are not lost where the rendezvous is, but for one, which knows."""
+        others = [agent for agent in self.hosts if agent is not but and agent.lost is None]
+        if self._rendezvous and others:
+            self._fabric.answers([self._fabric.ask(agent, "announce", self.name, self._rendezvous) for agent in others])
 
     def _form_tree(self) -> None:
         """Have some agents pass calls on to others."""
@@ -500,48 +517,34 @@ class AgentWorkers(Receiver):
         with self.lock:
             self._relay_of = {agent: block[0] for block in blocks for agent in block}
 
-    def replaced(self, rank: int, record: Said) -> None:
-        """There is a new worker for a rank."""
-        with self.lock:
-            self._records[rank] = record
-            self.deaths.pop(rank, None)
-
-    def agent_of(self, rank: int) -> Agent:
-        """The agent of the host of a rank."""
-        return self._agents[rank]
-
-    def move(self, rank: int, agent: Agent, said: bytes, *args: Any) -> None:
-        """Have a dead rank belong to another agent, which is to replace it then."""
-        if self.name not in agent.groups:
-            self._fabric.answers([self._fabric.ask(agent, "start", self.name, said)])
-            self._fabric.answers([self._fabric.ask(agent, "open", self.name, *args)])
+    def replace(self, rank: int) -> None:
+        """As `contract.Workers.replace`; if the agent of the rank is gone, another one starts it."""
+        agent = self._agents[rank]
+        if agent.lost is not None and self._again is not None:
+            agent = self._again(rank)
+            ((record,), rendezvous) = self._answer(agent, "start", self._told([rank]))
+        else:
+            record, rendezvous = self._answer(agent, "replace", rank)
         with self.lock:
             agent.groups[self.name] = self
-            self._agents[rank] = agent
+            self._agents[rank], self._records[rank] = agent, record
             self._routes.clear()
+            self.deaths.pop(rank, None)
+        if rank == 0:
+            self._rendezvous = rendezvous
+            self._announce(but=agent)
+        elif self._rendezvous != rendezvous:
+            self._answer(agent, "announce", self._rendezvous)
 
-    def tell_living(self, what: str, *args: Any) -> None:
-        """Ask the agents that are not lost for the same."""
-        living = [agent for agent in self.hosts if agent.lost is None]
-        self._fabric.answers([self._fabric.ask(agent, what, self.name, *args) for agent in living])
+    def _answer(self, agent: Agent, what: str, *args: Any) -> Any:
+        return self._fabric.answers([self._fabric.ask(agent, what, self.name, *args)])[0]
 
-    def ranks_of_lost_hosts(self) -> list[int]:
-        """The ranks whose agents are gone though nobody has ended them."""
-        return [rank for rank, agent in enumerate(self._agents) if agent.lost not in (None, CLOSED)]
-
-    def told(self, rank: int, what: str, *args: Any) -> Any:
-        """Ask the agent of a rank for something."""
-        return self._fabric.answers([self._fabric.ask(self._agents[rank], what, self.name, *args)])[0]
-
-    def tell_all(self, what: str, *args: Any) -> list[Any]:
-        """Ask all agents for the same."""
-        return self._fabric.answers([self._fabric.ask(agent, what, self.name, *args) for agent in self.hosts])
-
-    def records_with(self, handle: Callable[[int], Any]) -> list[WorkerRecord]:
-        """Where each rank's worker is, given what returns its handle."""
+    @property
+    def records(self) -> list[WorkerRecord]:
+        """As `contract.Workers.records`; handles are `WorkerProcess` objects."""
         return [
-            WorkerRecord(host, pid, device, "link", partial(handle, rank))
-            for rank, (host, pid, device) in enumerate(self._records)
+            WorkerRecord(host, pid, device, "link", partial(WorkerProcess, name, rank, host, pid))
+            for rank, (name, (host, pid, device)) in enumerate(zip(self._names, self._records, strict=True))
         ]
 
     def stop(self, why: str = CLOSED) -> None:

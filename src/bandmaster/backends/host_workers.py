@@ -1,0 +1,257 @@
+"""The worker processes of some ranks of a group on one host, forked from a zygote and reached over lanes.
+
+::
+
+    HostWorkers(launch, zygote, place) ──► Zygote.spawn, once per rank ──► worker processes: worker_process.loop
+         └── WorkerClient ◄─ one lane each ──────────────────────────────────┘
+         └── WorkerOutput ◄─ their standard output and error
+
+The controller has one of these for the ranks of its own host, and the agent of each other host one for those there.
+The only port is that of the torch rendezvous. Rank 0 inherits its listening socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from bandmaster.backends.output import SCREEN_SINK, Sink, WorkerOutput
+from bandmaster.backends.zygote import NoAnswer, Zygote
+from bandmaster.backends.zygote_process import Spawn
+from bandmaster.codec import Payload
+from bandmaster.contract import CLOSED, Launch, WorkerRecord
+from bandmaster.errors import ResourceError
+from bandmaster.failure import Failure
+from bandmaster.platform.hardware import count_cores, has_gpus
+from bandmaster.platform.limits import working_directory
+from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.platform.math_threads import THREAD_VARIABLES
+from bandmaster.transport.client import WorkerClient
+from bandmaster.transport.control_page import WorkerIdentity
+from bandmaster.transport.lane import Lane, lane_pair
+from bandmaster.worker_process.rendezvous import listening_socket, rendezvous_environment
+
+__all__ = ["LOOPBACK", "HostWorkers", "Place", "WorkerProcess"]
+
+LOOPBACK = "127.0.0.1"
+END_GRACE_S = 0.5  # time for workers to exit by themselves before they are killed
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """The process of a worker, as `WorkerGroup.workers` lists it.
+
+    Attributes:
+        name: Name of the worker.
+        rank: Its rank in the group.
+        host: Name of its host.
+        pid: Its process id there.
+    """
+
+    name: str
+    rank: int
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one host gives to the ranks of a group that run there.
+
+    Attributes:
+        ranks: The ranks.
+        address: Address of the host, on which rank 0 opens the rendezvous.
+        gpus: For each rank, the entries of ``CUDA_VISIBLE_DEVICES`` for its GPUs; empty where it has none.
+        controller: Process of the controller; 0 where that is on another host.
+        variables: Environment variables besides those of the process that forks and those of the launch.
+        modules: What a zygote imports where the launch does not say: see `bandmaster.backends.zygotes`.
+    """
+
+    ranks: Sequence[int]
+    address: str = LOOPBACK
+    gpus: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    controller: int = 0
+    variables: Mapping[str, str] = field(default_factory=dict)
+    modules: Sequence[str] = ()
+
+
+class HostWorkers:
+    """The worker processes of a group on this host, each reached over a lane; see `bandmaster.contract.Workers`.
+
+    Attributes:
+        deaths: The ranks whose processes are known to have ended, and how.
+        ranks_are_own: True.
+    """
+
+    ranks_are_own = True
+
+    def __init__(self, launch: Launch, zygote: Zygote, place: Place, sink: Sink = SCREEN_SINK) -> None:
+        self._launch, self._zygote, self._place = launch, zygote, place
+        self._output = WorkerOutput(launch, sink)
+        self.rendezvous: Mapping[str, str] = {}  # the variables by which workers find the rendezvous on rank 0
+        self._is_ended = False
+        self._client = client = WorkerClient(self._how_it_died)
+        self.deaths: Mapping[int, Failure] = client.deaths
+        self.put, self.wait, self.fetch, self.check = client.put, client.wait, client.fetch, client.check
+        self.call, self.stacks, self.resume = client.call, client.stacks, client.resume
+        zygote.begin_use(self)
+        try:
+            began = time.monotonic()
+            for rank in place.ranks:
+                self._start_process(rank, began)
+            self._output.start()
+        except BaseException:
+            self._close(0.0)
+            raise
+
+    @property
+    def arrivals(self) -> int | None:
+        """A descriptor that is readable when a reply or a death may have arrived: both arrive over lanes."""
+        return self._client.arrivals
+
+    @property
+    def records(self) -> list[WorkerRecord]:
+        """Host, process and device of each rank here. Every worker has a lane; handles are `WorkerProcess` objects."""
+        host, names = socket.gethostname(), self._launch.worker_names
+        return [
+            WorkerRecord(host, pid, self._device(rank), "lane", partial(WorkerProcess, names[rank], rank, host, pid))
+            for rank, pid in sorted(self._client.processes.items())
+        ]
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._client.is_stopped
+
+    def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> Payload:
+        """As `WorkerClient.reserve`."""
+        return self._client.reserve(sizes, is_kept)
+
+    def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
+        """Interrupt calls through the control page of each rank.
+
+        Args:
+            tickets: The calls, by rank.
+            kill_because: If it is given, the workers that are running these calls are killed instead, with all
+                processes that they started.
+        """
+        if kill_because is None:
+            self._client.interrupt(tickets)
+        else:
+            self._kill([rank for rank, t in tickets.items() if t is None or self._client.is_at(rank, t)], kill_because)
+
+    def replace(self, rank: int) -> None:
+        """Fork a new process for a rank. A new rank 0 opens a new rendezvous, which the other ranks here are told."""
+        if rank in self._client.processes:
+            self._kill([rank], "ended by the controller, because it is being replaced")
+        self._start_process(rank, time.monotonic())
+        self._output.start()
+        if rank == 0:
+            self.announce(self.rendezvous)
+
+    def announce(self, rendezvous: Mapping[str, str]) -> None:
+        """Have the ranks here find a rendezvous that a rank 0 has opened; rank 0 itself knows."""
+        self.rendezvous = rendezvous
+        for rank in self._client.processes:
+            if rank != 0:
+                self._client.change_environment(rank, rendezvous)
+
+    def stop(self, why: str = CLOSED) -> None:
+        """Close the lanes, so that the workers exit; kill those that do not exit in time."""
+        if not self._is_ended:
+            self._client.close_channels(why)
+            self._close(END_GRACE_S)
+
+    def _close(self, grace_s: float) -> None:
+        self._client.close_channels()
+        processes = list(self._client.processes.values())
+        try:
+            self._zygote.end(processes, grace_s)
+        except BaseException:  # Ctrl-C: kill the workers without waiting for them
+            self._zygote.end(processes, 0.0)
+            raise
+        self._zygote.end_use(self)
+        self._output.finish(timeout_s=2.0)
+        self._is_ended = True
+
+    def _start_process(self, rank: int, began: float) -> None:
+        """Fork a worker and open a lane to it.
+
+        Args:
+            rank: The worker's rank.
+            began: `time.monotonic` from which the launch's ``start_timeout_s`` is counted.
+
+        Raises:
+            CallTimeout: The worker was not forked in time.
+            PlacementError: The worker cannot be forked.
+            ResourceError: The process that starts it has too few file descriptors left.
+        """
+        launch, limit_s = self._launch, self._launch.start_timeout_s
+        left_s = None if limit_s is None else limit_s + began - time.monotonic()
+        with contextlib.ExitStack() as if_it_fails, contextlib.ExitStack() as close_here:
+            try:
+                with SigintSafeLock():  # so that Ctrl-C cannot leak a descriptor
+                    mine, theirs = lane_pair()
+                    if_it_fails.enter_context(mine)
+                    close_here.enter_context(theirs)
+                    descriptors = [theirs.fileno(), *self._output.add(rank)]
+                    for fd in descriptors[1:]:
+                        close_here.callback(os.close, fd)
+                    if rank == 0:
+                        listening = close_here.enter_context(listening_socket(self._place.address))
+                        self.rendezvous = rendezvous_environment(self._place.address, listening.getsockname()[1])
+                        descriptors.append(listening.fileno())
+                pid = self._zygote.spawn(self._spawn_of(rank), descriptors, left_s)
+            except NoAnswer as error:
+                if limit_s is None or time.monotonic() < began + limit_s:
+                    raise
+                started = self._client.processes
+                missing = [other for other in self._place.ranks if other == rank or other not in started]
+                raise launch.late(missing, str(error)) from error
+            except OSError as error:
+                raise ResourceError(
+                    f"cannot start rank {rank} of {len(launch.slots)}: {error}; each worker needs three file "
+                    "descriptors in the controller: raise the limit on open files (ulimit -n), or ask for fewer workers"
+                ) from error
+            with SigintSafeLock():
+                if_it_fails.pop_all()
+                self._client.add(rank, Lane(mine, self._client.writer, rank, blocks=False), pid)
+
+    def _spawn_of(self, rank: int) -> Spawn:
+        launch, place = self._launch, self._place
+        context = launch.context(rank, self._device(rank))
+        environment = {**os.environ, **place.variables, **launch.env, **launch.variables}
+        environment |= {**context.environment(), **self.rendezvous}
+        if place.gpus.get(rank):
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus[rank])
+        if "OMP_NUM_THREADS" not in environment:
+            share = str(max(1, count_cores() // len(place.ranks)))
+            environment.update({name: share for name in THREAD_VARIABLES if name not in environment})
+        identity = WorkerIdentity(0, place.controller, rank, len(launch.slots), launch.group)
+        return Spawn(
+            identity, context, environment, working_directory(), tuple(sys.path), tuple(sys.argv), launch.log_level
+        )
+
+    def _device(self, rank: int) -> str:
+        """The device of a worker, which sees its own GPUs alone; "cpu" where Ray was told of GPUs that do not exist."""
+        return "cuda:0" if self._place.gpus.get(rank) and has_gpus() else "cpu"
+
+    def _kill(self, ranks: Sequence[int], why: str) -> None:
+        """Kill the processes of ranks, with all processes that they started."""
+        for rank in ranks:
+            self._client.is_killed(rank, why)
+        self._zygote.end([self._client.processes[rank] for rank in ranks], 0.0)
+        for rank in ranks:
+            self._client.note_death(rank)
+
+    def _how_it_died(self, rank: int) -> Failure:
+        pid = self._client.processes[rank]
+        ended, last = self._zygote.how_it_ended(pid), self._output.last_errors(rank)
+        return Failure.of_death(ended, last, socket.gethostname(), pid, self._device(rank))

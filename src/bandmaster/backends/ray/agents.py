@@ -1,0 +1,325 @@
+"""Agents on Ray: an actor without resources on each node that has ranks of a group, and the controller's links to them.
+
+Ray starts and ends agents; they fork the workers of their node, as backend ``"local"`` does, so that the controller
+sends one message per node to start a group, as it does to call one. An agent ends with its controller, and its workers
+with it. The groups of a controller share the agent of a node, unless a ``runtime_env`` of their own sets them apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from bandmaster.backends.agents.fabric import Agent, Fabric, link_of
+from bandmaster.backends.agents.hosted import RanksHere
+from bandmaster.backends.agents.messages import FOR_MESSAGES
+from bandmaster.backends.agents.server import AgentServer, Host
+from bandmaster.backends.agents.workers import AgentWorkers
+from bandmaster.backends.host_workers import Place
+from bandmaster.backends.local import LocalBackend
+from bandmaster.backends.output import Sink
+from bandmaster.backends.ray.placement import START_TIMEOUT_S
+from bandmaster.backends.ray.session import RaySession
+from bandmaster.backends.zygotes import default_modules
+from bandmaster.contract import Launch
+from bandmaster.errors import PlacementError
+from bandmaster.platform.limits import start_thread
+from bandmaster.platform.processes import host_identity
+from bandmaster.transport.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet
+from bandmaster.transport.probes import answering
+
+__all__ = ["AgentKey", "RayAgents", "is_alive"]
+
+END_TIMEOUT_S = 2.0  # for Ray to end an agent
+PROBE_TIMEOUT_S = 3.0  # for a host to take a connection
+NOTICED_AFTER_S = 30.0  # Ray itself knows by then which hosts are lost
+PATIENCE_S = 24 * 3600.0  # of an agent, for its controller to connect: Ray ends it if the controller ends before
+_log = logging.getLogger(__name__)
+
+
+class AgentKey(NamedTuple):
+    """What identifies an agent of a controller.
+
+    Attributes:
+        node: Ray's id of its node.
+        runtime_env: The ``runtime_env`` that it was started with, as JSON; empty for that of the job.
+    """
+
+    node: str
+    runtime_env: str = ""
+
+
+class Opening(NamedTuple):
+    """What an agent is told of its controller.
+
+    Attributes:
+        secret: What both ends of a link prove.
+        controller: What messages call the controller.
+        host: `host_identity` of the controller.
+        pid: Process of the controller.
+        paths: Its ``sys.path``.
+        argv: Its ``sys.argv``.
+        modules: What a zygote imports by default.
+    """
+
+    secret: Secret
+    controller: str
+    host: str
+    pid: int
+    paths: Sequence[str]
+    argv: Sequence[str]
+    modules: Sequence[str]
+
+
+class AgentFacts(NamedTuple):
+    """Where an agent is.
+
+    Attributes:
+        address: Where it listens.
+        host: Name of its host.
+        pid: Its process.
+    """
+
+    address: tuple[str, int]
+    host: str
+    pid: int
+
+
+class BandmasterAgent:
+    """The actor of an agent."""
+
+    def bandmaster_open(self, opening: Opening) -> AgentFacts:
+        """Listen for the controller, and serve it until it is gone; then this process ends, and the workers with it."""
+        address = ray.util.get_node_ip_address()
+        sys.path.extend(path for path in opening.paths if path not in sys.path and os.path.isdir(path))
+        sys.argv[:] = opening.argv
+        server = AgentServer(opening.secret, address, _RayHost(opening, address), opening.controller)
+        start_thread("bandmaster-agent", self._serve, server)
+        return AgentFacts(server.address, os.uname().nodename, os.getpid())
+
+    @staticmethod
+    def _serve(server: AgentServer) -> None:
+        try:
+            server.run(PATIENCE_S)
+        except BaseException:
+            _log.exception("the agent of this host has failed")
+        finally:
+            os._exit(0)
+
+
+class _RayHost(Host):
+    def __init__(self, opening: Opening, address: str) -> None:
+        self._controller = opening.pid if opening.host == host_identity() else 0
+        self._address = address
+        self._local = LocalBackend(are_zygotes_kept=True)
+        self._local.prepare(opening.modules)
+
+    def start(self, said: bytes, sink: Sink) -> tuple[RanksHere, Sequence[int]]:
+        """Fork the workers of some ranks."""
+        launch, place = pickle.loads(said)
+        here = replace(place, address=self._address, controller=self._controller)
+        return self._local.start_ranks(launch, here, (), sink), place.ranks
+
+
+class RayAgents:
+    """The agents of this controller. They end when no pool has slots, no group ranks and no future rows on their nodes.
+
+    Any thread may call its methods. Finalizers may call `release` and `let_go` at any moment, so these wait for no lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held while agents are started or ended
+        self._is_due = False  # to look which ones are not needed
+        self._fabric: Fabric | None = None
+        self._actors: dict[AgentKey, Any] = {}
+        self._opened: dict[AgentKey, Any] = {}  # the ObjectRef of the facts of agents without a link
+        self._held: dict[object, Sequence[AgentKey]] = {}  # by reservation
+        self._lost_at: dict[str, float] = {}  # by node: when it could not be reached
+        self._session: RaySession | None = None
+        self._numbers = itertools.count()
+
+    def prepare(self, reservation: object, keys: Sequence[AgentKey]) -> None:
+        """Start agents for a reservation, without waiting for them; they stay until it is released."""
+        with self._lock:
+            self._held[reservation] = keys
+            fabric = self._begin()
+            for key in keys:
+                self._open(fabric, key)
+        self._look_if_due()
+
+    def release(self, reservation: object) -> None:
+        """End the agents that were started for a reservation, unless they are needed for more."""
+        self._held.pop(reservation, None)
+        self.let_go()
+
+    def start(self, launch: Launch, places: Mapping[AgentKey, Place]) -> AgentWorkers:
+        """Start the workers of a group by the agents of their nodes.
+
+        Raises:
+            PlacementError: An agent cannot be started or be reached, or it cannot start its workers.
+        """
+        by_rank = {rank: key for key, place in places.items() for rank in place.ranks}
+        keys = [by_rank[rank] for rank in range(len(launch.slots))]
+
+        def said(ranks: Sequence[int]) -> bytes:
+            place = places[keys[ranks[0]]]
+            gpus = {rank: place.gpus[rank] for rank in ranks}
+            return pickle.dumps((launch.sent(), replace(place, ranks=tuple(ranks), gpus=gpus)))
+
+        with self._lock:
+            reached = self._reach(list(places))
+            assert self._fabric is not None, "agents were reached by it"
+            name = f"{launch.group} {next(self._numbers)}"
+            workers = AgentWorkers(name, self._fabric, [reached[key] for key in keys])
+        self._look_if_due()
+        workers.begin(launch, said, lambda rank: self._again(keys[rank], rank))
+        return workers
+
+    def _again(self, key: AgentKey, rank: int) -> Agent:
+        """The agent of a rank whose own is gone.
+
+        Raises:
+            PlacementError: Its node is lost.
+        """
+        if not is_alive(key.node):
+            raise PlacementError(
+                f"rank {rank} cannot be replaced on its slot, as its host is lost; restart() the group, if its pool was "
+                "made with spare nodes (spares=), or make another one on a pool of the hosts that are left"
+            )
+        with self._lock:
+            return self._reach([key])[key]
+
+    def _reach(self, keys: Sequence[AgentKey]) -> dict[AgentKey, Agent]:
+        """The agents of some nodes, which are started where there are none.
+
+        Raises:
+            PlacementError: One cannot be started or be reached.
+        """
+        fabric = self._begin()
+        for key in keys:
+            self._open(fabric, key)
+        for key in [key for key in keys if key in self._opened]:
+            facts: AgentFacts | None = None
+            try:
+                facts = ray.get(self._opened.pop(key), timeout=START_TIMEOUT_S)
+                fabric.add(_connected(key, facts, fabric.secret))
+            except (RayError, OSError, Refused) as error:
+                self._is_due = True
+                raise _unreachable(key, facts, error) from error
+        return {key: fabric.agents[key] for key in keys}
+
+    def _begin(self) -> Fabric:
+        """The links of the present session of Ray; those of a former one are closed."""
+        if self._session is None or not self._session.is_current:
+            self._close()
+            self._actors, self._opened, self._session = {}, {}, RaySession()
+        self._fabric = self._fabric or Fabric(self.let_go)
+        return self._fabric
+
+    def _open(self, fabric: Fabric, key: AgentKey) -> None:
+        """Start an agent, unless there is one."""
+        if key in fabric.agents or key in self._opened:
+            return
+        me = f"pid {os.getpid()} on {socket.gethostname()}"
+        paths, modules = tuple(sys.path), default_modules()
+        opening = Opening(fabric.secret, me, host_identity(), os.getpid(), paths, tuple(sys.argv), modules)
+        strategy = NodeAffinitySchedulingStrategy(key.node, soft=False)
+        more = {"runtime_env": json.loads(key.runtime_env)} if key.runtime_env else {}
+        made = ray.remote(BandmasterAgent).options(num_cpus=0, scheduling_strategy=strategy, max_restarts=0, **more)
+        self._actors[key] = made.remote()
+        self._opened[key] = self._actors[key].bandmaster_open.remote(opening)
+
+    def lost_nodes(self) -> set[str]:
+        """Those of the nodes whose agents are gone, though nobody has ended them, that cannot be reached either."""
+        has_link = set() if self._fabric is None else set(self._fabric.agents)
+        gone = {key.node for key in self._actors.keys() - has_link - self._opened.keys()}
+        now = time.monotonic()
+        known = {node for node, found_at in self._lost_at.items() if node in gone and now - found_at < NOTICED_AFTER_S}
+        asked = [node for node in (ray.nodes() if gone - known else ()) if node["NodeID"] in gone - known]
+        addresses = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in asked]
+        answers = answering(addresses, PROBE_TIMEOUT_S)
+        lost = {node["NodeID"] for node, address in zip(asked, addresses, strict=True) if address not in answers}
+        self._lost_at |= dict.fromkeys(lost, now)
+        return known | lost
+
+    def let_go(self) -> None:
+        """End the agents that are not needed, now or when a thread that starts or ends some has done so."""
+        self._is_due = True
+        self._look_if_due()
+
+    def _look_if_due(self) -> None:
+        while self._is_due and self._lock.acquire(blocking=False):
+            try:
+                self._is_due = False
+                self._end_unneeded()
+            finally:
+                self._lock.release()
+
+    def _end_unneeded(self) -> None:
+        if self._fabric is None:
+            return
+        held = {key for keys in list(self._held.values()) for key in keys}
+        for key, actor in list(self._actors.items()):
+            agent = self._fabric.agents.get(key)
+            if key in held or (agent is not None and agent.is_needed):
+                if agent is not None:
+                    agent.awaits_release = key not in held and not agent.groups
+                continue
+            del self._actors[key]
+            self._opened.pop(key, None)
+            if self._session is not None and self._session.is_current:
+                ray.kill(actor)  # before its link ends, at which it would end by itself: Ray would report that
+            if agent is not None:
+                agent.await_end(END_TIMEOUT_S)
+                self._fabric.remove(agent)
+        if not self._actors:
+            self._close()
+
+    def _close(self) -> None:
+        fabric, self._fabric = self._fabric, None
+        if fabric is not None:
+            fabric.close()
+
+
+def _connected(key: AgentKey, facts: AgentFacts, secret: Secret) -> Agent:
+    sock = socket.create_connection(facts.address, timeout=HANDSHAKE_TIMEOUT_S)
+    try:
+        trusted, keys = greet(sock, secret, FOR_MESSAGES)
+    except BaseException:
+        sock.close()
+        raise
+    return Agent(link_of(trusted, keys), key, facts.host, facts.address, facts.pid)
+
+
+def _unreachable(key: AgentKey, facts: AgentFacts | None, error: Exception) -> PlacementError:
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    if facts is None:
+        return PlacementError(f"Ray could not start the agent of node {key.node}, which starts its workers: {reason}")
+    host, port = facts.address
+    return PlacementError(
+        f"this process cannot connect to the agent on host {facts.host} at {host}:{port}, which starts the workers "
+        f"there: {reason}; let the hosts of the cluster connect to each other on all ports, and see `bandmaster doctor "
+        "--ray`"
+    )
+
+
+def is_alive(node: str) -> bool:
+    """Whether Ray takes a node for alive, by its id."""
+    with contextlib.suppress(RayError):
+        return any(known["Alive"] for known in ray.nodes() if known["NodeID"] == node)
+    return False

@@ -1,0 +1,181 @@
+"""The backend ``"ray"``: reserves slots by placement groups, and forks workers here or has agents fork them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from bandmaster.backends.agents.workers import AgentWorkers
+from bandmaster.backends.host_workers import HostWorkers, Place
+from bandmaster.backends.local import LocalBackend
+from bandmaster.backends.ray import placement
+from bandmaster.backends.ray.agents import AgentKey, RayAgents
+from bandmaster.backends.ray.placement import Reservation
+from bandmaster.backends.ray.session import RayConnection, RaySession
+from bandmaster.backends.zygotes import default_modules
+from bandmaster.contract import Launch
+from bandmaster.errors import UsageError
+from bandmaster.plan.placement import Node, Request
+from bandmaster.platform.limits import start_thread
+
+__all__ = ["RayBackend"]
+
+LOOK_S = 0.5  # how often to look whether the user has left Ray, of which Ray tells nobody
+_BY_POOL = "the pool decides about it: use_gpu=, gpus_per_worker=, cpus_per_worker= and resources_per_worker= of ResourcePool"
+_BY_GROUP = "the group decides about it: name= of WorkerGroup names the workers, which end with their controller"
+_IN_ORDER = "workers are processes that the group calls in order, and that restart() and replace() renew"
+REFUSED_OPTIONS = {  # of @ray.remote, and what to do instead
+    **dict.fromkeys(("num_cpus", "num_gpus", "resources", "accelerator_type", "label_selector"), _BY_POOL),
+    **dict.fromkeys(("memory", "object_store_memory", "scheduling_strategy"), _BY_POOL),
+    **dict.fromkeys(("name", "namespace", "lifetime", "get_if_exists"), _BY_GROUP),
+    **dict.fromkeys(("max_restarts", "max_task_retries", "max_pending_calls"), _IN_ORDER),
+    **dict.fromkeys(("max_concurrency", "concurrency_groups"), _IN_ORDER),
+}
+
+
+class RayBackend:
+    """Backend whose slots are reserved on a Ray cluster.
+
+    Args:
+        local: Forks the workers of this host.
+    """
+
+    def __init__(self, local: LocalBackend) -> None:
+        self.connection = RayConnection()
+        self._local = local
+        self._agents = RayAgents()
+        self._watch = _SessionWatch()
+
+    def inventory(self) -> tuple[Node, ...]:
+        """The live nodes of the cluster, to which this connects if needed. A private Ray instance does not count CPUs.
+
+        Raises:
+            UsageError: The cluster can only be reached through Ray Client.
+        """
+        self.connection.connect()
+        return placement.inventory(self.connection.is_embedded)
+
+    def reserve(self, request: Request, timeout_s: float) -> Reservation:
+        """Create a placement group on the node chosen for each entry of the request, and start agents on other nodes.
+
+        Waits at most ``timeout_s`` seconds for resources that others hold.
+
+        Raises:
+            PlacementError: The request can never fit, or the resources did not become free in time.
+            UsageError: The cluster can only be reached through Ray Client.
+        """
+        with self.connection.staying():
+            self.connection.connect()
+            reservation = placement.reserve(request, timeout_s, self.connection.is_embedded)
+            self.connection.hold(reservation, reservation.session)
+            here = ray.get_runtime_context().get_node_id()
+            far = [AgentKey(node) for node in dict.fromkeys(reservation.nodes) if node != here]
+            if far:
+                self._agents.prepare(reservation, far)
+        return reservation
+
+    def nodes(self, reservation: Reservation) -> list[Node | None]:
+        """The node of each entry; where the agent of a host is gone, it is found out at once whether the host is."""
+        lost = self._agents.lost_nodes()
+        living = {node.key: node for node in self.inventory() if node.key not in lost}
+        return [living.get(placement.node_of(group)) for group in reservation.groups]
+
+    def release(self, reservation: Reservation) -> None:
+        """Remove the placement groups of a reservation. A private Ray instance ends with its last reservation."""
+        self._agents.release(reservation)
+        self._local.release_zygotes(reservation)
+        if reservation.session.is_current:
+            placement.release(reservation.groups)
+        self.connection.end_hold(reservation)
+
+    def start(self, launch: Launch) -> HostWorkers | AgentWorkers:
+        """Fork a worker process for every slot: here if all slots are on this node, else by the agents of the nodes.
+
+        Raises:
+            UsageError: The class asks for an option of ``@ray.remote`` that has no meaning here.
+            ClosedError: The Ray session of the pool has ended.
+            PlacementError, WorkerDied, CallTimeout: As for `bandmaster.contract.Backend.start`.
+        """
+        for name, value in launch.options.items():
+            if value is not None and name in REFUSED_OPTIONS:
+                raise UsageError(
+                    f"{launch.class_name} asks Ray for {name}={value!r}, but {REFUSED_OPTIONS[name]}; leave this out of "
+                    "@ray.remote(...)"
+                )
+        for slot in launch.slots:
+            slot.reservation.session.check(f"pool {slot.reservation.name!r}")
+        nodes = [slot.reservation.nodes[slot.node] for slot in launch.slots]
+        variables, runtime_env = _environment(launch.options.get("runtime_env"))
+        if not runtime_env and set(nodes) == {ray.get_runtime_context().get_node_id()}:
+            place = self._place(launch, range(len(nodes)), variables, ray.util.get_node_ip_address())
+            workers = self._local.start_ranks(launch, place, [slot.reservation for slot in launch.slots])
+            self._watch.add(workers, launch.slots[0].reservation.session, launch.group)
+            return workers
+        ranks: dict[str, list[int]] = {}
+        for rank, node in enumerate(nodes):
+            ranks.setdefault(node, []).append(rank)
+        asked = launch.options.get("runtime_env")
+        env = json.dumps(dict(asked), sort_keys=True) if asked else ""
+        return self._agents.start(
+            launch, {AgentKey(node, env): self._place(launch, mine, variables) for node, mine in ranks.items()}
+        )
+
+    @staticmethod
+    def _place(launch: Launch, ranks: Sequence[int], variables: Mapping[str, str], address: str = "") -> Place:
+        gpus = {rank: launch.slots[rank].reservation.gpus[launch.slots[rank].node] for rank in ranks}
+        of_slot = {rank: of_node[launch.slots[rank].index] for rank, of_node in gpus.items()}
+        return Place(tuple(ranks), address, of_slot, os.getpid(), variables, default_modules(launch.imports))
+
+
+def _environment(asked: Mapping[str, Any] | None) -> tuple[dict[str, str], dict[str, Any]]:
+    """Environment variables of workers, by which they find Ray and that ``runtime_env`` asks for, and the rest of it.
+
+    Args:
+        asked: The ``runtime_env`` of the class. That of the job is added.
+    """
+    context = ray.get_runtime_context()
+    # `ray job submit` has prepared this process with what it was given as the job's
+    of_job = {} if "RAY_JOB_CONFIG_JSON" in os.environ else dict(context.runtime_env)
+    merged = {**of_job, **dict(asked or {})}
+    variables = {**of_job.get("env_vars", {}), **dict(asked or {}).get("env_vars", {})}
+    rest = {name: value for name, value in merged.items() if name not in ("env_vars", "_ray_commit") and value}
+    said = {"namespace": context.namespace, "runtime_env": dict(context.runtime_env)}
+    found = {"RAY_ADDRESS": context.gcs_address, "BANDMASTER_RAY": json.dumps(said)}
+    return {**found, **variables}, rest
+
+
+class _SessionWatch:
+    """Ends workers on this host once the user has left the Ray that their slots are on; Ray itself ends agents."""
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakKeyDictionary[HostWorkers, tuple[RaySession, str]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._is_looking = False
+
+    def add(self, workers: HostWorkers, session: RaySession, group: str) -> None:
+        """Watch the workers of a group until they are stopped."""
+        with self._lock:
+            self._watched[workers] = session, group
+            if not self._is_looking:
+                start_thread("bandmaster-ray-session", self._look)
+                self._is_looking = True
+
+    def _look(self) -> None:
+        while self._running():
+            time.sleep(LOOK_S)  # Ray tells nobody of `ray.shutdown`
+            for workers, (session, group) in self._running():
+                if not session.is_current:
+                    workers.stop(session.ended(f"group {group!r}"))
+
+    def _running(self) -> list[tuple[HostWorkers, tuple[RaySession, str]]]:
+        with self._lock:
+            found = [(workers, known) for workers, known in self._watched.items() if not workers.is_stopped]
+            self._is_looking = bool(found)
+        return found

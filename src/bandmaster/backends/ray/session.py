@@ -1,0 +1,153 @@
+"""The connection of this process to Ray: made when a pool needs it, and ended with the last pool if it was made here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import ray
+import ray.util.client
+
+from bandmaster.errors import ClosedError, UsageError
+from bandmaster.platform.forks import n_forks
+from bandmaster.platform.limits import working_directory
+
+__all__ = ["PLACE", "RayConnection", "RaySession", "running_cluster"]
+
+PLACE = "bandmaster_place"  # custom resource of a private Ray instance; each slot takes one unit
+_NO_CLIENT = (
+    "backend 'ray' does not work over Ray Client (ray://), because the controller must be part of the cluster; run the "
+    "script on a node of the cluster, with `ray job submit` for example, and without ray:// in ray.init and RAY_ADDRESS"
+)
+
+
+class RaySession:
+    """A connection of this process to Ray, from `ray.init` to `ray.shutdown`. It is not valid in forks."""
+
+    def __init__(self) -> None:
+        self._worker, self._n_forks = ray.get_runtime_context().get_worker_id(), n_forks()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return RaySession, ()  # in another process it is the connection of that process
+
+    @property
+    def is_current(self) -> bool:
+        """Whether Ray uses this connection. If not, Ray's calls start an instance, reach another, or hang in a fork."""
+        if self._n_forks != n_forks() or not ray.is_initialized():
+            return False
+        return ray.get_runtime_context().get_worker_id() == self._worker
+
+    def check(self, what: str) -> None:
+        """Check that Ray can still be called for a pool or group that was made in this session.
+
+        Args:
+            what: The pool or group, as the message names it.
+
+        Raises:
+            ClosedError: The session has ended.
+        """
+        if not self.is_current:
+            raise ClosedError(self.ended(what))
+
+    def ended(self, what: str) -> str:
+        """The message of errors about a pool or group whose session has ended."""
+        return f"the Ray session of {what} has ended (ray.shutdown()); create the pool and its groups again"
+
+
+class RayConnection:
+    """Connects this process to Ray when a reservation needs it, and disconnects it after the last one.
+
+    If a cluster is running, it is joined. Otherwise this starts a private Ray instance, in which CPUs are not counted.
+    Any thread may call its methods; finalizers may call `end_hold` at any moment.
+    """
+
+    def __init__(self) -> None:
+        self.is_embedded = False  # whether Ray is a private instance
+        self._is_made_here = False
+        self._session: RaySession | None = None
+        self._holds: dict[object, RaySession | None] = {}  # None while a reservation is being made
+        self._connecting = threading.RLock()  # held while this connects or disconnects; re-entrant for finalizers
+
+    def hold(self, reservation: object, session: RaySession) -> None:
+        """Stay connected until `end_hold` is called with a reservation."""
+        self._holds[reservation] = session
+
+    def end_hold(self, reservation: object) -> None:
+        """A reservation was released; disconnect if it was the last one and the connection was made here."""
+        self._holds.pop(reservation, None)
+        self._disconnect_if_idle()
+
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """Let no other thread disconnect during the block; afterwards disconnect if nothing is reserved."""
+        making = object()
+        with self._connecting:
+            self._holds[making] = None
+        try:
+            yield
+        finally:
+            self.end_hold(making)
+
+    def connect(self) -> None:
+        """Connect to Ray, unless this process is connected. Threads that come here meanwhile wait.
+
+        Joins the cluster that RAY_ADDRESS names or that runs on this machine, else starts a private Ray instance.
+
+        Raises:
+            UsageError: The cluster can only be reached through Ray Client.
+            ResourceError: The working directory was removed.
+        """
+        with self._connecting:
+            if ray.is_initialized():
+                if ray.util.client.ray.is_connected():
+                    raise UsageError(_NO_CLIENT)
+                if self._session is None or not self._session.is_current:  # the user has replaced our connection
+                    self._is_made_here = self.is_embedded = False
+                return
+            self._is_made_here, self.is_embedded = True, False
+            working_directory()  # raises if it was removed; ray.init needs it
+            cluster = running_cluster()
+            if cluster is not None:
+                ray.init(cluster, logging_level=logging.WARNING)
+            else:
+                ray.init("local", include_dashboard=False, logging_level=logging.WARNING, resources={PLACE: 1e6})
+                self.is_embedded = True
+            self._session = RaySession()
+
+    def _disconnect_if_idle(self) -> None:
+        """Disconnect if nothing is reserved. If another thread connects, which is to reserve slots, it looks later."""
+        if not self._connecting.acquire(blocking=False):
+            return
+        try:
+            is_used = any(session is None or session.is_current for session in list(self._holds.values()))
+            if self._is_made_here and not is_used:
+                if self._session is not None and self._session.is_current:
+                    ray.shutdown()
+                self._is_made_here = self.is_embedded = False
+        finally:
+            self._connecting.release()
+
+
+def running_cluster() -> str | None:
+    """Address of the cluster that `ray.init` would join; None if there is no cluster or the recorded one has ended.
+
+    Raises:
+        UsageError: RAY_ADDRESS asks for Ray Client.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        if address.startswith("ray://"):
+            raise UsageError(_NO_CLIENT)
+        return address
+    directory = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    with contextlib.suppress(OSError, ValueError):
+        recorded = Path(directory, "ray", "ray_current_cluster").read_text().strip()
+        host, _, port = recorded.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=2.0).close()
+        return recorded
+    return None
