@@ -168,7 +168,7 @@ class Launch:
         return f"{self.class_name}.__init__"
 
     def sent(self) -> Launch:
-        """The launch as other hosts need it: without reservations and options, which only the controller understands."""
+        """The launch as other hosts need it, without reservations and options, which the controller understands."""
         return replace(self, slots=tuple(replace(slot, reservation=None) for slot in self.slots), options={})
 
     def late(self, ranks: Sequence[int], why: str) -> CallTimeout:

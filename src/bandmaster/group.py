@@ -560,7 +560,8 @@ class WorkerGroup(GroupOf[Any]):
         MeshError: A mesh and the pool differ in size, or a registered method names a mesh or an axis that the group
             does not have.
         UsageError: ``worker_class`` is not a worker class or has an async constructor, an option has the wrong type,
-            or a registered method hides an attribute of the group. Also where ``output`` is no directory that can be written to, or the backend has no ``output`` or ``logging``.
+            or a registered method hides an attribute of the group. Also where ``output`` is no directory that can be
+            written to, or the backend has no ``output``.
         ConstructorError: A worker's constructor raised. The other workers were ended and all slots released.
         WorkerDied: A worker's process ended before the worker was constructed. The other workers were ended and all
             slots released.

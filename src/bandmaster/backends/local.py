@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Sequence
 
 from bandmaster.backends.host_workers import HostWorkers, Place
-from bandmaster.backends.output import SCREEN_SINK, Sink
 from bandmaster.backends.machine import MachineBackend, Reservation
+from bandmaster.backends.output import SCREEN_SINK, Sink
 from bandmaster.backends.zygote import Zygote
 from bandmaster.backends.zygotes import Zygotes, default_modules
 from bandmaster.contract import Launch
@@ -44,8 +44,13 @@ class LocalBackend(MachineBackend):
     def start(self, launch: Launch) -> HostWorkers:
         """Fork a worker process for every slot."""
         devices = visible_devices()
-        gpus = {rank: [devices[gpu] for gpu in slot.reservation.gpus[slot.node][slot.index]] for rank, slot in enumerate(launch.slots)}
-        place = Place(range(len(launch.slots)), gpus=gpus, controller=os.getpid(), modules=default_modules(launch.imports))
+        gpus = {
+            rank: [devices[gpu] for gpu in slot.reservation.gpus[slot.node][slot.index]]
+            for rank, slot in enumerate(launch.slots)
+        }
+        place = Place(
+            range(len(launch.slots)), gpus=gpus, controller=os.getpid(), modules=default_modules(launch.imports)
+        )
         return self.start_ranks(launch, place, [slot.reservation for slot in launch.slots])
 
     def prepare(self, modules: Sequence[str]) -> None:
@@ -80,4 +85,3 @@ class LocalBackend(MachineBackend):
         """End the zygotes that only a pool has used, which is given by its reservation."""
         self._released_pools.add(pool)
         self._zygotes.release(pool)
-

@@ -118,7 +118,9 @@ class Zygotes:
                 "set it to the path of a Python interpreter, or use backend 'inprocess'"
             )
         before = self._zygotes.get(key)
-        more = () if before is None or key[0] is not None else before.preload  # else groups would take turns to start it
+        more = (
+            () if before is None or key[0] is not None else before.preload
+        )  # else groups would take turns to start it
         try:
             return Zygote(tuple(dict.fromkeys([*more, *modules])), dict(key[1]), self._are_kept or key == (None, ()))
         except ResourceError:

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bandmaster.backends import get_backend
-from bandmaster.backends.ray import _running_cluster
+from bandmaster.backends.ray.session import running_cluster
 from bandmaster.plan.placement import Node
 
 __all__ = ["NotThere", "links_and_nodes"]
@@ -77,7 +77,7 @@ def _joined(address: str) -> Iterator[None]:
     if ray.is_initialized():  # by a Python program that calls this function
         yield
         return
-    found = _running_cluster() if address == "auto" else address
+    found = running_cluster() if address == "auto" else address
     if not found or found == "local":  # ray.init would start a cluster
         raise NotThere("no Ray cluster runs on this machine, and RAY_ADDRESS names none")
     if found != "auto":

@@ -92,4 +92,3 @@ class Rendezvous:
             master_listen_fd=self._socket.detach(),
         )
         self._socket = None
-

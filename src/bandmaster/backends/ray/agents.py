@@ -139,7 +139,7 @@ class _RayHost(Host):
 class RayAgents:
     """The agents of this controller. They end when no pool has slots, no group ranks and no future rows on their nodes.
 
-    Any thread may call its methods. Finalizers may call `release` and `let_go` at any moment, so these wait for no lock.
+    Any thread may call its methods. Finalizers may call `release` and `let_go` at any moment: these wait for no lock.
     """
 
     def __init__(self) -> None:
@@ -198,8 +198,8 @@ class RayAgents:
         """
         if not is_alive(key.node):
             raise PlacementError(
-                f"rank {rank} cannot be replaced on its slot, as its host is lost; restart() the group, if its pool was "
-                "made with spare nodes (spares=), or make another one on a pool of the hosts that are left"
+                f"rank {rank} cannot be replaced on its slot, as its host is lost; restart() the group, if its pool "
+                "was made with spare nodes (spares=), or make another one on a pool of the hosts that are left"
             )
         with self._lock:
             return self._reach([key])[key]

@@ -28,7 +28,9 @@ from bandmaster.platform.limits import start_thread
 __all__ = ["RayBackend"]
 
 LOOK_S = 0.5  # how often to look whether the user has left Ray, of which Ray tells nobody
-_BY_POOL = "the pool decides about it: use_gpu=, gpus_per_worker=, cpus_per_worker= and resources_per_worker= of ResourcePool"
+_BY_POOL = (
+    "the pool decides about it: use_gpu=, gpus_per_worker=, cpus_per_worker= and resources_per_worker= of ResourcePool"
+)
 _BY_GROUP = "the group decides about it: name= of WorkerGroup names the workers, which end with their controller"
 _IN_ORDER = "workers are processes that the group calls in order, and that restart() and replace() renew"
 REFUSED_OPTIONS = {  # of @ray.remote, and what to do instead
@@ -43,14 +45,21 @@ REFUSED_OPTIONS = {  # of @ray.remote, and what to do instead
 class RayBackend:
     """Backend whose slots are reserved on a Ray cluster.
 
-    Args:
+    Attributes:
         local: Forks the workers of this host.
+        connection: The connection to Ray.
+        agents: The agents of other hosts.
+
+    Args:
+        local: The same.
+        connection: The same; by default a new one.
+        agents: The same.
     """
 
-    def __init__(self, local: LocalBackend) -> None:
-        self.connection = RayConnection()
-        self._local = local
-        self._agents = RayAgents()
+    def __init__(
+        self, local: LocalBackend, connection: RayConnection | None = None, agents: RayAgents | None = None
+    ) -> None:
+        self.local, self.connection, self.agents = local, connection or RayConnection(), agents or RayAgents()
         self._watch = _SessionWatch()
 
     def inventory(self) -> tuple[Node, ...]:
@@ -73,26 +82,32 @@ class RayBackend:
         """
         with self.connection.staying():
             self.connection.connect()
-            reservation = placement.reserve(request, timeout_s, self.connection.is_embedded)
+            reservation = placement.reserve(request, timeout_s, self.connection.is_embedded, self._reserved)
             self.connection.hold(reservation, reservation.session)
             here = ray.get_runtime_context().get_node_id()
             far = [AgentKey(node) for node in dict.fromkeys(reservation.nodes) if node != here]
             if far:
-                self._agents.prepare(reservation, far)
+                self.agents.prepare(reservation, far)
         return reservation
+
+    def _reserved(self, request: Request, keys: Sequence[str], deadline: float) -> Reservation | None:
+        return placement.reserved(request, keys, deadline, self.connection.is_embedded)
+
+    def _remove(self, reservation: Reservation) -> None:
+        placement.release(reservation.groups)
 
     def nodes(self, reservation: Reservation) -> list[Node | None]:
         """The node of each entry; where the agent of a host is gone, it is found out at once whether the host is."""
-        lost = self._agents.lost_nodes()
+        lost = self.agents.lost_nodes()
         living = {node.key: node for node in self.inventory() if node.key not in lost}
         return [living.get(placement.node_of(group)) for group in reservation.groups]
 
     def release(self, reservation: Reservation) -> None:
         """Remove the placement groups of a reservation. A private Ray instance ends with its last reservation."""
-        self._agents.release(reservation)
-        self._local.release_zygotes(reservation)
+        self.agents.release(reservation)
+        self.local.release_zygotes(reservation)
         if reservation.session.is_current:
-            placement.release(reservation.groups)
+            self._remove(reservation)
         self.connection.end_hold(reservation)
 
     def start(self, launch: Launch) -> HostWorkers | AgentWorkers:
@@ -106,8 +121,8 @@ class RayBackend:
         for name, value in launch.options.items():
             if value is not None and name in REFUSED_OPTIONS:
                 raise UsageError(
-                    f"{launch.class_name} asks Ray for {name}={value!r}, but {REFUSED_OPTIONS[name]}; leave this out of "
-                    "@ray.remote(...)"
+                    f"{launch.class_name} asks Ray for {name}={value!r}, but {REFUSED_OPTIONS[name]}; leave this out "
+                    "of @ray.remote(...)"
                 )
         for slot in launch.slots:
             slot.reservation.session.check(f"pool {slot.reservation.name!r}")
@@ -115,7 +130,7 @@ class RayBackend:
         variables, runtime_env = _environment(launch.options.get("runtime_env"))
         if not runtime_env and set(nodes) == {ray.get_runtime_context().get_node_id()}:
             place = self._place(launch, range(len(nodes)), variables, ray.util.get_node_ip_address())
-            workers = self._local.start_ranks(launch, place, [slot.reservation for slot in launch.slots])
+            workers = self.local.start_ranks(launch, place, [slot.reservation for slot in launch.slots])
             self._watch.add(workers, launch.slots[0].reservation.session, launch.group)
             return workers
         ranks: dict[str, list[int]] = {}
@@ -123,7 +138,7 @@ class RayBackend:
             ranks.setdefault(node, []).append(rank)
         asked = launch.options.get("runtime_env")
         env = json.dumps(dict(asked), sort_keys=True) if asked else ""
-        return self._agents.start(
+        return self.agents.start(
             launch, {AgentKey(node, env): self._place(launch, mine, variables) for node, mine in ranks.items()}
         )
 

@@ -1,4 +1,4 @@
-"""Connects a worker to the cluster of its controller when it uses Ray. Runs in workers, and imports no Ray by itself."""
+"""Connects a worker to the cluster of its controller when the worker uses Ray. This module imports no Ray itself."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -17,10 +17,25 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from bandmaster.backends.ray.session import PLACE, RaySession
 from bandmaster.plan.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
 
-__all__ = ["START_TIMEOUT_S", "Reservation", "bundle_of", "inventory", "node_of", "release", "reserve"]
+__all__ = [
+    "POLL_S",
+    "START_TIMEOUT_S",
+    "Reservation",
+    "bundle_of",
+    "device_key",
+    "gpus_of_bundle",
+    "inventory",
+    "name_of",
+    "node_of",
+    "placed",
+    "release",
+    "reserve",
+    "reserved",
+]
 
 POLL_S = 0.1  # Ray has no event for "a resource became free"
 START_TIMEOUT_S = 300.0  # for Ray to start a process
+Attempt = Callable[[Request, Sequence[str], float], "Reservation | None"]
 _UNIQUE = " #"  # begins the suffix that makes the name of a placement group unique; messages omit the suffix
 
 
@@ -80,10 +95,17 @@ def inventory(is_embedded: bool) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-def reserve(request: Request, timeout_s: float, is_embedded: bool) -> Reservation:
-    """Create a placement group on the node chosen for each entry of the request.
+def reserve(request: Request, timeout_s: float, is_embedded: bool, attempt: Attempt) -> Reservation:
+    """Reserve slots on the nodes that are chosen for a request.
 
     Waits at most ``timeout_s`` seconds for resources that others hold.
+
+    Args:
+        request: The slots.
+        timeout_s: Seconds to wait.
+        is_embedded: Whether Ray is a private instance.
+        attempt: Reserves the slots of each entry on a given node until a moment of `time.monotonic`; returns None if
+            resources were taken meanwhile.
 
     Raises:
         PlacementError: The request can never fit, or the resources did not become free in time.
@@ -95,19 +117,31 @@ def reserve(request: Request, timeout_s: float, is_embedded: bool) -> Reservatio
             raise cannot_place(request, nodes, free=False)
         assigned = assign_nodes(request, nodes)
         if assigned is not None:
-            keys = [nodes[index].key for index in assigned]
-            bundles = [[bundle_of(request, size, is_embedded)] for size in request.workers]
-            names = [f"pool {request.name!r} ({size} slots)" for size in request.workers]
-            groups = placed(names, bundles, keys, deadline)
-            if groups is not None:
-                try:
-                    return Reservation(request.name, groups, tuple(keys), _gpus(groups, request), RaySession())
-                except BaseException:
-                    release(groups)
-                    raise
+            reservation = attempt(request, [nodes[index].key for index in assigned], deadline)
+            if reservation is not None:
+                return reservation
         if time.monotonic() >= deadline:
             raise cannot_place(request, nodes, waited_s=timeout_s)
         time.sleep(POLL_S)
+
+
+def reserved(request: Request, keys: Sequence[str], deadline: float, is_embedded: bool) -> Reservation | None:
+    """Create a placement group with one bundle for the slots of each entry; None if resources were taken meanwhile."""
+    names = [name_of(request.name, size) for size in request.workers]
+    bundles = [[bundle_of(request, size, is_embedded)] for size in request.workers]
+    groups = placed(names, bundles, keys, deadline)
+    if groups is None:
+        return None
+    try:
+        return Reservation(request.name, groups, tuple(keys), _gpus(groups, request), RaySession())
+    except BaseException:
+        release(groups)
+        raise
+
+
+def name_of(pool: str, n_slots: int) -> str:
+    """What messages call the placement group of some slots of a pool."""
+    return f"pool {pool!r} ({n_slots} slots)"
 
 
 def placed(
@@ -170,12 +204,12 @@ def _gpus(groups: Sequence[PlacementGroup], request: Request) -> tuple[tuple[tup
     if not each:
         return tuple(((),) * size for size in request.workers)
     asked = [
-        _gpus_of_bundle.options(
+        gpus_of_bundle.options(
             num_gpus=each * size, scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0)
         ).remote()
         for group, size in zip(groups, request.workers, strict=True)
     ]
-    found = [sorted(gpus, key=_device_key) for gpus in ray.get(asked, timeout=START_TIMEOUT_S)]
+    found = [sorted(gpus, key=device_key) for gpus in ray.get(asked, timeout=START_TIMEOUT_S)]
     return tuple(
         tuple(tuple(gpus[slot * each : (slot + 1) * each]) for slot in range(size))
         for gpus, size in zip(found, request.workers, strict=True)
@@ -183,11 +217,13 @@ def _gpus(groups: Sequence[PlacementGroup], request: Request) -> tuple[tuple[tup
 
 
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
-def _gpus_of_bundle() -> list[str]:
+def gpus_of_bundle() -> list[str]:
+    """The GPUs of the bundle that this task runs in."""
     return list(map(str, ray.get_gpu_ids()))
 
 
-def _device_key(gpu: str) -> tuple[int, str]:
+def device_key(gpu: str) -> tuple[int, str]:
+    """What GPUs are sorted by: their numbers, where they have such."""
     return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 

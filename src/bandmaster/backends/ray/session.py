@@ -1,4 +1,4 @@
-"""The connection of this process to Ray: made when a pool needs it, and ended with the last pool if it was made here."""
+"""The connection of this process to Ray: made when a pool needs one, and then ended with the last pool."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RaySession:
         """Whether Ray uses this connection. If not, Ray's calls start an instance, reach another, or hang in a fork."""
         if self._n_forks != n_forks() or not ray.is_initialized():
             return False
-        return ray.get_runtime_context().get_worker_id() == self._worker
+        return bool(ray.get_runtime_context().get_worker_id() == self._worker)
 
     def check(self, what: str) -> None:
         """Check that Ray can still be called for a pool or group that was made in this session.

@@ -18,7 +18,7 @@ from bandmaster.calls.pending import Collection
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import Payload, decode, encode
-from bandmaster.contract import Lifetime, Reply
+from bandmaster.contract import Reply
 from bandmaster.errors import ArgumentError, UsageError
 from bandmaster.lifecycle.checks import check_options
 from bandmaster.plan.arguments import CallPlan, scatter
@@ -133,7 +133,7 @@ class RayWorkerGroup(WorkerGroup):
                 name_prefix,
                 start_timeout,
                 variables,
-                Lifetime.DETACHED if detached else Lifetime.HANDLES,
+                detached,
                 options,
             )
         self._bind(cls, self._inner._submitter)

@@ -8,21 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bandmaster.backends import get_backend
 from bandmaster.calls.pending import CallSite
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import Launch, Lifetime, Slot
+from bandmaster.contract import Launch, Slot, Workers
 from bandmaster.errors import UsageError, WorkerDied
 from bandmaster.group import WorkerGroup as CoreGroup
 from bandmaster.lifecycle.checks import checked_mesh
 from bandmaster.lifecycle.death_watch import DeathWatch
 from bandmaster.lifecycle.ownership import Ownership
+from bandmaster.lifecycle.participant import TURN_HOOKS, Participant
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
+from bandmaster.single_controller.ray.launch import ACTORS, ActorLaunch
+from bandmaster.worker import Worker
 
 __all__ = ["AttachedGroup", "StartedGroup", "check_backend", "nsight_options", "variables_of"]
 
 ENDED = "the group was closed by its owner"
+_used_names: set[str] = set()  # every name that a group of this process has had: Ray frees those of actors late
 
 PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -38,22 +41,41 @@ class StartedGroup(CoreGroup):
         name_prefix: str | None,
         start_timeout: float | None,
         variables: Mapping[str, str],
-        lifetime: Lifetime,
+        is_detached: bool,
         options: Mapping[str, Any],
     ) -> None:
-        self._variables, self._lifetime, self._more_options = variables, lifetime, options
+        self._variables, self._is_detached, self._more_options = variables, is_detached, options
         if name_prefix is None:  # as verl's, whose names have to differ from those of other controllers
             name_prefix = pool.name_prefix + "".join(string.ascii_letters[byte % 52] for byte in uuid.uuid4().bytes[:6])
         super().__init__(pool, given, mesh=mesh, name_prefix=name_prefix, start_timeout=start_timeout)
 
     def _start(self, launch: Launch) -> None:
         options = {**launch.options, **self._more_options}
-        variables = {**self._variables, "WG_PREFIX": launch.group.removesuffix(launch.cls.__name__)}
-        super()._start(replace(launch, options=options, variables=variables, lifetime=self._lifetime))
+        variables = {**self._variables, "WG_PREFIX": launch.group.removesuffix(launch.class_name)}
+        launch = replace(launch, options=options, variables=variables)
+        if self._pool.backend == ACTORS:
+            launch = ActorLaunch.of(
+                launch,
+                cls=self._cls,
+                uses_gpu=self._pool.use_gpu,
+                bundle=launch.slots[0].reservation.groups[launch.slots[0].node].bundle_specs[0],
+                is_detached=self._is_detached,
+                is_again=launch.group in _used_names,
+            )
+        _used_names.add(launch.group)
+        super()._start(launch)
+
+    def _participant(self, cls: type[Worker], name: str, submitter: Submitter) -> Participant:
+        if (self._more_options.get("max_concurrency") or 1) > 1 and any(hasattr(cls, hook) for hook in TURN_HOOKS):
+            raise UsageError(
+                f"{cls.__name__} asks Ray for max_concurrency, with which calls overlap in an order that Ray chooses, "
+                "so that it cannot take turns; leave this out of @ray.remote(...)"
+            )
+        return super()._participant(cls, name, submitter)
 
     def close(self) -> None:
         """End the workers, also those whose handles somebody has, but for detached ones; release their slots."""
-        if self._ownership.is_open and self._lifetime is not Lifetime.DETACHED:
+        if self._ownership.is_open and not self._is_detached:
             try:
                 workers = self._ownership.workers()
             except UsageError:  # this is a fork of the controller, in which closing does nothing
@@ -83,9 +105,9 @@ class AttachedGroup:
         self.worker_names = list(names) if names else [f"{cls.__name__}_{rank}" for rank in range(n)]
         self.mesh = checked_mesh(mesh, n, f"a group of {n} existing workers")
         slots = tuple(Slot(None, 0, rank, 0, rank, n, 1.0) for rank in range(n))
-        launch = Launch(self.name, cls, self.mesh, {}, slots, tuple(self.worker_names), False, 0)
+        launch = ActorLaunch(self.name, cls.__name__, self.mesh, {}, slots, tuple(self.worker_names), cls=cls)
         self._ownership = Ownership(self, self.name)
-        self._ownership.set_workers(get_backend("ray").attach(launch, actors))  # type: ignore[attr-defined]
+        self._ownership.set_workers(_attached_workers(launch, actors))
         self._submitter = Submitter(self._ownership.workers, cls, self.mesh, self.name)
 
     def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
@@ -103,12 +125,18 @@ class AttachedGroup:
         return f"<attached to {len(self.workers)} workers of {self.name}>"
 
 
+def _attached_workers(launch: ActorLaunch, actors: Sequence[Any]) -> Workers:
+    from bandmaster.single_controller.ray.actor_workers import AttachedWorkers  # which imports Ray
+
+    return AttachedWorkers(launch, actors)
+
+
 def check_backend(pool: ResourcePool, worker_env: Mapping[str, str] | None, detached: bool) -> None:
     """Refuse what the pool's backend cannot do."""
     if worker_env and pool.backend == "inprocess":
         raise UsageError("worker_env needs workers with processes of their own, but the pool is on backend 'inprocess'")
-    if detached and pool.backend != "ray":
-        raise UsageError(f"detached=True needs a pool on backend 'ray', got {pool!r}")
+    if detached and pool.backend != ACTORS:
+        raise UsageError(f"detached=True needs a RayResourcePool, got {pool!r}")
 
 
 def variables_of(pool: ResourcePool, asked: Mapping[str, str] | None) -> dict[str, str]:

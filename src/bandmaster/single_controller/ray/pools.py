@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bandmaster import pool as pools
-from bandmaster.backends import get_backend
+from bandmaster.backends import get_backend, register_backend
 from bandmaster.errors import PlacementError, UsageError
 from bandmaster.pool import ResourcePool
+from bandmaster.single_controller.ray.launch import ACTORS, ActorRequest
 
 __all__ = [
     "RayResourcePool",
@@ -23,7 +24,7 @@ __all__ = [
 
 
 class RayResourcePool(ResourcePool):
-    """A `ResourcePool` on backend ``"ray"``, by default with GPUs, with verl's parameters.
+    """A `ResourcePool` on Ray, by default with GPUs, with verl's parameters.
 
     Ranks follow the order of nodes' addresses and of GPUs, as in every bandmaster pool.
 
@@ -62,21 +63,22 @@ class RayResourcePool(ResourcePool):
             )
         super().__init__(
             [] if process_on_nodes is None else process_on_nodes,
-            backend="ray",
+            backend=ACTORS,
             use_gpu=use_gpu,
             name_prefix=name_prefix,
             max_colocate_count=max_colocate_count,
             cpus_per_worker=cpus_per_worker,
             placement_timeout=placement_timeout,
-            is_detached=detached,
         )
+        self._lease.request = ActorRequest(**vars(self._lease.request), is_detached=detached)
 
     _whole: RayResourcePool | None = None  # the pool of which this is a part
 
     @property
     def detached(self) -> bool:
         """Whether the placement groups outlive the pool."""
-        return self._lease.request.is_detached
+        request = self._lease.request
+        return isinstance(request, ActorRequest) and request.is_detached
 
     @property
     def store(self) -> list[int]:
@@ -107,7 +109,7 @@ class RayResourcePool(ResourcePool):
         asked, given = self.store, [group.bundle_count for group in groups]
         if len(given) < len(asked) or any(n < m for n, m in zip(given, asked, strict=False)):
             raise UsageError(f"{self!r} needs placement groups of {asked} bundles, got {given}")
-        self._take_over(get_backend("ray").adopt(self.name_prefix, groups))  # type: ignore[attr-defined]
+        self._take_over(_adopted(self.name_prefix, groups))
 
     def get_placement_groups(
         self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
@@ -126,6 +128,21 @@ class RayResourcePool(ResourcePool):
         groups = self.pgs
         assert groups is not None, "they are reserved"
         return groups
+
+
+def _adopted(name: str, groups: Sequence[Any]) -> Any:
+    from bandmaster.single_controller.ray.backend import ActorReservation  # which imports Ray
+
+    return ActorReservation.of(name, groups)
+
+
+def _actor_backend() -> Any:
+    from bandmaster.single_controller.ray.backend import ActorBackend  # which imports Ray
+
+    return ActorBackend()
+
+
+register_backend(ACTORS, _actor_backend)
 
 
 class SubRayResourcePool(RayResourcePool):

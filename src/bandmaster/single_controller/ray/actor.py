@@ -1,0 +1,371 @@
+"""Runs in a Ray actor: holds the worker, which is called by actor tasks and, from the controller's host, over a lane.
+
+Ray runs one task of an actor at a time. While the lane is served, that task is `WorkerActor.bandmaster_serve`, and
+calls arrive over the lane. Before the controller submits another actor task, it sends ``pause`` over the lane, which
+frees the actor. All calls therefore run in submission order, on either channel, in the actor's main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import os
+import select
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import ray
+
+from bandmaster.codec import Payload, decode
+from bandmaster.contract import TIMED, Reply, Rows, Timed
+from bandmaster.failure import Failure
+from bandmaster.plan.binding import signature_without_self
+from bandmaster.platform.hardware import count_gpus
+from bandmaster.platform.limits import start_thread
+from bandmaster.platform.processes import end_descendants, host_identity
+from bandmaster.transport.control_page import WorkerIdentity
+from bandmaster.transport.kept import RowReader, RowReaders, kept_name
+from bandmaster.transport.lane import Lane
+from bandmaster.transport.listener import connect, peer_pid
+from bandmaster.transport.segments import SegmentWriter
+from bandmaster.worker import WorkerContext
+from bandmaster.worker_process.activity import ActivityPage
+from bandmaster.worker_process.breakpoints import install_breakpoints
+from bandmaster.worker_process.control_page import ControlPage
+from bandmaster.worker_process.executor import Executor
+from bandmaster.worker_process.loop import serve
+from bandmaster.worker_process.output import redirect, tame_bars
+from bandmaster.worker_process.rendezvous import Rendezvous, listening_socket
+
+__all__ = [
+    "FIRST_NUMBER",
+    "LONG_S",
+    "OTHERS",
+    "SHARED_S",
+    "ActorInfo",
+    "OverlappingActor",
+    "WorkerActor",
+    "actor_class",
+    "has_async_methods",
+]
+
+FIRST_NUMBER = 1 << 62  # of the group's calls by actor task; calls over the lane are numbered from 1
+OTHERS = FIRST_NUMBER - 1  # announced for all calls that do not come from the group
+SHORT_S, LONG_S = 0.05, 5.0  # how long a lane is served before other actor tasks get a turn
+SHARED_S = 0.25  # the longest of these where handles of the actor were handed out
+Labels = Sequence[tuple[int, Any]]
+A_TICK_S = 1e-5  # the kernel rounds it up to one clock tick
+
+
+@dataclass(frozen=True)
+class ActorInfo:
+    """What an actor reports about itself once its process runs.
+
+    Attributes:
+        address: IP address of its node.
+        host_name: Name of its host, as failures show it.
+        host: Identity of its machine, see `host_identity`.
+        pid: Its process id.
+        device: Its device as torch names it; ``"cpu"`` also if Ray was told of GPUs that do not exist.
+        rendezvous_port: Port of the group's rendezvous on rank 0; 0 on other ranks.
+        node: Ray's id of its node.
+        stderr: Path of the file that its standard error goes to.
+        overlaps: Whether its async methods overlap.
+    """
+
+    address: str
+    host_name: str
+    host: str
+    pid: int
+    device: str
+    rendezvous_port: int
+    node: str
+    stderr: str
+    overlaps: bool
+
+
+class WorkerActor:
+    """Base of the actor classes: holds the worker and runs the calls of its group.
+
+    `actor_class` derives a class from it that also has the public methods of the worker class, for direct Ray calls.
+
+    Args:
+        label: What Ray puts before each line of its output: it asks an actor for its ``repr``.
+    """
+
+    overlaps: ClassVar[bool] = False
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._executor = Executor()
+        self._lane: Lane | None = None
+        self._page: ControlPage
+        self._patience_s = SHORT_S  # how long the lane is served before other actor tasks get a turn
+        self._is_away = False  # whether the lane is to be served again after that
+        self._n_left = 0
+        self._info: ActorInfo
+        self._is_detached = False
+
+    def __repr__(self) -> str:
+        return self._label
+
+    def bandmaster_begin(
+        self, uses_gpu: bool, identity: WorkerIdentity, controllers_host: str, output: str | None
+    ) -> ActorInfo:
+        """Open the control page and, on rank 0, the rendezvous.
+
+        Args:
+            uses_gpu: Whether the worker's slot has a GPU.
+            identity: The worker's identity; its pid and, on another host, its controller are replaced here.
+            controllers_host: `host_identity` of the controller.
+            output: The file that its output goes to; None for that of Ray.
+
+        Returns:
+            Where this actor runs.
+        """
+        if output is not None:
+            redirect(output)
+        tame_bars()
+        controller = identity.controller if controllers_host == host_identity() else 0
+        identity = replace(identity, pid=os.getpid(), controller=controller)
+        self._page = ControlPage(identity)
+        install_breakpoints(identity, self._page.hold)
+        self._executor.hold, self._page.told_of_tasks = self._page.hold, self._executor.told_of_tasks
+        self._executor.activity = ActivityPage(is_shared=True)
+        address = ray.util.get_node_ip_address()
+        device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
+        if identity.rank == 0:
+            self._executor.rendezvous = Rendezvous(listening_socket(address))
+        port = self._executor.rendezvous.port if self._executor.rendezvous else 0
+        node, stderr = ray.get_runtime_context().get_node_id(), os.readlink("/proc/self/fd/2")
+        self._is_detached = identity.is_detached
+        name, pid = os.uname().nodename, os.getpid()
+        self._info = ActorInfo(address, name, host_identity(), pid, device, port, node, stderr, self.overlaps)
+        return self._info
+
+    def bandmaster_info(self) -> ActorInfo:
+        """Where this actor runs."""
+        return self._info
+
+    def bandmaster_prepare(self, context: WorkerContext, environment: Mapping[str, str], paths: Sequence[str]) -> None:
+        """Set the worker's context and environment, and add the controller's ``paths`` to ``sys.path``."""
+        self._executor.prepare(context)
+        os.environ.update(environment)
+        sys.path.extend(path for path in paths if path not in sys.path and os.path.isdir(path))
+
+    def bandmaster_call(self, number: int, method: str, reply: int, labels: Labels, *parts: Payload) -> Any:
+        """Run a call. A failure is returned to the controller, but raised for users of a native ObjectRef.
+
+        Args:
+            number: By which it can be interrupted.
+            method: Name of the method.
+            reply: A `Reply`. For `Reply.KEEP` there are two results: what the controller reads, and the rows.
+            labels: Of kept rows, which are the last of the parts, and the numbers of those that are there if not all.
+            *parts: The parts of the arguments, and the kept rows.
+        """
+        self._catch_up()
+        return self._called(number, method, reply, labels, parts)
+
+    def bandmaster_call_of_others(self, number: int, method: str, reply: int, labels: Labels, *parts: Payload) -> Any:
+        """As `bandmaster_call`, for a group that others have attached to this actor."""
+        self._catch_up_with_what_is_there()
+        self._patience_s = SHORT_S
+        return self._called(number, method, reply, labels, parts)
+
+    def _called(self, number: int, method: str, reply: int, labels: Labels, parts: Sequence[Payload]) -> Any:
+        return self._as_asked(self._run(number, method, reply, *arguments(labels, parts)), reply)
+
+    @staticmethod
+    def _as_asked(outcome: Payload | Rows | Failure | Timed | None, reply: int) -> Any:
+        if isinstance(outcome, Timed):
+            asked = WorkerActor._as_asked(outcome.outcome, reply - TIMED)
+            if reply - TIMED == Reply.KEEP:
+                return outcome._replace(outcome=asked[0]), asked[1]
+            return outcome._replace(outcome=asked)
+        if reply == Reply.KEEP:
+            return (outcome.facts, outcome.payload) if isinstance(outcome, Rows) else (outcome, None)
+        if reply != Reply.NATIVE:
+            return outcome
+        if isinstance(outcome, Failure):
+            raise outcome.exception or RuntimeError(outcome.summary)
+        return _Encoded(outcome) if isinstance(outcome, Payload) else outcome
+
+    def bandmaster_update_environment(self, environment: Mapping[str, str]) -> None:
+        """Update environment variables, after a new rank 0 has opened a new rendezvous."""
+        self._catch_up()
+        os.environ.update(environment)
+
+    def bandmaster_connect(self, name: str, introduction: bytes) -> bool:
+        """Connect to the controller's lane listener. Returns False if that fails, as from another container."""
+        sock = connect(name, introduction)
+        if sock is not None:
+            os.register_at_fork(after_in_child=sock.close)
+            self._lane = Lane(sock, SegmentWriter(kept_name(os.getpid())), is_only_reader=True)
+            if not self._is_detached:
+                _end_with(peer_pid(sock))
+        return sock is not None
+
+    def bandmaster_serve(self, n_left: int, longest_s: float) -> None:
+        """Serve calls from the lane until it is paused or closed.
+
+        Yields to Ray by resubmitting itself, so that calls made through `ray.get_actor` get a turn. Backs off to
+        ``longest_s`` while there are no such calls, because a resubmission takes a millisecond.
+
+        Args:
+            n_left: Number of this resubmission; 0 if the group submits the task.
+            longest_s: Seconds that a lane is served at most before other actor tasks get a turn.
+        """
+        if not n_left:
+            self._catch_up()  # the group submits this at first, and after each pause
+        elif not self._is_away or n_left != self._n_left:
+            return  # a call of the group ran before this resubmission
+        patience_s = min(self._patience_s, longest_s)
+        self._serve(patience_s, patience_s)
+        if self._is_away:
+            self._patience_s = min(2 * self._patience_s, longest_s)
+            self._n_left += 1
+            ray.get_runtime_context().current_actor.bandmaster_serve.remote(self._n_left, longest_s)
+
+    def _catch_up(self) -> None:
+        """Before an actor task of the group: run the calls that were sent over the lane before it was paused."""
+        if self._is_away:
+            self._serve(None)
+
+    def _catch_up_with_what_is_there(self) -> None:
+        """Before a direct Ray call, for which the lane was not paused: run the calls that have arrived on it so far."""
+        if self._is_away and self._lane is not None:
+            self._serve(A_TICK_S, most_nbytes=self._lane.waiting_nbytes())
+
+    def _serve(self, patience_s: float | None, most_s: float = math.inf, most_nbytes: float = math.inf) -> None:
+        assert self._lane is not None, "it was connected"
+        self._is_away = serve(self._lane, self._executor, self._page, patience_s, most_s, most_nbytes)
+
+    def _run(
+        self, number: int, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
+    ) -> Payload | Rows | Failure | Timed | None:
+        """Run a call so that it can be interrupted by its number."""
+        with self._page.announce(number):
+            try:
+                self._page.begin(number)
+                outcome = self._executor.call(method, reply, parts, rows)
+                self._page.end()
+                return outcome if self._executor.marks is None else Timed(outcome, self._executor.times())
+            except KeyboardInterrupt as error:  # interrupted, or raised by the method
+                self._page.end()
+                self._executor.marks = None
+                self._executor.activity.end()
+                return self._executor.failure(error)
+
+
+def arguments(labels: Labels, parts: Sequence[Payload]) -> tuple[list[Payload], RowReaders]:
+    """The parts of a call's arguments, in memory of this process, and what reads its kept rows."""
+    n = len(parts) - len(labels)
+    return [part.private() for part in parts[:n]], {
+        label: RowReader(part.private, shared=part.shared, there=there)
+        for (label, there), part in zip(labels, parts[n:], strict=True)
+    }
+
+
+def _end_with(controller: int) -> None:
+    """End this process when the controller ends. Ray notices later, and forks of the controller keep the lane open."""
+    with contextlib.suppress(OSError):  # the controller has ended, or is in another pid namespace
+        start_thread("bandmaster-controller-watch", _end_after, os.pidfd_open(controller))
+
+
+def _end_after(controller: int) -> None:
+    poll = select.poll()
+    poll.register(controller, select.POLLIN)
+    poll.poll()
+    sys.setswitchinterval(1e-5)  # else a busy method delays this thread by 5 ms for each process that it reads
+    end_descendants()
+    os._exit(1)
+
+
+class OverlappingActor(WorkerActor):
+    """As `WorkerActor`, but while an async method awaits something, the actor begins with other calls.
+
+    Calls come as actor tasks alone, and begin in an order that Ray chooses. Ray runs no method of such an actor in the
+    main thread, where calls are interrupted; it cancels those of async methods.
+    """
+
+    overlaps = True
+
+    async def bandmaster_call(self, number: int, method: str, reply: int, labels: Labels, *parts: Payload) -> Any:
+        """As `WorkerActor.bandmaster_call`."""
+        outcome = await self._executor.call_beside(method, reply, *arguments(labels, parts))
+        return self._as_asked(outcome, reply)
+
+    bandmaster_call_of_others = bandmaster_call
+
+
+def has_async_methods(cls: type) -> bool:
+    """Whether a worker class has a public async method, or async generator."""
+    methods = [getattr(cls, name) for name in dir(cls) if not name.startswith("_")]
+    return any(inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method) for method in methods)
+
+
+class _Encoded:
+    """An encoded value that unpickles, in `ray.get`, as the decoded one."""
+
+    def __init__(self, payload: Payload) -> None:
+        self._payload = payload
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _open, (self._payload,)
+
+
+def _open(payload: Payload) -> Any:
+    return decode(payload.private())
+
+
+def actor_class(cls: type, base: type[WorkerActor] = WorkerActor) -> Any:
+    """Make an actor class with the name and the public methods of a worker class."""
+    names = [name for name in dir(cls) if not name.startswith("_") and inspect.isfunction(getattr(cls, name))]
+    forwards = {name: _forward(cls, name, base.overlaps) for name in names}
+    made = ray.remote(type(cls.__name__, (base,), {**forwards, "__doc__": cls.__doc__}))
+    made.__ray_metadata__.modified_class.__ray_call__ = _ray_call
+    return made
+
+
+def _ray_call(self: WorkerActor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """In place of Ray's own method, which would pass this actor to ``fn``: pass the user's object."""
+    self._catch_up_with_what_is_there()
+    self._patience_s = SHORT_S
+    with self._page.announce(OTHERS), self._executor.activity.beside("__ray_call__"):
+        return fn(self._executor.worker, *args, **kwargs)
+
+
+def _forward(cls: type, name: str, overlaps: bool) -> Any:
+    def forward(self: WorkerActor, /, *args: Any, **kwargs: Any) -> Any:
+        self._catch_up_with_what_is_there()
+        self._patience_s = SHORT_S
+        with self._page.announce(OTHERS):
+            return self._executor.run(name, args, kwargs)
+
+    async def forward_async(self: WorkerActor, /, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self._executor.worker, name)(*args, **kwargs)
+
+    is_async = overlaps and inspect.iscoroutinefunction(getattr(cls, name))
+    made: Any = forward_async if is_async else forward
+    made.__name__ = made.__qualname__ = name
+    made.__doc__ = getattr(cls, name).__doc__
+    made.__signature__ = _bare_signature(cls, name)  # Ray checks calls against it
+    return made
+
+
+def _bare_signature(cls: type, name: str) -> inspect.Signature:
+    """The signature of a method with only the names and kinds of its parameters.
+
+    Annotations and defaults may need modules that the actor cannot import yet. Ray drops the first parameter, so the
+    signature begins with one that stands for ``self``, whatever the method calls it.
+    """
+    bare = [
+        parameter.replace(
+            annotation=parameter.empty, default=parameter.empty if parameter.default is parameter.empty else None
+        )
+        for parameter in signature_without_self(cls, name).parameters.values()
+    ]
+    return inspect.Signature([inspect.Parameter("bandmaster_self", inspect.Parameter.POSITIONAL_ONLY), *bare])

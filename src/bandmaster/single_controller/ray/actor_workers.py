@@ -1,0 +1,666 @@
+"""The controller's side of a group of Ray actors: actor tasks, and lanes to the actors on the controller's own host."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from bandmaster import contract
+from bandmaster.backends.ray.placement import START_TIMEOUT_S
+from bandmaster.backends.ray.session import RaySession
+from bandmaster.codec import Payload
+from bandmaster.contract import (
+    CLOSED,
+    NOT_STARTED,
+    QUEUED,
+    TIMES,
+    Call,
+    Kept,
+    Reply,
+    RowFacts,
+    Timed,
+    WorkerRecord,
+)
+from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, UsageError, WorkerDied
+from bandmaster.failure import N_LAST_LINES, Failure, FailureKind
+from bandmaster.platform.processes import host_identity
+from bandmaster.single_controller.ray.actor import FIRST_NUMBER, LONG_S, OTHERS, SHARED_S, ActorInfo
+from bandmaster.single_controller.ray.launch import ActorLaunch
+from bandmaster.transport import control_page
+from bandmaster.transport.client import WorkerClient
+from bandmaster.transport.control_page import WorkerIdentity
+from bandmaster.transport.lane import Lane
+from bandmaster.transport.listener import LaneListener
+from bandmaster.transport.receiver import ChannelTicket
+from bandmaster.worker_process.rendezvous import rendezvous_environment
+
+__all__ = ["ActorWorkers", "AttachedWorkers", "RayTicket"]
+
+POLL_S = 0.1  # Ray has no event for "a resource became free" or "one of these calls failed"
+PUT_NBYTES = 100 * 1024  # smaller payloads travel inside the call, as Ray's own small arguments do
+INFO_TIMEOUT_S = 1.0  # for a busy actor to say where it is
+CONNECT_TIMEOUT_S = 10.0
+LAST_WORDS_TIMEOUT_S = 2.0  # for Ray to find out why an actor died whose lane was closed
+LAST_NBYTES = 16 * 1024  # of standard error that are read for its last lines
+FAR_TIMEOUT_S = 10.0  # for a task on another node
+Origins = Sequence[tuple[str, object]]
+_log = logging.getLogger(__name__)
+
+
+class RayTicket(contract.Ticket):
+    """One rank's part of a call that was submitted as an actor task.
+
+    Attributes:
+        reference: ObjectRef of the reply.
+        rank: The rank.
+        number: The number by which the call can be interrupted.
+        rows: ObjectRef of the rows that the call keeps; None if it keeps none.
+        takes: The ids of the objects that it takes kept rows from, and what messages call these.
+    """
+
+    __slots__ = ("number", "rank", "reference", "rows", "takes")
+
+    def __init__(self, reference: Any, rank: int, number: int, rows: Any = None, takes: Origins = ()) -> None:
+        super().__init__()
+        self.takes = takes
+        self.reference = reference
+        self.rank = rank
+        self.number = number
+        self.rows = rows
+
+
+class ActorWorkers:
+    """The actors of one group. A ticket is a `RayTicket`, a `ChannelTicket`, or for `Reply.NATIVE` an ObjectRef.
+
+    Attributes:
+        actors: The actor handle of each rank.
+        deaths: The ranks whose actors are known to have died, and how. A closed lane or a failed call shows a death;
+            other deaths are found by `check`, which asks Ray.
+        ranks_are_own: True.
+
+    Args:
+        launch: The group's launch.
+        start_actor: Starts the actor of a rank and returns its handle.
+    """
+
+    ranks_are_own = True
+    _first_number = FIRST_NUMBER
+
+    def __init__(self, launch: ActorLaunch, start_actor: Callable[[ActorLaunch, int], Any]) -> None:
+        self._launch = launch
+        self._start_actor = start_actor
+        self._group = f"group {launch.group!r}"
+        self._session = RaySession()
+        self.actors: dict[int, Any] = {}
+        self._infos: dict[int, ActorInfo] = {}  # what the actors that run have reported, by rank
+        self._here = host_identity()
+        self._client = WorkerClient(self._how_it_died)
+        self.deaths: Mapping[int, Failure] = self._client.deaths
+        self._has_lane: set[int] = set()  # ranks that are called over their lanes
+        self._is_left = False  # whether an actor handle was handed out
+        self._lock = self._client.lock  # also guards the choice of channel and the order of calls
+        self._serving: set[int] = set()  # ranks whose lane is not paused
+        self._n_called: Counter[int] = Counter()  # actor tasks submitted, by rank
+        self._told: dict[int, RayError] = {}  # the error that a call to a dead actor raised, by rank
+        try:
+            ranks = range(len(launch.slots))
+            for rank in ranks:
+                self.actors[rank] = start_actor(launch, rank)
+            self._infos.update(self._begun(ranks))
+            self._open(ranks)
+        except BaseException:
+            self.stop(NOT_STARTED)
+            raise
+
+    @property
+    def _rendezvous(self) -> Mapping[str, str]:
+        """The environment variables by which workers find the rendezvous on rank 0."""
+        return rendezvous_environment(self._infos[0].address, self._infos[0].rendezvous_port)
+
+    def _open(self, ranks: Sequence[int]) -> None:
+        """Prepare actors that have begun, and open lanes to those on this host."""
+        unordered = []
+        for rank in ranks:
+            context = self._launch.context(rank, self._infos[rank].device)
+            environment = {**self._overwritten(), **self._launch.variables, **context.environment(), **self._rendezvous}
+            prepared = self.actors[rank].bandmaster_prepare.remote(context, environment, sys.path)
+            if self._infos[rank].overlaps:
+                unordered.append(prepared)
+        self._unanswered(unordered, START_TIMEOUT_S)  # Ray could begin their constructors before
+        self._connect([rank for rank in ranks if self._is_near(rank) and not self._infos[rank].overlaps])
+
+    def _overwritten(self) -> dict[str, str]:
+        """The variables that Ray sets in workers whatever ``runtime_env`` asks for."""
+        return {name: value for name, value in self._launch.env.items() if name == "PYTHONBREAKPOINT"}
+
+    def _begun(self, ranks: Sequence[int]) -> dict[int, ActorInfo]:
+        """Wait until the processes of new actors run, and return what they report.
+
+        Raises:
+            CallTimeout: They did not start within the launch's ``start_timeout_s``.
+            PlacementError: They did not start within `START_TIMEOUT_S`.
+            WorkerDied: An actor died as it started.
+            ConstructorError: An actor's start raised.
+        """
+        launch, here, asked = self._launch, host_identity(), {}
+        for rank in ranks:
+            identity = WorkerIdentity(0, os.getpid(), rank, len(launch.slots), launch.group, launch.is_detached)
+            output = launch.output_file(rank)
+            asked[self.actors[rank].bandmaster_begin.remote(launch.uses_gpu, identity, here, output)] = rank
+        limit_s = START_TIMEOUT_S if launch.start_timeout_s is None else min(launch.start_timeout_s, START_TIMEOUT_S)
+        missing = self._unanswered(list(asked), limit_s)
+        if missing and limit_s < START_TIMEOUT_S:
+            raise launch.late(sorted(asked[reference] for reference in missing), "Ray has not started their actors")
+        if missing:
+            raise PlacementError(
+                f"{len(missing)} of {len(asked)} actors of {self._group} did not start within {START_TIMEOUT_S:g} s; "
+                "`ray list actors` shows what they wait for"
+            )
+        replies = {rank: self.fetch(RayTicket(reference, rank, 0)) for reference, rank in asked.items()}
+        failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
+        if failures:
+            where = {rank: launch.mesh.coordinates(rank) for rank in failures}
+            has_died = any(failure.kind is FailureKind.DIED for failure in failures.values())
+            kind = WorkerDied if has_died else ConstructorError
+            raise kind(launch.constructor, failures, where, launch.group, launch.mesh.shown_axes)
+        return replies
+
+    @staticmethod
+    def _unanswered(references: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Wait until all ObjectRefs are ready or the time is over. Returns those that are not ready."""
+        deadline, ready, waiting = time.monotonic() + timeout_s, [], list(references)
+        while waiting and time.monotonic() < deadline:
+            more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(1.0, timeout_s))
+            ready += more
+        return waiting
+
+    def _connect(self, ranks: Sequence[int]) -> None:
+        """Open lanes to workers on this host. Workers that cannot be reached so are called by actor tasks."""
+        if not ranks:
+            return
+        try:
+            sockets = self._connected(ranks)
+        except (OSError, RayError) as error:  # if an actor has died meanwhile, its next call fails
+            _log.warning(
+                "cannot open direct sockets to %d workers on this host, so their calls go through Ray, more slowly: %r",
+                len(ranks),
+                error,
+            )
+            return
+        for rank, sock in sockets.items():
+            self._client.add(rank, Lane(sock, self._client.writer, rank, blocks=False), self._infos[rank].pid)
+        with self._lock:
+            self._has_lane.update(sockets)
+
+    def _connected(self, ranks: Sequence[int]) -> dict[int, socket.socket]:
+        with LaneListener() as listener:
+            asked = {
+                self.actors[rank].bandmaster_connect.remote(listener.name, listener.introduction(rank)): rank
+                for rank in ranks
+            }
+
+            def refusing() -> list[int]:
+                answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+                return [asked[reference] for reference in answered if not ray.get(reference)]
+
+            return listener.accept(ranks, CONNECT_TIMEOUT_S, refusing)
+
+    def replace(self, rank: int) -> None:
+        """Kill the actor of a rank and start a new one on its slot."""
+        if rank in self.actors:
+            self._kill([rank], "ended by the controller, because it is being replaced")
+        try:
+            self.actors[rank] = self._start_actor(replace(self._launch, is_again=True), rank)
+            self._client.forget_death(rank)
+            self._told.pop(rank, None)
+            self._infos.pop(rank, None)
+            self._infos.update(self._begun([rank]))
+            self._open([rank])
+            if rank == 0:
+                self._announce()
+        except BaseException:
+            self._kill([rank], "ended by the controller, because it could not be started")
+            raise
+
+    def _announce(self) -> None:
+        """Tell the other ranks of the rendezvous that a new rank 0 has opened."""
+        for rank in set(self._infos).difference([0]):
+            with self._lock:
+                self._pause(rank)
+                self.actors[rank].bandmaster_update_environment.remote(self._rendezvous)
+
+    @property
+    def arrivals(self) -> int | None:
+        """A descriptor that is readable when a reply or a death may have arrived; None unless all ranks have lanes."""
+        return self._client.arrivals if len(self._has_lane) == len(self.actors) else None
+
+    @property
+    def records(self) -> list[WorkerRecord]:
+        """Host, process, device and channel of each rank. Handles are Ray's actor handles."""
+        return [
+            WorkerRecord(
+                info.address,
+                info.pid,
+                info.device,
+                "lane" if rank in self._has_lane else "ray",
+                partial(self._hand_out, rank),
+            )
+            for rank, info in sorted(self._infos.items())
+        ]
+
+    def _hand_out(self, rank: int) -> Any:
+        """Return the actor handle of a rank, and note that its actor must outlive this group.
+
+        Calls that the user makes through the handle bypass the group. Lanes stay in use: a call through a handle waits
+        until the actor looks for such calls, which it does more often from then on.
+        """
+        with self._lock:
+            for other in list(self._has_lane):
+                self._pause(other)
+            self._is_left = True
+        return self.actors[rank]
+
+    def put(self, payloads: Sequence[Payload | Kept]) -> Sequence[Part]:
+        """Wrap payloads. Calls write a payload when they name it, at most once for lanes and once for Ray."""
+        return [Part(payload, self._client) for payload in payloads]
+
+    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+        """Send calls over lanes where ranks have them and the reply is not native; else by one actor task per rank."""
+        self._session.check(self._group)
+        for call in calls:
+            if len(self._by_lane(call)) < len(call.ranks):
+                for part in (*call.parts, *(part for _, part in call.rows)):
+                    part.on_ray()  # before the lock is taken: this waits while Ray's object store is full
+        with self._lock:
+            if self._client.is_stopped:
+                raise ClosedError(CLOSED)
+            for call in calls:
+                self._call(call, tickets)
+
+    def _call(self, call: Call, tickets: dict[int, Any]) -> None:
+        by_lane = self._by_lane(call)
+        if by_lane:
+            for rank in by_lane:
+                self._resume(rank)
+            parts = tuple(part.on_lane() for part in call.parts)
+            rows = tuple((label, part.on_lane()) for label, part in call.rows)
+            self._client.send_calls([call._replace(ranks=by_lane, parts=parts, rows=rows)], tickets)
+        for rank in call.ranks:
+            if rank not in tickets:
+                self._pause(rank)
+                tickets[rank] = self._by_task(rank, call)
+
+    def _by_task(self, rank: int, call: Call) -> Any:
+        """Submit a call as an actor task."""
+        labels = [(label, call.there.get(label)) for label, _ in call.rows]
+        references = [part.on_ray() for part in (*call.parts, *(part for _, part in call.rows))]
+        number = self._first_number + self._n_called[rank]
+        self._n_called[rank] += 1
+        method = self._method(self.actors[rank])
+        if call.reply is Reply.KEEP:
+            method = method.options(num_returns=2)
+        done = method.remote(number, call.method, int(call.reply_code), labels, *references)
+        if call.reply is Reply.NATIVE:
+            return done
+        reference, rows = done if call.reply is Reply.KEEP else (done, None)
+        return RayTicket(reference, rank, number, rows, [part.origin for _, part in call.rows if part.is_far])
+
+    def _method(self, actor: Any) -> Any:
+        """The method of an actor that runs calls."""
+        return actor.bandmaster_call
+
+    def _by_lane(self, call: Call) -> Sequence[int]:
+        """The ranks to which a call is sent over their lanes."""
+        if call.reply is Reply.NATIVE or any(part.is_far for _, part in call.rows):
+            return []
+        return [rank for rank in call.ranks if rank in self._has_lane]
+
+    def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
+        """Wait for tickets, as `bandmaster.contract.Workers.wait`.
+
+        If some of the calls are actor tasks, this polls every `POLL_S` seconds.
+        """
+        by_lane = [ticket for ticket in tickets if isinstance(ticket, ChannelTicket)]
+        if len(by_lane) == len(tickets):
+            return self._client.wait(by_lane, timeout_s)
+        by_reference = {_reference(ticket): ticket for ticket in tickets if not isinstance(ticket, ChannelTicket)}
+        references = list(by_reference)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self._can_call_ray():
+            left = max(0.0, min(POLL_S, deadline - time.monotonic()))
+            ready = ray.wait(references, num_returns=len(references), timeout=left)[0]
+            done: list[Any] = [by_reference[reference] for reference in ready]
+            if by_lane:
+                done += self._client.wait(by_lane, 0.0)
+            if done or time.monotonic() >= deadline:
+                return done
+        return list(tickets)
+
+    def fetch(self, ticket: Any) -> Any:
+        """The reply of a ticket. Exceptions that Ray raises are returned as failures."""
+        if isinstance(ticket, ChannelTicket):
+            return self._client.fetch(ticket)
+        if not self._can_call_ray():
+            why = CLOSED if self._client.is_stopped else self._session.ended(self._group)
+            return self.deaths.get(ticket.rank) or Failure(FailureKind.DIED, why)
+        try:
+            reply = ray.get(ticket.reference)
+            if isinstance(reply, Timed):
+                reply, times = reply
+                ticket.times = TIMES.pack(*times), time.monotonic_ns()
+            if isinstance(reply, RowFacts):
+                return KeptObject(ticket.rows, reply)
+            return reply.private() if isinstance(reply, Payload) else reply
+        except RayActorError as error:
+            return self._note_death(ticket.rank, error)
+        except TaskCancelledError:
+            return Failure(FailureKind.CANCELLED, "cancelled by the controller")
+        except RayTaskError as error:
+            if isinstance(error.cause, ObjectLostError):
+                return _lost(ticket, error.cause)
+            return Failure(FailureKind.RAISED, str(error.cause), str(error), error.cause)
+        except RayError as error:
+            return Failure.of(error)
+
+    def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
+        """Interrupt calls through the control page of each rank, on its own node; Ray cancels those that overlap.
+
+        Args:
+            tickets: The calls, by rank.
+            kill_because: If it is given, the actors that are running these calls are killed instead.
+        """
+        if kill_because is not None:
+            self._kill([rank for rank, t in tickets.items() if t is None or self._is_at(rank, t)], kill_because)
+            return
+        for rank, ticket in tickets.items():
+            if isinstance(ticket, ChannelTicket):
+                self._client.interrupt({rank: ticket})
+            elif isinstance(ticket, RayTicket) and self._infos[rank].overlaps:
+                ray.cancel(ticket.reference)
+            elif isinstance(ticket, RayTicket):
+                self._on_its_node(rank, control_page.interrupt, self._infos[rank].pid, ticket.number)
+
+    def resume(self, tickets: Mapping[int, Any]) -> None:
+        """As `contract.Workers.resume`; actor tasks do not wait for it."""
+        self._client.resume({rank: ticket for rank, ticket in tickets.items() if isinstance(ticket, ChannelTicket)})
+
+    def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
+        """The Python stacks of ranks, read from their control pages on their own nodes."""
+        texts = {}
+        for rank, ticket in tickets.items():
+            if rank in self._infos:
+                pid, queued = self._infos[rank].pid, "" if self._is_at(rank, ticket) else QUEUED
+                found = self._on_its_node(rank, control_page.stacks, [pid]) or {}
+                if pid in found:
+                    texts[rank] = queued + found[pid]
+        return texts
+
+    def _is_at(self, rank: int, ticket: Any) -> bool:
+        """Whether an actor is running a call, or has not started. A running call is announced."""
+        if isinstance(ticket, ChannelTicket):
+            return self._client.is_at(rank, ticket) and control_page.announced(self._infos[rank].pid) != OTHERS
+        if rank not in self._infos or self._infos[rank].overlaps:
+            return True  # it has not started yet, or runs several
+        return bool(ticket.number == self._on_its_node(rank, control_page.announced, self._infos[rank].pid))
+
+    def check(self, is_thorough: bool = True) -> bool:
+        """Read the lanes and, if ``is_thorough``, ask Ray about each actor. False once `stop` was called."""
+        is_running = self._client.check()
+        for rank, actor in self.actors.items() if is_thorough else ():
+            if rank not in self.deaths and self._is_dead(actor):
+                self._note_death(rank)
+        return is_running
+
+    def stop(self, why: str = CLOSED) -> None:
+        """Close the lanes and kill the actors, but for those that outlive the group."""
+        self._client.close_channels(why)
+        for rank in self.actors:
+            self._client.deaths.setdefault(rank, Failure(FailureKind.DIED, why))
+        self._has_lane.clear()
+        actors, self.actors = list(self.actors.values()), {}
+        is_left = why == CLOSED and (self._launch.is_detached or self._is_left)
+        if not is_left and self._session.is_current:
+            for actor in actors:
+                ray.kill(actor)
+
+    def _is_dead(self, actor: Any) -> bool:
+        if not self._session.is_current:
+            return True
+        return bool(ray._private.state.actors(actor._actor_id.hex()).get("State") == "DEAD")
+
+    def _can_call_ray(self) -> bool:
+        return not self._client.is_stopped and self._session.is_current
+
+    def _kill(self, ranks: Sequence[int], why: str) -> None:
+        """Kill the actors of ranks at once."""
+        for rank in ranks:
+            self._client.is_killed(rank, why)
+            if self._session.is_current:
+                ray.kill(self.actors[rank])
+            self._note_death(rank)
+            self._has_lane.discard(rank)
+            self._serving.discard(rank)
+
+    def _resume(self, rank: int) -> None:
+        """Have an actor serve its lane again, after the actor tasks that were submitted before."""
+        if rank not in self._serving:
+            self._serving.add(rank)
+            self.actors[rank].bandmaster_serve.remote(0, SHARED_S if self._is_left else LONG_S)
+
+    def _pause(self, rank: int) -> None:
+        """Have an actor leave its lane, after the calls that were sent there, so that actor tasks can run."""
+        if rank in self._serving:
+            self._serving.remove(rank)
+            self._client.pause(rank)
+
+    def _note_death(self, rank: int, error: RayError | None = None) -> Failure:
+        """Record the death of an actor that Ray reported, and return it as a failure."""
+        if error is not None:
+            self._told.setdefault(rank, error)
+        self._client.note_death(rank)
+        return self.deaths[rank]
+
+    def _how_it_died(self, rank: int) -> Failure:
+        error = self._told.get(rank) or self._last_words(rank)
+        summary = "its process has ended" if error is None else f"{type(error).__name__}: {error}".strip()
+        if not self._session.is_current:
+            summary = self._session.ended(self._group)
+        info = self._infos.get(rank)
+        if info is None:
+            return Failure(FailureKind.DIED, summary)
+        return Failure.of_death(summary, self._last_errors(rank), info.host_name, info.pid, info.device)
+
+    def _last_words(self, rank: int) -> RayError | None:
+        """The error that Ray raises for an actor whose lane was closed; None if it raises none."""
+        if rank in self._serving and self._session.is_current:
+            try:
+                ray.get(self.actors[rank].__ray_ready__.remote(), timeout=LAST_WORDS_TIMEOUT_S)
+            except RayError as error:
+                return error
+        return None
+
+    def _last_errors(self, rank: int) -> str:
+        if not self._is_near(rank):
+            return ""
+        try:
+            with open(self._infos[rank].stderr, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_NBYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        said = [line for line in lines if not line.startswith(":")]  # lines that Ray writes
+        return "\n".join(said[-N_LAST_LINES:])
+
+    def _is_near(self, rank: int) -> bool:
+        return rank in self._infos and self._infos[rank].host == self._here
+
+    def _on_its_node(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function on the node of a rank and return its result; None if the node cannot be reached."""
+        if self._is_near(rank):
+            return function(*args)
+        if rank not in self._infos or not self._session.is_current:
+            return None
+        strategy = NodeAffinitySchedulingStrategy(self._infos[rank].node, soft=False)
+        try:
+            return ray.get(_run.options(scheduling_strategy=strategy).remote(function, *args), timeout=FAR_TIMEOUT_S)
+        except (RayError, GetTimeoutError):
+            return None
+
+
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+def _run(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _reference(ticket: Any) -> Any:
+    """The ObjectRef of a ticket that is not a `ChannelTicket`."""
+    return ticket.reference if isinstance(ticket, RayTicket) else ticket
+
+
+def _lost(ticket: RayTicket, error: ObjectLostError) -> Failure:
+    """The failure of a call that takes rows which are gone."""
+    origin = dict(ticket.takes).get(error.object_ref_hex, "rows")
+    return Failure(FailureKind.LOST, f"{origin} are gone ({_in_short(error)})")
+
+
+def _in_short(error: RayError) -> str:
+    """What Ray says, without its advice."""
+    return f"Ray: {type(error).__name__}: {error}".split(". ")[0].split("\n")[0]
+
+
+class Part:
+    """A payload or kept rows that were passed to `ActorWorkers.put`, in the forms that lanes and actor tasks need."""
+
+    def __init__(self, payload: Payload | Kept, client: WorkerClient) -> None:
+        self._payload = payload
+        self._client = client
+        self._by_lane: Any = None
+        self._by_ray: Any = None
+
+    def on_lane(self) -> Any:
+        """The payload as `WorkerClient.put` returns it. The caller holds the client's lock."""
+        if self._by_lane is None:
+            self._by_lane = self._client.place(self._payload)
+        return self._by_lane
+
+    def on_ray(self) -> Any:
+        """The payload as an argument of actor tasks: an ObjectRef from `PUT_NBYTES` on, else the payload itself."""
+        if self._by_ray is None and isinstance(self._payload, KeptObject):
+            self._by_ray = self._payload.reference
+        elif self._by_ray is None:
+            payload = self._payload if isinstance(self._payload, Payload) else self._payload.payload()
+            self._by_ray = ray.put(payload) if payload.nbytes >= PUT_NBYTES else payload.private()
+        return self._by_ray
+
+    @property
+    def is_far(self) -> bool:
+        """Whether it lies in Ray's object store, so that actor tasks alone can name it."""
+        return isinstance(self._payload, KeptObject)
+
+    @property
+    def origin(self) -> tuple[str, object]:
+        """Of rows in Ray's object store: the id of the object, and what messages call them."""
+        assert isinstance(self._payload, KeptObject), "the caller has looked"
+        return self._payload.reference.hex(), self._payload.origin
+
+
+class KeptObject:
+    """Rows that lie in Ray's object store; see `bandmaster.contract.Kept`.
+
+    Attributes:
+        reference: ObjectRef of the payload.
+        facts: What is known of the rows.
+        place: ``"Ray"``.
+        origin: What messages call them.
+    """
+
+    place = "Ray"
+
+    def __init__(self, reference: Any, facts: RowFacts) -> None:
+        self.reference, self.facts = reference, facts
+        self.origin: object = "rows"
+
+    def payload(self, timeout_s: float | None = None) -> Payload:
+        """The encoded rows, in memory of the reader's own."""
+        try:
+            payload: Payload = ray.get(self.reference, timeout=timeout_s)
+        except ObjectLostError as error:
+            raise RowsLost(f"{self.origin} are gone ({_in_short(error)}); make them again") from None
+        return payload.private()
+
+
+class AttachedWorkers(ActorWorkers):
+    """Actors that are called by actor tasks alone, between the calls of those who started them.
+
+    They live on when this group ends. Only a rank that does not stop within the grace of a call is ended.
+
+    Args:
+        launch: What to call the group and its ranks.
+        actors: The actor handle of each rank.
+
+    Raises:
+        UsageError: An actor is no worker of bandmaster.
+    """
+
+    ranks_are_own = False
+
+    def __init__(self, launch: ActorLaunch, actors: Sequence[Any]) -> None:
+        for actor in actors:
+            if not hasattr(actor, "bandmaster_info"):
+                raise UsageError(
+                    f"{actor!r} is no worker of a bandmaster group, so that no group can be attached to it"
+                )
+        self._first_number = FIRST_NUMBER + secrets.randbits(40) * (1 << 20)  # of those who have attached to them
+        super().__init__(launch, lambda _, rank: actors[rank])
+
+    def _begun(self, ranks: Sequence[int]) -> dict[int, ActorInfo]:
+        """Ask where the actors are, without waiting: they may be busy, one of them even with this."""
+        self._is_left = True
+        self._asked = {self.actors[rank].bandmaster_info.remote(): rank for rank in ranks}
+        return {}
+
+    def _open(self, ranks: Sequence[int]) -> None:
+        """Nothing: they were prepared by those who started them."""
+
+    def _take_infos(self) -> None:
+        """Take the answers that are there: an actor gives its own before the reply to any call of this group."""
+        ready = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0] if self._asked else []
+        for reference in ready:
+            rank = self._asked.pop(reference)
+            info = self.fetch(RayTicket(reference, rank, 0))
+            if isinstance(info, ActorInfo):
+                self._infos[rank] = info
+
+    def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
+        """As `ActorWorkers.wait`."""
+        done = super().wait(tickets, timeout_s)
+        self._take_infos()
+        return done
+
+    def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
+        """As `ActorWorkers.interrupt`, for ranks that have said where they are."""
+        self._take_infos()
+        known = {rank: ticket for rank, ticket in tickets.items() if rank in self._infos}
+        super().interrupt(known, kill_because)
+
+    def stop(self, why: str = CLOSED) -> None:
+        """Let go of the actors, which live on."""
+        self.actors = {}
+        super().stop(why)
+
+    def _method(self, actor: Any) -> Any:
+        return actor.bandmaster_call_of_others

@@ -1,0 +1,172 @@
+"""Backend ``"ray-actors"``: its slots are bundles of placement groups, as verl's callers expect, and hold actors."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from bandmaster.backends import get_backend
+from bandmaster.backends.agents.workers import AgentWorkers
+from bandmaster.backends.host_workers import HostWorkers
+from bandmaster.backends.ray import placement
+from bandmaster.backends.ray.backend import RayBackend
+from bandmaster.backends.ray.placement import POLL_S, START_TIMEOUT_S, Reservation, device_key
+from bandmaster.backends.ray.session import RaySession
+from bandmaster.contract import Launch
+from bandmaster.errors import UsageError
+from bandmaster.plan.placement import Request
+from bandmaster.single_controller.ray.actor import OverlappingActor, WorkerActor, actor_class, has_async_methods
+from bandmaster.single_controller.ray.actor_workers import ActorWorkers
+from bandmaster.single_controller.ray.launch import ActorLaunch, ActorRequest
+
+__all__ = ["ActorBackend", "ActorReservation"]
+
+RENAME_TIMEOUT_S = 10.0  # time for Ray to free the name of a killed actor
+REFUSED_OPTIONS = (  # actor options, and why they are refused
+    (
+        {"concurrency_groups", "max_restarts", "max_task_retries"},
+        "a rank runs its calls in order, and workers are restarted by restart() and replace()",
+    ),
+    (
+        {"resources", "accelerator_type", "memory", "object_store_memory"},
+        "the slots of a pool contain only CPUs and GPUs, so the actor could never start",
+    ),
+)
+PLACED_BY_POOL = {"name", "num_cpus", "num_gpus", "resources", "scheduling_strategy", "lifetime", "get_if_exists"}
+
+
+@dataclass(frozen=True, eq=False)
+class ActorReservation(Reservation):
+    """The placement groups of a `RayResourcePool`, with a bundle for each slot.
+
+    Attributes:
+        bundles: For each placement group, the indices of its bundles in the order of their GPUs.
+        is_detached: Whether they stay when they are released.
+    """
+
+    bundles: tuple[tuple[int, ...], ...] = ()
+    is_detached: bool = False
+
+    @classmethod
+    def of(cls, name: str, groups: Sequence[PlacementGroup]) -> ActorReservation:
+        """A reservation that consists of the user's own placement groups, one per node; the user removes them."""
+        found = [gpus_of_bundles(group) for group in groups]
+        bundles = tuple(tuple(sorted(range(len(of)), key=of.__getitem__)) for of in found)
+        gpus = tuple(tuple(of[index][1] for index in order) for of, order in zip(found, bundles, strict=True))
+        nodes = tuple(map(placement.node_of, groups))
+        return cls(name, tuple(groups), nodes, gpus, RaySession(), bundles, is_detached=True)
+
+
+class ActorBackend(RayBackend):
+    """As backend ``"ray"``, with a bundle for each slot; a `RayWorkerGroup` has its workers started as actors."""
+
+    def __init__(self) -> None:
+        ray_backend = cast(RayBackend, get_backend("ray"))
+        super().__init__(ray_backend.local, ray_backend.connection, ray_backend.agents)
+
+    def _reserved(self, request: Request, keys: Sequence[str], deadline: float) -> Reservation | None:
+        is_detached = isinstance(request, ActorRequest) and request.is_detached
+        bundle = placement.bundle_of(request, 1, self.connection.is_embedded)
+        names = [placement.name_of(request.name, size) for size in request.workers]
+        bundles = [[bundle] * size for size in request.workers]
+        groups = placement.placed(names, bundles, keys, deadline, "detached" if is_detached else None)
+        if groups is None:
+            return None
+        try:
+            made = ActorReservation.of(request.name, groups)
+        except BaseException:
+            placement.release(groups)
+            raise
+        return ActorReservation(made.name, made.groups, made.nodes, made.gpus, made.session, made.bundles, is_detached)
+
+    def _remove(self, reservation: Reservation) -> None:
+        if not (isinstance(reservation, ActorReservation) and reservation.is_detached):
+            super()._remove(reservation)
+
+    def start(self, launch: Launch) -> HostWorkers | AgentWorkers | Any:
+        """Start the actors of a `RayWorkerGroup`; the workers of other groups as backend ``"ray"``.
+
+        Raises:
+            UsageError: The class asks for an actor option of `REFUSED_OPTIONS`, for calls that overlap although it has
+                no async method, or a name is taken.
+            ClosedError: The Ray session of the pool has ended.
+            PlacementError, WorkerDied, CallTimeout: As for `bandmaster.contract.Backend.start`.
+        """
+        if not isinstance(launch, ActorLaunch):
+            return super().start(launch)
+        for keys, why in REFUSED_OPTIONS:
+            asked = {key: launch.options[key] for key in keys & launch.options.keys() if launch.options[key]}
+            if asked:
+                raise UsageError(
+                    f"{launch.class_name} asks Ray for {asked}, but {why}; leave this out of @ray.remote(...)"
+                )
+        if overlaps(launch) and not has_async_methods(launch.cls):
+            raise UsageError(
+                f"{launch.class_name} asks Ray for max_concurrency={launch.options['max_concurrency']}, but only "
+                "calls of async methods and async generators can overlap, and it has neither; leave this out of "
+                "@ray.remote(...)"
+            )
+        return ActorWorkers(launch, _start_actor)
+
+
+def overlaps(launch: Launch) -> bool:
+    """Whether calls of the workers' async methods are to overlap."""
+    return (launch.options.get("max_concurrency") or 1) > 1
+
+
+def _start_actor(launch: ActorLaunch, rank: int) -> Any:
+    """Start the actor of a rank on its slot."""
+    slot = launch.slots[rank]
+    slot.reservation.session.check(f"pool {slot.reservation.name!r}")
+    share = math.floor(slot.share * 1e4) / 1e4  # Ray rounds resources to ten-thousandths
+    taken = {name: amount * share for name, amount in launch.bundle.items()}
+    options = {key: value for key, value in launch.options.items() if key not in PLACED_BY_POOL}
+    if launch.env:  # in the environment of its process from the start: modules read variables when they are imported
+        given = options.get("runtime_env") or {}
+        options["runtime_env"] = {**given, "env_vars": {**given.get("env_vars", {}), **launch.env}}
+    if launch.is_detached:
+        options["lifetime"] = "detached"
+    actor = actor_class(launch.cls, OverlappingActor if overlaps(launch) else WorkerActor).options(
+        **options,
+        name=launch.worker_names[rank],
+        num_cpus=taken.pop("CPU", 0),
+        num_gpus=taken.pop("GPU", 0),
+        resources=taken,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placement_group=slot.reservation.groups[slot.node],
+            placement_group_bundle_index=slot.reservation.bundles[slot.node][slot.index],
+        ),
+    )
+    deadline = time.monotonic() + (RENAME_TIMEOUT_S if launch.is_again else 0.0)
+    while True:
+        try:
+            return actor.remote(launch.label(rank))
+        except ValueError as error:
+            if time.monotonic() >= deadline:
+                raise UsageError(
+                    f"Ray refused to start worker {launch.worker_names[rank]!r}: {error}; actor names must be "
+                    "unique in a namespace of Ray, so give every group a name of its own"
+                ) from error
+        time.sleep(POLL_S)  # Ray frees the name of a killed actor a little later
+
+
+def gpus_of_bundles(group: PlacementGroup) -> list[tuple[tuple[int, str], tuple[str, ...]]]:
+    """For each bundle of a placement group, what it is sorted by and its GPUs, which only a task in it can read."""
+    n_gpus = [int(bundle.get("GPU", 0)) for bundle in group.bundle_specs]
+    if not any(n_gpus):
+        return [((index, ""), ()) for index in range(group.bundle_count)]
+    asked = [
+        placement.gpus_of_bundle.options(
+            num_gpus=n, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)
+        ).remote()
+        for index, n in enumerate(n_gpus)
+    ]
+    found = ray.get(asked, timeout=START_TIMEOUT_S)
+    return [(device_key(gpus[0]), tuple(gpus)) for gpus in found]
