@@ -81,8 +81,8 @@ def _is_on_ray(item):
 def pytest_generate_tests(metafunc):
     """Run each test that asks for a backend on all of them, or on those that its marker ``backends`` names.
 
-    An actor takes Ray a second of processor time. What lies above the contract of a backend (plans, batches, calls, the
-    words of errors) is the same code on each; `test_contract.py` tries the contract itself on Ray.
+    What lies above the contract of a backend (plans, batches, calls, the words of errors) is the same code on each;
+    `test_contract.py` tries the contract itself on Ray.
     """
     if "backend" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("backends")
@@ -133,56 +133,6 @@ def make_group(make_pool):
         return bm.WorkerGroup(pool, cls, *args, **kwargs)
 
     return make
-
-
-@pytest.fixture(scope="module")
-def actors(backend):
-    """On Ray, the actors of a group that the tests of a module share: see `share_group`."""
-    if backend == "ray":
-        with bm.ResourcePool(spread([3]), backend="ray") as pool:
-            yield SharedActors(pool)
-    else:
-        yield None
-
-
-@pytest.fixture
-def share_group(actors, make_group):
-    """``share_group(n, Class, *args)``: a group of n ≤ 3, as new. On Ray its actors may have served other tests."""
-
-    def share(n, cls, *args, **kwargs):
-        if actors is None:
-            return make_group(n, cls, *args, **kwargs)
-        return actors.group_of(n, cls, args, kwargs)
-
-    return share
-
-
-class SharedActors:
-    """A group of actors whose objects are made anew for each test, if none of them died or is stuck."""
-
-    def __init__(self, pool):
-        self._pools = {3: pool, **{n: bm.split_resource_pool(pool, [n, 3 - n])[0] for n in (1, 2)}}
-        self._group = None
-        self._made_of = None
-
-    def group_of(self, n, cls, args, kwargs):
-        made_of = n, cls, args, kwargs
-        if self._group is None or self._made_of != made_of or not self._is_as_new(args, kwargs):
-            if self._group is not None:
-                self._group.close()
-            self._group, self._made_of = bm.WorkerGroup(self._pools[n], cls, *args, **kwargs), made_of
-        return self._group
-
-    def _is_as_new(self, args, kwargs):
-        if not self._group.healthy:
-            return False
-        try:
-            self._group.set_default_options(timeout=1, grace=5)
-            self._group.execute_all_sync("__init__", *args, **kwargs)
-            self._group.set_default_options(timeout=None)
-        except (bm.CallTimeout, bm.WorkerDied):  # left in a call that cannot be interrupted
-            return False
-        return True
 
 
 @pytest.fixture(autouse=True)

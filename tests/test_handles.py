@@ -499,20 +499,6 @@ def test_who_holds_how_many_bytes_is_shown(groups):
     assert held(four) == ["-"] * 4
 
 
-@pytest.mark.backends("ray")
-def test_rows_go_through_rays_object_store_where_workers_have_no_lanes(groups, backend):
-    four, three = groups
-    with bm.ResourcePool([2], backend=backend) as pool:
-        far = bm.WorkerGroup(pool, Rows)
-        assert len(far.workers) == 2  # calls go by Ray from here on
-        rows = made(far)
-        assert three.who(rows)["id"].tolist() == list(range(7))
-        assert far.who(made(four).shuffle(0))["id"].tolist() == np.random.default_rng(0).permutation(7).tolist()
-        seen = far.who(rows[3:].join(three.who.submit(rows[3:]).select("rank")))
-        assert seen["id"].tolist() == rows[3:].result()["id"].tolist() == [3, 4, 5, 6]
-    assert rows.result()["wide"][:, 0].tolist() == list(range(7))
-
-
 without_waiting = pytest.mark.backends("local", "ray")
 
 

@@ -87,9 +87,9 @@ class Keeper(bm.Worker):
 
 @pytest.mark.here
 @pytest.mark.backends("local", "ray")
-def test_a_large_payload_is_written_once_however_many_ranks_of_this_host_read_it(share_group):
+def test_a_large_payload_is_written_once_however_many_ranks_of_this_host_read_it(make_group):
     def n_written(n_ranks, method, *args):
-        group = share_group(n_ranks, Keeper)
+        group = make_group(n_ranks, Keeper)
         before = len(held_resources().segments)
         getattr(group, method)(*args)
         return len(held_resources().segments) - before

@@ -189,18 +189,3 @@ def test_one_trace_at_a_time(three):
 def test_who_has_recorded_nothing_is_told_how(three):
     with pytest.raises(bm.UsageError, match=r"no calls were recorded: make them in a block of `with bandmaster.trace"):
         three.calls()
-
-
-@pytest.mark.backends("ray")
-def test_ranks_without_lanes_tell_their_times_too(backend):
-    with bm.ResourcePool([2], backend=backend) as pool:
-        far = bm.WorkerGroup(pool, Timed)
-        assert len(far.workers) == 2  # calls go by Ray from here on
-        with bm.trace() as trace:
-            rows = far.make.submit(np.arange(4))
-            far.use.submit(rows).result()
-            far.sleep(0.01)
-        make, use, sleep = trace.calls
-        assert sorted(make.ranks) == sorted(sleep.ranks) == [0, 1]
-        assert all(times.ran >= 0.01 for times in sleep.ranks.values())
-        assert list(use.read_nbytes) == ["Ray"]

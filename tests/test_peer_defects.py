@@ -362,7 +362,7 @@ def test_a_single_resource_that_a_pool_cannot_give_is_refused(ray_cluster, asked
 def test_options_of_a_class_are_its_own_and_reach_every_group_of_it(ray_cluster):
     """verl drops name, environment and options of groups that share places, and leaves one group's with the next."""
     actor = ray_cluster.remote(runtime_env={"env_vars": {"ROLE": "actor"}}, max_concurrency=1)(Placed)
-    critic = ray_cluster.remote(num_cpus=2)(Placed)
+    critic = ray_cluster.remote(max_restarts=0)(Placed)
     before = copy.deepcopy((actor._default_options, critic._default_options))
     with bm.ResourcePool([1], backend="ray") as pool:
         groups = [bm.WorkerGroup(pool, cls, name_prefix=f"role{n}") for n, cls in enumerate([actor, critic, actor])]

@@ -31,7 +31,8 @@ ROOMS = {
     "closing": "lifecycle pool",
     "__init__": "errors platform plan worker calls pool group registration colocation closing",
     "rl": "plan __init__",
-    "single_controller": "codec errors roles plan worker contract backends calls lifecycle pool group",
+    "single_controller": "errors failure platform plan codec worker roles contract transport worker_process backends "
+    "calls lifecycle pool group",
     "compat": "errors",
     "testing": "errors platform plan worker contract transport backends pool group registration",
     "cli": "errors failure platform plan worker transport worker_process backends lifecycle pool group registration "

@@ -496,34 +496,6 @@ def test_a_stream_of_a_worker_that_was_replaced_has_no_end_but_an_error(backend)
             list(stream)
 
 
-@pytest.mark.backends("ray")
-def test_async_generators_whose_calls_overlap_lose_no_items(make_pool):
-    import ray
-
-    @ray.remote(max_concurrency=16)
-    class Overlapping(bm.Worker):
-        @register(Dispatch.ONE_TO_ALL)
-        async def ping(self): ...
-
-        @register(Dispatch.DP_PROTO)
-        async def items(self, rows):
-            for row in rows:
-                await asyncio.sleep(0.001)
-                yield row
-
-    group = bm.WorkerGroup(make_pool([1]), Overlapping)
-
-    async def take(first, maxsize):
-        rows = list(range(first, first + 8))
-        assert [item.result() async for item in group.items.options(maxsize=maxsize).stream(rows)] == rows
-
-    async def main():
-        for maxsize in (1, 4):
-            await asyncio.gather(*[take(8 * number, maxsize) for number in range(8)])
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-
-
 # --- streams behind calls that wait for rows ------------------------------------------------------------------------
 
 
@@ -820,22 +792,6 @@ def test_ctrl_c_cancels_what_is_waited_for(three, gate, how):
         else:
             list(method.stream([0, 1, 2], gates=(str(gate),) * 3))
     assert three.ranks.options(timeout=30)()[0] == (0, None)
-
-
-@pytest.mark.backends("ray")
-def test_streams_and_chunks_go_by_ray_where_workers_have_no_lanes(backend):
-    with bm.ResourcePool([2], backend=backend) as pool:
-        far = bm.WorkerGroup(pool, Rows)
-        assert len(far.workers) == 2  # calls go by Ray from here on
-        assert sorted(item.result()["id"].item() for item in far.items.stream(np.arange(5))) == [0, 1, 2, 3, 4]
-        assert [item.rank for item in far.unequal.stream()] == [1]
-        assert far.double.options(pull=2)(np.arange(5))["id"].tolist() == [0, 2, 4, 6, 8]
-        assert far.wide.options(pull=2).submit(np.arange(5)).select("id").result()["id"].tolist() == [0, 1, 2, 3, 4]
-        with far.endless.stream([1, 2]) as stream:
-            begun = {next(stream).rank}
-            while len(begun) < 2:  # a generator that has not begun has no block to run at its end
-                begun.add(next(stream).rank)
-        assert far.logged() == [["ended"]] * 2
 
 
 @in_parallel

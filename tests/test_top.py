@@ -94,34 +94,6 @@ def test_a_snapshot_shows_what_each_rank_runs(make_group, capsys, gate):
     call.result()
 
 
-@pytest.mark.backends("ray")
-def test_calls_that_overlap_are_counted(make_pool, capsys, gate):
-    import ray
-
-    @ray.remote(max_concurrency=4)
-    class Overlapping(bm.Worker):
-        @register(Dispatch.ONE_TO_ALL)
-        async def wait_for(self, gate):
-            import asyncio
-
-            while not os.path.exists(gate):
-                await asyncio.sleep(0.01)
-
-    group = bm.WorkerGroup(make_pool([1]), Overlapping)
-    calls = [group.wait_for.submit(str(gate)) for _ in range(3)]
-
-    def activity():
-        ((identity, _),) = next(one.workers for one in discover().groups if one.name == group.name)
-        return Activity.of(identity.pid)
-
-    wait_until(lambda: activity().n_more == 2)
-    assert lines_of(group, capsys)[0][1:3] == ["wait_for", "(+2)"]
-    gate.touch()
-    for call in calls:
-        call.result()
-    wait_until(lambda: activity() == Activity(""))
-
-
 @pytest.mark.backends("local")
 def test_the_tasks_of_async_methods_are_counted(make_group, capsys, gate):
     class Episodes(bm.Worker):

@@ -192,8 +192,8 @@ def _deadlock_in_c():
 
 
 @pytest.fixture
-def group(share_group):
-    return share_group(3, Faulty)
+def group(make_group):
+    return make_group(3, Faulty)
 
 
 def within(seconds):

@@ -146,9 +146,9 @@ WAYS_TO_CALL = {
 
 @pytest.mark.backends("local", "ray")
 @pytest.mark.parametrize("way", WAYS_TO_CALL)
-def test_an_interrupted_call_frees_the_workers(share_group, way):
+def test_an_interrupted_call_frees_the_workers(make_group, way):
     """As in a notebook: the exception comes back, and the next cell can use the group."""
-    group = share_group(2, Slow)
+    group = make_group(2, Slow)
     group.echo(1)
     interrupted_in(0.5)
     start = time.monotonic()
@@ -159,8 +159,8 @@ def test_an_interrupted_call_frees_the_workers(share_group, way):
 
 
 @pytest.mark.backends("local", "ray")
-def test_who_has_the_future_of_an_interrupted_wait_can_wait_again(share_group):
-    group = share_group(2, Slow)
+def test_who_has_the_future_of_an_interrupted_wait_can_wait_again(make_group):
+    group = make_group(2, Slow)
     future = group.nap.submit(1)
     interrupted_in(0.3)
     with pytest.raises(KeyboardInterrupt):
@@ -179,8 +179,8 @@ WAYS_TO_WAIT = {
 @needs_notes
 @pytest.mark.backends("local", "ray")
 @pytest.mark.parametrize("way", WAYS_TO_WAIT)
-def test_ctrl_c_tells_where_the_ranks_were(share_group, way):
-    group = share_group(2, Slow)
+def test_ctrl_c_tells_where_the_ranks_were(make_group, way):
+    group = make_group(2, Slow)
     group.echo(1)
     interrupted_in(0.5)
     start = time.monotonic()
@@ -222,8 +222,8 @@ def test_a_second_ctrl_c_does_not_wait_for_stacks(make_group):
 
 
 @pytest.mark.backends("local", "ray")
-def test_an_interrupted_call_is_not_another_threads(share_group):
-    group, newer = share_group(2, Slow), []
+def test_an_interrupted_call_is_not_another_threads(make_group):
+    group, newer = make_group(2, Slow), []
     threading.Timer(0.3, lambda: newer.append(group.nap.submit(0.1))).start()
     interrupted_in(1)
     with pytest.raises(KeyboardInterrupt):
@@ -232,8 +232,8 @@ def test_an_interrupted_call_is_not_another_threads(share_group):
 
 
 @pytest.mark.backends("local", "ray")
-def test_a_signal_handler_that_uses_the_group_in_the_middle_of_a_call_is_refused(share_group):
-    group, seen = share_group(2, Slow), []
+def test_a_signal_handler_that_uses_the_group_in_the_middle_of_a_call_is_refused(make_group):
+    group, seen = make_group(2, Slow), []
     future = group.nap.submit(1)
     attempts = [
         lambda: group.echo(7),
@@ -262,8 +262,8 @@ def test_a_signal_handler_that_uses_the_group_in_the_middle_of_a_call_is_refused
 
 
 @pytest.mark.backends("local", "ray")
-def test_what_a_signal_handler_does_not_catch_ends_the_call_that_it_interrupted(share_group):
-    group = share_group(2, Slow)
+def test_what_a_signal_handler_does_not_catch_ends_the_call_that_it_interrupted(make_group):
+    group = make_group(2, Slow)
     with handler(signal.SIGUSR1, lambda *_: group.close()):
         threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
         with pytest.raises(bm.UsageError, match="set a flag"):
@@ -272,10 +272,10 @@ def test_what_a_signal_handler_does_not_catch_ends_the_call_that_it_interrupted(
 
 
 @pytest.mark.parametrize("n_others", [0, 1])
-def test_calls_of_a_signal_handler_are_refused_or_made_as_any_other(share_group, n_others):
+def test_calls_of_a_signal_handler_are_refused_or_made_as_any_other(make_group, n_others):
     """Whatever it comes between: the messages, answers and locks of the call that it interrupts, and of other threads'
     calls. No call is lost, and all ranks get all calls in one order."""
-    group, seen, array = share_group(2, Ordered), [], np.zeros(10_000)  # which lies in a segment
+    group, seen, array = make_group(2, Ordered), [], np.zeros(10_000)  # which lies in a segment
     is_over = False
 
     def call_all_the_time():
@@ -330,9 +330,9 @@ class Ordered(bm.Worker):
         return self.entries
 
 
-def test_calls_of_several_threads_reach_all_ranks_in_the_same_order(share_group):
+def test_calls_of_several_threads_reach_all_ranks_in_the_same_order(make_group):
     """Also when each rank gets rows of its own: a collective in them would join those of different calls."""
-    group = share_group(3, Ordered)
+    group = make_group(3, Ordered)
 
     def call(name):
         futures = [group.note.submit([(name, n)] * 3) for n in range(100)]
@@ -357,16 +357,16 @@ class Counts(bm.Worker):
         return self.n
 
 
-def test_a_rank_runs_the_calls_of_several_threads_one_after_the_other(share_group):
-    group = share_group(2, Counts)
+def test_a_rank_runs_the_calls_of_several_threads_one_after_the_other(make_group):
+    group = make_group(2, Counts)
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda _: [group.add() for _ in range(10)], range(4)))
     assert group.add() == [41, 41]
 
 
 @pytest.mark.backends("local", "ray")
-def test_a_handler_of_ctrl_c_that_does_not_raise_is_called_once_and_the_call_goes_on(share_group):
-    group, seen = share_group(2, Slow), []
+def test_a_handler_of_ctrl_c_that_does_not_raise_is_called_once_and_the_call_goes_on(make_group):
+    group, seen = make_group(2, Slow), []
     with handler(signal.SIGINT, lambda *_: seen.append(1)):
         interrupted_in(0.3)
         assert group.nap(1) == [1, 1]
@@ -435,10 +435,10 @@ def join(outputs):
     return outputs
 
 
-def test_ctrl_c_while_a_result_is_collected_is_nobody_elses(share_group):
+def test_ctrl_c_while_a_result_is_collected_is_nobody_elses(make_group):
     """It comes to who collects, and only there; the result can be asked for again."""
     joins.clear()
-    group = share_group(2, Joined)
+    group = make_group(2, Joined)
     first, second = group.echo.submit([1, 2]), group.echo.submit([3, 4])
     with pytest.raises(KeyboardInterrupt):
         second.result()
@@ -548,8 +548,8 @@ def interrupts_at(monkeypatch, owner, name, is_meant=lambda self: True):
 
 
 @pytest.mark.backends("local")
-def test_callbacks_run_although_ctrl_c_came_as_their_thread_began(share_group, monkeypatch):
-    group, told = share_group(2, Slow), threading.Event()
+def test_callbacks_run_although_ctrl_c_came_as_their_thread_began(make_group, monkeypatch):
+    group, told = make_group(2, Slow), threading.Event()
     interrupts_at(monkeypatch, threading.Thread, "start", lambda thread: "progress" in thread.name)
     with pytest.raises(KeyboardInterrupt):
         group.nap.submit(0.1).add_done_callback(print)
@@ -558,8 +558,8 @@ def test_callbacks_run_although_ctrl_c_came_as_their_thread_began(share_group, m
 
 
 @pytest.mark.backends("local")
-def test_a_pulled_call_that_is_interrupted_as_it_is_given_up_holds_no_other_up(share_group, monkeypatch):
-    group = share_group(2, Pulled)
+def test_a_pulled_call_that_is_interrupted_as_it_is_given_up_holds_no_other_up(make_group, monkeypatch):
+    group = make_group(2, Pulled)
     call = group.slow.options(pull=1).submit(np.arange(8))
     interrupts_at(monkeypatch, bm.Future, "cancel", lambda future: future is not call)  # but that of a chunk
     with pytest.raises(KeyboardInterrupt):
@@ -624,8 +624,8 @@ MOMENTS = {
 
 @pytest.mark.backends("inprocess", "local")
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_handles_are_what_they_were_when_ctrl_c_comes_as_rows_are_looked_for(share_group, moment):
-    group = share_group(2, Pulled)
+def test_handles_are_what_they_were_when_ctrl_c_comes_as_rows_are_looked_for(make_group, moment):
+    group = make_group(2, Pulled)
     rows = group.slow.submit(np.arange(4))
     some = rows[1:3]
     with interrupted_when(MOMENTS[moment]):

@@ -116,8 +116,8 @@ def close_output():
 
 
 @pytest.fixture
-def group(share_group):
-    return share_group(3, Mortal, start=10)
+def group(make_group):
+    return make_group(3, Mortal, start=10)
 
 
 def took(start):

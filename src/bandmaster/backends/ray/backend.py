@@ -119,7 +119,7 @@ class RayBackend:
             PlacementError, WorkerDied, CallTimeout: As for `bandmaster.contract.Backend.start`.
         """
         for name, value in launch.options.items():
-            if value is not None and name in REFUSED_OPTIONS:
+            if value and name in REFUSED_OPTIONS and (name, value) != ("max_concurrency", 1):
                 raise UsageError(
                     f"{launch.class_name} asks Ray for {name}={value!r}, but {REFUSED_OPTIONS[name]}; leave this out "
                     "of @ray.remote(...)"

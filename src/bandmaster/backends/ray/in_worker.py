@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
 import os
 import sys
 from typing import Any
 
+from bandmaster.codec import add_reducer
 from bandmaster.platform.after_import import AfterImport
 
-__all__ = ["connect_when_used"]
+__all__ = ["connect_when_used", "teach_codec"]
+
+_COLLECTIVE = "ray.util.collective.collective"
 
 
 def connect_when_used() -> None:
@@ -24,6 +28,7 @@ def connect_when_used() -> None:
     said = os.environ.get("BANDMASTER_RAY")
     if said is not None:
         AfterImport("ray", functools.partial(_set_defaults, json.loads(said)))
+        AfterImport(_COLLECTIVE, _allow_collectives)
 
 
 def _set_defaults(said: dict[str, Any]) -> None:
@@ -37,3 +42,32 @@ def _set_defaults(said: dict[str, Any]) -> None:
         return connect(address, **{**defaults, **options})
 
     ray.init = init  # type: ignore[attr-defined]  # `ray` itself calls it when it is used first
+    teach_codec()
+
+
+def _allow_collectives() -> None:
+    """Have Ray's collectives take this process for an actor, outside of which they refuse to work."""
+    sys.modules[_COLLECTIVE]._check_inside_actor = _connected  # type: ignore[attr-defined]
+
+
+def _connected() -> Any:
+    """Ray, to which this process is connected now."""
+    ray = importlib.import_module("ray")
+    if not ray.is_initialized():
+        ray.init()
+    return ray
+
+
+def teach_codec() -> None:
+    """Have ObjectRefs and actor handles in arguments and results keep what other processes need to use them."""
+    ray = sys.modules["ray"]
+    for kind in (ray.ObjectRef, ray.actor.ActorHandle):
+        add_reducer(kind, _reduce)
+
+
+def _reduce(value: Any) -> tuple[object, ...]:
+    return _revived, (sys.modules["ray"].cloudpickle.dumps(value),)
+
+
+def _revived(pickled: bytes) -> Any:
+    return _connected().cloudpickle.loads(pickled)

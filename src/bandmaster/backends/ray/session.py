@@ -13,6 +13,7 @@ from pathlib import Path
 import ray
 import ray.util.client
 
+from bandmaster.backends.ray.in_worker import teach_codec
 from bandmaster.errors import ClosedError, UsageError
 from bandmaster.platform.forks import n_forks
 from bandmaster.platform.limits import working_directory
@@ -102,6 +103,7 @@ class RayConnection:
             UsageError: The cluster can only be reached through Ray Client.
             ResourceError: The working directory was removed.
         """
+        teach_codec()
         with self._connecting:
             if ray.is_initialized():
                 if ray.util.client.ray.is_connected():

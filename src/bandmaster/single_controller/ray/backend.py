@@ -107,7 +107,7 @@ class ActorBackend(RayBackend):
                 raise UsageError(
                     f"{launch.class_name} asks Ray for {asked}, but {why}; leave this out of @ray.remote(...)"
                 )
-        if overlaps(launch) and not has_async_methods(launch.cls):
+        if overlaps(launch) and not has_async_methods(launch.worker_class):
             raise UsageError(
                 f"{launch.class_name} asks Ray for max_concurrency={launch.options['max_concurrency']}, but only "
                 "calls of async methods and async generators can overlap, and it has neither; leave this out of "
@@ -133,7 +133,7 @@ def _start_actor(launch: ActorLaunch, rank: int) -> Any:
         options["runtime_env"] = {**given, "env_vars": {**given.get("env_vars", {}), **launch.env}}
     if launch.is_detached:
         options["lifetime"] = "detached"
-    actor = actor_class(launch.cls, OverlappingActor if overlaps(launch) else WorkerActor).options(
+    actor = actor_class(launch.worker_class, OverlappingActor if overlaps(launch) else WorkerActor).options(
         **options,
         name=launch.worker_names[rank],
         num_cpus=taken.pop("CPU", 0),

@@ -56,7 +56,7 @@ class StartedGroup(CoreGroup):
         if self._pool.backend == ACTORS:
             launch = ActorLaunch.of(
                 launch,
-                cls=self._cls,
+                worker_class=self._cls,
                 uses_gpu=self._pool.use_gpu,
                 bundle=launch.slots[0].reservation.groups[launch.slots[0].node].bundle_specs[0],
                 is_detached=self._is_detached,
@@ -105,7 +105,7 @@ class AttachedGroup:
         self.worker_names = list(names) if names else [f"{cls.__name__}_{rank}" for rank in range(n)]
         self.mesh = checked_mesh(mesh, n, f"a group of {n} existing workers")
         slots = tuple(Slot(None, 0, rank, 0, rank, n, 1.0) for rank in range(n))
-        launch = ActorLaunch(self.name, cls.__name__, self.mesh, {}, slots, tuple(self.worker_names), cls=cls)
+        launch = ActorLaunch(self.name, cls.__name__, self.mesh, {}, slots, tuple(self.worker_names), worker_class=cls)
         self._ownership = Ownership(self, self.name)
         self._ownership.set_workers(_attached_workers(launch, actors))
         self._submitter = Submitter(self._ownership.workers, cls, self.mesh, self.name)

@@ -19,7 +19,7 @@ class ActorLaunch(Launch):
     """The launch of a group whose workers are Ray actors.
 
     Attributes:
-        cls: The worker class, of which the actors' own class has the public methods.
+        worker_class: The worker class, of which the actors' own class has the public methods.
         uses_gpu: Whether every slot has a GPU.
         bundle: The resources of a slot, by name.
         is_detached: Whether the actors outlive their controller. Otherwise they end with the group, or with the last
@@ -27,7 +27,7 @@ class ActorLaunch(Launch):
         is_again: Whether actors of the same names may have ended just before.
     """
 
-    cls: type = Worker
+    worker_class: type = Worker
     uses_gpu: bool = False
     bundle: dict[str, float] = field(default_factory=dict)
     is_detached: bool = False
