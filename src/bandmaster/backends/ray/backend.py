@@ -17,6 +17,7 @@ from bandmaster.backends.host_workers import HostWorkers, Place
 from bandmaster.backends.local import LocalBackend
 from bandmaster.backends.ray import placement
 from bandmaster.backends.ray.agents import AgentKey, RayAgents
+from bandmaster.backends.ray.in_worker import SETUP_HOOK, is_name
 from bandmaster.backends.ray.placement import Reservation
 from bandmaster.backends.ray.session import RayConnection, RaySession
 from bandmaster.backends.zygotes import default_modules
@@ -160,8 +161,9 @@ def _environment(asked: Mapping[str, Any] | None) -> tuple[dict[str, str], dict[
     of_job = {} if "RAY_JOB_CONFIG_JSON" in os.environ else dict(context.runtime_env)
     merged = {**of_job, **dict(asked or {})}
     variables = {**of_job.get("env_vars", {}), **dict(asked or {}).get("env_vars", {})}
+    hook = merged.pop(SETUP_HOOK) if is_name(merged.get(SETUP_HOOK)) else None
     rest = {name: value for name, value in merged.items() if name not in ("env_vars", "_ray_commit") and value}
-    said = {"namespace": context.namespace, "runtime_env": dict(context.runtime_env)}
+    said = {"namespace": context.namespace, "runtime_env": dict(context.runtime_env), "hook": hook}
     found = {"RAY_ADDRESS": context.gcs_address, "BANDMASTER_RAY": json.dumps(said)}
     return {**found, **variables}, rest
 

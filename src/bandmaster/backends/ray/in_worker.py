@@ -13,7 +13,9 @@ from typing import Any
 from bandmaster.codec import add_reducer
 from bandmaster.platform.after_import import AfterImport
 
-__all__ = ["connect_when_used", "teach_codec"]
+__all__ = ["SETUP_HOOK", "connect_when_used", "is_name", "teach_codec"]
+
+SETUP_HOOK = "worker_process_setup_hook"  # of a ``runtime_env``: the name of a function that each worker calls first
 
 _COLLECTIVE = "ray.util.collective.collective"
 
@@ -23,12 +25,22 @@ def connect_when_used() -> None:
 
     Ray connects a process that has not called `ray.init` when it uses Ray first: to the cluster that ``RAY_ADDRESS``
     names. The namespace, in which named actors are found, and the ``runtime_env`` of tasks and actors would be those of
-    another program; ``BANDMASTER_RAY`` has those of the controller. Reads nothing if that is not set.
+    another program; ``BANDMASTER_RAY`` has those of the controller. If it is not set, this does nothing.
     """
     said = os.environ.get("BANDMASTER_RAY")
     if said is not None:
-        AfterImport("ray", functools.partial(_set_defaults, json.loads(said)))
+        defaults = json.loads(said)
+        hook = defaults.pop("hook")
+        AfterImport("ray", functools.partial(_set_defaults, defaults))
         AfterImport(_COLLECTIVE, _allow_collectives)
+        if hook is not None:
+            module, _, function = hook.rpartition(".")
+            getattr(importlib.import_module(module), function)()
+
+
+def is_name(hook: Any) -> bool:
+    """Whether a hook is the full name of a function, rather than a function that Ray has stored."""
+    return isinstance(hook, str) and "." in hook and all(part.isidentifier() for part in hook.split("."))
 
 
 def _set_defaults(said: dict[str, Any]) -> None:
