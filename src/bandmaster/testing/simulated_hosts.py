@@ -20,7 +20,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from bandmaster.backends.agents.fabric import Agent, Fabric, link_of
@@ -116,7 +115,10 @@ class _SimulatedHost(Host):
 
 
 class _Ranks(InProcessWorkers):
-    rendezvous: Mapping[str, str] = MappingProxyType({})
+    @property
+    def rendezvous(self) -> Mapping[str, str]:
+        """None: the ranks have no processes."""
+        return {}
 
     def announce(self, rendezvous: Mapping[str, str]) -> None:
         """There is no rendezvous."""

@@ -24,14 +24,11 @@ PATIENCE_S = 0.002  # for the other replies of this host to a call, which then c
 
 
 class RanksHere(Workers, Protocol):
-    """The workers of some ranks of a group on the host of an agent.
+    """The workers of some ranks of a group on the host of an agent."""
 
-    Attributes:
-        rendezvous: The environment variables by which all ranks find the rendezvous of rank 0; empty where that is on
-            another host.
-    """
-
-    rendezvous: Mapping[str, str]
+    @property
+    def rendezvous(self) -> Mapping[str, str]:
+        """The environment variables by which ranks find the rendezvous; empty as long as rank 0 is on another host."""
 
     def announce(self, rendezvous: Mapping[str, str]) -> None:
         """Have the ranks here find a rendezvous that rank 0 has opened."""
