@@ -230,11 +230,6 @@ def test_a_slow_handler_does_not_block_workers(zygote, tmp_path):
     assert any(re.fullmatch(r"\[actor 0\] \d+ log records are lost, .*", message) for message in messages)
 
 
-def test_ray_refuses_records(ray_cluster):
-    with bm.ResourcePool([1], backend="ray") as pool, pytest.raises(bm.UsageError, match="logging= needs a pool on"):
-        bm.WorkerGroup(pool, Talks, logging="INFO")
-
-
 def test_files_have_no_part_of_bars(zygote, tmp_path):
     class Bar(bm.Worker):
         @register(Dispatch.ONE_TO_ALL)

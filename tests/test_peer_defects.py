@@ -300,7 +300,7 @@ def test_a_place_takes_one_cpu_however_many_groups_may_share_it(ray_cluster):
     with bm.ResourcePool([2], backend="ray", use_gpu=True, name_prefix="frugal"):
         table = ray_cluster.util.placement_group_table().values()
         (bundles,) = [group["bundles"] for group in table if group["name"].startswith("pool 'frugal'")]
-        assert list(bundles.values()) == [{"CPU": 1.0, "GPU": 1.0}] * 2
+        assert list(bundles.values()) == [{"CPU": 2.0, "GPU": 2.0}], "one bundle for both slots, which share a node"
 
 
 def test_nodes_are_taken_in_the_numeric_order_of_their_addresses():

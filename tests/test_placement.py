@@ -164,7 +164,7 @@ def test_custom_resources_count_like_others():
 
 def test_a_machine_that_stands_for_all_nodes_has_what_they_are_asked_for():
     here = [Node("this machine", None, None, 2, 2, is_many=True)]
-    wanted = Request("pool", (1, 1), 1, 1, False, (("trainer", 1.0),), (CHOICES[1],) * 2, "strict_spread", 1)
+    wanted = Request("pool", (1, 1), 1, 1, (("trainer", 1.0),), (CHOICES[1],) * 2, "strict_spread", 1)
 
     assert assign_nodes(wanted, here) == (0, 0)
 

@@ -34,7 +34,7 @@ ROOMS = {
     "single_controller": "errors failure platform plan codec worker roles contract transport worker_process backends "
     "calls lifecycle pool group",
     "compat": "errors",
-    "testing": "errors platform plan worker contract transport backends pool group registration",
+    "testing": "errors platform plan codec worker contract transport backends pool group registration",
     "cli": "errors failure platform plan worker transport worker_process backends lifecycle pool group registration "
     "__init__",
     "__main__": "cli",

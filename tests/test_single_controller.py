@@ -387,7 +387,7 @@ def test_wrong_parameters_are_refused(make_pool):
         RayWorkerGroup(pool, given, worker_env={"MINE": 1})
     with pytest.raises(bm.UsageError, match="processes of their own"):
         RayWorkerGroup(pool, given, worker_env={"MINE": "1"})
-    with pytest.raises(bm.UsageError, match="detached=True needs a pool on backend 'ray'"):
+    with pytest.raises(bm.UsageError, match="detached=True needs a RayResourcePool"):
         RayWorkerGroup(pool, given, detached=True)
     with pytest.raises(bm.UsageError, match="num_cpus cannot be set here"):
         given.update_options({"num_cpus": 3})

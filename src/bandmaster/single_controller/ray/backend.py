@@ -55,9 +55,15 @@ class ActorReservation(Reservation):
     is_detached: bool = False
 
     @classmethod
-    def of(cls, name: str, groups: Sequence[PlacementGroup]) -> ActorReservation:
-        """A reservation that consists of the user's own placement groups, one per node; the user removes them."""
-        found = [gpus_of_bundles(group) for group in groups]
+    def of(cls, name: str, groups: Sequence[PlacementGroup], are_free: bool = False) -> ActorReservation:
+        """A reservation that consists of the user's own placement groups, one per node; the user removes them.
+
+        Args:
+            name: Name of the pool.
+            groups: The placement groups.
+            are_free: Whether nothing uses them yet, so that tasks in them can tell which GPUs they have.
+        """
+        found = [gpus_of_bundles(group) if are_free else _in_order(group.bundle_count) for group in groups]
         bundles = tuple(tuple(sorted(range(len(of)), key=of.__getitem__)) for of in found)
         gpus = tuple(tuple(of[index][1] for index in order) for of, order in zip(found, bundles, strict=True))
         nodes = tuple(map(placement.node_of, groups))
@@ -80,7 +86,7 @@ class ActorBackend(RayBackend):
         if groups is None:
             return None
         try:
-            made = ActorReservation.of(request.name, groups)
+            made = ActorReservation.of(request.name, groups, are_free=True)
         except BaseException:
             placement.release(groups)
             raise
@@ -100,6 +106,13 @@ class ActorBackend(RayBackend):
             PlacementError, WorkerDied, CallTimeout: As for `bandmaster.contract.Backend.start`.
         """
         if not isinstance(launch, ActorLaunch):
+            for slot in launch.slots:
+                has_gpus = bool(slot.reservation.groups[slot.node].bundle_specs[0].get("GPU"))
+                if has_gpus and not slot.reservation.gpus[slot.node][slot.index]:
+                    raise UsageError(
+                        f"group {launch.group!r} cannot know the GPUs of placement groups that others have made; make "
+                        "it a RayWorkerGroup, or use a pool that reserves its own slots"
+                    )
             return super().start(launch)
         for keys, why in REFUSED_OPTIONS:
             asked = {key: launch.options[key] for key in keys & launch.options.keys() if launch.options[key]}
@@ -157,11 +170,18 @@ def _start_actor(launch: ActorLaunch, rank: int) -> Any:
         time.sleep(POLL_S)  # Ray frees the name of a killed actor a little later
 
 
-def gpus_of_bundles(group: PlacementGroup) -> list[tuple[tuple[int, str], tuple[str, ...]]]:
+Bundles = list[tuple[tuple[int, str], tuple[str, ...]]]  # of each, what it is sorted by, and its GPUs
+
+
+def _in_order(n_bundles: int) -> Bundles:
+    return [((index, ""), ()) for index in range(n_bundles)]
+
+
+def gpus_of_bundles(group: PlacementGroup) -> Bundles:
     """For each bundle of a placement group, what it is sorted by and its GPUs, which only a task in it can read."""
     n_gpus = [int(bundle.get("GPU", 0)) for bundle in group.bundle_specs]
     if not any(n_gpus):
-        return [((index, ""), ()) for index in range(group.bundle_count)]
+        return _in_order(group.bundle_count)
     asked = [
         placement.gpus_of_bundle.options(
             num_gpus=n, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)
