@@ -331,7 +331,7 @@ class Operate(Step):
         if self.name == "concat":
             if len({plain.form_of(one) for one in rows}) > 1:
                 raise Invalid("other columns")
-            return plain.joined(rows)
+            return plain.concat(rows)
         if self.name == "join":
             return _joined_columns(rows)
         if self.name == "sort_by":
