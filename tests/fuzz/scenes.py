@@ -270,6 +270,18 @@ def behind_chunks(group, rows, ranks):
         lambda group, rows, ranks: [few(group, rows, ranks), few(group, rows, ranks)],
         is_heavy=True,
     ),
+    "dropping": Scene(
+        """
+def dropping(group, rows, ranks):
+    future = group.same.submit(np.zeros((8 * group.world_size, 9000)))
+    for number in range(6):
+        results = [future[:1].result() for _ in range(60)]
+        interrupted(lambda: results.clear(), [number * 0.0001])
+""",
+        lambda group, rows, ranks: None,
+        is_trouble=True,
+        needs_processes=True,
+    ),
     "long_chain": Scene(
         """
 def long_chain(group, rows, ranks):
