@@ -110,9 +110,10 @@ class Campaign:
         program = weights.program_of(seed)
         wrong = weights.run(program, self._worlds)
         if wrong is not None:
+            self._say(f"FAILED: seed {seed}, weights: {wrong}")
             small = weights.shrink(program, lambda less: weights.run(less, self._worlds))
             again = weights.run(small, self._worlds)
-            self._say(f"FAILED: seed {seed}, weights: {wrong}\n program {small}\n {again}")
+            self._say(f" program {small}\n {again}")
             self.failures.append((seed, "weights", wrong, None))
 
     def _tell(self, seed, backend, program, failure):

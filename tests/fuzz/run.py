@@ -180,7 +180,9 @@ def run(program, groups, expected=None):
                 elif (found := _run_step(step, want, scope, early)) is not None:
                     failure = Failure(number, *found)
                     break
-            groups.remember(scope[step.out] for step in program if step.out in scope and not isinstance(step, MakeGroup))
+            groups.remember(
+                scope[step.out] for step in program if step.out in scope and not isinstance(step, MakeGroup)
+            )
             scope.clear()
             groups.give_back(are_well=failure is None)
             if failure is None and logged.records:
@@ -197,7 +199,7 @@ def run(program, groups, expected=None):
 
 
 class Logged(logging.Handler):
-    """The errors that the library logs from now on, and those that are lost in its finalizers, which no program should."""
+    """The errors that the library logs from now on, or loses in a finalizer, which no program should see."""
 
     def __init__(self):
         super().__init__(logging.ERROR)

@@ -217,7 +217,9 @@ def uneven_value(rng, method):
         category, other = (Leaf("series", rng.choice(some), n, rng.randrange(5)) for some in (CATEGORIES, list(SERIES)))
         return rng.choice([category, Columns("frame", (("a", category), ("b", other)))])
     kind = rng.choice(["numpy", "torch"])
-    return Leaf(kind, rng.choice(["int64", "uint8", "int32", "float32"]), n, rng.randrange(5), rng.choice([0, 0, 3, WIDE]))
+    return Leaf(
+        kind, rng.choice(["int64", "uint8", "int32", "float32"]), n, rng.randrange(5), rng.choice([0, 0, 3, WIDE])
+    )
 
 
 def random_value(rng, n=None, names="abc"):
