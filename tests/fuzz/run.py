@@ -26,12 +26,13 @@ from hosts import spread
 import bandmaster as bm
 from fuzz.oracle import MODULES, Expected, bump, columns_of, show
 from fuzz.scenes import SCENES
-from fuzz.steps import MakeGroup, expectations
+from fuzz.steps import Interrupt, MakeGroup, expectations
 from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, SHOW, class_code
 
 LONGEST_S = 30  # a program takes a hundredth of it
 MOST_RANKS = 24  # of groups that are kept for later programs
 MOST_DESCRIPTORS = 40  # that a rank may have more than after its first program, for memory that is used again
+UNSENT = "was interrupted before it was sent"  # by design an earlier call may say so, if Ctrl-C in a later one sent it
 STANDARD = (asyncio, collections, contextlib, dataclasses, itertools, os, signal, threading, time)  # what helpers use
 
 
@@ -167,7 +168,7 @@ def run(program, groups, expected=None):
     expected = expectations(program) if expected is None else expected
     groups = Groups(groups, is_shared=False) if isinstance(groups, str) else groups
     scope = {**groups.scope, "bump": bump}
-    early, number, failure = set(), 0, None
+    early, number, failure, is_unsent = set(), 0, None, False
     logged = Logged()
     try:
         with within(LONGEST_S):
@@ -178,13 +179,14 @@ def run(program, groups, expected=None):
                 elif not early.isdisjoint(step.uses()):
                     early.add(step.out)
                 elif (found := _run_step(step, want, scope, early)) is not None:
-                    failure = Failure(number, *found)
+                    is_unsent = UNSENT in found[1] and any(isinstance(one, Interrupt) for one in program)
+                    failure = None if is_unsent else Failure(number, *found)
                     break
             groups.remember(
                 scope[step.out] for step in program if step.out in scope and not isinstance(step, MakeGroup)
             )
             scope.clear()
-            groups.give_back(are_well=failure is None)
+            groups.give_back(are_well=failure is None and not is_unsent)
             if failure is None and logged.records:
                 failure = Failure(number, "logs an error", logged.records[0], None)
     except Leak as error:
