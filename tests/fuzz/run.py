@@ -207,18 +207,19 @@ class Logged(logging.Handler):
         super().__init__(logging.ERROR)
         self.records = []
         logging.getLogger("bandmaster").addHandler(self)
-        sys.unraisablehook = self._ignored
+        self._before, sys.unraisablehook = sys.unraisablehook, self._ignored
 
     def _ignored(self, lost):
         if str(getattr(lost.object, "__module__", "")).startswith("bandmaster"):
             self.records.append(f"{lost.exc_value!r} is ignored in {lost.object!r}")
+        self._before(lost)
 
     def emit(self, record):
         self.records.append(record.getMessage())
 
     def end(self):
         logging.getLogger("bandmaster").removeHandler(self)
-        sys.unraisablehook = sys.__unraisablehook__
+        sys.unraisablehook = self._before
 
 
 def _run_step(step, want, scope, early):

@@ -168,6 +168,8 @@ class Invoke(Step):
         group = oracle.group(self.group)
         if self.method in ("widen", "sift") and not _is_plain_numbers(arg_value(oracle, self.args[0])):
             raise Invalid("no numbers")
+        if self.method == "sift" and not _is_dense(arg_value(oracle, self.args[0])):
+            raise Invalid("no rows that can be chosen one by one")
         values = [arg for arg in self.args if isinstance(arg, str) and arg in oracle.values]
         if len(set(values)) < len(values):
             raise Invalid("one object twice, which a rank may get as one or as two")
@@ -405,6 +407,10 @@ def _is_plain_numbers(value):
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "iuf"
     return isinstance(value, SCOPE["torch"].Tensor) and not value.is_complex() and str(value.dtype) != "torch.bool"
+
+
+def _is_dense(value):
+    return getattr(value, "layout", SCOPE["torch"].strided) is SCOPE["torch"].strided
 
 
 def _is_writable(value):
