@@ -279,7 +279,6 @@ def dropping(group, rows, ranks):
         interrupted(lambda: results.clear(), [number * 0.0001])
 """,
         lambda group, rows, ranks: None,
-        is_trouble=True,
         needs_processes=True,
     ),
     "long_chain": Scene(

@@ -183,7 +183,7 @@ class Invoke(Step):
         return group, args
 
     def smaller(self):
-        if self.method in ("three", "micro", "keep", "bumped", "padded", "cells"):
+        if self.method in ("three", "micro", "keep", "bumped", "padded", "cells", "widen", "sift", "recat", "order"):
             yield replace(self, method="same")
 
 
