@@ -68,6 +68,10 @@ class Campaign:
         except LeakError as error:
             self.failures.append((self._since, "all", error, None))
             self._say(f"FAILED: seeds from {self._since} programs on leave something behind: {error}")
+        for backend, groups in self._groups.items():
+            if kept := groups.never_collected():
+                self.failures.append((self._since, backend, kept, None))
+                self._say(f"FAILED: seeds from {self._since} programs on, {backend}: never collected: {dict(kept)}")
 
     def run(self, seed):
         """Run the program of a seed on the backends that have had the least time, as all get about equally much."""
@@ -106,9 +110,10 @@ class Campaign:
         program = weights.program_of(seed)
         wrong = weights.run(program, self._worlds)
         if wrong is not None:
+            self._say(f"FAILED: seed {seed}, weights: {wrong}")
             small = weights.shrink(program, lambda less: weights.run(less, self._worlds))
             again = weights.run(small, self._worlds)
-            self._say(f"FAILED: seed {seed}, weights: {wrong}\n program {small}\n {again}")
+            self._say(f" program {small}\n {again}")
             self.failures.append((seed, "weights", wrong, None))
 
     def _tell(self, seed, backend, program, failure):

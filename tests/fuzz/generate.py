@@ -33,7 +33,7 @@ from fuzz.steps import (
     expectation,
 )
 from fuzz.subject import METHODS, NOT_DRAWN
-from fuzz.values import random_value
+from fuzz.values import random_value, uneven_value
 
 MESHES = [{"dp": 1}, {"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 2}, {"tp": 2, "dp": 1}]
 MESHES += [{"pp": 2, "dp": 1, "tp": 2}]
@@ -46,7 +46,8 @@ COLOCATED = 0.1  # of groups, which are two
 HEAVY = 0.1  # of the scenes that take long, are played
 CALM = [name for name, scene in SCENES.items() if not scene.is_trouble]
 TROUBLED = [name for name, scene in SCENES.items() if scene.is_trouble]
-PULLED = ["same", "micro", "pair"]  # methods of pulled calls
+PULLED = ["same", "micro", "pair", "sift"]  # methods of pulled calls
+UNEVEN = ["widen", "sift", "sift", "recat", "order"]  # methods: other dtypes, or another order, by rank
 
 
 class Generator:
@@ -71,7 +72,7 @@ class Generator:
         self._let()
         kinds = [self._let, self._call, self._call, self._submit, self._submit, self._submit, self._put, self._stream]
         kinds += [self._operate] * 5 + [self._read, self._overwrite, self._overwrite, self._fail, self._release]
-        kinds += [self._await, self._mistake] + [lambda: self._play(CALM)] * 2
+        kinds += [self._await, self._mistake, self._chain] + [lambda: self._play(CALM)] * 2
         if rng.random() < TROUBLES:
             kinds += [self._interrupt] * 2 + [lambda: self._play(TROUBLED)] * 4
         for _ in range(rng.randint(2, N_STEPS)):
@@ -142,6 +143,19 @@ class Generator:
         kind = Submit if METHODS[method][0] in RETURNS_ROWS else Call
         self._add(kind("", group, method, args, *self._pull(method, args)))
 
+    def _chain(self):
+        """Rows that are not alike on all ranks, operations on them, and a call that takes what comes of these."""
+        rng, handles = self.rng, self.oracle.handles
+        group, method, n_before = rng.choice(list(self.oracle.groups)), rng.choice(UNEVEN), len(handles)
+        self._add(Let("", uneven_value(rng, method)))
+        args = (self.program[-1].out,)
+        self._add(Submit("", group, method, args, *self._pull(method, args)))
+        for _ in range(rng.randint(1, 3) if len(handles) > n_before else 0):
+            self._operate(list(handles)[-1])
+        if len(handles) > n_before:
+            last, method = list(handles)[-1], rng.choice(["same", "bumped", "sift"])
+            self._add(Call("", rng.choice(list(self.oracle.groups)), method, (last,), *self._pull(method, (last,))))
+
     def _fail(self):
         group = self.rng.choice(list(self.oracle.groups))
         size = self.oracle.groups[group].size
@@ -211,16 +225,17 @@ class Generator:
     def _overwrite(self):
         self._add(Overwrite("", self.rng.choice(list(self.oracle.values))))
 
-    def _operate(self):
+    def _operate(self, first=None):
         handles = self._handles()
         if not handles:
             return self._put()
         rng = self.rng
-        first = rng.choice(handles)
+        first = first if first in handles else rng.choice(handles)
         rows = self.oracle.handles[first]
         names, n = names_of(rows), n_rows(rows)
         operations = ["rows", "rows", "repeat", "shuffle", "concat", "batches"]
         operations += ["select", "drop", "rename", "join", "join", "sort_by"] if names else []
+        operations += ["sort_by"] * 2 if type(rows).__name__ == "DataFrame" else []
         name, handles_of, what = rng.choice(operations), (first,), None
         if name == "rows":
             ends = [None, *range(-n - 1, n + 2)]

@@ -87,12 +87,16 @@ def take(value, numbers):
 
 
 def joined(parts):
-    """The rows of some values with the same columns and dtypes, one after the other."""
-    parts = [part for part in parts if n_rows(part)] or parts  # if some have rows, only these decide the dtypes
+    """The rows of some values with the same columns, one after the other. Those with rows alone decide the dtypes."""
+    return concat([part for part in parts if n_rows(part)] or parts)
+
+
+def concat(parts):
+    """The rows of some values with the same columns, one after the other. All of them decide the dtypes."""
     first = parts[0]
     if (columns := columns_of(first)) is not None:
         of_each = [columns_of(part) for part in parts]
-        return with_columns(first, {name: joined([each[name] for each in of_each]) for name in columns})
+        return with_columns(first, {name: concat([each[name] for each in of_each]) for name in columns})
     if isinstance(first, list):
         return [copy.deepcopy(row) for part in parts for row in part]
     if isinstance(first, torch.Tensor) and first.layout is torch.jagged:
@@ -122,7 +126,7 @@ def own(value):
 
 
 def form_of(value):
-    """What two values must have in common so that `joined` knows what comes."""
+    """What two values must have in common so that `concat` knows what comes."""
     if (columns := columns_of(value)) is not None:
         return type(value).__name__, *((name, form_of(column)) for name, column in columns.items())
     if isinstance(value, pd.DataFrame):

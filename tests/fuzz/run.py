@@ -15,21 +15,24 @@ import signal
 import sys
 import threading
 import time
+import weakref
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 from hosts import spread
 
 import bandmaster as bm
-from fuzz.oracle import MODULES, Expected, bump, show
+from fuzz.oracle import MODULES, Expected, bump, columns_of, show
 from fuzz.scenes import SCENES
-from fuzz.steps import MakeGroup, expectations
+from fuzz.steps import Interrupt, MakeGroup, expectations
 from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, SHOW, class_code
 
 LONGEST_S = 30  # a program takes a hundredth of it
 MOST_RANKS = 24  # of groups that are kept for later programs
 MOST_DESCRIPTORS = 40  # that a rank may have more than after its first program, for memory that is used again
+UNSENT = "was interrupted before it was sent"  # by design an earlier call may say so, if Ctrl-C in a later one sent it
 STANDARD = (asyncio, collections, contextlib, dataclasses, itertools, os, signal, threading, time)  # what helpers use
 
 
@@ -70,6 +73,7 @@ class Groups:
         self.backend, self._is_shared = backend, is_shared
         self._free, self._used = [], []  # what was asked for, and the groups; those used least recently first
         self._descriptors = {}  # of the ranks of a group, when it had run one program
+        self._seen = []  # weak references to all that programs have bound to names
         self.scope = _scope(backend)
 
     def of(self, axes, is_other, roles):
@@ -124,6 +128,25 @@ class Groups:
             self._close(groups)
         self._free.clear()
 
+    def remember(self, values):
+        """Note what a program has bound to names, and will drop."""
+        self._seen += [one for value in values for one in _weak(value)]
+
+    def never_collected(self):
+        """The types of what programs have bound to names, and is still there after a collection."""
+        seen, self._seen = self._seen, []
+        return Counter(type(value).__name__ for one in seen if (value := one()) is not None)
+
+
+def _weak(value):
+    """Weak references to a value and to what it holds, where there can be any."""
+    columns = columns_of(value)
+    inside = list(columns.values()) if columns is not None else value if isinstance(value, list | tuple) else []
+    found = [one for inner in inside for one in _weak(inner)]
+    with contextlib.suppress(TypeError):
+        found.append(weakref.ref(value))
+    return found
+
 
 def _scope(backend):
     other = "local" if backend == "inprocess" else "inprocess"
@@ -145,7 +168,7 @@ def run(program, groups, expected=None):
     expected = expectations(program) if expected is None else expected
     groups = Groups(groups, is_shared=False) if isinstance(groups, str) else groups
     scope = {**groups.scope, "bump": bump}
-    early, number, failure = set(), 0, None
+    early, number, failure, is_unsent = set(), 0, None, False
     logged = Logged()
     try:
         with within(LONGEST_S):
@@ -156,10 +179,14 @@ def run(program, groups, expected=None):
                 elif not early.isdisjoint(step.uses()):
                     early.add(step.out)
                 elif (found := _run_step(step, want, scope, early)) is not None:
-                    failure = Failure(number, *found)
+                    is_unsent = UNSENT in found[1] and any(isinstance(one, Interrupt) for one in program)
+                    failure = None if is_unsent else Failure(number, *found)
                     break
+            groups.remember(
+                scope[step.out] for step in program if step.out in scope and not isinstance(step, MakeGroup)
+            )
             scope.clear()
-            groups.give_back(are_well=failure is None)
+            groups.give_back(are_well=failure is None and not is_unsent)
             if failure is None and logged.records:
                 failure = Failure(number, "logs an error", logged.records[0], None)
     except Leak as error:
@@ -174,18 +201,25 @@ def run(program, groups, expected=None):
 
 
 class Logged(logging.Handler):
-    """The errors that the library logs from now on, which no program should."""
+    """The errors that the library logs from now on, or loses in a finalizer, which no program should see."""
 
     def __init__(self):
         super().__init__(logging.ERROR)
         self.records = []
         logging.getLogger("bandmaster").addHandler(self)
+        self._before, sys.unraisablehook = sys.unraisablehook, self._ignored
+
+    def _ignored(self, lost):
+        if str(getattr(lost.object, "__module__", "")).startswith("bandmaster"):
+            self.records.append(f"{lost.exc_value!r} is ignored in {lost.object!r}")
+        self._before(lost)
 
     def emit(self, record):
         self.records.append(record.getMessage())
 
     def end(self):
         logging.getLogger("bandmaster").removeHandler(self)
+        sys.unraisablehook = self._before
 
 
 def _run_step(step, want, scope, early):

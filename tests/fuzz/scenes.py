@@ -25,7 +25,6 @@ class Scene:
         is_trouble: Whether ranks hang, fail or die in it.
         is_heavy: Whether it takes as long as many steps.
         is_quiet: Whether all calls must have ended before it.
-        needs_values: Whether the rows may not be a handle.
         needs_processes: Whether it has no meaning on backend ``inprocess``.
     """
 
@@ -34,7 +33,6 @@ class Scene:
     is_trouble: bool = False
     is_heavy: bool = False
     is_quiet: bool = False
-    needs_values: bool = False
     needs_processes: bool = False
 
 
@@ -61,13 +59,6 @@ def few(group, rows, ranks):
     if not 0 < n_rows(rows) <= 7:
         raise Invalid("as many calls as rows")
     return same(group, rows, ranks)
-
-
-def evenly(group, rows, ranks):
-    costs = next(iter(rows.values())) if isinstance(rows, dict) else rows
-    if not isinstance(costs, np.ndarray) or costs.dtype.kind not in "biuf" or costs.ndim > 1:
-        raise Invalid("no costs")
-    return True
 
 
 def in_parts(group, rows, ranks):
@@ -279,6 +270,17 @@ def behind_chunks(group, rows, ranks):
         lambda group, rows, ranks: [few(group, rows, ranks), few(group, rows, ranks)],
         is_heavy=True,
     ),
+    "dropping": Scene(
+        """
+def dropping(group, rows, ranks):
+    future = group.same.submit(np.zeros((8 * group.world_size, 9000)))
+    for number in range(6):
+        results = [future[:1].result() for _ in range(60)]
+        interrupted(lambda: results.clear(), [number * 0.0001])
+""",
+        lambda group, rows, ranks: None,
+        needs_processes=True,
+    ),
     "long_chain": Scene(
         """
 def long_chain(group, rows, ranks):
@@ -362,12 +364,14 @@ def take_turns(group, rows, ranks):
     "evenly": Scene(
         """
 def evenly(group, rows, ranks):
-    costs = rows if isinstance(rows, np.ndarray) else next(iter(rows.values()))
-    same = group.costs({"a": costs}) == group.costs({"a": costs.astype(float)})
-    return same and show(group.evened({"a": costs})) == show({"a": costs})
+    wrong = []
+    for dtype in ("bool", "uint8", "int16", "uint64", "float16"):
+        costs = (np.arange(2 + 3 * group.world_size + len(ranks)) * 7 % 5).astype(dtype)
+        same = group.costs({"a": costs}) == group.costs({"a": costs.astype(float)})
+        wrong += [] if same and show(group.evened({"a": costs})) == show({"a": costs}) else [dtype]
+    return wrong
 """,
-        evenly,
-        needs_values=True,
+        lambda group, rows, ranks: [],
     ),
     "of_rank_zero": Scene(
         """

@@ -166,8 +166,10 @@ class Invoke(Step):
 
     def checked(self, oracle):
         group = oracle.group(self.group)
-        if self.method == "widen" and not _is_plain_numbers(arg_value(oracle, self.args[0])):
+        if self.method in ("widen", "sift") and not _is_plain_numbers(arg_value(oracle, self.args[0])):
             raise Invalid("no numbers")
+        if self.method == "sift" and not _is_dense(arg_value(oracle, self.args[0])):
+            raise Invalid("no rows that can be chosen one by one")
         values = [arg for arg in self.args if isinstance(arg, str) and arg in oracle.values]
         if len(set(values)) < len(values):
             raise Invalid("one object twice, which a rank may get as one or as two")
@@ -181,7 +183,7 @@ class Invoke(Step):
         return group, args
 
     def smaller(self):
-        if self.method in ("three", "micro", "keep", "bumped", "padded", "cells"):
+        if self.method in ("three", "micro", "keep", "bumped", "padded", "cells", "widen", "sift", "recat", "order"):
             yield replace(self, method="same")
 
 
@@ -331,7 +333,7 @@ class Operate(Step):
         if self.name == "concat":
             if len({plain.form_of(one) for one in rows}) > 1:
                 raise Invalid("other columns")
-            return plain.joined(rows)
+            return plain.concat(rows)
         if self.name == "join":
             return _joined_columns(rows)
         if self.name == "sort_by":
@@ -405,6 +407,10 @@ def _is_plain_numbers(value):
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "iuf"
     return isinstance(value, SCOPE["torch"].Tensor) and not value.is_complex() and str(value.dtype) != "torch.bool"
+
+
+def _is_dense(value):
+    return getattr(value, "layout", SCOPE["torch"].strided) is SCOPE["torch"].strided
 
 
 def _is_writable(value):
@@ -626,7 +632,7 @@ class Play(Invoke):
     def expect(self, oracle):
         scene = SCENES[self.name]
         group, (rows, ranks) = self.checked(oracle)
-        if (scene.needs_processes or scene.needs_values) and self.args[0] in oracle.handles:
+        if scene.needs_processes and self.args[0] in oracle.handles:
             raise Invalid("the call may wait for rows instead")
         if scene.is_quiet:
             check_all_end(self.handles, oracle)

@@ -96,9 +96,8 @@ METHODS = {
     ),
     "sift": (
         "DP_PROTO",
-        "def sift(self, rows):\n"
-        "    is_array = isinstance(rows, np.ndarray) and rows.ndim == 1 and rows.dtype.kind in 'iuf'\n"
-        "    return np.array([]) if is_array and self.rank % 2 else rows",
+        "def sift(self, rows):\n    found = rows[[bool((row < 4).all()) for row in rows]]\n"
+        "    return found if len(found) else found * 1.5",
     ),
     "recat": (
         "DP_PROTO",
@@ -106,7 +105,8 @@ METHODS = {
         "    for name in list(rows) if type(rows).__name__ == 'DataFrame' else ():\n"
         "        if str(rows[name].dtype) == 'category':\n"
         "            rows[name] = rows[name].cat.remove_unused_categories()\n"
-        "    return rows",
+        "    is_category = type(rows).__name__ == 'Series' and str(rows.dtype) == 'category'\n"
+        "    return rows.cat.remove_unused_categories() if is_category else rows",
     ),
     "unlike": ("DP_PROTO", "def unlike(self, rows): return list(rows) if len(rows) == 1 else rows"),
     "forks": (

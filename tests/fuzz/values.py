@@ -62,6 +62,7 @@ INDEXES = {
     "pairs": ".set_axis(pd.MultiIndex.from_arrays([np.arange({0}), np.arange({0})[::-1]], names=['i', 'j']))",
 }
 WIDE = 9000  # numbers in a row, with which a row takes 9 to 72 kB: such results stay on the ranks
+CATEGORIES = ["category", "ordered"]
 OF_WIDE = ["int64", "uint8", "bool", "float32", "complex64"]  # dtypes
 LAYOUTS = ["conj", "fixed", "", "[::-1]", ".T", "[::2]"]
 OF_TORCH = ["sparse", "jagged", "grad"]  # layouts as well, of few dtypes
@@ -205,6 +206,20 @@ def random_leaf(rng, n, kinds=("numpy", "numpy", "torch", "torch", "list", "seri
     dtype = rng.choice({"numpy": NUMPY, "torch": TORCH, "list": list(LISTS), "series": list(SERIES)}[kind])
     width = rng.choice([0, 0, 1, 3]) if kind in ("numpy", "torch") else 0
     return Leaf(kind, dtype, n, rng.randrange(5), width, rng.choice(LAYOUTS) if rng.random() < 0.4 else "")
+
+
+def uneven_value(rng, method):
+    """Rows of which ranks return other dtypes, or another order of columns, if they call this method."""
+    n = rng.choice([2, 3, 5, 7, 40])
+    if method == "order":
+        return Columns("dict", tuple((name, random_leaf(rng, n, ["numpy", "torch", "list"])) for name in "abc"))
+    if method == "recat":
+        category, other = (Leaf("series", rng.choice(some), n, rng.randrange(5)) for some in (CATEGORIES, list(SERIES)))
+        return rng.choice([category, Columns("frame", (("a", category), ("b", other)))])
+    kind = rng.choice(["numpy", "torch"])
+    return Leaf(
+        kind, rng.choice(["int64", "uint8", "int32", "float32"]), n, rng.randrange(5), rng.choice([0, 0, 3, WIDE])
+    )
 
 
 def random_value(rng, n=None, names="abc"):

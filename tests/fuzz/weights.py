@@ -7,23 +7,32 @@ the tensor, its place and a version.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import random
+import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register, rl
 
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int64", "uint8", "bool", "complex64"]
-KINDS = ["plain", "plain", "view", "flat", "transposed", "conj", "tied"]
+FSDP_DTYPES = ["float32", "float64", "bfloat16", "float16"]
+KINDS = ["plain", "plain", "view", "flat", "transposed", "conj", "tied", "fsdp"]
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]  # of dp and tp
 STEPS = ["sync", "sync", "fill", "fill", "rebind", "two syncs", "reverse", "rivals", "differ", "cancel"]
+STEPS += ["plan", "enter", "leave"]
 RIVAL = 40  # more than any version of the source: that of another source
+LINES = {"enter": 150, "leave": 40}  # of the library, about as many as run then
 BUCKETS = [64, 1000, 1 << 20]
 
 
@@ -34,7 +43,7 @@ class Spec:
     Attributes:
         shape: Of the whole.
         dtype: As torch names it.
-        kind: How it lies in memory, on the source.
+        kind: How it lies in memory, on the source; ``"fsdp"`` is a parameter that FSDP cuts there.
         cuts: The dim that tp cuts, in the source and in the target layout; None where all ranks have it whole.
     """
 
@@ -54,6 +63,7 @@ class Program:
         specs: The tensors.
         steps: Some of `STEPS`.
         bucket_nbytes: Of the sync or engine.
+        seed: What else is drawn depends on it.
     """
 
     is_engine: bool
@@ -61,6 +71,7 @@ class Program:
     specs: tuple[Spec, ...]
     steps: tuple[str, ...]
     bucket_nbytes: int
+    seed: int
 
 
 def program_of(seed):
@@ -71,10 +82,12 @@ def program_of(seed):
     for _ in range(rng.randint(1, 5)):
         shape = tuple(rng.choice([1, 2, 3, 5, 8]) for _ in range(rng.randint(1, 3)))
         cuts = tuple(rng.choice([None, *range(len(shape))]) for _ in range(2))
-        specs.append(Spec(shape, rng.choice(DTYPES), rng.choice(KINDS), (cuts[0], None) if is_engine else cuts))
+        kind = rng.choice(KINDS)
+        cuts = 0 if kind == "fsdp" else cuts[0], None if is_engine else cuts[1]
+        specs.append(Spec(shape, rng.choice(FSDP_DTYPES if kind == "fsdp" else DTYPES), kind, cuts))
     steps = tuple(rng.choice(STEPS) for _ in range(rng.randint(1, 5)))
     meshes = rng.choice(MESHES), rng.choice(MESHES)
-    return Program(is_engine, meshes, tuple(specs), (*steps, "sync"), rng.choice(BUCKETS))
+    return Program(is_engine, meshes, tuple(specs), (*steps, "sync"), rng.choice(BUCKETS), seed)
 
 
 def whole(spec, number, version):
@@ -110,7 +123,13 @@ class Weights(rl.HoldsWeights):
 
     def module(self, side, version):
         module = nn.Module()
+        module.fsdp = nn.Module()
         for number, spec in enumerate(self.specs):
+            if spec.kind == "fsdp":
+                spec = spec if side else replace(spec, cuts=(None, None))  # which is cut below
+                held = nn.Parameter(self.tensor_of(spec, number, version, side), requires_grad=False)
+                module.fsdp.register_parameter(f"t{number}", held)
+                continue
             tensor = self.tensor_of(spec, number, version, side)
             is_parameter = tensor.is_floating_point() or tensor.is_complex()
             held = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
@@ -120,13 +139,15 @@ class Weights(rl.HoldsWeights):
                 module.register_buffer(f"t{number}", held)
             if spec.kind == "tied" and is_parameter:
                 module.register_parameter(f"t{number}_tied", held)
+        if not side and self.mesh.axis_size("tp") > 1:
+            fully_shard(module.fsdp, mesh=self.torch_mesh)
         return module
 
     @register(Dispatch.ONE_TO_ALL)
     def fill(self, version, is_rebound):
         """Give the tensors of the model other values: in place, or by ``data``."""
         for number, spec in enumerate(self.specs):
-            held = getattr(self.model, f"t{number}")
+            held = getattr(self.model.fsdp if spec.kind == "fsdp" else self.model, f"t{number}")
             own = rl.local_tensors.local_tensor(held)
             new = rl.local_tensors.local_tensor(self.tensor_of(spec, number, version, self.side))
             if is_rebound and not isinstance(held, DTensor):
@@ -149,7 +170,7 @@ class Weights(rl.HoldsWeights):
     def _wrong(self, module, side, version):
         found = []
         for name, held in module.state_dict().items():
-            number = int(name[1:].split("_")[0])
+            number = int(name.removeprefix("fsdp.")[1:].split("_")[0])
             own = rl.local_tensors.local_tensor(held)
             must = rl.local_tensors.local_tensor(self.tensor_of(self.specs[number], number, version, side))
             if own.dtype != must.dtype or own.shape != must.shape or not torch.equal(own, must):
@@ -163,7 +184,7 @@ class Weights(rl.HoldsWeights):
         """A training and a generation model, and an engine of both."""
         self.build(specs, 0, 0)
         rollout = copy.copy(self)
-        rollout.specs = [replace(spec, kind="plain" if spec.kind != "tied" else "tied") for spec in specs]
+        rollout.specs = [spec if spec.kind in ("tied", "fsdp") else replace(spec, kind="plain") for spec in specs]
         self.rollout = rollout.module(1, 0)
         self.engine = rl.HybridEngine(self, self.model, self.rollout, bucket_nbytes)
 
@@ -173,6 +194,89 @@ class Weights(rl.HoldsWeights):
         with self.engine:
             found = [f"generation: {one}" for one in self._wrong(self.rollout, 1, version)]
         return found + [f"training: {one}" for one in self._wrong(self.model, 0, version)]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def enter_interrupted(self, version, number):
+        """Press Ctrl-C as the layout is entered: in a line of the library or, of several ranks, as one exchanges."""
+        if self.world_size == 1:
+            with contextlib.suppress(KeyboardInterrupt):
+                sys.settrace(pressing(number))
+                with self.engine:
+                    sys.settrace(None)
+            return self._wrong(self.model, 0, version)
+        exchange, rank = torch.distributed.batch_isend_irecv, number % self.world_size
+
+        def late(operations):
+            if self.rank == rank:
+                signal.raise_signal(signal.SIGINT)
+            return exchange(operations)
+
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        patch = mock.patch.object(torch.distributed, "batch_isend_irecv", late)
+        with contextlib.suppress(KeyboardInterrupt), patch, self.engine:
+            pass
+        signal.signal(signal.SIGINT, before)
+        return self._wrong(self.model, 0, version)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def leave_interrupted(self, version, number):
+        """Press Ctrl-C on all ranks, in a line of the library, as the layout is left."""
+        with contextlib.suppress(KeyboardInterrupt), self.engine:
+            sys.settrace(pressing(number))
+        sys.settrace(None)
+        return self._wrong(self.model, 0, version)
+
+
+def pressing(number):
+    """A trace function that presses Ctrl-C in a line of the library, by its number, but in no finalizer."""
+    lines = itertools.count()
+
+    def trace(frame, event, argument):
+        is_library = "bandmaster" in frame.f_code.co_filename
+        if is_library and next(lines) == number and all(one.f_code.co_name != "__del__" for one in _frames(frame)):
+            raise KeyboardInterrupt  # tracing ends with that
+        return trace
+
+    return trace
+
+
+def _frames(frame):
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def plan_wrong(specs, seed):
+    """What is wrong with a plan from random rectangles of tensors, which have all of them, to other rectangles."""
+    rng = random.Random(seed)
+    tensors = {f"t{number}": (spec.shape, spec.dtype) for number, spec in enumerate(specs)}
+    parts = [{} for _ in range(rng.randint(1, 3))]
+    for name, (shape, _) in tensors.items():
+        ends = [0, *sorted(rng.choices(range(shape[0] + 1), k=len(parts) - 1)), shape[0]]
+        for held, (start, stop) in zip(parts, itertools.pairwise(ends), strict=True):
+            held[name] = rl.Box((start, *[0] * (len(shape) - 1)), (stop - start, *shape[1:]))
+
+    def drawn(n):
+        return [
+            {name: _box(rng, shape) for name, (shape, _) in tensors.items() if rng.random() < 0.7} for _ in range(n)
+        ]
+
+    source = rl.Layout(tensors, parts + drawn(rng.randint(0, 2)))
+    target = rl.Layout(tensors, drawn(rng.randint(1, 5)))
+    near = [[range(source.n_ranks)], [[rank] for rank in range(source.n_ranks)]]
+    plan = rl.reshard(source, target, rng.choice([None, *near * (source.n_ranks == target.n_ranks)]))
+    times = [{name: torch.zeros(box.shape, dtype=int) for name, box in boxes.items()} for boxes in target.boxes]
+    for move in (move for moves in plan.buckets(rng.choice(BUCKETS)) for move in moves):
+        if source.boxes[move.sender][move.name] & move.box != move.box:
+            return f"{move}, which the sender does not have"
+        times[move.receiver][move.name][move.box.slices(target.boxes[move.receiver][move.name])] += 1
+    wrong = [(rank, name) for rank, found in enumerate(times) for name, n in found.items() if not (n == 1).all()]
+    return f"{wrong} do not come once, from {source} to {target}" if wrong else None
+
+
+def _box(rng, shape):
+    start = tuple(rng.randrange(size) for size in shape)
+    return rl.Box(start, tuple(rng.randint(0, size - first) for size, first in zip(shape, start, strict=True)))
 
 
 def _laid(tensor, kind):
@@ -231,6 +335,8 @@ class Worlds:
 def run(program, worlds):
     """Run a program; what is wrong, or None."""
     try:
+        if "plan" in program.steps and (wrong := plan_wrong(program.specs, program.seed)):
+            return f"plan: {wrong}"
         return _run_engine(program, worlds) if program.is_engine else _run_sync(program, worlds)
     except bm.BandmasterError as error:
         worlds.close()
@@ -322,7 +428,9 @@ def _run_engine(program, worlds):
             given_up.cancel()
             given_up.exception()
         else:
-            for rank, found in enumerate(group.switch(version)):
+            interrupted = {"enter": group.enter_interrupted, "leave": group.leave_interrupted}.get(step)
+            done = interrupted and interrupted.options(timeout=10)(version, program.seed % LINES[step])
+            for rank, found in enumerate(done or group.switch(version)):
                 if found:
                     return f"step {number} {step}: rank {rank}: {found}"
     return None
