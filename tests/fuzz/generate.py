@@ -11,6 +11,7 @@ import numpy as np
 from fuzz.oracle import RETURNS_ROWS, Expected, Invalid, Oracle, n_rows, names_of
 from fuzz.scenes import SCENES
 from fuzz.steps import (
+    INTERRUPTED,
     Await,
     Call,
     Each,
@@ -33,7 +34,7 @@ from fuzz.steps import (
     expectation,
 )
 from fuzz.subject import METHODS, NOT_DRAWN
-from fuzz.values import random_value
+from fuzz.values import LARGE, WIDE, Leaf, random_value
 
 MESHES = [{"dp": 1}, {"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 2}, {"tp": 2, "dp": 1}]
 MESHES += [{"pp": 2, "dp": 1, "tp": 2}]
@@ -154,8 +155,14 @@ class Generator:
         method = rng.choice(["slow", "same", "micro"])
         args = (rng.choice(self._rows())[0],)
         seconds = tuple(round(rng.uniform(0, 0.02), 4) for _ in range(rng.choice([1, 1, 2, 3])))
+        how = rng.choice(list(INTERRUPTED))
+        if rng.random() < 0.8:
+            most, n = (1700, 1) if how == "started" else (500, rng.randint(1, 6))
+            seconds, at = (), tuple(rng.choice([rng.randint(1, most), -rng.randint(1, most // 9)]) for _ in range(n))
+        else:
+            at = (0,)
         if groups := self._own_groups():
-            self._add(Interrupt("", rng.choice(groups), method, args, rng.choice([0, 0, 1]), None, seconds))
+            self._add(Interrupt("", rng.choice(groups), method, args, rng.choice([0, 0, 1]), None, seconds, at, how))
 
     def _own_groups(self):
         """Those on the backend of the program."""
@@ -171,6 +178,10 @@ class Generator:
             return
         group, rows = rng.choice(groups), rng.choice(self._rows())[0]
         size = self.oracle.groups[group].size
+        if scene.is_large:
+            leaf = Leaf(rng.choice(["numpy", "torch"]), rng.choice(LARGE), rng.randint(4, 9), 0, WIDE)
+            self._add(Let("", leaf))
+            rows = self.program[-1].out
         args = rows, Ranks(tuple(sorted(rng.sample(range(size), rng.randint(1, size)))))
         if not scene.is_quiet:
             self._add(Play("", group, "same", args, name))

@@ -62,6 +62,7 @@ INDEXES = {
     "pairs": ".set_axis(pd.MultiIndex.from_arrays([np.arange({0}), np.arange({0})[::-1]], names=['i', 'j']))",
 }
 WIDE = 9000  # numbers in a row, with which a row takes 9 to 72 kB: such results stay on the ranks
+LARGE = ["int64", "float64", "complex64"]  # dtypes of which one such row is enough
 OF_WIDE = ["int64", "uint8", "bool", "float32", "complex64"]  # dtypes
 LAYOUTS = ["conj", "fixed", "", "[::-1]", ".T", "[::2]"]
 OF_TORCH = ["sparse", "jagged", "grad"]  # layouts as well, of few dtypes
