@@ -92,7 +92,10 @@ class Receiver:
     @property
     def arrivals(self) -> int | None:
         """As `contract.Workers.arrivals`."""
-        return None if self._poller.is_closed else self._poller.fileno()
+        try:
+            return self._poller.fileno()
+        except ValueError:  # it was closed, perhaps just now by another thread
+            return None
 
     def _receive_all(self) -> None:
         """Take what has arrived; the lock is held."""
