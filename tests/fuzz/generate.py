@@ -41,7 +41,7 @@ MESHES += [{"pp": 2, "dp": 1, "tp": 2}]
 TWO_ARGUMENTS = ["second", "pair"]
 N_STEPS = 14
 RESTARTS = 0.01  # of steps, as each takes as long as a new group
-TROUBLES = 0.15  # of programs, in which ranks hang and die and calls are interrupted
+TROUBLES = 0.3  # of programs, in which ranks hang and die and calls are interrupted
 OTHERS = 0.05  # of groups, on another backend
 COLOCATED = 0.1  # of groups, which are two
 HEAVY = 0.1  # of the scenes that take long, are played
@@ -74,7 +74,7 @@ class Generator:
         kinds += [self._operate] * 5 + [self._read, self._overwrite, self._overwrite, self._fail, self._release]
         kinds += [self._await, self._mistake] + [lambda: self._play(CALM)] * 2
         if rng.random() < TROUBLES:
-            kinds += [self._interrupt] * 2 + [lambda: self._play(TROUBLED)] * 4
+            kinds += [self._interrupt] * 4 + [lambda: self._play(TROUBLED)] * 6
         for _ in range(rng.randint(2, N_STEPS)):
             (self._restart if rng.random() < RESTARTS else rng.choice(kinds))()
         ends = [Read("", name) for name in self.oracle.handles] + [Look("", name) for name in self.oracle.values]
