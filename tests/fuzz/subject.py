@@ -248,7 +248,7 @@ def interrupted(call, seconds, at=0):
         nonlocal at
         is_made = event == "c_call" and what.__name__ in ("pipe", "start_new_thread", "fork_exec", "memfd_create")
         at = -at if at < 0 and is_made else at
-        is_ours = frame.f_globals.get("__name__", "").startswith(("bandmaster", "threading", "subprocess"))
+        is_ours = frame.f_globals.get("__name__", "").startswith(("bandmaster", "subprocess"))
         at -= at > 0 and is_ours and event in ("call", "c_return")
         if not at:
             sys.setprofile(None)

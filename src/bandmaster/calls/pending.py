@@ -637,7 +637,7 @@ class OpenCalls:
         return min((moment for moment in moments if moment is not None), default=None)
 
     def awaited_before(self, call: PendingCall) -> set[int]:
-        """The ranks that have not replied to the calls before one, or that have failed one which others have not ended."""
+        """The ranks that have not replied to the calls before one, or have failed one that others have not ended."""
         return {rank for other in self._before(call) for rank in (*other.missing, *list(other.failures.fenced))}
 
     def failed_before(self, call: PendingCall) -> str:
