@@ -16,6 +16,7 @@ from ends import wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+from bandmaster.testing import no_leaks
 
 pytestmark = pytest.mark.timeout(60)
 needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
@@ -545,6 +546,23 @@ def interrupts_at(monkeypatch, owner, name, is_meant=lambda self: True):
         return found
 
     monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # a file that nobody has closes itself
+@pytest.mark.parametrize("where", [("__init__", "eventfd"), ("__init__", "pidfd_open"), ("begin_use", "add")])
+def test_ctrl_c_as_a_group_and_its_zygote_start_leaves_nothing(where):
+    def press(frame, event, function):
+        if event == "c_return" and (frame.f_code.co_name, function.__name__) == where:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    with no_leaks(kinds=["processes", "descriptors"], timeout=10), bm.ResourcePool([1], preload=[]) as pool:
+        sys.setprofile(press)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                bm.WorkerGroup(pool, bm.Worker)
+        finally:
+            sys.setprofile(None)
 
 
 @pytest.mark.backends("local")
