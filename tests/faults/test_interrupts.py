@@ -17,6 +17,7 @@ from ends import wait_until_gone
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.testing import no_leaks
+from bandmaster.transport.client import WorkerClient
 
 pytestmark = pytest.mark.timeout(60)
 needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
@@ -573,6 +574,15 @@ def test_callbacks_run_although_ctrl_c_came_as_their_thread_began(share_group, m
         group.nap.submit(0.1).add_done_callback(print)
     group.echo.submit(1).add_done_callback(lambda _: told.set())
     assert told.wait(20)
+
+
+@pytest.mark.backends("local")
+def test_a_stream_that_is_interrupted_as_it_is_sent_holds_no_call_up(share_group, monkeypatch):
+    group = share_group(2, Slow)
+    interrupts_at(monkeypatch, WorkerClient, "send_calls", lambda client: True)
+    with pytest.raises(KeyboardInterrupt):
+        group.nap.stream(60)
+    assert group.echo.options(timeout=20)(1) == [1, 1]
 
 
 @pytest.mark.backends("local")
