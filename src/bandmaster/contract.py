@@ -331,6 +331,7 @@ class Ticket:
 
     Attributes:
         is_done: Whether it has its reply; False where only `Workers.wait` tells.
+        is_dropped: Whether the rank never gets it.
         on_done: If it is set, the thread that receives the reply calls it; it must not block.
         times: Those of `Timed`, packed as `TIMES`, and when the reply was received; only of calls that are
             timed, once they are done.
@@ -338,7 +339,7 @@ class Ticket:
 
     __slots__ = ("on_done", "times")
 
-    is_done = False
+    is_done = is_dropped = False
     times: tuple[bytes, int]
 
     def __init__(self) -> None:

@@ -443,6 +443,28 @@ def test_a_call_behind_a_failed_one_begins_when_the_last_rank_has_ended_that_one
 
 
 @pytest.mark.backends("local")
+def test_ranks_that_wait_for_one_that_runs_an_earlier_call_are_not_ended_for_cancelled_ones(group):
+    group.sleep_on.submit([0, 1, 2], 0.5)  # while the others are cancelled
+    long = group.sleep_on.submit([1], 2)
+    cancelled = [group.echo.options(grace=0.3).submit(1) for _ in range(2)]
+    for call in reversed(cancelled):
+        call.cancel()
+    assert isinstance(cancelled[1].exception(), CallCancelled)
+    assert long.result() == [0, 1, 2]
+    assert group.echo(2) == [2, 2, 2]
+
+
+@pytest.mark.backends("local")
+def test_calls_that_are_cancelled_before_they_are_sent_resume_no_rank(group):
+    stuck = group.spin_on.submit([1])
+    for _ in range(40):  # more than a rank that does not read has room for
+        group.echo.submit(bytes(60_000)).cancel()
+    stuck.cancel()
+    with within(10):
+        assert group.echo(1) == [1, 1, 1]
+
+
+@pytest.mark.backends("local")
 @pytest.mark.parametrize("kind", ["of the first", "of the last"])
 def test_a_call_that_fails_while_it_is_awaited_has_its_error_though_a_rank_is_stuck(group, kind, gate):
     failing = group.deadlock_on.options(grace=0.3).submit([0], raising=[1], gate=str(gate))

@@ -16,6 +16,8 @@ from ends import wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+from bandmaster.testing import no_leaks
+from bandmaster.transport.client import WorkerClient
 
 pytestmark = pytest.mark.timeout(60)
 needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
@@ -547,6 +549,23 @@ def interrupts_at(monkeypatch, owner, name, is_meant=lambda self: True):
     monkeypatch.setattr(owner, name, interrupted)
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # a file that nobody has closes itself
+@pytest.mark.parametrize("where", [("__init__", "eventfd"), ("__init__", "pidfd_open"), ("begin_use", "add")])
+def test_ctrl_c_as_a_group_and_its_zygote_start_leaves_nothing(where):
+    def press(frame, event, function):
+        if event == "c_return" and (frame.f_code.co_name, function.__name__) == where:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    with no_leaks(kinds=["processes", "descriptors"], timeout=10), bm.ResourcePool([1], preload=[]) as pool:
+        sys.setprofile(press)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                bm.WorkerGroup(pool, bm.Worker)
+        finally:
+            sys.setprofile(None)
+
+
 @pytest.mark.backends("local")
 def test_callbacks_run_although_ctrl_c_came_as_their_thread_began(make_group, monkeypatch):
     group, told = make_group(2, Slow), threading.Event()
@@ -555,6 +574,15 @@ def test_callbacks_run_although_ctrl_c_came_as_their_thread_began(make_group, mo
         group.nap.submit(0.1).add_done_callback(print)
     group.echo.submit(1).add_done_callback(lambda _: told.set())
     assert told.wait(20)
+
+
+@pytest.mark.backends("local")
+def test_a_stream_that_is_interrupted_as_it_is_sent_holds_no_call_up(make_group, monkeypatch):
+    group = make_group(2, Slow)
+    interrupts_at(monkeypatch, WorkerClient, "send_calls", lambda client: True)
+    with pytest.raises(KeyboardInterrupt):
+        group.nap.stream(60)
+    assert group.echo.options(timeout=20)(1) == [1, 1]
 
 
 @pytest.mark.backends("local")

@@ -18,6 +18,7 @@ from ends import abort_with_a_dump, exit_three, kill_oneself, runs, segfault, wa
 
 import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
+from bandmaster.transport.poller import Poller
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.backends("local", "ray")]
 
@@ -297,6 +298,25 @@ def test_closing_a_group_whose_processes_are_being_looked_at_is_no_death(group, 
         assert time.monotonic() < until
         time.sleep(0.01)  # polling the thread of callbacks, which ends with the last of them
     assert errors == []
+
+
+@pytest.mark.backends("local")
+def test_callbacks_of_others_run_although_a_group_was_closed_as_it_was_to_be_waited_for(group, make_group, monkeypatch):
+    other, told, fileno = make_group(1, Mortal), threading.Event(), Poller.fileno
+
+    def is_closed_before(poller):
+        monkeypatch.setattr(Poller, "fileno", fileno)
+        group.close()
+        return fileno(poller)
+
+    monkeypatch.setattr(Poller, "fileno", is_closed_before)
+    group.on_death(print)
+    until = time.monotonic() + 20
+    while Poller.fileno is not fileno:
+        assert time.monotonic() < until
+        time.sleep(0.01)  # polling the thread of callbacks
+    other.add.submit(1).add_done_callback(lambda _: told.set())
+    assert told.wait(20)
 
 
 def test_a_group_is_restarted_on_the_same_places(group):

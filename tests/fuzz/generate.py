@@ -11,6 +11,7 @@ import numpy as np
 from fuzz.oracle import RETURNS_ROWS, Expected, Invalid, Oracle, n_rows, names_of
 from fuzz.scenes import SCENES
 from fuzz.steps import (
+    INTERRUPTED,
     Await,
     Call,
     Each,
@@ -33,14 +34,14 @@ from fuzz.steps import (
     expectation,
 )
 from fuzz.subject import METHODS, NOT_DRAWN
-from fuzz.values import random_value, uneven_value
+from fuzz.values import LARGE, WIDE, Leaf, random_value, uneven_value
 
 MESHES = [{"dp": 1}, {"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 2}, {"tp": 2, "dp": 1}]
 MESHES += [{"pp": 2, "dp": 1, "tp": 2}]
 TWO_ARGUMENTS = ["second", "pair"]
 N_STEPS = 14
 RESTARTS = 0.01  # of steps, as each takes as long as a new group
-TROUBLES = 0.15  # of programs, in which ranks hang and die and calls are interrupted
+TROUBLES = 0.3  # of programs, in which ranks hang and die and calls are interrupted
 OTHERS = 0.05  # of groups, on another backend
 COLOCATED = 0.1  # of groups, which are two
 HEAVY = 0.1  # of the scenes that take long, are played
@@ -74,7 +75,7 @@ class Generator:
         kinds += [self._operate] * 5 + [self._read, self._overwrite, self._overwrite, self._fail, self._release]
         kinds += [self._await, self._mistake, self._chain] + [lambda: self._play(CALM)] * 2
         if rng.random() < TROUBLES:
-            kinds += [self._interrupt] * 2 + [lambda: self._play(TROUBLED)] * 4
+            kinds += [self._interrupt] * 4 + [lambda: self._play(TROUBLED)] * 6
         for _ in range(rng.randint(2, N_STEPS)):
             (self._restart if rng.random() < RESTARTS else rng.choice(kinds))()
         ends = [Read("", name) for name in self.oracle.handles] + [Look("", name) for name in self.oracle.values]
@@ -168,8 +169,14 @@ class Generator:
         method = rng.choice(["slow", "same", "micro"])
         args = (rng.choice(self._rows())[0],)
         seconds = tuple(round(rng.uniform(0, 0.02), 4) for _ in range(rng.choice([1, 1, 2, 3])))
+        how = rng.choice(list(INTERRUPTED))
+        if rng.random() < 0.8:
+            most, n = (1700, 1) if how == "started" else (500, rng.randint(1, 6))
+            seconds, at = (), tuple(rng.choice([rng.randint(1, most), -rng.randint(1, most // 9)]) for _ in range(n))
+        else:
+            at = (0,)
         if groups := self._own_groups():
-            self._add(Interrupt("", rng.choice(groups), method, args, rng.choice([0, 0, 1]), None, seconds))
+            self._add(Interrupt("", rng.choice(groups), method, args, rng.choice([0, 0, 1]), None, seconds, at, how))
 
     def _own_groups(self):
         """Those on the backend of the program."""
@@ -185,6 +192,10 @@ class Generator:
             return
         group, rows = rng.choice(groups), rng.choice(self._rows())[0]
         size = self.oracle.groups[group].size
+        if scene.is_large:
+            leaf = Leaf(rng.choice(["numpy", "torch"]), rng.choice(LARGE), rng.randint(4, 9), 0, WIDE)
+            self._add(Let("", leaf))
+            rows = self.program[-1].out
         args = rows, Ranks(tuple(sorted(rng.sample(range(size), rng.randint(1, size)))))
         if not scene.is_quiet:
             self._add(Play("", group, "same", args, name))

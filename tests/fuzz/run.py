@@ -6,8 +6,10 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import faulthandler
+import io
 import itertools
 import logging
 import os
@@ -33,7 +35,8 @@ LONGEST_S = 30  # a program takes a hundredth of it
 MOST_RANKS = 24  # of groups that are kept for later programs
 MOST_DESCRIPTORS = 40  # that a rank may have more than after its first program, for memory that is used again
 UNSENT = "was interrupted before it was sent"  # by design an earlier call may say so, if Ctrl-C in a later one sent it
-STANDARD = (asyncio, collections, contextlib, dataclasses, itertools, os, signal, threading, time)  # what helpers use
+STANDARD = (asyncio, collections, contextlib, copy, dataclasses, io, itertools, os)  # what helpers use
+STANDARD += (signal, sys, threading, time)
 
 
 @dataclass(frozen=True)
@@ -256,7 +259,7 @@ def within(seconds):
     """Raise `TooLong` in the block, with all stacks on standard error, after so many seconds."""
 
     def stop(*_):
-        faulthandler.dump_traceback(sys.stderr)
+        faulthandler.dump_traceback(sys.__stderr__)  # a scene may have another
         raise TooLong
 
     before = signal.signal(signal.SIGALRM, stop)

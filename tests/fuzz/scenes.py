@@ -6,13 +6,14 @@ rows and the same ranks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fuzz.oracle import Expected, Invalid, n_rows, show
+from fuzz.oracle import Expected, Invalid, bump, n_rows, show
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Scene:
         is_trouble: Whether ranks hang, fail or die in it.
         is_heavy: Whether it takes as long as many steps.
         is_quiet: Whether all calls must have ended before it.
+        is_large: Whether its rows are so large that they stay on the ranks.
         needs_processes: Whether it has no meaning on backend ``inprocess``.
     """
 
@@ -34,6 +36,7 @@ class Scene:
     is_heavy: bool = False
     is_quiet: bool = False
     needs_processes: bool = False
+    is_large: bool = False
 
 
 def same(group, rows, ranks):
@@ -108,7 +111,17 @@ def after_restart(group, rows, ranks):
 
 
 def after_its_time(group, rows, ranks):
-    raise Expected("CallTimeout", ranks, says="in waits")
+    raise Expected("CallTimeout", ranks, says="nobody has seen why")
+
+
+def tidied(group, rows, ranks):
+    group.renew(ranks[:1])
+    return [0] * group.size
+
+
+def put_again(group, rows, ranks):
+    again = copy.deepcopy(rows)
+    return [group.call("count", [rows]), same(group, rows, ranks), same(group, bump(again), ranks)]
 
 
 def after_cancel(group, rows, ranks):
@@ -173,7 +186,6 @@ def between_items(group, rows, ranks):
         return group.same.options(timeout=4)(rows)
 """,
         same,
-        is_heavy=True,
         needs_processes=True,
     ),
     "some_items": Scene(
@@ -236,7 +248,6 @@ def await_the_stuck(group, rows, ranks):
         after_being_stuck,
         is_trouble=True,
         is_quiet=True,
-        is_heavy=True,
         needs_processes=True,
     ),
     "stale": Scene(
@@ -253,9 +264,10 @@ def stale(group, rows, ranks):
     "behind_late": Scene(
         """
 def behind_late(group, rows, ranks):
-    first = group.slow.submit(rows)
+    first = rows
+    for _ in range(4): first = group.slow.submit(first)
     with contextlib.suppress(bm.CallTimeout): group.same.options(timeout=0.001)(first)
-    return asyncio.run(awaited(group.same.submit(first)))
+    return asyncio.run(awaited(group.same.submit(rows)))
 """,
         same,
     ),
@@ -284,14 +296,15 @@ def dropping(group, rows, ranks):
     "long_chain": Scene(
         """
 def long_chain(group, rows, ranks):
-    for number in range(24):
-        method = group.same if number else group.slow
-        rows = group.same.submit(method.options(pull=3).submit(rows)[::-1])
+    rows = stuck = group.hang.submit(rows, ranks)
+    for _ in range(24): rows = group.same.submit(group.same.options(pull=3).submit(rows)[::-1])
     with contextlib.suppress(bm.CallTimeout): rows.result(timeout=0.001)
+    stuck.cancel()
     return rows.result()
 """,
-        few,
-        is_heavy=True,
+        after_cancel,
+        is_trouble=True,
+        needs_processes=True,
     ),
     "deep": Scene(
         """
@@ -308,16 +321,109 @@ def deep(group, rows, ranks):
 def freed(group, rows, ranks):
     futures, held = [], []
     for _ in range(3):
-        futures += [group.slow.submit(rows) for _ in range(8)]
-        for one in futures: one.release()
-        group.count(rows)
-        end = time.monotonic() + 2
-        while held and len(os.listdir("/proc/self/fd")) > held[0] + 5 and time.monotonic() < end: time.sleep(0.001)
-        held.append(len(os.listdir("/proc/self/fd")))
+        made = [group.slow.submit(rows), group.slow.options(pull=2).submit(rows)] * 2
+        futures += [*made, *[one.shuffle(0) for one in made], *[group.same.submit(one) for one in made]]
+        for one in futures[-12:]: one.release()
+        for one in futures[-12:]: one.exception()
+        held.append(settled(held[0] + 5 if held else 10**9))
     return held[2] <= held[0] + 5
 """,
         lambda group, rows, ranks: True,
         is_quiet=True,
+        is_large=True,
+    ),
+    "given_up": Scene(
+        """
+def given_up(group, rows, ranks):
+    held = []
+    for _ in range(3):
+        calls = [group.hang.submit(rows, ranks), *[group.same.submit(rows) for _ in range(8)]]
+        for one in reversed(calls): one.cancel()
+        for one in calls: one.exception()
+        group.count(rows)
+        held.append(settled(held[0] + 5 if held else 10**9))
+    return held[2] <= held[0] + 5
+""",
+        lambda group, rows, ranks: True,
+        is_trouble=True,
+        is_quiet=True,
+        is_large=True,
+        needs_processes=True,
+    ),
+    "idle": Scene(
+        """
+def idle(group, rows, ranks):
+    few = settled(10**9, "bandmaster-rows") + 9 * group.world_size  # which are kept for later rows
+    futures = [group.same.submit(rows) for _ in range(24)]
+    for one in futures: one.exception()
+    for one in futures: one.release()
+    return settled(few, "bandmaster-rows") <= few
+""",
+        lambda group, rows, ranks: True,
+        is_heavy=True,
+        is_quiet=True,
+        is_large=True,
+        needs_processes=True,
+    ),
+    "put_again": Scene(
+        """
+def put_again(group, rows, ranks):
+    kept = group.put(rows)
+    first, _, last = group.count.submit(kept), group.slow.submit(rows), group.same.submit(kept)
+    n = first.result()
+    del kept
+    other = group.same.submit(group.put(bump(copy.deepcopy(rows))))
+    return [n, last.result(), other.result()]
+""",
+        put_again,
+        is_large=True,
+        needs_values=True,
+    ),
+    "tidied": Scene(
+        """
+def tidied(group, rows, ranks):
+    stream = group.tidy.options(maxsize=1).stream(rows)
+    group.clock()  # behind the first items
+    group.slow.submit(rows)
+    stream.close()
+    group.replace(ranks[0])  # which calls on_replace
+    return group.left_open()
+""",
+        tidied,
+        is_trouble=True,
+        is_quiet=True,
+    ),
+    "asked": Scene(
+        """
+def asked(group, rows, ranks):
+    future = (group.waits if len(ranks) % 2 else group.hang).submit(rows, ranks)
+    def ask(_):
+        for _ in range(20):
+            try: return future.result(timeout=0.002)
+            except bm.CallTimeout: pass
+            except bm.CallCancelled as error: return error
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        asking = [threads.submit(ask, one) for one in range(2)]
+        for _ in range(40): group.same.submit(rows).cancel()
+        future.cancel()
+    for one in asking: one.result()
+    return future.result()
+""",
+        after_cancel,
+        is_trouble=True,
+        needs_processes=True,
+    ),
+    "closed_unhurt": Scene(
+        """
+def closed_unhurt(group, rows, ranks):
+    deaths = []
+    with busy(), bm.ResourcePool([len(ranks)], backend=BACKEND) as slots:
+        for _ in range(5):
+            with bm.WorkerGroup(slots, bm.Worker) as short: short.on_death(deaths.append)
+    return deaths
+""",
+        lambda group, rows, ranks: [],
+        is_heavy=True,
     ),
     "dropped": Scene(
         """
@@ -388,6 +494,7 @@ def late(group, rows, ranks):
         try: return future.result(timeout=0.05)
         except bm.CallTimeout as error: found = error
         if all("in waits" in found.stacks.get(rank, "") for rank in ranks): break  # else one has not begun yet
+    else: return "not in waits"
     future.cancel()
     raise found
 """,
@@ -423,7 +530,8 @@ def fenced(group, rows, ranks):
 def fallen(group, rows, ranks):
     deaths = []
     group.on_death(deaths.append)
-    try: return group.die(rows, ranks)
+    try:
+        with contextlib.redirect_stderr(SlowTerminal()): return group.die(rows, ranks)
     finally:
         end = time.monotonic() + 5
         while not deaths and time.monotonic() < end: time.sleep(0.001)
@@ -438,7 +546,8 @@ def fallen(group, rows, ranks):
     "replaced": Scene(
         """
 def replaced(group, rows, ranks):
-    try: return group.die(rows, ranks[:1])
+    try:
+        with contextlib.redirect_stderr(SlowTerminal()): return group.die(rows, ranks[:1])
     finally: group.replace(ranks[0])  # which calls on_replace
 """,
         after_replacing,

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import collections
-import contextlib
-import dataclasses
-import itertools
-import os
-import signal
-import threading
-import time
 import zlib
 
 import tensordict
 import torch
 
 from fuzz.oracle import Expected
+from fuzz.run import STANDARD
 from fuzz.scenes import SCENES
 from fuzz.steps import expectations
 from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, SHOW, class_code, without_branches, words_of
 
-PLAIN = (asyncio, collections, contextlib, dataclasses, itertools, os, signal, tensordict, threading, time, torch, zlib)
+PLAIN = (*STANDARD, tensordict, torch, zlib)
 IMPORTS = {"np": "import numpy as np", "pd": "import pandas as pd", "concurrent": "import concurrent.futures"}
 IMPORTS |= {module.__name__: f"import {module.__name__}" for module in PLAIN}
 
@@ -40,8 +32,8 @@ def script_of(program, failure, backend, seed):
     lines += _last_lines(program[-1], expected[-1])
     helpers = HELPERS | {name: scene.code for name, scene in SCENES.items()}
     used = words_of("\n".join(lines))
-    for name in [name for name in helpers if name in used]:
-        used |= words_of(helpers[name])
+    for name in [*helpers] * 3:  # one may use another, which may use a third
+        used |= words_of(helpers[name]) if name in used else set()
     methods = class_code([name for name in METHODS if name in used] or ["same"])
     helpers = "".join(text.lstrip() for name, text in helpers.items() if name in used)
     helpers += "".join(f"{text}\n" for name, text in CLASSES.items() if name in used)

@@ -569,17 +569,45 @@ class Restart(Step):
 
 @dataclass(frozen=True)
 class Interrupt(Call):
-    """Press Ctrl-C while a call runs, or just before or after."""
+    """Press Ctrl-C while a call runs, or just before or after; later calls are made, and callbacks run, as ever.
 
-    is_seen = False
-    seconds: tuple[float, ...] = ()  # after each of which it is pressed
+    Attributes:
+        seconds: After each of which it is pressed.
+        at: It is done for each of these, and Ctrl-C comes as so many functions have begun or ended, if any; if the
+            number is negative, counted from where a pipe, a thread or a process is made first.
+        how: What is done: one of `INTERRUPTED`.
+    """
+
+    is_seen = True
+    seconds: tuple[float, ...] = ()
+    at: tuple[int, ...] = (0,)
+    how: str = "call"
 
     def code(self):
-        call = f"lambda: {self.group}.{self.method}{self.options()}({self.arguments()})"
-        return f"{self.out} = interrupted({call}, {self.seconds})"
+        call = INTERRUPTED[self.how].format(f"{self.group}.{self.method}{self.options()}", self.arguments())
+        heard = f"{self.out} = heard({self.group}, lambda: {call}, {self.seconds}, {self.at})"
+        pool = "bm.ResourcePool([1], backend=BACKEND, preload=[])"  # has workers that are started in a way of its own
+        return heard if self.how != "started" else f"with {pool} as slots: {heard}"
 
     def expect(self, oracle):
         self.checked(oracle)
+        return True
+
+    def smaller(self):
+        if self.how != "call":
+            yield replace(self, how="call")
+        if len(self.at) > 1:
+            yield from (replace(self, at=self.at[:i] + self.at[i + 1 :]) for i in range(len(self.at)))
+
+
+INTERRUPTED = {
+    "call": "{0}({1})",
+    "told": "told({0}.submit({1}))",
+    "awaited": "asyncio.run(awaited({0}.submit({1})))",
+    "streamed": "list({0}.stream({1}))",
+    "cancelled": "{0}.submit({1}).cancel()",
+    "started": "setattr(slots, 'kept', bm.WorkerGroup(slots, bm.Worker))",  # which the pool closes
+}
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,15 @@ METHODS = {
     ),
     "hang": (
         "DP_PROTO",
-        "def hang(self, rows, at):\n    while self.rank in at: __import__('time').sleep(0.005)\n    return rows",
+        "def hang(self, rows, at):\n    time = __import__('time')\n    class Slow:\n"
+        "        def __del__(self): time.sleep(0.005)\n"
+        "    while self.rank in at:\n        time.sleep(0.005)\n        Slow()\n    return rows",
     ),
     "die": (
         "DP_PROTO",
         "def die(self, rows, at):\n    if self.rank in at:\n"
+        "        print('words', file=__import__('sys').stderr, flush=True)\n"
+        "        __import__('time').sleep(0.02)\n"
         "        print('last words of rank', self.rank, file=__import__('sys').stderr, flush=True)\n"
         "        __import__('os')._exit(3)\n    return rows",
     ),
@@ -91,8 +95,10 @@ METHODS = {
     ),
     "waits": (
         "DP_PROTO",
-        "async def waits(self, rows, at):\n    while self.rank in at: await __import__('asyncio').sleep(0.005)\n"
-        "    return rows",
+        "async def waits(self, rows, at):\n    asyncio = __import__('asyncio')\n"
+        "    async def dies(): raise ValueError('asked to')\n    dead = asyncio.ensure_future(dies())\n"
+        "    try:\n        await asyncio.sleep(0)\n        while self.rank in at: await asyncio.sleep(0.005)\n"
+        "    finally: dead.done() and dead.exception()\n    return rows",
     ),
     "sift": (
         "DP_PROTO",
@@ -124,6 +130,12 @@ METHODS = {
         "    if self.rank in at: raise ValueError('asked to')\n    while True:\n"
         "        try: time.sleep(1)\n        except KeyboardInterrupt: pass",
     ),
+    "tidy": (
+        "DP_PROTO",
+        "def tidy(self, rows):\n    self.n_open = self.__dict__.get('n_open', 0) + 1\n    try:\n"
+        "        while True: yield rows\n    finally: self.n_open -= 1",
+    ),
+    "left_open": ("ONE_TO_ALL", "def left_open(self): return self.__dict__.pop('n_open', 0)"),
     "costs": ("EVEN", "def costs(self, rows): return [float(cost) for cost in rows['a']]"),
     "evened": ("BALANCED", "def evened(self, rows): return rows"),
     "descriptors": ("ONE_TO_ALL", "def descriptors(self): return len(__import__('os').listdir('/proc/self/fd'))"),
@@ -149,6 +161,8 @@ NOT_DRAWN |= {
     "fades",
     "deaf",
     "waits",
+    "tidy",
+    "left_open",
     "costs",
     "evened",
     "descriptors",
@@ -226,17 +240,76 @@ bm.register_batch_type(
 
 HELPERS = {
     "interrupted": """
-def interrupted(call, seconds):
+def interrupted(call, seconds, at=0):
     def pressed(_, frame):
         while frame and frame.f_code is not call.__code__: frame = frame.f_back
         if frame: raise KeyboardInterrupt  # in the call alone
+    def counted(frame, event, what):
+        nonlocal at
+        is_made = event == "c_call" and what.__name__ in ("pipe", "start_new_thread", "fork_exec", "memfd_create")
+        at = -at if at < 0 and is_made else at
+        is_ours = frame.f_globals.get("__name__", "").startswith(("bandmaster", "subprocess"))
+        at -= at > 0 and is_ours and event in ("call", "c_return")
+        if not at:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
     main = threading.get_ident()
     presses = [threading.Timer(one, signal.pthread_kill, [main, signal.SIGINT]) for one in seconds]
     before = signal.signal(signal.SIGINT, pressed)
     for one in presses: one.start()
-    with contextlib.suppress(KeyboardInterrupt): call()
+    with contextlib.suppress(KeyboardInterrupt):
+        if at: sys.setprofile(counted)
+        call()
+    sys.setprofile(None)
     for one in presses: one.join()
     signal.signal(signal.SIGINT, before)
+""",
+    "told": """
+def told(future):
+    word = threading.Event()
+    future.add_done_callback(lambda _: word.set())
+    return word
+""",
+    "heard": """
+def heard(group, call, seconds, at):
+    words = []
+    for one in at:
+        first = group.descriptors.submit()
+        words.append(told(first))
+        def both():
+            call()
+            first.result()
+        interrupted(both, seconds, one)
+    words.append(told(group.descriptors.submit()))
+    return all([word.wait(20) for word in words])
+""",
+    "busy": """
+@contextlib.contextmanager
+def busy():
+    is_over = threading.Event()
+    def spin():
+        while not is_over.is_set(): pass
+    spinning = threading.Thread(target=spin)
+    spinning.start()
+    try: yield
+    finally:
+        is_over.set()
+        spinning.join()
+""",
+    "SlowTerminal": """
+class SlowTerminal(io.StringIO):
+    def write(self, text):
+        time.sleep(0.05)
+        return len(text)
+""",
+    "settled": """
+def settled(most, name=""):
+    from bandmaster.testing import held_resources
+    end = time.monotonic() + 5
+    while True:
+        n = sum(name in one for one in held_resources(["segments"]).segments.values())
+        if n <= most or time.monotonic() > end: return n
+        time.sleep(0.02)
 """,
     "awaited": """
 async def awaited(future):

@@ -63,6 +63,7 @@ INDEXES = {
 }
 WIDE = 9000  # numbers in a row, with which a row takes 9 to 72 kB: such results stay on the ranks
 CATEGORIES = ["category", "ordered"]
+LARGE = ["int64", "float64", "complex64"]  # dtypes of which one such row is enough
 OF_WIDE = ["int64", "uint8", "bool", "float32", "complex64"]  # dtypes
 LAYOUTS = ["conj", "fixed", "", "[::-1]", ".T", "[::2]"]
 OF_TORCH = ["sparse", "jagged", "grad"]  # layouts as well, of few dtypes

@@ -101,8 +101,8 @@ class HostWorkers:
         self.deaths: Mapping[int, Failure] = client.deaths
         self.put, self.wait, self.fetch, self.check = client.put, client.wait, client.fetch, client.check
         self.call, self.stacks, self.resume = client.call, client.stacks, client.resume
-        zygote.begin_use(self)
         try:
+            zygote.begin_use(self)
             began = time.monotonic()
             for rank in place.ranks:
                 self._start_process(rank, began)

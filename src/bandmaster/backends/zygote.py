@@ -108,7 +108,8 @@ class Zygote:
                 if_it_fails.callback(self._process.kill)
             if_it_fails.pop_all()
         try:
-            start_thread("bandmaster-zygote-watch", _end_after, os.pidfd_open(self._process.pid), self._workers)
+            with SigintSafeLock():  # or nobody has the descriptor
+                start_thread("bandmaster-zygote-watch", _end_after, os.pidfd_open(self._process.pid), self._workers)
             atexit.register(self.close)
         except BaseException:  # no thread or descriptor is left, or Ctrl-C
             self.close()

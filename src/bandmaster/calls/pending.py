@@ -544,7 +544,7 @@ class PendingCall:
         return {rank for rank, stack in stacks.items() if is_in_debugger(stack)}
 
     def _ranks_at_this_call(self) -> set[int]:
-        """The ranks that have not replied to this call, but to all that were sent before it."""
+        """The ranks that have not replied to this call, but to all before it, and that wait for no other rank."""
         return set(self.tickets).difference(self._others.awaited_before(self) if self._others is not None else ())
 
     def how_it_failed(self) -> str:
@@ -637,8 +637,8 @@ class OpenCalls:
         return min((moment for moment in moments if moment is not None), default=None)
 
     def awaited_before(self, call: PendingCall) -> set[int]:
-        """The ranks that have not replied to the calls that were sent before one."""
-        return {rank for other in self._before(call) for rank in other.missing}
+        """The ranks that have not replied to the calls before one, or have failed one that others have not ended."""
+        return {rank for other in self._before(call) for rank in (*other.missing, *list(other.failures.fenced))}
 
     def failed_before(self, call: PendingCall) -> str:
         """How calls that were sent before one have failed which are not over, for messages; "" if there are none."""

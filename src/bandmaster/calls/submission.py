@@ -19,7 +19,7 @@ from bandmaster.calls.future import Future
 from bandmaster.calls.later import LaterCall, LaterCalls
 from bandmaster.calls.ledger import recording
 from bandmaster.calls.options import CallOptions
-from bandmaster.calls.pending import CallSite, Collection, Failures, OpenCalls, PendingCall
+from bandmaster.calls.pending import NOTHING, CallSite, Collection, Failures, OpenCalls, PendingCall
 from bandmaster.calls.records import CallRecord
 from bandmaster.calls.rows_elsewhere import RowsElsewhere, refers_to_rows
 from bandmaster.codec import Payload
@@ -357,7 +357,7 @@ class Submitter:
                 if record is not None:
                     record.is_sent()
             except BaseException:  # Ctrl-C
-                workers.interrupt(tickets)
+                self._give_up(workers, site, tickets, reply)
                 raise
         results: list[Any] = []
         for share, collection in shares.items():
@@ -371,6 +371,16 @@ class Submitter:
             self._open_calls.add(call)
             results.append(Future(call, owner))
         return results
+
+    def _give_up(self, workers: Workers, site: CallSite, tickets: dict[int, Any], reply: Reply) -> None:
+        """Cancel what was sent of a call that nobody gets: ranks that fail it go on when all of them have ended it."""
+        if reply is Reply.NATIVE:
+            workers.interrupt(tickets)
+            return
+        call = PendingCall(workers, site, NOTHING, self._open_calls)
+        call.tickets.update(tickets)
+        self._open_calls.add(call)
+        call.cancel()
 
     def begin_anew(self) -> None:
         """The workers were stopped, and so all pending calls have failed; others take their place."""

@@ -251,6 +251,7 @@ class WorkerClient(Receiver):
         self.writer.end_leases([segment.id for segment in segments], rank)
         if ticket is not None:
             del self._pending[rank][ticket.number]
+            ticket.is_dropped = True
             self._finish(ticket, why)
             self._poller.wake_if_blocked()
 
@@ -377,7 +378,7 @@ class WorkerClient(Receiver):
     def resume(self, tickets: Mapping[int, ChannelTicket]) -> None:
         """As `contract.Workers.resume`."""
         for rank, ticket in tickets.items():
-            if rank not in self.deaths:
+            if rank not in self.deaths and not ticket.is_dropped:  # it may not have seen the last one's number yet
                 control_page.resume(self.processes[rank], ticket.number)
 
     def stacks(self, tickets: Mapping[int, ChannelTicket]) -> dict[int, str]:

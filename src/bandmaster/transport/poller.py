@@ -110,7 +110,7 @@ class Poller:
 
     def wake(self) -> None:
         """Have the thread that is blocked in the kernel return. Any thread may call this, with or without the lock."""
-        with contextlib.suppress(OSError):  # it was closed
+        with contextlib.suppress(OSError, ValueError):  # it was closed, or Ctrl-C comes before there is one
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:

@@ -21,15 +21,16 @@ class ChannelTicket(contract.Ticket):
     Attributes:
         number: Number of the message.
         is_done: Whether it was replied to, or will not be.
+        is_dropped: Whether it was not sent, and will not be.
         outcome: The reply; None before it has come, and for a value that was dropped.
     """
 
-    __slots__ = ("is_done", "number", "outcome")
+    __slots__ = ("is_done", "is_dropped", "number", "outcome")
 
     def __init__(self, number: int) -> None:
         self.on_done = None
         self.number = number
-        self.is_done = False
+        self.is_done = self.is_dropped = False
         self.outcome: Payload | Kept | Failure | None = None
 
 
@@ -92,7 +93,10 @@ class Receiver:
     @property
     def arrivals(self) -> int | None:
         """As `contract.Workers.arrivals`."""
-        return None if self._poller.is_closed else self._poller.fileno()
+        try:
+            return self._poller.fileno()
+        except ValueError:  # it was closed, perhaps just now by another thread
+            return None
 
     def _receive_all(self) -> None:
         """Take what has arrived; the lock is held."""

@@ -251,7 +251,7 @@ class Hosted:
             ticket = None if opened is None else opened.tickets.pop(rank, None)
             if ticket is not None and opened is not None:
                 opened.unsent[rank] = said = self._said(ticket)
-                if said[0] == ReplyKind.FAILURE:
+                if said[0] == ReplyKind.FAILURE and not ticket.is_dropped:
                     self._failed[rank] = number, ticket
                 self._fresh.add(number)
         found: list[tuple[Any, ...]] = []
