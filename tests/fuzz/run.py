@@ -11,7 +11,9 @@ import faulthandler
 import itertools
 import logging
 import os
+import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -30,7 +32,8 @@ from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, SHOW, class_code
 LONGEST_S = 30  # a program takes a hundredth of it
 MOST_RANKS = 24  # of groups that are kept for later programs
 MOST_DESCRIPTORS = 40  # that a rank may have more than after its first program, for memory that is used again
-STANDARD = (asyncio, collections, contextlib, dataclasses, itertools, os, signal, threading, time)  # what helpers use
+STANDARD = (asyncio, collections, contextlib, dataclasses, itertools, os, resource, signal, subprocess)
+STANDARD += (sys, threading, time)  # what helpers use
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ def _run_step(step, want, scope, early):
             return f"raises {type(error).__name__}, not {want.error}", got, want.error
         if want.ranks and not _names(error, want.ranks):
             return "names another rank", got, f"{want.error} of ranks {want.ranks}"
-        if want.says not in str(error):
+        if any(words not in str(error) for words in want.says):
             return "says something else", got, f"{want.error} with {want.says!r}"
         if step.may_be_early:
             early.add(step.out)

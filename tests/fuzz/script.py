@@ -8,7 +8,10 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -21,7 +24,8 @@ from fuzz.scenes import SCENES
 from fuzz.steps import expectations
 from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, SHOW, class_code, without_branches, words_of
 
-PLAIN = (asyncio, collections, contextlib, dataclasses, itertools, os, signal, tensordict, threading, time, torch, zlib)
+PLAIN = (asyncio, collections, contextlib, dataclasses, itertools, os, resource, signal, subprocess, sys)
+PLAIN += (tensordict, threading, time, torch, zlib)
 IMPORTS = {"np": "import numpy as np", "pd": "import pandas as pd", "concurrent": "import concurrent.futures"}
 IMPORTS |= {module.__name__: f"import {module.__name__}" for module in PLAIN}
 
