@@ -30,6 +30,7 @@ from fuzz.steps import MakeGroup, expectations
 from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, SHOW, class_code
 
 LONGEST_S = 30  # a program takes a hundredth of it
+LONGEST_ON_RAY_S = 90  # as new groups take seconds
 MOST_RANKS = 24  # of groups that are kept for later programs
 MOST_DESCRIPTORS = 40  # that a rank may have more than after its first program, for memory that is used again
 STANDARD = (asyncio, collections, contextlib, dataclasses, itertools, os, resource, signal, subprocess)
@@ -67,10 +68,14 @@ class Groups:
     Args:
         backend: Its name.
         is_shared: Whether groups are kept at all.
+
+    Attributes:
+        longest_s: How long a program may take.
     """
 
     def __init__(self, backend, is_shared=True):
         self.backend, self._is_shared = backend, is_shared
+        self.longest_s = LONGEST_ON_RAY_S if backend == "ray" else LONGEST_S
         self._free, self._used = [], []  # what was asked for, and the groups; those used least recently first
         self._descriptors = {}  # of the ranks of a group, when it had run one program
         self.scope = _scope(backend)
@@ -151,7 +156,7 @@ def run(program, groups, expected=None):
     early, number, failure = set(), 0, None
     logged = Logged()
     try:
-        with within(LONGEST_S):
+        with within(groups.longest_s):
             for number, (step, want) in enumerate(zip(program, expected, strict=True)):
                 if isinstance(step, MakeGroup):
                     found = groups.of(step.axes, step.is_other, step.roles)
@@ -168,8 +173,8 @@ def run(program, groups, expected=None):
     except Leak as error:
         failure = Failure(len(program) - 1, "leak", str(error), None)
     except TooLong:
-        failure = Failure(min(number, len(program) - 1), "too long", f"not ended in {LONGEST_S} s", None)
-        with contextlib.suppress(TooLong), within(LONGEST_S):
+        failure = Failure(min(number, len(program) - 1), "too long", f"not ended in {groups.longest_s} s", None)
+        with contextlib.suppress(TooLong), within(groups.longest_s):
             groups.give_back(are_well=False)
     finally:
         logged.end()

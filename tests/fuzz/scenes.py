@@ -465,7 +465,6 @@ def closed_loop(group, rows, ranks):
     return type(stuck.exception()).__name__
 """,
         lambda group, rows, ranks: "CallCancelled",
-        is_trouble=True,
         needs_processes=True,
     ),
     "scarce": Scene(
@@ -518,7 +517,6 @@ def watched(group, rows, ranks):
     return shown
 """,
         seen_from_outside,
-        is_trouble=True,
         is_heavy=True,
         is_quiet=True,
         needs_processes=True,
@@ -546,7 +544,6 @@ def debugged(group, rows, ranks):
         return [line.split(") ")[-1] for line in shown.splitlines() if "stage is" in line], taken.result(timeout=9)
 """,
         in_debugger,
-        is_trouble=True,
         is_heavy=True,
         is_quiet=True,
         needs_processes=True,
