@@ -20,7 +20,7 @@ OF_WEIGHTS = ("04", "05", "17m")  # what the names of patches begin with
 OF_HOSTS = ("01", "14")
 OF_RAY = ("19a", "19d")
 OF_ROWS = ("02", "03", "11e", "17a", "17c", "17d", "17e", "17f", "17g", "17h", "17j", "18", "19b", "19c", "22f", "22g")
-OF_ROWS += ("f1", "f2")
+OF_ROWS += ("f1", "f2", "19f", "20")
 
 
 def main() -> None:
