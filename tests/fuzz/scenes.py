@@ -470,12 +470,12 @@ def closed_loop(group, rows, ranks):
     "scarce": Scene(
         """
 def scarce(group, rows, ranks):
-    big, held = np.ones((12, 4 << 20), "uint8"), []
+    big, held = np.ones((12, 2 << 20), "uint8"), []
     kept = [group.same.submit(big), group.same.submit(big)[1:]]
     for one in kept: one.exception()
     what = resource.RLIMIT_AS if len(ranks) % 2 else resource.RLIMIT_NOFILE
     with open("/proc/self/statm") as statm, open(os.devnull) as first:
-        used = first.fileno() if what == resource.RLIMIT_NOFILE else (int(statm.read().split()[0]) << 12) + (4 << 20)
+        used = first.fileno() if what == resource.RLIMIT_NOFILE else (int(statm.read().split()[0]) << 12) + (2 << 20)
     before = resource.getrlimit(what)
     resource.setrlimit(what, (used, before[1]))
     try:
@@ -484,8 +484,7 @@ def scarce(group, rows, ranks):
     finally: resource.setrlimit(what, before)
     return [one.result().shape for one in kept], group.same(rows)
 """,
-        lambda group, rows, ranks: ([(12, 4 << 20), (11, 4 << 20)], same(group, rows, ranks)),
-        is_heavy=True,
+        lambda group, rows, ranks: ([(12, 2 << 20), (11, 2 << 20)], same(group, rows, ranks)),
         is_quiet=True,
         needs_processes=True,
     ),
