@@ -81,7 +81,6 @@ MISTAKES = {
     "protocol": Wrong("bm.register('DP_PROT')", "ProtocolError", ("unknown transfer protocol 'DP_PROT'", "DP_PROTO,")),
     "split": Wrong("bm.Split()", "ProtocolError", ('for example Split("dp")',)),
     "reduce": Wrong("bm.Reduce('sun')", "ProtocolError", ("'sum', 'mean', 'min', 'max' or a function, got 'sun'",)),
-    "rank": Wrong("{g}.replace(99)", "UsageError", (" has ranks 0 to ", "got rank 99")),
     "no pool": Wrong("bm.WorkerGroup([2], Subject)", "UsageError", ("must be a ResourcePool, got list",)),
     "no worker": Wrong(_group("", "dict"), "UsageError", ("<class 'dict'>", "bandmaster.Worker")),
     "mesh": Wrong(_group(", mesh=bm.Mesh(dp={more}, tp=2)"), "MeshError", ("has 1 slots", "with Mesh(dp=1)")),

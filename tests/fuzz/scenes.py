@@ -487,6 +487,7 @@ def scarce(group, rows, ranks):
         lambda group, rows, ranks: ([(12, 2 << 20), (11, 2 << 20)], same(group, rows, ranks)),
         is_quiet=True,
         needs_processes=True,
+        of_hosts=False,
     ),
     "other_system": Scene(
         """
@@ -567,6 +568,7 @@ def squeezed(group, rows, ranks):
         lambda group, rows, ranks: ([i // 2 for i in range(12, 48)], list(range(6, 24)), True),
         is_quiet=True,
         of_hosts=True,
+        needs_processes=True,
     ),
     "paused": Scene(
         """
@@ -584,5 +586,6 @@ def paused(group, rows, ranks):
         lambda group, rows, ranks: (True, (6, 20000)),
         is_quiet=True,
         of_hosts=True,
+        needs_processes=True,
     ),
 }
