@@ -161,6 +161,7 @@ def run(program, groups, expected=None):
                 if isinstance(step, MakeGroup):
                     found = groups.of(step.axes, step.is_other, step.roles)
                     scope |= zip(step.names, found, strict=False)
+                    signal.setitimer(signal.ITIMER_REAL, groups.longest_s)  # anew: others may have had the processors
                 elif not early.isdisjoint(step.uses()):
                     early.add(step.out)
                 elif (found := _run_step(step, want, scope, early)) is not None:
