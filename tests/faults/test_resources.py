@@ -109,6 +109,18 @@ def test_the_controller_has_no_room_for_rows_that_were_kept(group):
     assert [len(future.result()) for future in (rows, half)] == [2, 1], "it is the controller's limit, and no failure"
 
 
+def test_the_controller_has_room_for_rows_that_were_kept_but_not_to_join_them(group):
+    rows = group.rows.submit(np.ones((2, 60 << 20), np.uint8))
+    assert len(rows) == 2
+    before = limited(resource.RLIMIT_AS, 170 << 20)
+    try:
+        with pytest.raises(bm.ResourceError, match=r"the controller has no memory to join .* of Echo\.rows"):
+            rows.result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert rows.result().shape == (2, 60 << 20), "it is the controller's limit, and no failure"
+
+
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_large_values_wait_for_a_busy_worker_unharmed(group, is_busy):
     if is_busy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
@@ -44,6 +45,7 @@ def start_ray():
     """Start a Ray of this machine, or connect to that of several hosts."""
     import ray
 
+    os.environ.setdefault("BANDMASTER_HOST_TIMEOUT", "60")  # scenes stop a host for seconds, and this one may be busy
     here = {} if ON_HOSTS else {"address": "local", "num_cpus": 64, "include_dashboard": False}
     ray.init(**here, log_to_driver=False)
 

@@ -36,6 +36,7 @@ class Campaign:
     def __init__(self, backends, folder=None, say=print):
         self.failures, self.n_programs = [], 0
         self._folder, self._say = folder and Path(folder), say
+        self._is_slow = list(backends) == ["ray"]
         self._groups = {backend: Groups(backend) for backend in backends if backend != "weights"}
         self._worlds = weights.Worlds()
         self._seconds, self._counts = dict.fromkeys(backends, 0.0), Counter()
@@ -47,7 +48,7 @@ class Campaign:
             weights.run(weights.program_of(0), self._worlds)
             self._worlds.close()
         for backend in self._groups:  # what stays for good begins before the first look
-            run(program_of(0), backend)
+            run(program_of(0, self._is_slow), backend)
         gc.collect()
         self._begin()
         return self
@@ -78,7 +79,7 @@ class Campaign:
         start = time.monotonic()
         self.n_programs += 1
         try:
-            program = program_of(seed)
+            program = program_of(seed, self._is_slow)
             expected = expectations(program)
         except Exception as error:
             self._say(f"FAILED: the oracle, for the program of seed {seed}: {error!r}")

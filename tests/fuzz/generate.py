@@ -7,7 +7,9 @@ import itertools
 import random
 
 import numpy as np
+from hosts import ON_HOSTS
 
+from fuzz.mistakes import MISTAKES
 from fuzz.oracle import RETURNS_ROWS, Expected, Invalid, Oracle, n_rows, names_of
 from fuzz.scenes import SCENES
 from fuzz.steps import (
@@ -38,15 +40,18 @@ from fuzz.values import LARGE, WIDE, Leaf, random_value, uneven_value
 
 MESHES = [{"dp": 1}, {"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 2}, {"tp": 2, "dp": 1}]
 MESHES += [{"pp": 2, "dp": 1, "tp": 2}]
+FEW_MESHES = [{"dp": 2}, {"dp": 3}]  # where a new group takes seconds
 TWO_ARGUMENTS = ["second", "pair"]
 N_STEPS = 14
 RESTARTS = 0.01  # of steps, as each takes as long as a new group
 TROUBLES = 0.3  # of programs, in which ranks hang and die and calls are interrupted
+SLOWLY = 0.2  # of these, where a new group takes seconds
 OTHERS = 0.05  # of groups, on another backend
 COLOCATED = 0.1  # of groups, which are two
-HEAVY = 0.1  # of the scenes that take long, are played
-CALM = [name for name, scene in SCENES.items() if not scene.is_trouble]
-TROUBLED = [name for name, scene in SCENES.items() if scene.is_trouble]
+HEAVY = 0.15  # of the scenes that take long, are played
+PLAYED = {name: scene for name, scene in SCENES.items() if scene.of_hosts in (None, ON_HOSTS)}
+CALM = [name for name, scene in PLAYED.items() if not scene.is_trouble]
+TROUBLED = [name for name, scene in PLAYED.items() if scene.is_trouble]
 PULLED = ["same", "micro", "pair", "sift"]  # methods of pulled calls
 UNEVEN = ["widen", "sift", "sift", "recat", "order"]  # methods: other dtypes, or another order, by rank
 
@@ -56,28 +61,29 @@ class Generator:
 
     Args:
         seed: The same seed gives the same program.
+        is_slow: Whether a new group takes seconds, so that programs have few kinds of groups, and rarely new ones.
     """
 
-    def __init__(self, seed):
-        self.rng = random.Random(seed)
+    def __init__(self, seed, is_slow=False):
+        self.rng, self._is_slow = random.Random(seed), is_slow
         self.oracle = Oracle()
         self.program = []
         self._numbers = itertools.count()
 
     def draw(self):
         """The program."""
-        rng = self.rng
+        rng, meshes = self.rng, FEW_MESHES if self._is_slow else MESHES
         for name in ["g0", "g1"][: rng.choice([1, 1, 2])]:
-            roles = ("actor", "critic") if rng.random() < COLOCATED else ()
-            self._add(MakeGroup(name, tuple(rng.choice(MESHES).items()), rng.random() < OTHERS, roles))
+            roles = ("actor", "critic") if rng.random() < COLOCATED and not self._is_slow else ()
+            self._add(MakeGroup(name, tuple(rng.choice(meshes).items()), rng.random() < OTHERS, roles))
         self._let()
         kinds = [self._let, self._call, self._call, self._submit, self._submit, self._submit, self._put, self._stream]
         kinds += [self._operate] * 5 + [self._read, self._overwrite, self._overwrite, self._fail, self._release]
         kinds += [self._await, self._mistake, self._chain] + [lambda: self._play(CALM)] * 2
-        if rng.random() < TROUBLES:
+        if rng.random() < TROUBLES * (SLOWLY if self._is_slow else 1):
             kinds += [self._interrupt] * 4 + [lambda: self._play(TROUBLED)] * 6
         for _ in range(rng.randint(2, N_STEPS)):
-            (self._restart if rng.random() < RESTARTS else rng.choice(kinds))()
+            (self._restart if rng.random() < RESTARTS and not self._is_slow else rng.choice(kinds))()
         ends = [Read("", name) for name in self.oracle.handles] + [Look("", name) for name in self.oracle.values]
         ends += [Call("", name, "kept_rows", ()) for name in self.oracle.groups]
         rng.shuffle(ends)
@@ -204,8 +210,9 @@ class Generator:
 
     def _mistake(self):
         method = self.rng.choice(["same", "three", "bumped", "padded"])
-        group, name = self.rng.choice(list(self.oracle.groups)), self.rng.choice(self._rows())[0]
-        self._add(Mistake("", group, method, (name,), self.rng.choice(["none", "many", "name", "method"])))
+        group, (name, rows) = self.rng.choice(list(self.oracle.groups)), self.rng.choice(self._rows())
+        for how in self.rng.sample(list(MISTAKES), 3):  # which take no time
+            self._add(Mistake("", group, method, (name,), how, n_rows(rows)))
 
     def _stream(self):
         group = self.rng.choice(list(self.oracle.groups))
@@ -275,6 +282,6 @@ class Generator:
         return None
 
 
-def program_of(seed):
+def program_of(seed, is_slow=False):
     """The program of a seed."""
-    return Generator(seed).draw()
+    return Generator(seed, is_slow).draw()

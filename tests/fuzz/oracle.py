@@ -35,12 +35,12 @@ class Expected(Exception):
     Args:
         error: The name of its class among the library's.
         ranks: Of which it names one: the first, unless they fail at the same time.
-        says: What its message has in it.
+        says: What its message has in it: a text, or several.
     """
 
     def __init__(self, error, ranks=(), says=""):
         super().__init__(error, ranks, says)
-        self.error, self.ranks, self.says = error, ranks, says
+        self.error, self.ranks, self.says = error, ranks, (says,) if isinstance(says, str) else says
 
 
 def columns_of(value):

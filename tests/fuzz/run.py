@@ -13,7 +13,9 @@ import io
 import itertools
 import logging
 import os
+import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -32,11 +34,12 @@ from fuzz.steps import Interrupt, MakeGroup, expectations
 from fuzz.subject import BUMP, CLASSES, HELPERS, METHODS, SHOW, class_code
 
 LONGEST_S = 30  # a program takes a hundredth of it
+LONGEST_ON_RAY_S = 90  # as new groups take seconds
 MOST_RANKS = 24  # of groups that are kept for later programs
 MOST_DESCRIPTORS = 40  # that a rank may have more than after its first program, for memory that is used again
 UNSENT = "was interrupted before it was sent"  # by design an earlier call may say so, if Ctrl-C in a later one sent it
 STANDARD = (asyncio, collections, contextlib, copy, dataclasses, io, itertools, os)  # what helpers use
-STANDARD += (signal, sys, threading, time)
+STANDARD += (resource, signal, subprocess, sys, threading, time)
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,14 @@ class Groups:
     Args:
         backend: Its name.
         is_shared: Whether groups are kept at all.
+
+    Attributes:
+        longest_s: How long a program may take.
     """
 
     def __init__(self, backend, is_shared=True):
         self.backend, self._is_shared = backend, is_shared
+        self.longest_s = LONGEST_ON_RAY_S if backend == "ray" else LONGEST_S
         self._free, self._used = [], []  # what was asked for, and the groups; those used least recently first
         self._descriptors = {}  # of the ranks of a group, when it had run one program
         self._seen = []  # weak references to all that programs have bound to names
@@ -174,11 +181,12 @@ def run(program, groups, expected=None):
     early, number, failure, is_unsent = set(), 0, None, False
     logged = Logged()
     try:
-        with within(LONGEST_S):
+        with within(groups.longest_s):
             for number, (step, want) in enumerate(zip(program, expected, strict=True)):
                 if isinstance(step, MakeGroup):
                     found = groups.of(step.axes, step.is_other, step.roles)
                     scope |= zip(step.names, found, strict=False)
+                    signal.setitimer(signal.ITIMER_REAL, groups.longest_s)  # anew: others may have had the processors
                 elif not early.isdisjoint(step.uses()):
                     early.add(step.out)
                 elif (found := _run_step(step, want, scope, early)) is not None:
@@ -195,8 +203,8 @@ def run(program, groups, expected=None):
     except Leak as error:
         failure = Failure(len(program) - 1, "leak", str(error), None)
     except TooLong:
-        failure = Failure(min(number, len(program) - 1), "too long", f"not ended in {LONGEST_S} s", None)
-        with contextlib.suppress(TooLong), within(LONGEST_S):
+        failure = Failure(min(number, len(program) - 1), "too long", f"not ended in {groups.longest_s} s", None)
+        with contextlib.suppress(TooLong), within(groups.longest_s):
             groups.give_back(are_well=False)
     finally:
         logged.end()
@@ -236,7 +244,7 @@ def _run_step(step, want, scope, early):
             return f"raises {type(error).__name__}, not {want.error}", got, want.error
         if want.ranks and not _names(error, want.ranks):
             return "names another rank", got, f"{want.error} of ranks {want.ranks}"
-        if want.says not in str(error):
+        if any(words not in str(error) for words in want.says):
             return "says something else", got, f"{want.error} with {want.says!r}"
         if step.may_be_early:
             early.add(step.out)

@@ -27,7 +27,9 @@ class Scene:
         is_heavy: Whether it takes as long as many steps.
         is_quiet: Whether all calls must have ended before it.
         is_large: Whether its rows are so large that they stay on the ranks.
+        needs_values: Whether the rows may not be a handle.
         needs_processes: Whether it has no meaning on backend ``inprocess``.
+        of_hosts: Whether the ranks must be on other hosts, or on this one; None if they may be anywhere.
     """
 
     code: str
@@ -37,6 +39,8 @@ class Scene:
     is_quiet: bool = False
     needs_processes: bool = False
     is_large: bool = False
+    needs_values: bool = False
+    of_hosts: bool | None = None
 
 
 def same(group, rows, ranks):
@@ -108,6 +112,19 @@ def after_replacing(group, rows, ranks):
 def after_restart(group, rows, ranks):
     group.renew()
     raise Expected("WorkerDied", ranks, says="last words of rank")
+
+
+def in_debugger(group, rows, ranks):
+    """What is shown after some lines, of which the last ends the method."""
+    if ranks[0] not in group.sources("DP_PROTO"):
+        raise Invalid("its result is not collected")
+    n = sum(ranks, len(ranks)) % 4
+    return ([f"stage is {n}"] if n < 3 else []), ["NoneType"] * len(group.sources("DP_PROTO"))
+
+
+def seen_from_outside(group, rows, ranks):
+    shown = f"crowd (tasks: {len(ranks) + 1})"
+    return [shown if rank in ranks else "idle" for rank in range(group.size)]
 
 
 def after_its_time(group, rows, ranks):
@@ -553,6 +570,139 @@ def replaced(group, rows, ranks):
         after_replacing,
         is_trouble=True,
         is_quiet=True,
+        needs_processes=True,
+    ),
+    "closed_loop": Scene(
+        """
+def closed_loop(group, rows, ranks):
+    stuck = group.hang.submit(rows, ranks)
+    with contextlib.suppress(TimeoutError): asyncio.run(asyncio.wait_for(awaited(stuck), 0.001))
+    return type(stuck.exception()).__name__
+""",
+        lambda group, rows, ranks: "CallCancelled",
+        needs_processes=True,
+    ),
+    "scarce": Scene(
+        """
+def scarce(group, rows, ranks):
+    big, held = np.ones((12, 2 << 20), "uint8"), []
+    kept = [group.same.submit(big), group.same.submit(big)[1:]]
+    for one in kept: one.exception()
+    what = resource.RLIMIT_AS if len(ranks) % 2 else resource.RLIMIT_NOFILE
+    with open("/proc/self/statm") as statm, open(os.devnull) as first:
+        used = first.fileno() if what == resource.RLIMIT_NOFILE else (int(statm.read().split()[0]) << 12) + (2 << 20)
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (used, before[1]))
+    try:
+        for read in [lambda: group.same(rows), *[one.result for one in kept], *[lambda: group.same(big)] * 3]:
+            with contextlib.suppress(bm.ResourceError): held.append(read())
+    finally: resource.setrlimit(what, before)
+    return [one.result().shape for one in kept], group.same(rows)
+""",
+        lambda group, rows, ranks: ([(12, 2 << 20), (11, 2 << 20)], same(group, rows, ranks)),
+        is_quiet=True,
+        needs_processes=True,
+        of_hosts=False,
+    ),
+    "other_system": Scene(
+        """
+def other_system(group, rows, ranks):
+    lines = ["import select, os; del select.epoll, os.memfd_create, os.eventfd, os.pidfd_open; import bandmaster as bm"]
+    lines += ["class One(bm.Worker): same = bm.register('DP_PROTO')(lambda self, rows: rows)"]
+    lines += ["for name in ('inprocess', 'local', 'ray'):", " try: pool = bm.ResourcePool([2], backend=name)"]
+    lines += [" except bm.UsageError as error: print(*[one for one in ('Linux', 'inprocess') if one in str(error)])"]
+    lines += [" else: print(bm.WorkerGroup(pool, One).same([1, 2, 3]))"]
+    command = [sys.executable, "-c", "\\n".join(lines)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()
+""",
+        lambda group, rows, ranks: ["[1, 2, 3]", "Linux inprocess", "Linux inprocess"],
+        is_heavy=True,
+    ),
+    "watched": Scene(
+        """
+def watched(group, rows, ranks):
+    pids, end = group.pid(), time.monotonic() + 10
+    crowd, shown = group.crowd.submit(rows, ranks), []
+    while sum("tasks" in one for one in shown) < len(ranks) and time.monotonic() < end:
+        top = subprocess.run([sys.executable, "-m", "bandmaster", "top", "--once"], capture_output=True, text=True)
+        found = [line.partition(f" {pid}  ")[2] for pid in pids for line in top.stdout.splitlines()]
+        shown = [one.partition("  ")[0] for one in found if one]
+    crowd.cancel()
+    crowd.exception()
+    return shown
+""",
+        seen_from_outside,
+        is_heavy=True,
+        is_quiet=True,
+        needs_processes=True,
+        of_hosts=False,
+    ),
+    "debugged": Scene(
+        """
+def debugged(group, rows, ranks):
+    stream, n = group.stops.options(timeout=0.05).stream(rows, ranks[:1]), sum(ranks, len(ranks)) % 4
+    def take():
+        found = []
+        while True:
+            try:
+                for item in stream: found.append(type(item.exception()).__name__)
+                return found
+            except bm.CallTimeout as error:
+                if "deadlines wait" in str(error): raise  # in a debugger
+    command = [sys.executable, "-m", "bandmaster", "debug", f"{group.name}@{os.getpid()}", str(ranks[0])]
+    said = ["s" if len(ranks) % 2 and n < 3 else "n"] * (2 * n + (sys.version_info >= (3, 13)))
+    said += ["print('stage is', stage)", "c", ""]
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        taken, end, shown = threads.submit(take), time.monotonic() + 15, ""
+        while "goes on" not in shown and time.monotonic() < end:
+            shown = subprocess.run(command, input="\\n".join(said), capture_output=True, text=True).stdout
+        return [line.split(") ")[-1] for line in shown.splitlines() if "stage is" in line], taken.result(timeout=9)
+""",
+        in_debugger,
+        is_heavy=True,
+        is_quiet=True,
+        needs_processes=True,
+        of_hosts=False,
+    ),
+    "squeezed": Scene(
+        """
+def squeezed(group, rows, ranks):
+    parts, before = [group.same.submit(np.full((6, 9000), number)) for number in range(60)], group.sockets()
+    for one in parts: one.exception()
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        group.squeeze(0)
+        refused = [threads.submit(one.result) for one in parts[:6]]
+        for _ in range(3): group.pid()  # the agents have seen who connects
+        group.squeeze(None)
+        for one in refused: one.exception()
+        came = [threads.submit(one.result) for one in parts[6:]]
+        whole = group.same(bm.concat([one[:2] for one in parts[6:]]))
+        is_few = int(max(np.subtract(group.sockets(), before))) <= 13  # four of each other host
+        return whole[:, 0].tolist(), [int(one.result()[0, 0]) for one in came], is_few
+""",
+        lambda group, rows, ranks: ([i // 2 for i in range(12, 120)], list(range(6, 60)), True),
+        is_quiet=True,
+        of_hosts=True,
+        needs_processes=True,
+    ),
+    "paused": Scene(
+        """
+def paused(group, rows, ranks):
+    kept = group.same.submit(np.ones((6, 20000)))
+    kept.exception()
+    pause = group.pause.submit(5)
+    with contextlib.suppress(bm.CallTimeout): pause.result(timeout=0.3)
+    end = time.monotonic() + 3
+    try:
+        kept.result(timeout=0.2)
+        is_soon = time.monotonic() < end
+    except bm.CallTimeout: is_soon = True
+    pause.exception()
+    return is_soon, kept.result().shape
+""",
+        lambda group, rows, ranks: (True, (6, 20000)),
+        is_quiet=True,
+        of_hosts=True,
         needs_processes=True,
     ),
 }

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fuzz import oracle as plain
+from fuzz.mistakes import MISTAKES
 from fuzz.oracle import SCOPE, SPLIT, Expected, Group, Invalid, columns_of, n_rows, names_of, take, with_columns
 from fuzz.scenes import SCENES
 from fuzz.subject import METHODS
@@ -612,25 +613,31 @@ INTERRUPTED = {
 
 @dataclass(frozen=True)
 class Mistake(Invoke):
-    """A call that is refused before anything is sent.
+    """Something that is refused before anything is sent.
 
     Attributes:
-        how: ``"none"``, ``"many"``, ``"name"``, ``"method"``: the argument is missing, is one too many, or has another
-            name; or the method has.
+        how: Which of `MISTAKES`.
+        n: The number of rows.
     """
 
     is_seen = True
     how: str = "none"
+    n: int = 0
+
+    def _filled(self, text, size=0):
+        rows = self.args[0]
+        handle = rows if rows.startswith("h") else f"{self.group}.put({rows})"
+        return text.format(g=self.group, m=self.method, v=rows, h=handle, n=self.n, more=self.n + 1, size=size)
 
     def code(self):
-        first = self.args[0]
-        given = {"none": "", "many": f"{first}, 1, 2", "name": f"row={first}", "method": first}[self.how]
-        return f"{self.out} = {self.group}.{self.method}{'x' if self.how == 'method' else ''}({given})"
+        return f"{self.out} = {self._filled(MISTAKES[self.how].code)}"
 
     def expect(self, oracle):
-        self.checked(oracle)
-        says = {"none": "rows", "many": self.method, "name": "mean 'rows'", "method": f"'{self.method}'"}[self.how]
-        raise Expected("AttributeError" if self.how == "method" else "ArgumentError", says=says)
+        group, (rows,) = self.checked(oracle)
+        if n_rows(rows) != self.n:
+            raise Invalid("another number of rows")
+        wrong = MISTAKES[self.how]
+        raise Expected(wrong.error, says=tuple(self._filled(words, group.size) for words in wrong.says))
 
 
 @dataclass(frozen=True)
@@ -660,7 +667,7 @@ class Play(Invoke):
     def expect(self, oracle):
         scene = SCENES[self.name]
         group, (rows, ranks) = self.checked(oracle)
-        if scene.needs_processes and self.args[0] in oracle.handles:
+        if (scene.needs_processes or scene.needs_values) and self.args[0] in oracle.handles:
             raise Invalid("the call may wait for rows instead")
         if scene.is_quiet:
             check_all_end(self.handles, oracle)

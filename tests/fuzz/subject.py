@@ -139,6 +139,43 @@ METHODS = {
     "costs": ("EVEN", "def costs(self, rows): return [float(cost) for cost in rows['a']]"),
     "evened": ("BALANCED", "def evened(self, rows): return rows"),
     "descriptors": ("ONE_TO_ALL", "def descriptors(self): return len(__import__('os').listdir('/proc/self/fd'))"),
+    "pid": ("ONE_TO_ALL", "def pid(self): return __import__('os').getpid()"),
+    "agents": (  # the processes of the library on this host, besides its ranks
+        "",
+        "def agents(self):\n    pids = [int(pid) for pid in __import__('os').listdir('/proc') if pid.isdigit()]\n"
+        "    return [pid for pid in pids if 'BandmasterAgent' in open(f'/proc/{pid}/cmdline').read()]",
+    ),
+    "sockets": (
+        "ONE_TO_ALL",
+        "def sockets(self):\n    os = __import__('os')\n    folders = [f'/proc/{pid}/fd/' for pid in self.agents()]\n"
+        "    return sum('socket' in os.readlink(f + fd) for f in folders for fd in os.listdir(f))",
+    ),
+    "squeeze": (
+        "ONE_TO_ALL",
+        "def squeeze(self, n):\n    resource, os = __import__('resource'), __import__('os')\n"
+        "    for pid in self.agents():\n        taken = set(map(int, os.listdir(f'/proc/{pid}/fd')))\n"
+        "        free = [fd for fd in range(4096) if fd not in taken]\n"
+        "        most = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]\n"
+        "        resource.prlimit(pid, resource.RLIMIT_NOFILE, (most if n is None else free[n], most))",
+    ),
+    "pause": (
+        "ONE_TO_ALL",
+        "def pause(self, seconds):\n    os, signal = __import__('os'), __import__('signal')\n"
+        "    for pid in self.agents():\n"
+        "        __import__('threading').Timer(seconds, os.kill, [pid, signal.SIGCONT]).start()\n"
+        "        os.kill(pid, signal.SIGSTOP)",
+    ),
+    "stops": (
+        "DP_PROTO",
+        "async def stops(self, rows, at):\n    stage = 0\n    if self.rank in at: breakpoint()\n"
+        "    stage = 1\n    await __import__('asyncio').sleep(0.005)\n"
+        "    stage = 2\n    await __import__('asyncio').sleep(0.005)\n    stage = 3\n    return rows",
+    ),
+    "crowd": (
+        "DP_PROTO",
+        "async def crowd(self, rows, at):\n    asyncio = __import__('asyncio')\n"
+        "    if self.rank in at: await asyncio.gather(*[asyncio.sleep(20) for _ in at])\n    return rows",
+    ),
     "on_replace": ("", "def on_replace(self, rank, state): ..."),
 }
 NOT_DRAWN = {
@@ -167,6 +204,13 @@ NOT_DRAWN |= {
     "evened",
     "descriptors",
     "on_replace",
+    "pid",
+    "agents",
+    "sockets",
+    "squeeze",
+    "pause",
+    "stops",
+    "crowd",
 }  # which steps of their own call
 INHERITED = {"over"}  # which are registered in a class above
 
@@ -214,6 +258,7 @@ def show(x):
         return f"{name} {x.dtype} {x.layout} {[show(row.to_dense()) for row in x.unbind()]}"
     if hasattr(x, "numel"): x = x.detach()
     if hasattr(x, "tolist") and np.prod(x.shape) > 999 and str(x.dtype) != "object":
+        x = x.float() if str(x.dtype) == "torch.bfloat16" else x
         numbers = np.array(x.resolve_conj() if hasattr(x, "numel") else x)
         numbers = numbers.astype("f8") if numbers.dtype == np.longdouble else numbers  # which has bytes without meaning
         return f"{name} {x.dtype} {tuple(x.shape)} {short(numbers.tobytes())}"

@@ -416,6 +416,9 @@ class PendingCall:
             self.error = self._error()
             if self.error is None:
                 self._collect(values)
+            if isinstance(self.error, ResourceError):  # the rows are still there
+                no_room, self.error = self.error, None
+                raise no_room
             self._is_collected = True
 
     @property
@@ -450,6 +453,12 @@ class PendingCall:
         """Make the outcome of the values, or the error."""
         try:
             self.outcome = self._collected(by_rank)
+        except MemoryError as error:
+            self.error = ResourceError(
+                f"the controller has no memory to join what the ranks of {self.site.method} have returned: {error}; "
+                "free memory, and try again"
+            )
+            self.error.__cause__ = error
         except Exception as error:  # what collecting says, or the user's code
             self.error = error
 

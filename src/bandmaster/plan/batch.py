@@ -290,7 +290,7 @@ def concat(batches: Sequence[Batch]) -> Any:
     values = [batch.value for batch in batches]
     try:
         return kind.concat(values) if isinstance(kind, BatchType) else _joined_columns(batches, kind)
-    except BatchError:
+    except (BatchError, MemoryError):  # that there is no room is not a fault of the values
         raise
     except Exception as error:
         raise BatchError(f"cannot join {len(values)} values of type {_name(values[0])}: {error}") from error
