@@ -19,6 +19,13 @@ from pathlib import Path
 PROGRAMS = ["ip", "mount", "nsenter", "tc", "unshare"]
 RAY_PORT = 6379
 START_TIMEOUT_S = 120
+INIT = """
+import contextlib, os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+while signal.sigwait([signal.SIGCHLD]):
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]: pass
+"""  # the first process of a host, which waits for those that have lost their parents
 SHM_SIZE = "4g"
 
 
@@ -131,7 +138,7 @@ class Hosts:
 
     def _held(self, *kinds):
         """New namespaces; the process that holds them, as this one sees it."""
-        command = ["unshare", *kinds, "--fork", "--kill-child", "sleep", "infinity"]
+        command = ["unshare", *kinds, "--fork", "--kill-child", sys.executable, "-c", INIT]
         holder = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         self._holders.append(holder)
         children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")

@@ -61,7 +61,7 @@ def send_signal(hosts, host, name, pids):
 
 
 def workers_on(hosts, host):
-    found = subprocess.run(hosts.command(host, ["pgrep", "-f", "Sleeper|BandmasterAgent"]), capture_output=True)
+    found = subprocess.run(hosts.command(host, ["pgrep", "-f", "zygote_process|BandmasterAgent"]), capture_output=True)
     return found.stdout.split()
 
 
@@ -155,7 +155,7 @@ def test_large_calls_and_rows_need_no_shared_memory_file_system(without_shared_m
 def test_agents_wait_for_rows_that_somebody_needs(hosts):
     with running(hosts, program=PROGRAM.with_name("rows.py")) as told:
         told("kept")
-        assert len(all_workers(hosts)) == 2, "their agents, not the workers"
+        assert len(all_workers(hosts)) == 4, "their agents with the zygotes, not the workers"
         told("released", "\n")
         assert_ends(hosts, 10)
 
@@ -201,6 +201,6 @@ def test_the_ranks_of_a_lost_host_restart_on_a_spare_one(hosts):
 def test_nothing_outlives_the_controllers_host(hosts):
     with running(hosts, 60) as told:
         told("is_asleep")
-        assert len(all_workers(hosts)) == 6
+        assert len(all_workers(hosts)) == 8, "two workers, their zygote, and an agent on each of two hosts"
         hosts.power_off(0)
         assert_ends(hosts, 10)

@@ -69,7 +69,6 @@ class Place:
         ranks: The ranks.
         address: Address of the host, on which rank 0 opens the rendezvous.
         gpus: For each rank, the entries of ``CUDA_VISIBLE_DEVICES`` for its GPUs; empty where it has none.
-        controller: Process of the controller; 0 where that is on another host.
         variables: Environment variables besides those of the process that forks and those of the launch.
         modules: What a zygote imports where the launch does not say: see `bandmaster.backends.zygotes`.
     """
@@ -77,7 +76,6 @@ class Place:
     ranks: Sequence[int]
     address: str = LOOPBACK
     gpus: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    controller: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)
     modules: Sequence[str] = ()
 
@@ -234,7 +232,7 @@ class HostWorkers:
         if "OMP_NUM_THREADS" not in environment:
             share = str(max(1, count_cores() // len(place.ranks)))
             environment.update({name: share for name in THREAD_VARIABLES if name not in environment})
-        identity = WorkerIdentity(0, place.controller, rank, len(launch.slots), launch.group)
+        identity = WorkerIdentity(0, os.getpid(), rank, len(launch.slots), launch.group)
         return Spawn(
             identity, context, environment, working_directory(), tuple(sys.path), tuple(sys.argv), launch.log_level
         )

@@ -9,7 +9,6 @@ The Ray backend starts the workers on the controller's own host here as well, an
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
 
@@ -48,9 +47,7 @@ class LocalBackend(MachineBackend):
             rank: [devices[gpu] for gpu in slot.reservation.gpus[slot.node][slot.index]]
             for rank, slot in enumerate(launch.slots)
         }
-        place = Place(
-            range(len(launch.slots)), gpus=gpus, controller=os.getpid(), modules=default_modules(launch.imports)
-        )
+        place = Place(range(len(launch.slots)), gpus=gpus, modules=default_modules(launch.imports))
         return self.start_ranks(launch, place, [slot.reservation for slot in launch.slots])
 
     def prepare(self, modules: Sequence[str]) -> None:
@@ -80,6 +77,10 @@ class LocalBackend(MachineBackend):
         """Release the GPUs of a reservation, and end the zygotes that only its pool has used."""
         super().release(reservation)
         self.release_zygotes(reservation)
+
+    def close(self) -> None:
+        """End all zygotes, and with them the workers that they have forked."""
+        self._zygotes.close()
 
     def release_zygotes(self, pool: object) -> None:
         """End the zygotes that only a pool has used, which is given by its reservation."""

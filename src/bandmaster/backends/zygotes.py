@@ -90,6 +90,11 @@ class Zygotes:
             if zygote.is_ours:
                 zygote.let_go(pool)
 
+    def close(self) -> None:
+        """End all zygotes, also those with workers."""
+        for zygote in list(self._zygotes.values()):
+            zygote.close()
+
     def _forget_those_that_ended(self) -> None:
         for key, zygote in list(self._zygotes.items()):
             if not zygote.is_alive:

@@ -54,6 +54,9 @@ class Host:
         """
         raise NotImplementedError
 
+    def close(self) -> None:
+        """End all that was started here, and wait for it."""
+
 
 class _LinkSink:
     """Has the controller show what workers write. A worker that writes more than the link takes is slowed down.
@@ -197,9 +200,11 @@ class AgentServer:
         self._poll.register(self._wake, select.EPOLLIN)
         self._controller = Conversation(*self._came.popleft(), self._place)
         self._converse(self._controller)
-        with contextlib.suppress(Closed):
+        try:
             while True:
                 self._serve()
+        except Closed:
+            self._host.close()
 
     def _converse(self, other: Conversation) -> None:
         """Serve a link from here on."""
@@ -447,6 +452,9 @@ class AgentServer:
                 self._poll.unregister(fd)
                 del self._by_fd[fd]
         return hosted
+
+    def _ask_end(self) -> None:
+        self._host.close()
 
     def _ask_stacks(self, name: str, numbers: Mapping[int, int | None]) -> Mapping[int, str]:
         return self._groups[name].stacks(numbers)

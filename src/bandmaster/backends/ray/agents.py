@@ -37,9 +37,8 @@ from bandmaster.backends.ray.placement import START_TIMEOUT_S
 from bandmaster.backends.ray.session import RaySession
 from bandmaster.backends.zygotes import default_modules
 from bandmaster.contract import Launch
-from bandmaster.errors import PlacementError
+from bandmaster.errors import ClosedError, PlacementError
 from bandmaster.platform.limits import start_thread
-from bandmaster.platform.processes import host_identity
 from bandmaster.transport.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet
 from bandmaster.transport.probes import answering
 
@@ -70,8 +69,6 @@ class Opening(NamedTuple):
     Attributes:
         secret: What both ends of a link prove.
         controller: What messages call the controller.
-        host: `host_identity` of the controller.
-        pid: Process of the controller.
         paths: Its ``sys.path``.
         argv: Its ``sys.argv``.
         modules: What a zygote imports by default.
@@ -79,8 +76,6 @@ class Opening(NamedTuple):
 
     secret: Secret
     controller: str
-    host: str
-    pid: int
     paths: Sequence[str]
     argv: Sequence[str]
     modules: Sequence[str]
@@ -124,7 +119,6 @@ class BandmasterAgent:
 
 class _RayHost(Host):
     def __init__(self, opening: Opening, address: str) -> None:
-        self._controller = opening.pid if opening.host == host_identity() else 0
         self._address = address
         self._local = LocalBackend(are_zygotes_kept=True)
         self._local.prepare(opening.modules)
@@ -132,8 +126,11 @@ class _RayHost(Host):
     def start(self, said: bytes, sink: Sink) -> tuple[RanksHere, Sequence[int]]:
         """Fork the workers of some ranks."""
         launch, place = pickle.loads(said)
-        here = replace(place, address=self._address, controller=self._controller)
-        return self._local.start_ranks(launch, here, (), sink), place.ranks
+        return self._local.start_ranks(launch, replace(place, address=self._address), (), sink), place.ranks
+
+    def close(self) -> None:
+        """End the zygotes and their workers: where nobody waits for orphans, they would stay as zombies."""
+        self._local.close()
 
 
 class RayAgents:
@@ -237,7 +234,7 @@ class RayAgents:
             return
         me = f"pid {os.getpid()} on {socket.gethostname()}"
         paths, modules = tuple(sys.path), default_modules()
-        opening = Opening(fabric.secret, me, host_identity(), os.getpid(), paths, tuple(sys.argv), modules)
+        opening = Opening(fabric.secret, me, paths, tuple(sys.argv), modules)
         strategy = NodeAffinitySchedulingStrategy(key.node, soft=False)
         more = {"runtime_env": json.loads(key.runtime_env)} if key.runtime_env else {}
         made = ray.remote(BandmasterAgent).options(num_cpus=0, scheduling_strategy=strategy, max_restarts=0, **more)
@@ -282,6 +279,9 @@ class RayAgents:
                 continue
             del self._actors[key]
             self._opened.pop(key, None)
+            if agent is not None:
+                with contextlib.suppress(ClosedError, TimeoutError):
+                    self._fabric.answers([self._fabric.ask(agent, "end")], END_TIMEOUT_S)
             if self._session is not None and self._session.is_current:
                 ray.kill(actor)  # before its link ends, at which it would end by itself: Ray would report that
             if agent is not None:

@@ -147,7 +147,7 @@ class RayBackend:
     def _place(launch: Launch, ranks: Sequence[int], variables: Mapping[str, str], address: str = "") -> Place:
         gpus = {rank: launch.slots[rank].reservation.gpus[launch.slots[rank].node] for rank in ranks}
         of_slot = {rank: of_node[launch.slots[rank].index] for rank, of_node in gpus.items()}
-        return Place(tuple(ranks), address, of_slot, os.getpid(), variables, default_modules(launch.imports))
+        return Place(tuple(ranks), address, of_slot, variables, default_modules(launch.imports))
 
 
 def _environment(asked: Mapping[str, Any] | None) -> tuple[dict[str, str], dict[str, Any]]:
