@@ -27,7 +27,7 @@ from bandmaster.backends.zygote import NoAnswer, Zygote
 from bandmaster.backends.zygote_process import Spawn
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, Launch, WorkerRecord
-from bandmaster.errors import ResourceError
+from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.failure import Failure
 from bandmaster.platform.hardware import count_cores, has_gpus
 from bandmaster.platform.limits import working_directory
@@ -94,7 +94,7 @@ class HostWorkers:
         self._launch, self._zygote, self._place = launch, zygote, place
         self._output = WorkerOutput(launch, sink)
         self.rendezvous: Mapping[str, str] = {}  # the variables by which workers find the rendezvous on rank 0
-        self._is_ended = False
+        self._is_ended, self._why_stopped = False, ""
         self._client = client = WorkerClient(self._how_it_died)
         self.deaths: Mapping[int, Failure] = client.deaths
         self.put, self.wait, self.fetch, self.check = client.put, client.wait, client.fetch, client.check
@@ -147,6 +147,8 @@ class HostWorkers:
 
     def replace(self, rank: int) -> None:
         """Fork a new process for a rank. A new rank 0 opens a new rendezvous, which the other ranks here are told."""
+        if self.is_stopped:
+            raise ClosedError(self._why_stopped)
         if rank in self._client.processes:
             self._kill([rank], "ended by the controller, because it is being replaced")
         self._start_process(rank, time.monotonic())
@@ -164,6 +166,7 @@ class HostWorkers:
     def stop(self, why: str = CLOSED) -> None:
         """Close the lanes, so that the workers exit; kill those that do not exit in time."""
         if not self._is_ended:
+            self._why_stopped = self._why_stopped or why
             self._client.close_channels(why)
             self._close(END_GRACE_S)
 

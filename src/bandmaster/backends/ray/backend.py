@@ -99,6 +99,7 @@ class RayBackend:
 
     def nodes(self, reservation: Reservation) -> list[Node | None]:
         """The node of each entry; where the agent of a host is gone, it is found out at once whether the host is."""
+        reservation.session.check(f"pool {reservation.name!r}")
         lost = self.agents.lost_nodes()
         living = {node.key: node for node in self.inventory() if node.key not in lost}
         return [living.get(placement.node_of(group)) for group in reservation.groups]
