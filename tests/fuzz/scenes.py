@@ -434,13 +434,18 @@ def asked(group, rows, ranks):
         """
 def closed_unhurt(group, rows, ranks):
     deaths = []
-    with busy(), bm.ResourcePool([len(ranks)], backend=BACKEND) as slots:
-        for _ in range(5):
-            with bm.WorkerGroup(slots, bm.Worker) as short: short.on_death(deaths.append)
+    with bm.ResourcePool([1], backend=BACKEND) as slots:
+        for nth in range(2 + len(ranks) % 2, 20, 2):
+            with bm.WorkerGroup(slots, bm.Worker) as short:
+                reached = held_up(nth)  # the thread that looks after the group
+                short.on_death(deaths.append)
+                reached.wait(0.1)
+                threading.setprofile(None)
     return deaths
 """,
         lambda group, rows, ranks: [],
-        is_heavy=True,
+        is_quiet=True,
+        needs_processes=True,
     ),
     "dropped": Scene(
         """

@@ -328,18 +328,16 @@ def heard(group, call, seconds, at):
     words.append(told(group.descriptors.submit()))
     return all([word.wait(20) for word in words])
 """,
-    "busy": """
-@contextlib.contextmanager
-def busy():
-    is_over = threading.Event()
-    def spin():
-        while not is_over.is_set(): pass
-    spinning = threading.Thread(target=spin)
-    spinning.start()
-    try: yield
-    finally:
-        is_over.set()
-        spinning.join()
+    "held_up": """
+def held_up(nth):
+    reached, numbers = threading.Event(), itertools.count(1)
+    def hold(frame, event, _):
+        is_ours = frame.f_globals.get("__name__", "").startswith("bandmaster")
+        if event == "return" and is_ours and next(numbers) == nth:
+            reached.set()
+            time.sleep(0.05)  # as long as a group needs to be closed
+    threading.setprofile(hold)
+    return reached
 """,
     "SlowTerminal": """
 class SlowTerminal(io.StringIO):
