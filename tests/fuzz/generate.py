@@ -85,6 +85,8 @@ class Generator:
         ends = [Read("", name) for name in self.oracle.handles] + [Look("", name) for name in self.oracle.values]
         ends += [Call("", name, "kept_rows", ()) for name in self.oracle.groups]
         rng.shuffle(ends)
+        if self._is_slow and (own := self._own_groups()):  # what a host has fetched stays as it is
+            ends += [Call("", own[0], method, (rows,)) for rows in self._handles() for method in ("bumped", "same")]
         for step in ends:
             self._add(step)
         return tuple(self.program)
@@ -236,7 +238,8 @@ class Generator:
             dtype = rng.choice(["uint8", "int8", "int64", "uint64"])
             info = np.iinfo(dtype)
             array = Numbers(tuple(i for i in numbers if info.min <= i <= info.max), dtype)
-            what = rng.choice([slices, slices, numbers, array, [rng.random() < 0.5 for _ in range(n)]])
+            rising = [i for i in range(rng.randint(0, n), n) if rng.random() < 0.5]  # of the last ranks
+            what = rng.choice([slices, slices, numbers, array, [rng.random() < 0.5 for _ in range(n)], rising])
         elif name == "repeat":
             what = rng.choice([0, 1, 2, 3])
         elif name in ("shuffle", "batches"):
