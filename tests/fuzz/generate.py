@@ -85,8 +85,6 @@ class Generator:
         ends = [Read("", name) for name in self.oracle.handles] + [Look("", name) for name in self.oracle.values]
         ends += [Call("", name, "kept_rows", ()) for name in self.oracle.groups]
         rng.shuffle(ends)
-        if self._is_slow and (own := self._own_groups()):  # what a host has fetched stays as it is
-            ends += [Call("", own[0], method, (rows,)) for rows in self._handles() for method in ("bumped", "same")]
         for step in ends:
             self._add(step)
         return tuple(self.program)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hosts import ON_HOSTS
-
 NUMPY = ["int64", "bool", "uint8", "int8", "uint16", "uint32", "uint64", "int32", "float16", "float32", "float64"]
 NUMPY += [
     "complex64",
@@ -64,7 +62,6 @@ INDEXES = {
     "pairs": ".set_axis(pd.MultiIndex.from_arrays([np.arange({0}), np.arange({0})[::-1]], names=['i', 'j']))",
 }
 WIDE = 9000  # numbers in a row, with which a row takes 9 to 72 kB: such results stay on the ranks
-WIDELY = 0.4 if ON_HOSTS else 0.15  # of arrays and tensors; other hosts fetch such rows
 OF_WIDE = ["int64", "uint8", "bool", "float32", "complex64"]  # dtypes
 LAYOUTS = ["conj", "fixed", "", "[::-1]", ".T", "[::2]"]
 OF_TORCH = ["sparse", "jagged", "grad"]  # layouts as well, of few dtypes
@@ -198,7 +195,7 @@ class Columns:
 
 def random_leaf(rng, n, kinds=("numpy", "numpy", "torch", "torch", "list", "series")):
     kind = rng.choice(kinds)
-    if kind in ("numpy", "torch") and rng.random() < WIDELY:
+    if kind in ("numpy", "torch") and rng.random() < 0.15:
         return Leaf(
             kind, rng.choice(OF_WIDE), n, rng.randrange(5), WIDE, rng.choice(LAYOUTS) if rng.random() < 0.3 else ""
         )
