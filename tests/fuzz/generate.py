@@ -262,7 +262,8 @@ class Generator:
             dtype = rng.choice(["uint8", "int8", "int64", "uint64"])
             info = np.iinfo(dtype)
             array = Numbers(tuple(i for i in numbers if info.min <= i <= info.max), dtype)
-            what = rng.choice([slices, slices, numbers, array, [rng.random() < 0.5 for _ in range(n)]])
+            rising = [i for i in range(rng.randint(0, n), n) if rng.random() < 0.5]  # of the last ranks
+            what = rng.choice([slices, slices, numbers, array, [rng.random() < 0.5 for _ in range(n)], rising])
         elif name == "repeat":
             what = rng.choice([0, 1, 2, 3])
         elif name in ("shuffle", "batches"):

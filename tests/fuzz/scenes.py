@@ -127,6 +127,11 @@ def seen_from_outside(group, rows, ranks):
     return [shown if rank in ranks else "idle" for rank in range(group.size)]
 
 
+def last_rows_thrice(group, rows, ranks):
+    some = [(39 - i * (1 + len(ranks))) * 2000 for i in reversed(range(8))]
+    return [[number + 1 for number in some], some, some]
+
+
 def after_its_time(group, rows, ranks):
     raise Expected("CallTimeout", ranks, says="nobody has seen why")
 
@@ -668,6 +673,15 @@ def debugged(group, rows, ranks):
         is_quiet=True,
         needs_processes=True,
         of_hosts=False,
+    ),
+    "fetched": Scene(
+        """
+def fetched(group, rows, ranks):
+    kept = group.same.submit(np.arange(40 * 2000).reshape(40, 2000))
+    some = kept[[39 - i * (1 + len(ranks)) for i in reversed(range(8))]]
+    return [made[:, 0].tolist() for made in (group.bumped(some), group.same(some), group.second(some, some))]
+""",
+        last_rows_thrice,
     ),
     "squeezed": Scene(
         """

@@ -142,13 +142,15 @@ METHODS = {
     "pid": ("ONE_TO_ALL", "def pid(self): return __import__('os').getpid()"),
     "agents": (  # the processes of the library on this host, besides its ranks
         "",
-        "def agents(self):\n    pids = [int(pid) for pid in __import__('os').listdir('/proc') if pid.isdigit()]\n"
-        "    return [pid for pid in pids if 'BandmasterAgent' in open(f'/proc/{pid}/cmdline').read()]",
+        "def agents(self):\n    found = []\n    for name in __import__('os').listdir('/proc'):\n"
+        "        try: is_one = name.isdigit() and 'BandmasterAgent' in open(f'/proc/{name}/cmdline').read()\n"
+        "        except OSError: continue  # it has ended\n"
+        "        if is_one: found.append(int(name))\n    return found",
     ),
     "sockets": (
         "ONE_TO_ALL",
         "def sockets(self):\n    os = __import__('os')\n    folders = [f'/proc/{pid}/fd/' for pid in self.agents()]\n"
-        "    return sum('socket' in os.readlink(f + fd) for f in folders for fd in os.listdir(f))",
+        "    return sum('socket' in os.path.realpath(f + fd) for f in folders for fd in os.listdir(f))",
     ),
     "squeeze": (
         "ONE_TO_ALL",
