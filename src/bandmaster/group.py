@@ -183,7 +183,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
 
     def _start(self, launch: Launch) -> None:
         """Start the workers. Subclasses may ask for more than a user can."""
-        self._ownership.set_workers(start_workers(get_backend(self._pool.backend), launch, self._constructor))
+        self._ownership.set_workers(start_workers(get_backend(self._pool._lease.backend), launch, self._constructor))
 
     @property
     def world_size(self) -> int:

@@ -53,7 +53,7 @@ class StartedGroup(CoreGroup):
         options = {**launch.options, **self._more_options}
         variables = {**self._variables, "WG_PREFIX": launch.group.removesuffix(launch.class_name)}
         launch = replace(launch, options=options, variables=variables)
-        if self._pool.backend == ACTORS:
+        if self._pool._lease.backend == ACTORS:
             launch = ActorLaunch.of(
                 launch,
                 worker_class=self._cls,
@@ -135,7 +135,7 @@ def check_backend(pool: ResourcePool, worker_env: Mapping[str, str] | None, deta
     """Refuse what the pool's backend cannot do."""
     if worker_env and pool.backend == "inprocess":
         raise UsageError("worker_env needs workers with processes of their own, but the pool is on backend 'inprocess'")
-    if detached and pool.backend != ACTORS:
+    if detached and pool._lease.backend != ACTORS:
         raise UsageError(f"detached=True needs a RayResourcePool, got {pool!r}")
 
 

@@ -75,6 +75,11 @@ class RayResourcePool(ResourcePool):
     _whole: RayResourcePool | None = None  # the pool of which this is a part
 
     @property
+    def backend(self) -> str:
+        """``"ray"``, though its slots are reserved in another way than those of other pools."""
+        return "ray"
+
+    @property
     def detached(self) -> bool:
         """Whether the placement groups outlive the pool."""
         request = self._lease.request
