@@ -138,8 +138,8 @@ class RayBackend:
         ranks: dict[str, list[int]] = {}
         for rank, node in enumerate(nodes):
             ranks.setdefault(node, []).append(rank)
-        asked = launch.options.get("runtime_env")
-        env = json.dumps(dict(asked), sort_keys=True) if asked else ""
+        asked = dict(launch.options.get("runtime_env") or {})
+        env = json.dumps(asked, sort_keys=True) if asked.keys() - {"env_vars"} else ""  # variables need no agent
         return self.agents.start(
             launch, {AgentKey(node, env): self._place(launch, mine, variables) for node, mine in ranks.items()}
         )
