@@ -77,7 +77,7 @@ MISTAKES = {
     "no axis": Wrong("bm.Mesh()", "MeshError", ("at least one axis", "Mesh(dp=8)")),
     "slots": Wrong("bm.ResourcePool([0])", "UsageError", ("at least 1, got 0 in [0]",)),
     "pool": Wrong("bm.ResourcePool('x')", "UsageError", ("one number per node, such as [4, 2], got 'x'",)),
-    "backend": Wrong("bm.ResourcePool([1], backend='locl')", "UsageError", ("'locl'", "'local', 'inprocess' or")),
+    "backend": Wrong("bm.ResourcePool([1], backend='locl')", "UsageError", ("'locl'", "'local', 'inprocess'")),
     "protocol": Wrong("bm.register('DP_PROT')", "ProtocolError", ("unknown transfer protocol 'DP_PROT'", "DP_PROTO,")),
     "split": Wrong("bm.Split()", "ProtocolError", ('for example Split("dp")',)),
     "reduce": Wrong("bm.Reduce('sun')", "ProtocolError", ("'sum', 'mean', 'min', 'max' or a function, got 'sun'",)),
