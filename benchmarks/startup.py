@@ -54,8 +54,7 @@ def _start(found: Found, n_workers: int, what: str) -> float:
     needs_torch = what == WITH_TORCH or found.kind.name in IMPORTS_TORCH_ANYWAY
     process = PeerProcess(found, {} if needs_torch else LIGHT)
     try:
-        load = "torch" if needs_torch else None
-        return process.ask("start", START_TIMEOUT_S, n_workers=n_workers, load=load)["seconds"]
+        return process.ask("start", START_TIMEOUT_S, n_workers=n_workers, with_torch=needs_torch)["seconds"]
     finally:
         process.close()
 

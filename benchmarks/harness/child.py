@@ -41,16 +41,16 @@ class Session:
         self._works: dict[tuple[str, int], Any] = {}
         self._random = random.Random(0)
 
-    def start(self, n_workers: int, load: str | None = None) -> dict[str, Any]:
+    def start(self, n_workers: int, with_torch: bool = False) -> dict[str, Any]:
         """Import the peer, start it, and have a first result; how long that took."""
         begun = time.perf_counter()
-        if self._name == "floor" and load:
-            importlib.import_module(load)  # its workers are forked from here
+        if self._name == "floor" and with_torch:
+            importlib.import_module("torch")  # its workers are forked from here
         self._peer = importlib.import_module(f"peers.{self._name}").Peer()
         self._peer.start(n_workers)
-        result = self._peer.load(load) if load else self._peer.noop()
+        result = self._peer.load_torch() if with_torch else self._peer.noop()
         seconds = time.perf_counter() - begun
-        if result != [True if load else 1] * n_workers:
+        if result != [True if with_torch else 1] * n_workers:
             raise ValueError(f"the first result was {result!r}")
         self._n_workers = n_workers
         return {"seconds": seconds}

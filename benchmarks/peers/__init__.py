@@ -4,7 +4,7 @@ Every `Peer` has these methods, and its workers do what `peers.desk.Desk` does, 
 
     start(n_workers)               workers are there and have answered
     noop()                         1 to every rank, and back: a list
-    load(module)                   every rank imports it: a list of True
+    load_torch()                   every rank imports torch: a list of True
     broadcast(array)               the same array to every rank, which reads 64 places of it: a list of their sums
     broadcast_read_all(array)      the same, and every rank reads all of it
     split_inc_concat(array)        rows to the ranks, each adds 1, the results joined in order: one array

@@ -37,8 +37,8 @@ class Peer:
     def noop(self) -> list[int]:
         return self._call_all(pickle.dumps(("noop", (1,))))
 
-    def load(self, module: str) -> list[bool]:
-        return self._call_all(pickle.dumps(("load", (module,))))
+    def load_torch(self) -> list[bool]:
+        return self._call_all(pickle.dumps(("load_torch", ())))
 
     def broadcast(self, array: np.ndarray) -> list[float]:
         return self._broadcast("read", array)

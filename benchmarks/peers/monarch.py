@@ -19,8 +19,10 @@ class Player(Actor):
         return self.desk.noop(value)
 
     @endpoint
-    def load(self, module):
-        return self.desk.load(module)
+    def load_torch(self):
+        import torch  # in a method of the class, as users write it: a library may find it there
+
+        return torch.__name__ == "torch"
 
     @endpoint
     def read(self, array):
@@ -50,8 +52,8 @@ class Peer:
     def noop(self) -> list[int]:
         return _values(self._actors.noop.call(1))
 
-    def load(self, module: str) -> list[bool]:
-        return _values(self._actors.load.call(module))
+    def load_torch(self) -> list[bool]:
+        return _values(self._actors.load_torch.call())
 
     def broadcast(self, array: np.ndarray) -> list[float]:
         return _values(self._actors.read.call(array))

@@ -54,8 +54,8 @@ class Peer:
     def noop(self) -> list[int]:
         return ray.get([actor.noop.remote(1) for actor in self._actors])
 
-    def load(self, module: str) -> list[bool]:
-        return ray.get([actor.load.remote(module) for actor in self._actors])
+    def load_torch(self) -> list[bool]:
+        return ray.get([actor.load_torch.remote() for actor in self._actors])
 
     def broadcast(self, array: np.ndarray) -> list[float]:
         shared = ray.put(array) if array.nbytes >= INLINE_NBYTES else array
