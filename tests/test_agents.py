@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import get_backend, register_backend
-from bandmaster.backends.agents.messages import FOR_MESSAGES, FOR_ROWS
+from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
+from bandmaster.hosts.link import Link, Raw, awaited, flush
+from bandmaster.hosts.messages import FOR_MESSAGES, FOR_ROWS
 from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
-from bandmaster.transport.channel import Closed
-from bandmaster.transport.handshake import MAGIC, Refused, Secret, greet, welcome
-from bandmaster.transport.link import Link, Raw, awaited, flush
+from bandmaster.wire.channel import Closed
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -248,7 +248,7 @@ class Odd(Maker):
 @pytest.fixture
 def tree(monkeypatch):
     """Seven hosts, three of which pass calls on to the others."""
-    monkeypatch.setattr("bandmaster.backends.agents.workers.TREE_FROM", 4)
+    monkeypatch.setattr("bandmaster.hosts.workers.TREE_FROM", 4)
     with bm.ResourcePool([2, 1, 2, 1, 2, 1, 2], backend="hosts") as pool:
         yield bm.WorkerGroup(pool, Odd)
 

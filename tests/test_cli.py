@@ -20,7 +20,7 @@ from bandmaster.cli.facts import Cores, Facts, Gpus, Kernel, Memory, Software
 from bandmaster.cli.findings import judge
 from bandmaster.cli.processes import chosen, shown
 from bandmaster.platform.cgroups import Cgroups, Limit
-from bandmaster.transport.control_page import WorkerIdentity
+from bandmaster.wire.control_page import WorkerIdentity
 
 GiB = 1 << 30
 

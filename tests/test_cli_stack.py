@@ -11,8 +11,8 @@ import pytest
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.cli import main
-from bandmaster.transport.control_page import stacks
-from bandmaster.transport.stacks import TASKS, readable
+from bandmaster.wire.control_page import stacks
+from bandmaster.wire.stacks import TASKS, readable
 
 
 class Waits(bm.Worker):

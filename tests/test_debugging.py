@@ -15,7 +15,7 @@ from debug_adapter import Ide
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.cli import main
-from bandmaster.transport.debugging import debugger_of, pids_in_debuggers
+from bandmaster.wire.debugging import debugger_of, pids_in_debuggers
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.backends("local", "ray"), pytest.mark.here]
 

@@ -18,7 +18,7 @@ from bandmaster.errors import (
     UsageError,
     WorkerDied,
 )
-from bandmaster.failure import Failure, FailureKind
+from bandmaster.errors.failure import Failure, FailureKind
 
 
 def drawn_tree():

@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bandmaster.plan import handles
 from bandmaster.plan.batch import as_batch
 from bandmaster.plan.columns import schema_of
+from bandmaster.rows import table as handles
 
 
 def kept(values):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from bandmaster.transport.listener import LaneListener, connect
+from bandmaster.wire.listener import LaneListener, connect
 
 ANOTHER_USER = 65533
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start another user's processes")

@@ -9,7 +9,7 @@ from trace_processor import TraceProcessor
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
-from bandmaster.calls.ledger import recording
+from bandmaster.tracing.ledger import recording
 
 LARGE = 50_000  # columns of rows that stay where they are made
 

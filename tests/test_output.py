@@ -13,8 +13,8 @@ import pytest
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
-from bandmaster.platform.terminal import TerminalLines
-from bandmaster.worker_process.output import BarStream
+from bandmaster.output.terminal import TerminalLines
+from bandmaster.output.worker import BarStream
 
 
 def fed(*texts):

@@ -28,10 +28,10 @@ from bandmaster import (
     TransferProtocol,
     plan,
 )
+from bandmaster.flow.chunks import plan_pull
 from bandmaster.plan.arguments import BoundArgument as Bound
 from bandmaster.plan.arguments import plan_call
 from bandmaster.plan.collection import collect
-from bandmaster.plan.pulling import plan_pull
 from bandmaster.plan.rows import row_ranges, sources
 
 THREE_D = Mesh(pp=2, dp=2, tp=2)

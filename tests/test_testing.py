@@ -31,7 +31,7 @@ from bandmaster.testing import (
     no_leaks,
     with_faults,
 )
-from bandmaster.transport.segments import SegmentWriter
+from bandmaster.wire.segments import SegmentWriter
 from bandmaster.worker import registrations
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.backends("inprocess", "local")]

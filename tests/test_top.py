@@ -15,7 +15,7 @@ from bandmaster.cli import main
 from bandmaster.cli.discovery import Discovered, discover
 from bandmaster.cli.top_view import HEADER, columns_that_fit, rows_of
 from bandmaster.cli.usage import GroupUsage, Moment, RankUsage
-from bandmaster.transport.activity import Activity
+from bandmaster.wire.activity import Activity
 from bandmaster.worker_process.activity import ActivityPage
 
 pytestmark = pytest.mark.timeout(120)

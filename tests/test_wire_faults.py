@@ -15,8 +15,8 @@ import pytest
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.testing import held_resources
-from bandmaster.transport import lane
-from bandmaster.transport.control_page import stacks
+from bandmaster.wire import lane
+from bandmaster.wire.control_page import stacks
 
 
 def fork_for_a_moment():

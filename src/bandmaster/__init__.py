@@ -4,14 +4,7 @@ The public names, by the module that each comes from; `README.md` has the tour.
 """
 
 from bandmaster.calls.future import Future, concat
-from bandmaster.calls.ledger import Trace, trace
 from bandmaster.calls.options import CallOptions, set_default_options
-from bandmaster.calls.pulled import FailedRows, PartialResult
-from bandmaster.calls.records import CallRecord, CallTable, RankTimes
-from bandmaster.calls.stream import Stream
-from bandmaster.calls.waiting import as_completed, wait
-from bandmaster.closing import close_all
-from bandmaster.colocation import ColocatedGroup, RoleGroup, colocate
 from bandmaster.errors import (
     ArgumentError,
     BandmasterError,
@@ -33,7 +26,12 @@ from bandmaster.errors import (
     WorkerDied,
 )
 from bandmaster.errors import hide_library_frames as _hide_library_frames
-from bandmaster.group import GroupOf, WorkerGroup
+from bandmaster.flow.pulled import FailedRows, PartialResult
+from bandmaster.flow.stream import Stream
+from bandmaster.flow.waiting import as_completed, wait
+from bandmaster.groups.closing import close_all
+from bandmaster.groups.colocation import ColocatedGroup, RoleGroup, colocate
+from bandmaster.groups.group import GroupOf, WorkerGroup
 from bandmaster.plan.batch import register_batch_type
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.preview import TransferPlan, plan
@@ -53,6 +51,8 @@ from bandmaster.plan.transfer import (
 from bandmaster.platform.version import VERSION
 from bandmaster.pool import ResourcePool, merge_resource_pool, split_resource_pool
 from bandmaster.registration import register
+from bandmaster.tracing.ledger import Trace, trace
+from bandmaster.tracing.records import CallRecord, CallTable, RankTimes
 from bandmaster.worker import ClassWithInitArgs, Worker
 
 __version__ = VERSION

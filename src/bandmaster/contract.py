@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from bandmaster.codec import Payload, decode
 from bandmaster.errors import CallTimeout
-from bandmaster.failure import Failure
+from bandmaster.errors.failure import Failure
 from bandmaster.plan.columns import RowFacts, facts_of
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.placement import Node, Request
@@ -53,6 +53,7 @@ __all__ = [
     "Slot",
     "Ticket",
     "Timed",
+    "WorkerProcess",
     "WorkerRecord",
     "Workers",
 ]
@@ -193,6 +194,23 @@ class WorkerRecord(NamedTuple):
     device: str
     channel: str
     handle: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """The process of a worker, as `WorkerGroup.workers` lists it.
+
+    Attributes:
+        name: Name of the worker.
+        rank: Its rank in the group.
+        host: Name of its host.
+        pid: Its process id there.
+    """
+
+    name: str
+    rank: int
+    host: str
+    pid: int
 
 
 class Reply(IntEnum):

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from typing import Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar
 
     from bandmaster.calls.future import Future
-    from bandmaster.calls.method import GroupMethod
-    from bandmaster.group import GroupOf
+    from bandmaster.groups.group import GroupOf
+    from bandmaster.groups.method import GroupMethod
     from bandmaster.plan.transfer import Broadcast, Concat, Gather, Only, PerRank, Reduce, Split
 
     P = ParamSpec("P")  # the method's parameters

@@ -17,7 +17,7 @@ from ends import wait_until_gone
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.testing import no_leaks
-from bandmaster.transport.client import WorkerClient
+from bandmaster.wire.client import WorkerClient
 
 pytestmark = pytest.mark.timeout(60)
 needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")

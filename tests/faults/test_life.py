@@ -18,7 +18,7 @@ from ends import abort_with_a_dump, exit_three, kill_oneself, runs, segfault, wa
 
 import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
-from bandmaster.transport.poller import Poller
+from bandmaster.wire.poller import Poller
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.backends("local", "ray")]
 

@@ -6,7 +6,7 @@ from collections import Counter
 from soaking.subject import Subject, same
 
 import bandmaster as bm
-from bandmaster.failure import FailureKind
+from bandmaster.errors.failure import FailureKind
 from bandmaster.plan.rows import sources
 from bandmaster.testing import BadResult, Delay, Exit, FailToUnpickle, Kill, Raise
 from bandmaster.worker import registrations

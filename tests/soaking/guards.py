@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 
 from bandmaster.testing import held_resources
-from bandmaster.transport import control_page
+from bandmaster.wire import control_page
 
 REPORT_S = 10.0
 N_STACKS = 8

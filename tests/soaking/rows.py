@@ -6,7 +6,7 @@ import numpy as np
 from soaking.expected import Wrong, outcome_of
 
 import bandmaster as bm
-from bandmaster.plan.handles import shuffled
+from bandmaster.rows.table import shuffled
 
 N_STEPS = 10
 LARGEST_NBYTES = 1 << 22

@@ -22,43 +22,26 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from bandmaster.backends.output import SCREEN_SINK, Sink, WorkerOutput
 from bandmaster.backends.zygote import NoAnswer, Zygote
 from bandmaster.backends.zygote_process import Spawn
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, Launch, WorkerRecord
+from bandmaster.contract import CLOSED, Launch, WorkerProcess, WorkerRecord
 from bandmaster.errors import ClosedError, ResourceError
-from bandmaster.failure import Failure
+from bandmaster.errors.failure import Failure
+from bandmaster.output.streams import SCREEN_SINK, Sink, WorkerOutput
 from bandmaster.platform.hardware import count_cores, has_gpus
 from bandmaster.platform.limits import working_directory
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.math_threads import THREAD_VARIABLES
-from bandmaster.transport.client import WorkerClient
-from bandmaster.transport.control_page import WorkerIdentity
-from bandmaster.transport.lane import Lane, lane_pair
+from bandmaster.wire.client import WorkerClient
+from bandmaster.wire.control_page import WorkerIdentity
+from bandmaster.wire.lane import Lane, lane_pair
 from bandmaster.worker_process.rendezvous import listening_socket, rendezvous_environment
 
-__all__ = ["LOOPBACK", "HostWorkers", "Place", "WorkerProcess"]
+__all__ = ["LOOPBACK", "HostWorkers", "Place"]
 
 LOOPBACK = "127.0.0.1"
 END_GRACE_S = 0.5  # time for workers to exit by themselves before they are killed
-
-
-@dataclass(frozen=True)
-class WorkerProcess:
-    """The process of a worker, as `WorkerGroup.workers` lists it.
-
-    Attributes:
-        name: Name of the worker.
-        rank: Its rank in the group.
-        host: Name of its host.
-        pid: Its process id there.
-    """
-
-    name: str
-    rank: int
-    host: str
-    pid: int
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from bandmaster.backends.shared_environment import SharedEnvironment
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, TIMES, Call, Kept, KeptCopy, Launch, Rows, WorkerRecord
 from bandmaster.errors import UsageError
-from bandmaster.failure import Failure, FailureKind
+from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held
-from bandmaster.transport.kept import RowReader
+from bandmaster.wire.kept import RowReader
 from bandmaster.worker_process.executor import Executor
 
 __all__ = ["InProcessBackend", "InProcessTicket", "InProcessWorkers"]

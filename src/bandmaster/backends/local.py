@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from bandmaster.backends.host_workers import HostWorkers, Place
 from bandmaster.backends.machine import MachineBackend, Reservation
-from bandmaster.backends.output import SCREEN_SINK, Sink
 from bandmaster.backends.zygote import Zygote
 from bandmaster.backends.zygotes import Zygotes, default_modules
 from bandmaster.contract import Launch
+from bandmaster.output.streams import SCREEN_SINK, Sink
 from bandmaster.platform.hardware import visible_devices
 
 __all__ = ["LocalBackend"]

@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from bandmaster.backends.ray.in_worker import connect_when_used
+from bandmaster.debugging.breakpoints import install_breakpoints
+from bandmaster.output.log_sender import send_records
 from bandmaster.platform.math_threads import set_threads
 from bandmaster.platform.processes import Ended, MemoryPressure, Orphans, prctl
-from bandmaster.transport.control_page import WorkerIdentity
-from bandmaster.transport.kept import kept_name
-from bandmaster.transport.lane import Lane
-from bandmaster.transport.segments import SegmentWriter
+from bandmaster.wire.control_page import WorkerIdentity
+from bandmaster.wire.kept import kept_name
+from bandmaster.wire.lane import Lane
+from bandmaster.wire.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.activity import ActivityPage
-from bandmaster.worker_process.breakpoints import install_breakpoints
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.log_records import send_records
 from bandmaster.worker_process.loop import serve
 from bandmaster.worker_process.rendezvous import Rendezvous
 

@@ -1,7 +1,7 @@
-"""The life of a call: from `group.method(...)` to its result.
+"""One call, from the request to its result.
 
 ::
 
-    method ── plan ──► submission ── encoding ──► Workers.put, Workers.call
-                            └──► PendingCall ── reads replies, escalates, collects ──► Future
+    method ── spec ── plan ──► submission ── encoding, row_arguments ──► Workers.put, Workers.call
+                                   └──► PendingCall ── reads replies, escalates, collects ──► Future
 """

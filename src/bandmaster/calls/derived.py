@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.encoding import encode_argument
-from bandmaster.calls.kept_rows import KeptPart
 from bandmaster.calls.outcome import Outcome, late, wait_for_all
 from bandmaster.calls.pending import CallSite
 from bandmaster.contract import KeptCopy
 from bandmaster.errors import BatchError, CallTimeout, ResourceError, RowsLost
 from bandmaster.plan.batch import KNOWN, describe, detached
 from bandmaster.plan.columns import facts_of
-from bandmaster.plan.handles import JoinPath, Part, Result, Table, Taken, addressed, assemble
+from bandmaster.platform.deadline import Deadline
+from bandmaster.rows.kept import KeptPart
+from bandmaster.rows.table import JoinPath, Part, Result, Table, Taken, addressed, assemble
 
 __all__ = ["DerivedCall", "PutRows"]
 

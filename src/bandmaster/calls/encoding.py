@@ -7,7 +7,7 @@ from typing import Any
 
 from bandmaster.codec import Payload, encode
 from bandmaster.errors import ArgumentError
-from bandmaster.failure import reraise_if_from_signal, summary_of
+from bandmaster.errors.failure import reraise_if_from_signal, summary_of
 from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.worker import Worker

@@ -9,19 +9,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 from weakref import finalize, ref
 
-from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.derived import DerivedCall
-from bandmaster.calls.handle import Handle
 from bandmaster.calls.interruption import WaitedFor, note_calls
-from bandmaster.calls.kept_rows import released_rows
 from bandmaster.calls.later import LaterCall
 from bandmaster.calls.outcome import Outcome, awaited
 from bandmaster.calls.pending import PendingCall
 from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, ResourceError, UsageError
-from bandmaster.plan import handles
 from bandmaster.plan.batch import add_batch_type, column_of
 from bandmaster.plan.batch_types import BatchType, Index
-from bandmaster.plan.handles import Table
+from bandmaster.platform.deadline import Deadline
+from bandmaster.rows import table as handles
+from bandmaster.rows.handle import Handle
+from bandmaster.rows.kept import released_rows
+from bandmaster.rows.table import Table
 
 if TYPE_CHECKING:
     from typing_extensions import Self

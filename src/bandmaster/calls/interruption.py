@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bandmaster.errors import CallTimeout, ResourceError
-from bandmaster.failure import stacks_by_equality
+from bandmaster.errors.failure import stacks_by_equality
 from bandmaster.platform.limits import start_thread
 
 __all__ = ["WaitedFor", "note_calls"]

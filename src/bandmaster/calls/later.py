@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.outcome import Outcome, late, wait_for_all
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.calls.progress import Watchers
 from bandmaster.errors import CallCancelled, CallTimeout
+from bandmaster.platform.deadline import Deadline
 
 __all__ = ["LaterCall", "LaterCalls", "Waiting"]
 

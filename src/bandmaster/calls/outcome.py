@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.pending import CallSite, PendingCall
 from bandmaster.errors import CallTimeout
-from bandmaster.plan.handles import Table
+from bandmaster.platform.deadline import Deadline
+from bandmaster.rows.table import Table
 
 __all__ = ["Outcome", "awaited", "late", "wait_for_all"]
 

@@ -22,12 +22,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.escalation import Escalation, Step
-from bandmaster.calls.kept_rows import KeptPart, KeptRows
 from bandmaster.calls.options import CallOptions, default_options
 from bandmaster.calls.progress import CallWatch, progress
-from bandmaster.calls.records import CallRecord
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Workers
 from bandmaster.errors import (
@@ -40,13 +37,16 @@ from bandmaster.errors import (
     UsageError,
     WorkerDied,
 )
-from bandmaster.failure import Failure, FailureKind, is_in_debugger
+from bandmaster.errors.failure import Failure, FailureKind, is_in_debugger
 from bandmaster.plan.collection import collect
-from bandmaster.plan.handles import Table
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import CollectEach, RealRows
 from bandmaster.plan.transfer import Gather, Incoming
+from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.locks import SigintSafeLock, check_not_held
+from bandmaster.rows.kept import KeptPart, KeptRows
+from bandmaster.rows.table import Table
+from bandmaster.tracing.records import CallRecord
 
 __all__ = ["CallSite", "Collection", "Failures", "OpenCalls", "PendingCall"]
 

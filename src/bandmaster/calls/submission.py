@@ -17,11 +17,9 @@ from weakref import WeakValueDictionary
 from bandmaster.calls.encoding import encode_group
 from bandmaster.calls.future import Future
 from bandmaster.calls.later import LaterCall, LaterCalls
-from bandmaster.calls.ledger import recording
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import NOTHING, CallSite, Collection, Failures, OpenCalls, PendingCall
-from bandmaster.calls.records import CallRecord
-from bandmaster.calls.rows_elsewhere import RowsElsewhere, refers_to_rows
+from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSE_STREAM, NEXT, Call, Reply, Ticket, Workers
 from bandmaster.errors import CallCancelled, CallTimeout
@@ -29,12 +27,14 @@ from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.shares import Share
 from bandmaster.plan.transfer import Gather, Only
+from bandmaster.tracing.ledger import recording
+from bandmaster.tracing.records import CallRecord
 
 __all__ = ["Submitter", "Traffic", "Turns"]
 
 
 class Turns(Protocol):
-    """Says when a group that takes turns on its slots may be called; see `bandmaster.lifecycle.participant`."""
+    """Says when a group that takes turns on its slots may be called; see `bandmaster.turns.participant`."""
 
     def admitted(self, label: str) -> AbstractContextManager[None]:
         """The context in which a call is sent. Raises UsageError if none may be sent now."""

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from bandmaster.cli.discovery import Group, discover
 from bandmaster.cli.names import complaints_about, named
-from bandmaster.transport.control_page import WorkerIdentity
-from bandmaster.transport.debugging import connected, pids_in_debuggers
+from bandmaster.wire.control_page import WorkerIdentity
+from bandmaster.wire.debugging import connected, pids_in_debuggers
 
 __all__ = ["debug"]
 

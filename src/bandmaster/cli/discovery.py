@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bandmaster.platform.proc import pids, stat
-from bandmaster.transport.control_page import WorkerIdentity, controller_of_agent, find_all
-from bandmaster.transport.kept import held_nbytes
+from bandmaster.wire.control_page import WorkerIdentity, controller_of_agent, find_all
+from bandmaster.wire.kept import held_nbytes
 
 __all__ = ["Discovered", "Group", "Process", "discover"]
 

@@ -13,7 +13,7 @@ from bandmaster.cli.facts import Cores, Facts, Gpus, Kernel, Memory
 from bandmaster.cli.findings import Finding, gib, judge
 from bandmaster.cli.gather import gather
 from bandmaster.errors import BandmasterError
-from bandmaster.group import WorkerGroup
+from bandmaster.groups.group import WorkerGroup
 from bandmaster.plan.render import text_table
 from bandmaster.plan.transfer import Dispatch
 from bandmaster.pool import ResourcePool

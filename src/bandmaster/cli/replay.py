@@ -12,8 +12,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from bandmaster.debugging.recording import SUFFIX, restore_random_states
 from bandmaster.errors import UsageError
-from bandmaster.worker_process.recording import SUFFIX, restore_random_states
 
 __all__ = ["replay"]
 

@@ -6,8 +6,8 @@ import sys
 
 from bandmaster.cli.discovery import Group, discover
 from bandmaster.cli.names import complaints_about, named, ranges
-from bandmaster.failure import stacks_by_equality
-from bandmaster.transport.control_page import stacks
+from bandmaster.errors.failure import stacks_by_equality
+from bandmaster.wire.control_page import stacks
 
 __all__ = ["stack"]
 

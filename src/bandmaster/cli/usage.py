@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from bandmaster.cli.discovery import Discovered, Group, Process, discover
 from bandmaster.platform.proc import stat
-from bandmaster.transport.activity import Activity
-from bandmaster.transport.debugging import pids_in_debuggers
-from bandmaster.transport.kept import held_nbytes
+from bandmaster.wire.activity import Activity
+from bandmaster.wire.debugging import pids_in_debuggers
+from bandmaster.wire.kept import held_nbytes
 
 __all__ = ["GroupUsage", "Moment", "RankUsage", "Sampler"]
 

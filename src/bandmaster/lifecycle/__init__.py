@@ -1,10 +1,8 @@
-"""The life cycle of a group's workers: argument checks, construction, replacement, death watches, ownership, turns.
+"""The life of a group's workers: argument checks, construction, replacement, deaths, and ownership.
 
 ::
 
     WorkerGroup(...) ── checks ──► construction ──► Workers ◄── death_watch: on_death callbacks
                                                        ▲
-                                                       ├────── ownership: stops them, releases their slots
-    WorkerGroup.turn() ── turns ── turn_order              │
-                            └──► participant: on_yield, on_resume
+                                                       └────── ownership: stops them, releases their slots
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bandmaster.calls.deadline import Deadline
 from bandmaster.calls.interruption import WaitedFor, note_calls
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import CallSite, Collection, PendingCall
@@ -21,8 +20,9 @@ from bandmaster.contract import (
     Workers,
 )
 from bandmaster.errors import CallTimeout, ConstructorError, RemoteError
-from bandmaster.lifecycle.start_progress import StartProgress, shown
+from bandmaster.output.start_progress import StartProgress, shown
 from bandmaster.plan.transfer import Gather
+from bandmaster.platform.deadline import Deadline
 
 __all__ = ["replace_worker", "start_workers"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from bandmaster.errors import BatchError, CollectError
-from bandmaster.failure import Failure, FailureKind
+from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.plan.batch import KNOWN, Batch, as_batch, concat, detached, is_same_kind, take_rows
 from bandmaster.plan.rows import CollectEach, RealRows
 from bandmaster.plan.transfer import Concat, Gather, Incoming, Only, Reduce

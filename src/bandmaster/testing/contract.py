@@ -28,7 +28,7 @@ from bandmaster.errors import (
     RemoteError,
     WorkerDied,
 )
-from bandmaster.group import WorkerGroup
+from bandmaster.groups.group import WorkerGroup
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
 from bandmaster.testing.faults import BadResult, FailToUnpickle, Kill, Raise

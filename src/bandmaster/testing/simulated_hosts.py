@@ -22,17 +22,17 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bandmaster.backends.agents.fabric import Agent, Fabric, link_of
-from bandmaster.backends.agents.messages import FOR_MESSAGES
-from bandmaster.backends.agents.row_links import in_memory
-from bandmaster.backends.agents.server import AgentServer, Host
-from bandmaster.backends.agents.workers import AgentWorkers
 from bandmaster.backends.inprocess import InProcessWorkers
 from bandmaster.backends.machine import MachineBackend
-from bandmaster.backends.output import Sink
 from bandmaster.codec import Payload
 from bandmaster.contract import Launch
-from bandmaster.transport.handshake import Secret, greet
+from bandmaster.hosts.agent import AgentServer, Host
+from bandmaster.hosts.handshake import Secret, greet
+from bandmaster.hosts.links import Agent, Fabric, link_of
+from bandmaster.hosts.messages import FOR_MESSAGES
+from bandmaster.hosts.row_links import in_memory
+from bandmaster.hosts.workers import AgentWorkers
+from bandmaster.output.streams import Sink
 
 __all__ = ["SimulatedHosts"]
 

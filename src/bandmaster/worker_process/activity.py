@@ -1,4 +1,4 @@
-"""The worker's side of the page that shows which method runs; `bandmaster.transport.activity` describes the page."""
+"""The worker's side of the page that shows which method runs; `bandmaster.wire.activity` describes the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from time import monotonic
 
 from bandmaster.contract import CONSTRUCT
-from bandmaster.transport.activity import MAX_NAME_NBYTES, N_MORE, NAMES_AT, PAGE_NBYTES, RUNNING, SINCE, page_name
+from bandmaster.wire.activity import MAX_NAME_NBYTES, N_MORE, NAMES_AT, PAGE_NBYTES, RUNNING, SINCE, page_name
 
 __all__ = ["ActivityPage"]
 

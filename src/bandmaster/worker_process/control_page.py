@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from types import FrameType
 
 from bandmaster.platform.limits import start_thread
-from bandmaster.transport.control_page import (
+from bandmaster.wire.control_page import (
     ANNOUNCED,
     INTERRUPT_SIGNAL,
     N_SLOTS,
@@ -24,7 +24,7 @@ from bandmaster.transport.control_page import (
     STACKS_SIGNAL,
     WorkerIdentity,
 )
-from bandmaster.transport.stacks import TASKS
+from bandmaster.wire.stacks import TASKS
 
 __all__ = ["ControlPage", "Interrupted"]
 

@@ -29,13 +29,13 @@ from bandmaster.contract import (
     Timed,
 )
 from bandmaster.errors import BatchError
-from bandmaster.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
+from bandmaster.errors.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
 from bandmaster.plan.columns import facts_of
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.roles import Roles
-from bandmaster.transport.activity import RUNNING, SINCE
-from bandmaster.transport.kept import NO_ROWS, RowReaders
+from bandmaster.wire.activity import RUNNING, SINCE
+from bandmaster.wire.kept import NO_ROWS, RowReaders
 from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
 from bandmaster.worker_process.activity import ActivityPage
 from bandmaster.worker_process.control_page import Interrupted
@@ -170,7 +170,7 @@ class Executor:
         if self.marks is not None:
             self.marks.append(monotonic_ns())
         if kwargs and RECORD in kwargs:
-            from bandmaster.worker_process.recording import record_call
+            from bandmaster.debugging.recording import record_call
 
             assert self._context is not None, "it was set before the first call"
             record_call(kwargs.pop(RECORD), self._context, getattr(self.worker, method), args, kwargs)

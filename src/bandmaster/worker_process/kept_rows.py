@@ -16,9 +16,9 @@ from typing import Any
 
 from bandmaster.codec import Payload, decode
 from bandmaster.plan.batch import Batch, as_batch, copies_rows, learn_batch_type
-from bandmaster.plan.handles import Elsewhere, JoinPath, assemble
-from bandmaster.transport.kept import RowReader, RowReaders
-from bandmaster.transport.segments import KeptFile, chunks_in, start_of
+from bandmaster.rows.table import Elsewhere, JoinPath, assemble
+from bandmaster.wire.kept import RowReader, RowReaders
+from bandmaster.wire.segments import KeptFile, chunks_in, start_of
 
 __all__ = ["with_rows"]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from bandmaster.codec import Payload, encode
 from bandmaster.contract import Rows
-from bandmaster.failure import Failure
-from bandmaster.transport.channel import INLINE_NBYTES, TELL_S, Closed
-from bandmaster.transport.lane import LENGTH_NBYTES, Lane
-from bandmaster.transport.messages import HEADER_NBYTES, Kind, ReplyKind, Times, header_of, read_call, reply_message
-from bandmaster.transport.segments import OWNER, Segment
+from bandmaster.errors.failure import Failure
+from bandmaster.wire.channel import INLINE_NBYTES, TELL_S, Closed
+from bandmaster.wire.lane import LENGTH_NBYTES, Lane
+from bandmaster.wire.messages import HEADER_NBYTES, Kind, ReplyKind, Times, header_of, read_call, reply_message
+from bandmaster.wire.segments import OWNER, Segment
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
 

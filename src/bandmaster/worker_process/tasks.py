@@ -13,7 +13,7 @@ from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
-from bandmaster.transport.activity import N_TASKS
+from bandmaster.wire.activity import N_TASKS
 from bandmaster.worker_process.activity import ActivityPage
 
 __all__ = ["Tasks"]

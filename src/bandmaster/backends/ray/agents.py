@@ -25,22 +25,22 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bandmaster.backends.agents.fabric import Agent, Fabric, link_of
-from bandmaster.backends.agents.hosted import RanksHere
-from bandmaster.backends.agents.messages import FOR_MESSAGES
-from bandmaster.backends.agents.server import AgentServer, Host
-from bandmaster.backends.agents.workers import AgentWorkers
 from bandmaster.backends.host_workers import Place
 from bandmaster.backends.local import LocalBackend
-from bandmaster.backends.output import Sink
 from bandmaster.backends.ray.placement import START_TIMEOUT_S
 from bandmaster.backends.ray.session import RaySession
 from bandmaster.backends.zygotes import default_modules
 from bandmaster.contract import Launch
 from bandmaster.errors import ClosedError, PlacementError
+from bandmaster.hosts.agent import AgentServer, Host
+from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet
+from bandmaster.hosts.hosted import RanksHere
+from bandmaster.hosts.links import Agent, Fabric, link_of
+from bandmaster.hosts.messages import FOR_MESSAGES
+from bandmaster.hosts.probes import answering
+from bandmaster.hosts.workers import AgentWorkers
+from bandmaster.output.streams import Sink
 from bandmaster.platform.limits import start_thread
-from bandmaster.transport.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet
-from bandmaster.transport.probes import answering
 
 __all__ = ["AgentKey", "RayAgents", "is_alive"]
 

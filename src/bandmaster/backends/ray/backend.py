@@ -12,7 +12,6 @@ from typing import Any
 
 import ray
 
-from bandmaster.backends.agents.workers import AgentWorkers
 from bandmaster.backends.host_workers import HostWorkers, Place
 from bandmaster.backends.local import LocalBackend
 from bandmaster.backends.ray import placement
@@ -23,6 +22,7 @@ from bandmaster.backends.ray.session import RayConnection, RaySession
 from bandmaster.backends.zygotes import default_modules
 from bandmaster.contract import Launch
 from bandmaster.errors import UsageError
+from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.plan.placement import Node, Request
 from bandmaster.platform.limits import start_thread
 

@@ -21,23 +21,23 @@ import ray
 
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import TIMED, Reply, Rows, Timed
-from bandmaster.failure import Failure
+from bandmaster.debugging.breakpoints import install_breakpoints
+from bandmaster.errors.failure import Failure
+from bandmaster.output.worker import redirect, tame_bars
 from bandmaster.plan.binding import signature_without_self
 from bandmaster.platform.hardware import count_gpus
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.processes import end_descendants, host_identity
-from bandmaster.transport.control_page import WorkerIdentity
-from bandmaster.transport.kept import RowReader, RowReaders, kept_name
-from bandmaster.transport.lane import Lane
-from bandmaster.transport.listener import connect, peer_pid
-from bandmaster.transport.segments import SegmentWriter
+from bandmaster.wire.control_page import WorkerIdentity
+from bandmaster.wire.kept import RowReader, RowReaders, kept_name
+from bandmaster.wire.lane import Lane
+from bandmaster.wire.listener import connect, peer_pid
+from bandmaster.wire.segments import SegmentWriter
 from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.activity import ActivityPage
-from bandmaster.worker_process.breakpoints import install_breakpoints
 from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import serve
-from bandmaster.worker_process.output import redirect, tame_bars
 from bandmaster.worker_process.rendezvous import Rendezvous, listening_socket
 
 __all__ = [

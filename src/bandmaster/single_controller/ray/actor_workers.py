@@ -36,16 +36,16 @@ from bandmaster.contract import (
     WorkerRecord,
 )
 from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, UsageError, WorkerDied
-from bandmaster.failure import N_LAST_LINES, Failure, FailureKind
+from bandmaster.errors.failure import N_LAST_LINES, Failure, FailureKind
 from bandmaster.platform.processes import host_identity
 from bandmaster.single_controller.ray.actor import FIRST_NUMBER, LONG_S, OTHERS, SHARED_S, ActorInfo
 from bandmaster.single_controller.ray.launch import ActorLaunch
-from bandmaster.transport import control_page
-from bandmaster.transport.client import WorkerClient
-from bandmaster.transport.control_page import WorkerIdentity
-from bandmaster.transport.lane import Lane
-from bandmaster.transport.listener import LaneListener
-from bandmaster.transport.receiver import ChannelTicket
+from bandmaster.wire import control_page
+from bandmaster.wire.client import WorkerClient
+from bandmaster.wire.control_page import WorkerIdentity
+from bandmaster.wire.lane import Lane
+from bandmaster.wire.listener import LaneListener
+from bandmaster.wire.receiver import ChannelTicket
 from bandmaster.worker_process.rendezvous import rendezvous_environment
 
 __all__ = ["ActorWorkers", "AttachedWorkers", "RayTicket"]

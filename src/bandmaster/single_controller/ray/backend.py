@@ -13,7 +13,6 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bandmaster.backends import get_backend
-from bandmaster.backends.agents.workers import AgentWorkers
 from bandmaster.backends.host_workers import HostWorkers
 from bandmaster.backends.ray import placement
 from bandmaster.backends.ray.backend import RayBackend
@@ -21,6 +20,7 @@ from bandmaster.backends.ray.placement import POLL_S, START_TIMEOUT_S, Reservati
 from bandmaster.backends.ray.session import RaySession
 from bandmaster.contract import Launch
 from bandmaster.errors import UsageError
+from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.plan.placement import Request
 from bandmaster.single_controller.ray.actor import OverlappingActor, WorkerActor, actor_class, has_async_methods
 from bandmaster.single_controller.ray.actor_workers import ActorWorkers

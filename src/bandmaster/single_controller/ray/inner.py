@@ -12,14 +12,14 @@ from bandmaster.calls.pending import CallSite
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import Launch, Slot, Workers
 from bandmaster.errors import UsageError, WorkerDied
-from bandmaster.group import WorkerGroup as CoreGroup
+from bandmaster.groups.group import WorkerGroup as CoreGroup
 from bandmaster.lifecycle.checks import checked_mesh
 from bandmaster.lifecycle.death_watch import DeathWatch
 from bandmaster.lifecycle.ownership import Ownership
-from bandmaster.lifecycle.participant import TURN_HOOKS, Participant
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
 from bandmaster.single_controller.ray.launch import ACTORS, ActorLaunch
+from bandmaster.turns.participant import TURN_HOOKS, Participant
 from bandmaster.worker import Worker
 
 __all__ = ["AttachedGroup", "StartedGroup", "check_backend", "nsight_options", "variables_of"]

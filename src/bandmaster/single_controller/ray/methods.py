@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from bandmaster.calls.method import GroupMethod
 from bandmaster.calls.pending import Collection
 from bandmaster.contract import Reply
 from bandmaster.errors import UsageError
+from bandmaster.groups.method import GroupMethod
 from bandmaster.plan.arguments import CallPlan
 from bandmaster.plan.binding import dispatched
 from bandmaster.plan.transfer import Custom, Gather

@@ -1,0 +1,198 @@
+"""A pdb in a worker, whose terminal is whichever one attaches by ``bandmaster debug``."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import json
+import os
+import pdb
+import shlex
+import socket
+from types import FrameType
+from typing import Any, TextIO, cast
+
+from bandmaster.debugging.stops import Hold, say_where
+from bandmaster.wire.control_page import WorkerIdentity
+from bandmaster.wire.debugging import announced, is_trusted, listening
+
+__all__ = ["Debugger"]
+
+_MODULES = ("bandmaster.", "asyncio.")
+_COROUTINES = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+class Debugger(pdb.Pdb):
+    """Stops where ``breakpoint()`` is called, and waits for a terminal. Interrupts of the call wait meanwhile.
+
+    It ends when the method goes on without breakpoints, when it is quit, or when the method returns.
+
+    Args:
+        identity: The worker's identity.
+        hold: Returns a context manager that defers interrupts.
+    """
+
+    def __init__(self, identity: WorkerIdentity, hold: Hold) -> None:
+        self._terminal = _Terminal()
+        file = cast(TextIO, self._terminal)
+        super().__init__(stdin=file, stdout=file, nosigint=True)
+        self.use_rawinput = False
+        self._identity, self._hold = identity, hold
+        self._raised_in: FrameType | None = None  # the frame in which the last event was an exception
+        self._callers: list[FrameType] = []  # of the method or coroutine that is debugged: frames of libraries
+
+    def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
+        """Stop at the next line of a frame."""
+        assert frame is not None, "the hook passes its caller"
+        try:
+            with self._hold():
+                self._note_callers(frame)
+                self._terminal.open()
+                command = f"bandmaster debug {shlex.quote(self._identity.group)} {self._identity.rank}"
+                say_where(frame, f"attach a terminal with: {command}")
+        except BaseException:  # the call was interrupted
+            self._leave()
+            raise
+        super().set_trace(frame)  # the last step, as every new frame is traced from then on
+
+    def _note_callers(self, frame: FrameType) -> None:
+        self._callers, caller = [], frame.f_back
+        while caller is not None:
+            if self._callers or _is_library(caller):
+                self._callers.append(caller)
+            caller = caller.f_back
+
+    def interaction(self, frame: FrameType | None, *args: Any) -> None:
+        """Ask for commands."""
+        try:
+            with self._hold():
+                super().interaction(frame, *args)
+        except BaseException:  # the call was interrupted meanwhile
+            self._leave()
+            raise
+
+    def get_stack(self, frame: FrameType | None, traceback: Any) -> tuple[list[tuple[FrameType, int]], int]:
+        """The frames that commands show: without those that have called the method."""
+        stack, at = super().get_stack(frame, traceback)
+        shown = [entry for entry in stack if entry[0] not in self._callers]
+        return shown, at - (len(stack) - len(shown))
+
+    def stop_here(self, frame: FrameType) -> bool:
+        """Whether to stop in a frame: not in those of libraries."""
+        return bool(super().stop_here(frame)) and not (frame in self._callers or _is_library(frame))
+
+    def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
+        """Step over an await, and behind the end of a coroutine to its caller; `bdb` cannot tell one from the other."""
+        is_coroutine, caller = bool(frame.f_code.co_flags & _COROUTINES), frame.f_back
+        is_await = is_coroutine and frame is not self._raised_in and _is_at_yield(frame)
+        if is_await and self.stopframe is None:
+            self.set_next(frame)
+        traced = super().dispatch_return(frame, arg)
+        if not is_await and self.stopframe in (None, frame):
+            is_last = caller in self._callers or (is_coroutine and caller is not None and _is_library(caller))
+            self.set_continue() if is_last else self.set_step()
+        return traced
+
+    def dispatch_exception(self, frame: FrameType, arg: Any) -> Any:
+        """Note that a coroutine may end by an exception."""
+        if arg[0] is not StopIteration or arg[2] is not None:  # else what is awaited has ended
+            self._raised_in = frame
+        return super().dispatch_exception(frame, arg)
+
+    def dispatch_line(self, frame: FrameType) -> Any:
+        """Note that an exception was handled."""
+        self._raised_in = None
+        return super().dispatch_line(frame)
+
+    def set_continue(self) -> None:
+        """Go on; without breakpoints, the debugger is over."""
+        super().set_continue()
+        if not self.breaks:
+            self._leave()
+
+    def set_quit(self) -> None:
+        """Have the method raise `bdb.BdbQuit`."""
+        super().set_quit()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._callers, self._raised_in = [], None
+        self._terminal.close()
+
+
+def _is_library(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(_MODULES)
+
+
+def _is_at_yield(frame: FrameType) -> bool:
+    """Whether a frame is suspended: its last instruction is a yield, or as some versions of Python say, beside one."""
+    code, last = frame.f_code.co_code, frame.f_lasti
+    return any(dis.opname[code[at]].startswith("YIELD") for at in (last - 2, last, last + 2) if 0 <= at < len(code))
+
+
+class _Terminal:
+    """Standard input and output of the debugger: the terminal that is attached, or the next one that attaches."""
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        self._listener: socket.socket | None = None
+        self._announced: int | None = None
+        self._attached: socket.socket | None = None
+        self._lines: TextIO | None = None
+        self._text = ""  # what the debugger has written since it last read a line
+
+    def open(self) -> None:
+        """Let terminals attach from now on."""
+        if self._listener is None:
+            self._listener, address = listening()
+            self._announced = announced(address)
+
+    def close(self) -> None:
+        """Let go of the terminal that is attached, and let none attach."""
+        self._detach()
+        if self._listener is not None:
+            self._listener.close()
+        if self._announced is not None:
+            os.close(self._announced)
+        self._listener, self._announced, self._text = None, None, ""
+
+    def write(self, text: str) -> int:
+        """As of a file; the terminal shows it when a line is read."""
+        self._text += text
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing: what was written is sent when a line is read."""
+
+    def readline(self) -> str:
+        """Show what was written, and wait for the answer. If the terminal goes, the next one is asked."""
+        while True:
+            try:
+                self._attach()
+                assert self._attached is not None and self._lines is not None, "it has just attached"
+                self._attached.sendall(json.dumps({"text": self._text}).encode() + b"\n")
+                line = self._lines.readline()
+                answer = str(json.loads(line)) if line else ""
+            except (OSError, ValueError):
+                answer = ""
+            if answer:
+                self._text = ""
+                return answer
+            self._detach()
+
+    def _attach(self) -> None:
+        while self._attached is None:
+            assert self._listener is not None, "open was called"
+            sock, _ = self._listener.accept()
+            if is_trusted(sock):
+                self._attached, self._lines = sock, sock.makefile("r", encoding="utf-8")
+            else:
+                sock.close()
+
+    def _detach(self) -> None:
+        if self._attached is not None:
+            assert self._lines is not None, "they are set together"
+            self._lines.close()
+            self._attached.close()
+        self._attached = self._lines = None

@@ -1,0 +1,235 @@
+"""`Failure` describes an error on one rank as plain data that any process can unpickle."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import pickle
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+
+__all__ = [
+    "IN_DEBUGGER",
+    "N_LAST_LINES",
+    "Failure",
+    "FailureKind",
+    "is_in_debugger",
+    "reraise_if_from_signal",
+    "stacks_by_equality",
+    "summary_of",
+    "with_source_lines",
+    "without_library_frames",
+]
+
+IN_DEBUGGER = "  in a debugger"  # how the stack of a rank begins that waits in one
+N_LAST_LINES = 90  # of the standard error of a process that died; Ray, C libraries and Python end with long dumps
+
+
+class FailureKind(Enum):
+    """The cause of a failure on a rank."""
+
+    RAISED = "raised"  # the user's method or constructor
+    RESULT = "result"  # the method returned a value that cannot be pickled or joined
+    DIED = "died"  # the worker process ended
+    LOST = "lost"  # rows that the call takes are gone
+    UNRECEIVED = "unreceived"  # the process that the rank replied to has no descriptor or no mapping for the reply
+    CANCELLED = "cancelled"  # the controller interrupted or ended the rank, because of a cancel or a failure elsewhere
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of one rank.
+
+    Attributes:
+        kind: The cause of the failure.
+        summary: Type and message of the exception.
+        traceback: The remote traceback as text, without this library's outermost frames.
+        exception: The original exception; None if it cannot be pickled or unpickled.
+        host: Host name of the failing process; "" if unknown.
+        pid: Process id of the failing process; 0 if unknown.
+        device: Device of the worker; "" if unknown.
+        in_collective: Whether torch.distributed raised the exception, so that it may be a consequence of another
+            rank's failure.
+        at: Time of the failure in seconds since the epoch, by the clock of its host; 0 if unknown.
+    """
+
+    kind: FailureKind
+    summary: str
+    traceback: str = ""
+    exception: BaseException | None = None
+    host: str = ""
+    pid: int = 0
+    device: str = ""
+    in_collective: bool = False
+    at: float = 0.0
+
+    @classmethod
+    def of(cls, error: BaseException, kind: FailureKind = FailureKind.RAISED, device: str = "") -> Failure:
+        """The failure for an exception that was raised in the current process."""
+        text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
+        summary = summary_of(error)
+        in_collective = _COLLECTIVES in _innermost_file(error.__traceback__)
+        host, pid, now = os.uname().nodename, os.getpid(), time.time()
+        return cls(kind, summary, text, error, host, pid, device, in_collective, now)
+
+    @classmethod
+    def of_death(cls, summary: str, last_errors: str, host: str, pid: int, device: str) -> Failure:
+        """The failure for a worker process that ended.
+
+        Args:
+            summary: How the process ended, such as ``"killed by SIGKILL"``.
+            last_errors: The last lines that it wrote to standard error.
+            host: Host name of the process.
+            pid: Its process id.
+            device: Device of the worker.
+        """
+        text = f"{summary}; its last lines on standard error:\n{last_errors}" if last_errors else summary
+        return cls(FailureKind.DIED, text, host=host, pid=pid, device=device, at=time.time())
+
+    @property
+    def may_follow(self) -> tuple[bool, bool, float]:
+        """Sort key that puts possible root causes before possible consequences of another rank's failure."""
+        return self.kind is FailureKind.CANCELLED, self.in_collective, self.at if self.in_collective else 0.0
+
+    @classmethod
+    def unreadable(cls, error: BaseException, was_interrupted: bool = False) -> Failure:
+        """The failure for a return value that the controller cannot unpickle.
+
+        Args:
+            error: The exception that unpickling raised.
+            was_interrupted: Whether unpickling the same value has raised `KeyboardInterrupt` before. A repeated one
+                comes from the value, not from Ctrl-C.
+
+        Raises:
+            BaseException: ``error`` itself, if Ctrl-C or a signal handler raised it.
+        """
+        if not (was_interrupted and isinstance(error, KeyboardInterrupt)):
+            reraise_if_from_signal(error)
+        seen = cls.of(error)
+        summary = f"the returned value cannot be unpickled in the controller: {seen.summary}"
+        return cls(FailureKind.RESULT, summary, seen.traceback, error)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        known = {name: getattr(self, name) for name in ("host", "pid", "device", "in_collective", "at")}
+        return _revive, (self.kind, self.summary, self.traceback, _dump(self.exception), known)
+
+
+_COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_FRAME = re.compile(r'(?P<indent>  )File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
+_PACKAGE = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"
+
+
+def _user_frames(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback without this library's outermost frames; the whole traceback if it has no other frames."""
+    return next((frame for frame in _each(frames) if not _is_ours(frame)), frames)
+
+
+def without_library_frames(frames: TracebackType | None) -> TracebackType | None:
+    """A copy of a traceback without the frames of this library; the whole traceback if it has no other frames."""
+    kept = [(f.tb_frame, f.tb_lasti, f.tb_lineno) for f in _each(frames) if not _is_ours(f)]
+    copy = None
+    for frame, instruction, line in reversed(kept):
+        copy = TracebackType(copy, frame, instruction, line)
+    return copy or frames
+
+
+def _each(frames: TracebackType | None) -> Iterator[TracebackType]:
+    while frames is not None:
+        yield frames
+        frames = frames.tb_next
+
+
+def _is_ours(frame: TracebackType) -> bool:
+    return frame.tb_frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def with_source_lines(text: str) -> str:
+    """A traceback as text, with the source lines that another process could not find and this one can.
+
+    Those are of classes that were defined in the cell of a notebook, or in a script that the other host lacks.
+    """
+    lines = text.split("\n")
+    shown = []
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        shown.append(line)
+        place = _FRAME.match(line)
+        if place and not following.startswith(place["indent"] + "  "):
+            source = linecache.getline(place["file"], int(place["line"])).strip()
+            shown += [f"{place['indent']}  {source}"] if source else []
+    return "\n".join(shown)
+
+
+def _innermost_file(frames: TracebackType | None) -> str:
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    return frames.tb_frame.f_code.co_filename if frames is not None else ""
+
+
+def summary_of(error: BaseException) -> str:
+    """Type and message of an exception in one text; works for exceptions whose ``__str__`` raises, too."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def reraise_if_from_signal(error: BaseException) -> None:
+    """Raise ``error`` again if it is a KeyboardInterrupt, or if the Python function that handles a signal raised it.
+
+    Pickling and unpickling run the user's code, whose exceptions belong to the pickled value. A signal handler can
+    raise at the same place, for example a SystemExit on SIGTERM; its exception must end the program.
+    """
+    if isinstance(error, Exception):
+        return
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = [getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers]
+    is_from_handler = any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+    if is_from_handler or isinstance(error, KeyboardInterrupt):
+        raise error
+
+
+def _dump(error: BaseException | None) -> bytes | None:
+    try:
+        return None if error is None else cloudpickle.dumps(error)
+    except BaseException as why:  # the exception may hold any value; the failure already has its text
+        reraise_if_from_signal(why)
+        return None
+
+
+def _revive(kind: FailureKind, summary: str, text: str, dumped: bytes | None, known: Mapping[str, Any]) -> Failure:
+    try:
+        exception = None if dumped is None else pickle.loads(dumped)
+    except BaseException as why:  # many exception classes cannot be unpickled: their __init__ takes other arguments
+        reraise_if_from_signal(why)
+        exception = None
+    return Failure(kind, summary, text, exception if isinstance(exception, BaseException) else None, **known)
+
+
+def is_in_debugger(stack: str) -> bool:
+    """Whether a stack is that of a rank whose debugger waits for a terminal, or is attached to one.
+
+    It may begin with a line that says that the rank has not come to the call that was asked about.
+    """
+    return any(line.startswith(IN_DEBUGGER) for line in stack.split("\n", 2)[:2])
+
+
+def stacks_by_equality(stacks: Mapping[int, str]) -> str:
+    """Format the stacks of ranks. Ranks with equal stacks share one heading, in the order of the given ranks.
+
+    Args:
+        stacks: The stack of each rank, by rank.
+
+    Returns:
+        For each different stack a heading that names its ranks, and the stack; "" if there are no stacks.
+    """
+    ranks_by_stack: dict[str, list[str]] = {}
+    for rank, stack in stacks.items():
+        ranks_by_stack.setdefault(stack, []).append(str(rank))
+    shown = ((", ".join(ranks), with_source_lines(stack)) for stack, ranks in ranks_by_stack.items())
+    return "\n".join(f"--- stack of rank {ranks} ---\n{stack}" for ranks, stack in shown)

@@ -1,0 +1,232 @@
+"""Plans pull dispatch: chunks of rows that go to whichever replica is free, instead of one part for each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from bandmaster.errors import ArgumentError, BatchError, CollectError, UsageError
+from bandmaster.plan.arguments import (
+    BoundArgument,
+    CallPlan,
+    by_dispatch_rule,
+    column_called,
+    common_rows,
+    costs_of_rows,
+    to_ranks,
+)
+from bandmaster.plan.batch import Batch
+from bandmaster.plan.batch_types import Index
+from bandmaster.plan.collection import collect
+from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.rows import CollectEach, RealRows, shards, sources
+from bandmaster.plan.shares import Share
+from bandmaster.plan.transfer import Concat, Custom, Outgoing, PerRank, Reduce, Split, TransferProtocol
+from bandmaster.rows import table as handles
+from bandmaster.rows.table import Table
+
+__all__ = ["PullPlan", "chunk_numbers", "collect_chunks", "plan_pull", "replicas", "stack_chunks"]
+
+
+def chunk_numbers(n_rows: int, size: int, keys: Sequence[Hashable] | None = None) -> tuple[Index, ...]:
+    """Cut rows into chunks; no rows are one chunk without rows.
+
+    Args:
+        n_rows: Number of rows.
+        size: Rows of each chunk; the last one may have fewer.
+        keys: For each row the group that it belongs to. Rows of a group come into one chunk, which then may have fewer
+            rows, or more if the group alone has more. Groups come in the order of their first rows.
+
+    Returns:
+        For each chunk the numbers of its rows, ascending.
+
+    Example:
+        >>> chunk_numbers(5, 2)
+        (range(0, 2), range(2, 4), range(4, 5))
+        >>> [chunk.tolist() for chunk in chunk_numbers(5, 2, ["a", "b", "a", "b", "c"])]
+        [[0, 2], [1, 3], [4]]
+    """
+    if keys is None or not n_rows:
+        starts = range(0, n_rows, size) or [0]
+        return tuple([range(start, min(start + size, n_rows)) for start in starts])
+    groups: dict[Hashable, list[int]] = {}
+    for row, key in enumerate(keys):
+        groups.setdefault(key, []).append(row)
+    chunks: list[list[int]] = []
+    for rows in groups.values():
+        if chunks and len(chunks[-1]) + len(rows) <= size:
+            chunks[-1] += rows
+        else:
+            chunks.append(list(rows))
+    return tuple([np.array(sorted(rows), dtype=np.int64) for rows in chunks])
+
+
+@dataclass(frozen=True, eq=False)
+class PullPlan:
+    """The chunks of a call.
+
+    Attributes:
+        chunks: For each chunk the numbers of its rows.
+        split: The arguments of which each chunk gets its rows.
+        whole: The arguments that go with every chunk.
+    """
+
+    chunks: tuple[Index, ...]
+    split: tuple[tuple[BoundArgument, Batch], ...]
+    whole: tuple[BoundArgument, ...]
+
+    def of(self, chunk: int, ranks: tuple[int, ...]) -> CallPlan:
+        """The arguments of a chunk, for the ranks of a replica."""
+        rows = [argument._replace(value=batch.sent(self.chunks[chunk])) for argument, batch in self.split]
+        whole = (to_ranks(self.whole, ranks),) if self.whole else ()
+        return CallPlan((to_ranks(rows, ranks), *whole))
+
+
+def replicas(protocol: TransferProtocol[Any, Any] | Custom, mesh: Mesh, method: str) -> tuple[Share, ...]:
+    """The ranks that take a chunk together: those that a split would send the same part.
+
+    Raises:
+        UsageError: The protocol does not split rows, pads them, or does not join what comes back.
+    """
+    if not isinstance(protocol, TransferProtocol) or not isinstance(protocol.outgoing, Split):
+        raise UsageError(f"{method} splits no rows, so there are none to pull; register it with Dispatch.DP_PROTO")
+    split = protocol.outgoing
+    if split.pad:
+        raise UsageError(
+            f"{method} is split by {split!r}, but with pull= there is no padding; register a method with a Split that "
+            "does not pad"
+        )
+    if not all(isinstance(each, Concat | Reduce) for each in protocol.collects):
+        raise UsageError(
+            f"{method} collects with {protocol.incoming!r}, but with pull= there is no value of each rank; collect "
+            "with Concat or Reduce"
+        )
+    collected = set(sources(mesh, protocol.incoming))
+    found = []
+    for ranks in shards(mesh, split):
+        leader = next((rank for rank in ranks if rank in collected), None)
+        if leader is None:
+            raise UsageError(
+                f"{method} collects from none of the ranks {', '.join(map(str, ranks))}, which would take chunks with "
+                f"pull=; collect over the axes of {split!r}"
+            )
+        found.append(Share(leader, (leader, *(rank for rank in ranks if rank != leader))))
+    return tuple(found)
+
+
+def plan_pull(
+    arguments: Sequence[BoundArgument],
+    split: Split,
+    rules: Mapping[str, Outgoing],
+    method: str,
+    size: int,
+    group_by: str | None = None,
+) -> PullPlan:
+    """Decide which arguments are cut into chunks, and which go with each of them.
+
+    If the split balances, the chunks that cost most come first.
+
+    Args:
+        arguments: The bound arguments of the call.
+        split: The dispatch rule for arguments that ``rules`` does not name.
+        rules: Dispatch rules by parameter name.
+        method: ``"Class.method"``, for messages.
+        size: Rows of each chunk.
+        group_by: Name of the column, or of the argument, whose equal values keep rows together.
+
+    Raises:
+        ArgumentError: An argument has a value for each rank.
+        BatchError: There is no batch, batches are split in different ways, or ``group_by`` names no column.
+    """
+    by_rule, batches = by_dispatch_rule(arguments, split, rules, method)
+    for rule, members in by_rule.items():
+        if isinstance(rule, PerRank):
+            raise ArgumentError(
+                f"argument {members[0].name!r} of {method} has a value for each rank, but with pull= a chunk goes to "
+                "whichever ranks are free; pass a batch with a value for each row"
+            )
+        if isinstance(rule, Split) and rule != split:
+            raise BatchError(
+                f"argument {members[0].name!r} of {method} is split by {rule!r} and others by {split!r}, but with "
+                "pull= all are cut into the same chunks; declare no other Split"
+            )
+    members = by_rule.get(split, [])
+    if not members:
+        raise BatchError(f"{method} got no batch, so that there are no rows to pull; pass one")
+    found = [batches[argument.key] for argument in members]
+    n_rows = common_rows(members, found, method)
+    keys = None
+    if group_by is not None:
+        why = f"{method} is called with group_by={group_by!r}"
+        column = column_called(group_by, members, found, arguments, why)
+        if column.shape != (n_rows,):
+            raise BatchError(f"{why}, which has shape {column.shape} for {n_rows} rows; pass one value for each row")
+        keys = column.tolist()
+    whole = [argument for rule, others in by_rule.items() if rule != split for argument in others]
+    batched = [(argument, batch) for argument, batch in zip(members, found, strict=True) if batch is not None]
+    chunks = chunk_numbers(n_rows, size, keys)
+    costs = costs_of_rows(split, members, found, arguments, n_rows, method)
+    if costs is not None:
+        chunks = _dearest_first(chunks, costs)
+    return PullPlan(chunks, tuple(batched), tuple(whole))
+
+
+def _dearest_first(chunks: Sequence[Index], costs: np.ndarray[Any, Any]) -> tuple[Index, ...]:
+    """The chunks in the order in which replicas that are free at unequal times end at about the same time."""
+    arrays = [np.asarray(numbers, dtype=np.int64) for numbers in chunks]
+    return tuple(sorted(arrays, key=lambda numbers: -costs[numbers].sum()))
+
+
+def collect_chunks(
+    protocol: TransferProtocol[Any, Any],
+    chunks: Sequence[Index],
+    values: Sequence[Any],
+    ranks: Sequence[int | None],
+    method: str,
+) -> Any:
+    """Join the values of chunks in the order that their rows have in the batch.
+
+    Args:
+        protocol: How the method collects.
+        chunks: For each chunk the numbers of its rows.
+        values: What each has returned.
+        ranks: The rank that has returned it.
+        method: ``"Class.method"``, for messages.
+
+    Raises:
+        CollectError: They cannot be joined; the message names the rank and the chunk, which count from 0.
+    """
+    numbers = tuple(range(len(chunks)))
+    incoming: Any = protocol.incoming
+    if isinstance(incoming, tuple):
+        incoming = CollectEach(tuple([(each, numbers) for each in incoming]))
+    try:
+        return collect(incoming, numbers, values, method, RealRows(tuple(chunks)), "chunk")
+    except CollectError as error:
+        failure = error.failures[error.rank]
+        failure = replace(failure, summary=f"in chunk {error.rank}, {failure.summary}")
+        raise CollectError(method, {ranks[error.rank] or 0: failure}) from error.__cause__
+
+
+def stack_chunks(tables: Sequence[Table], chunks: Sequence[Index], method: str) -> Table:
+    """The rows of chunks in the order that their rows have in the batch, without moving any.
+
+    Raises:
+        BatchError: They have different columns, or the order cannot be restored.
+    """
+    with_rows = [number for number, table in enumerate(tables) if table.n_rows] or range(len(tables))
+    stacked = handles.concat([tables[number] for number in with_rows], [f"chunk {number}" for number in with_rows])
+    order = RealRows(tuple(chunks)).order(range(len(chunks)))
+    if order is None:
+        return stacked
+    for table, numbers in zip(tables, chunks, strict=True):
+        if table.n_rows != len(numbers):
+            raise BatchError(
+                f"{method} returned {table.n_rows} rows for {len(numbers)} rows of a batch that was not sent in its "
+                "order, so the order cannot be restored; return one row for each row, or call it without group_by"
+            )
+    restored: Table = handles.take(stacked, order)
+    return restored

@@ -1,0 +1,115 @@
+"""Waiting for several futures: the words of `concurrent.futures`."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
+from typing import Any, NamedTuple
+
+from bandmaster.calls.future import Future
+from bandmaster.calls.interruption import note_calls
+from bandmaster.calls.options import check_seconds
+from bandmaster.errors import UsageError
+from bandmaster.platform.deadline import Deadline
+
+__all__ = ["DoneAndNotDone", "as_completed", "wait"]
+
+
+class DoneAndNotDone(NamedTuple):
+    """The result of `wait`: two sets of futures.
+
+    Attributes:
+        done: The futures that are done.
+        not_done: The futures that are not done.
+    """
+
+    done: set[Future[Any]]
+    not_done: set[Future[Any]]
+
+
+def wait(
+    futures: Iterable[Future[Any]], timeout: float | None = None, return_when: str = ALL_COMPLETED
+) -> DoneAndNotDone:
+    """Wait until futures are done; they may belong to different groups.
+
+    Args:
+        futures: The futures.
+        timeout: Seconds to wait; None sets no limit.
+        return_when: ``"ALL_COMPLETED"``, ``"FIRST_COMPLETED"``, or ``"FIRST_EXCEPTION"``: until one has raised or was
+            cancelled, or all are done.
+
+    Returns:
+        The futures that are done and those that are not.
+
+    Raises:
+        UsageError: An item is not a bandmaster `Future`, ``timeout`` is not a non-negative number or None, or
+            ``return_when`` is unknown.
+
+    Source: `concurrent.futures.wait`.
+    """
+    known = (ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION)
+    if return_when not in known:
+        raise UsageError(f"return_when of wait must be one of {', '.join(map(repr, known))}, got {return_when!r}")
+    not_done = _checked(futures, timeout, "wait")
+    done: set[Future[Any]] = set()
+    for future in _as_they_come(not_done, Deadline(timeout)):
+        done.add(future)
+        is_enough = return_when == FIRST_COMPLETED or (
+            return_when == FIRST_EXCEPTION and future.exception() is not None
+        )
+        if is_enough:
+            break
+    done.update(future for future in not_done - done if future.done())
+    return DoneAndNotDone(done, not_done - done)
+
+
+def as_completed(futures: Iterable[Future[Any]], timeout: float | None = None) -> Iterator[Future[Any]]:
+    """Iterate over futures in the order in which they are done; they may belong to different groups.
+
+    Args:
+        futures: The futures; each is yielded once.
+        timeout: Seconds from this call on, after which the iterator raises `TimeoutError`; None sets no limit.
+
+    Raises:
+        UsageError: An item is not a bandmaster `Future`, or ``timeout`` is not a non-negative number or None.
+        TimeoutError: Not all futures were done in time.
+
+    Source: `concurrent.futures.as_completed`.
+    """
+    waiting = _checked(futures, timeout, "as_completed")
+    return _all_of(waiting, timeout, Deadline(timeout))
+
+
+def _all_of(waiting: set[Future[Any]], timeout: float | None, deadline: Deadline) -> Iterator[Future[Any]]:
+    n_done = 0
+    for future in _as_they_come(waiting, deadline):
+        n_done += 1
+        yield future
+    if n_done < len(waiting):
+        raise TimeoutError(f"{len(waiting) - n_done} of {len(waiting)} futures were not done in {timeout:g} s")
+
+
+def _as_they_come(futures: set[Future[Any]], deadline: Deadline) -> Iterator[Future[Any]]:
+    """Futures as they are done, until the deadline."""
+    done: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+    for future in futures:
+        future.add_done_callback(done.put)
+    for _ in futures:
+        try:
+            future = done.get(timeout=deadline.left())
+        except queue.Empty:
+            return
+        except KeyboardInterrupt as error:
+            note_calls(error, [future._waited_for() for future in futures if not future.done()])
+            raise
+        yield future
+
+
+def _checked(futures: Iterable[Future[Any]], timeout: float | None, function: str) -> set[Future[Any]]:
+    check_seconds(f"timeout of {function}", timeout)
+    found = set(futures)
+    for future in found:
+        if not isinstance(future, Future):
+            raise UsageError(f"{function} takes futures returned by submit(), got {type(future).__name__}")
+    return found

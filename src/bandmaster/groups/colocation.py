@@ -1,0 +1,398 @@
+"""`colocate`: several worker classes in one process per slot, each with a group of its own.
+
+::
+
+    colocate(pool, actor=Actor, critic=Critic)        process of rank 0      process of rank 1
+          │                                             ┌──────────┐           ┌──────────┐
+          ├─ .actor   a group: act, update ────────────►│ Actor    │           │ Actor    │
+          └─ .critic  a group: values ─────────────────►│ Critic   │           │ Critic   │
+                                                        └──────────┘           └──────────┘
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from bandmaster.calls.encoding import encode_constructor
+from bandmaster.calls.spec import MethodSpec, specs_of
+from bandmaster.calls.submission import Submitter
+from bandmaster.contract import Launch
+from bandmaster.errors import ArgumentError, MeshError, UsageError, WorkerDied
+from bandmaster.groups.group import GroupOf, WorkerGroup
+from bandmaster.lifecycle.checks import check_names, checked_mesh, checked_meshes, unwrap
+from bandmaster.plan.binding import bind, signature_without_self
+from bandmaster.plan.mesh import Mesh
+from bandmaster.pool import ResourcePool
+from bandmaster.roles import SEPARATOR, Role, Roles
+from bandmaster.turns.participant import TURN_HOOKS, Participant
+from bandmaster.worker import ClassWithInitArgs, Worker, registrations
+
+__all__ = ["ColocatedGroup", "RoleGroup", "colocate"]
+
+
+def colocate(
+    pool: ResourcePool,
+    /,
+    *,
+    meshes: Mapping[str, Mesh | Mapping[str, Mesh]] | None = None,
+    name: str | None = None,
+    name_prefix: str | None = None,
+    start_timeout: float | None = None,
+    output: str | PathLike[str] | None = None,
+    logging: str | int | None = None,
+    **roles: Any,
+) -> ColocatedGroup:
+    """Start one process per slot that holds a worker of every role, and return a group of each role.
+
+    The workers of one rank share a process, a device and a process group of torch.distributed; each finds the others in
+    its attribute ``roles``. A rank runs one call at a time, whatever its role.
+
+    Args:
+        pool: The slots, one process per slot.
+        meshes: By role, the mesh of its group, ``Mesh(dp=world_size)`` by default; or a dict of named meshes, as the
+            ``meshes`` of `WorkerGroup`.
+        name: Name of the group, as for `WorkerGroup`; by default the names of the roles, such as ``actor_critic``.
+        name_prefix: What that name has before the names of the roles, as for `WorkerGroup`.
+        start_timeout: Seconds that the processes may take to start, and then the same again for all constructors.
+        output: A directory for the output of the workers, as for `WorkerGroup`.
+        logging: The lowest level of records of workers that the controller handles, as for `WorkerGroup`.
+        **roles: By name of the role: a subclass of `Worker`, a tuple of it and positional arguments of its constructor,
+            or a `ClassWithInitArgs`. The constructors run in this order.
+
+    Returns:
+        A group whose attributes are the groups of the roles.
+
+    Raises:
+        UsageError: There is no role; a role is no identifier, or has the name of an attribute of the group; ``meshes``
+            names no role; or the classes were wrapped by ``@ray.remote`` with different options.
+        Exception: All errors of `WorkerGroup`.
+
+    Example:
+        >>> import bandmaster as bm
+        >>> class Actor(bm.Worker):
+        ...     @bm.register(bm.Dispatch.DP_PROTO)
+        ...     def act(self, rows):
+        ...         return [row + self.roles["critic"].bonus for row in rows]
+        >>> class Critic(bm.Worker):
+        ...     def __init__(self, bonus):
+        ...         self.bonus = bonus
+        >>> with bm.ResourcePool([2], backend="inprocess") as pool:
+        ...     group = bm.colocate(pool, actor=Actor, critic=(Critic, 10))
+        ...     group.actor.act([1, 2, 3])
+        [11, 12, 13]
+
+    Source: HybridFlow (arXiv 2409.19256), section 4.1; verl's ``create_colocated_worker_cls``.
+    """
+    options = {
+        "name": name,
+        "name_prefix": name_prefix,
+        "start_timeout": start_timeout,
+        "output": output,
+        "logging": logging,
+    }
+    return ColocatedGroup(pool, roles, {} if meshes is None else meshes, options)
+
+
+class _Checked(NamedTuple):
+    """What the user said about a role, and what follows from it before anything is started."""
+
+    cls: type[Worker]
+    role: Role
+    methods: dict[str, MethodSpec]
+    options: Mapping[str, Any]
+
+
+class _RoleParts(NamedTuple):
+    """What the group of a role consists of, besides what it shares with the colocated group."""
+
+    checked: _Checked
+    name: str
+    submitter: Submitter
+    turns: Participant
+
+
+class ColocatedGroup(GroupOf[Any]):
+    """The processes that `colocate` has started; its attributes are the groups of the roles.
+
+    Closing it ends the processes of all roles. `restart` and `replace` construct the workers of all roles again, in new
+    processes, and pass each role's hook its own part of the state.
+    """
+
+    _is_colocated = True
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        roles: Mapping[str, Any],
+        meshes: Mapping[str, Mesh | Mapping[str, Mesh]],
+        options: Mapping[str, Any],
+    ) -> None:
+        if not isinstance(pool, ResourcePool):
+            raise ArgumentError(f"the first argument of colocate must be a ResourcePool, got {type(pool).__name__}")
+        found = _checked_roles(pool, roles, meshes)
+        cls = type("_".join(found), (Roles,), {})
+        wrapped = SimpleNamespace(__ray_actor_class__=cls, _default_options=_common_options(found))
+        self._parts: dict[str, _RoleParts] = {}
+        self._groups: weakref.WeakValueDictionary[str, RoleGroup] = weakref.WeakValueDictionary()
+        given = {name: checked.role for name, checked in found.items()}
+        self._found = found
+        self._roles_have_hooks = any(_has(checked, hook) for checked in found.values() for hook in TURN_HOOKS)
+        super().__init__(pool, ClassWithInitArgs(wrapped, given), **options)
+
+    def _start(self, launch: Launch) -> None:
+        if not self._parts:  # in the turn in which the group is constructed
+            for name, checked in self._found.items():
+                self._parts[name] = self._parts_of(name, checked)
+            self._turns.roles = [parts.turns for parts in self._parts.values()]
+        super()._start(launch)
+
+    def _parts_of(self, name: str, checked: _Checked) -> _RoleParts:
+        group, mesh, traffic = f"{self._name}.{name}", checked.role.mesh, self._submitter.traffic
+        submitter = Submitter(self._ownership.workers, checked.cls, mesh, group, name + SEPARATOR, traffic)
+        submitter.meshes = {method: spec.mesh for method, spec in checked.methods.items()}
+        return _RoleParts(checked, group, submitter, self._participant(checked.cls, group, submitter))
+
+    @property
+    def role_names(self) -> tuple[str, ...]:
+        """The names of the roles, in the order in which their workers are constructed."""
+        return tuple(self._parts)
+
+    def role(self, name: str) -> RoleGroup:
+        """The group of a role, as the attribute of that name.
+
+        Raises:
+            UsageError: There is no such role.
+        """
+        if name not in self._parts:
+            raise UsageError(f"{self._name} has no role {name!r}; its roles are {', '.join(self._parts)}")
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = RoleGroup(self, name, self._parts[name])
+        return group
+
+    def restart(self, state: Mapping[str, Any] | None = None) -> None:
+        """End all processes, even busy ones, and start new ones and construct the workers of all roles again.
+
+        Args:
+            state: By role, the value passed to its ``on_restart``; roles that are not named get None.
+
+        Raises:
+            UsageError: ``state`` names no role, or one without ``on_restart``; nothing was done.
+            Exception: All errors of `WorkerGroup.restart`.
+        """
+        self._ownership.check()
+        self._check_hooks("restart", "on_restart", state)
+        super().restart(state)
+
+    def replace(self, rank: int, state: Mapping[str, Any] | None = None) -> None:
+        """End the process of one rank, and start a new one and construct its workers of all roles.
+
+        Args:
+            rank: The rank whose process is replaced.
+            state: By role, the value passed to its ``on_replace``; roles that are not named get None.
+
+        Raises:
+            UsageError: A role has no ``on_replace``, or ``state`` names no role; nothing was done.
+            Exception: All errors of `WorkerGroup.replace`.
+        """
+        self._ownership.check()
+        without = [name for name, parts in self._parts.items() if not _has(parts.checked, "on_replace")]
+        if without:
+            raise UsageError(
+                f"{self._name} does not support the replacement of one rank: define a method on_replace(self, rank, "
+                f"state) in the worker class of {', '.join(without)}, or restart() the whole group"
+            )
+        self._check_hooks("replace", "on_replace", state, rank)
+        super().replace(rank, state)
+
+    def turn(self, *others: GroupOf[Any], timeout: float | None = None) -> NoReturn:
+        """Refuse: each role takes turns of its own, with ``group.actor.turn()``.
+
+        Raises:
+            UsageError: Always.
+        """
+        self._turn_taker()
+
+    def _turn_taker(self) -> NoReturn:
+        raise UsageError(
+            f"the roles of {self._name} take turns, each on its own: with group.{self.role_names[0]}.turn()"
+        )
+
+    def set_default_options(self, /, **options: float | None) -> None:
+        """Set the options of the calls of all roles that do not set them themselves.
+
+        Args:
+            **options: ``timeout`` and ``grace`` in seconds, see `GroupMethod.options`.
+
+        Raises:
+            UsageError: An option is unknown, or its value is not a non-negative number or None.
+        """
+        super().set_default_options(**options)
+        for parts in self._parts.values():
+            parts.submitter.options.update(options)
+
+    def _check_hooks(self, method: str, hook: str, state: Mapping[str, Any] | None, *args: Any) -> None:
+        """Refuse a state that no hook takes, and hooks that do not take it, before anything is done."""
+        for parts in self._parts.values():
+            if _has(parts.checked, hook):
+                cls = parts.checked.cls
+                bind(f"{cls.__name__}.{hook}", signature_without_self(cls, hook), (*args, None), {})
+        if state is None:
+            return
+        if not isinstance(state, Mapping):
+            raise UsageError(f"the state of {method} must be a dict with one value per role, got {state!r}")
+        for name in state:
+            if name not in self._parts or not _has(self._parts[name].checked, hook):
+                raise UsageError(
+                    f"{method}() got a state for {name!r}, but only roles with a method {hook} take one; the roles are "
+                    f"{', '.join(self._parts)}"
+                )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return self.role(name) if name in self.__dict__.get("_parts", ()) else super().__getattr__(name)
+
+    else:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._parts})
+
+
+class RoleGroup(WorkerGroup):
+    """The group of one role: its methods and its mesh, on processes that it shares with the groups of other roles.
+
+    What is about the processes (`restart`, `replace`, `close`, ``with``) is asked of the colocated group.
+    """
+
+    _is_colocated = True
+
+    def __init__(self, colocated: ColocatedGroup, role: str, parts: _RoleParts) -> None:
+        self._colocated = colocated  # lives as long as this
+        self._role = role
+        self._cls = parts.checked.cls
+        self._mesh = parts.checked.role.mesh
+        self._meshes = parts.checked.role.meshes
+        self._name = parts.name
+        self._methods = parts.checked.methods
+        self._submitter = parts.submitter
+        self._pool = colocated._pool
+        self._ownership = colocated._ownership
+        self._turns = parts.turns
+        self._launch = colocated._launch
+
+    @property
+    def workers(self) -> list[Any]:
+        """One object per rank: on Ray the actor that the roles share, without their methods; on ``"local"`` a name with
+        rank and pid; on ``"inprocess"`` the role's own worker.
+
+        On Ray, reading this makes all roles call their workers through actor tasks from then on, which is slower.
+        """
+        handles = super().workers
+        return [handle.roles[self._role] if isinstance(handle, Roles) else handle for handle in handles]
+
+    def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
+        """Call ``callback(error)`` in a background thread soon after a process of the colocated group has died.
+
+        Args:
+            callback: Function of one argument, a `WorkerDied`. Its exceptions are logged.
+        """
+        self._colocated.on_death(callback)
+
+    def restart(self, state: Any = None) -> NoReturn:
+        """Refuse: the roles share their processes, and the colocated group restarts all of them.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise self._shared("restart")
+
+    def replace(self, rank: int, state: Any = None) -> NoReturn:
+        """Refuse: the roles share their processes, and the colocated group replaces one of them for all roles.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise self._shared("replace")
+
+    def close(self) -> None:
+        """Refuse: the roles share their processes, and the colocated group ends them.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise self._shared("close")
+
+    def __enter__(self) -> NoReturn:
+        raise self._shared("close")
+
+    def _shared(self, method: str) -> UsageError:
+        return UsageError(
+            f"{self._name} shares its processes with the other roles; call {method}() of the colocated group, which "
+            "acts on all roles"
+        )
+
+
+def _has(checked: _Checked, hook: str) -> bool:
+    return callable(getattr(checked.cls, hook, None))
+
+
+def _checked_roles(
+    pool: ResourcePool, roles: Mapping[str, Any], meshes: Mapping[str, Mesh | Mapping[str, Mesh]]
+) -> dict[str, _Checked]:
+    if not roles:
+        raise UsageError("colocate needs at least one role, such as actor=Actor")
+    if not isinstance(meshes, Mapping):
+        raise MeshError(f"meshes of colocate must be a dict by role, such as {{'actor': Mesh(dp=2)}}, got {meshes!r}")
+    unknown = [name for name in meshes if name not in roles]
+    if unknown:
+        raise UsageError(f"meshes names {', '.join(map(repr, unknown))}, but the roles are {', '.join(roles)}")
+    found = {}
+    for name, given in roles.items():
+        if not name.isidentifier() or name.startswith("_"):
+            raise UsageError(f"the name of a role must be an identifier without a leading underscore, got {name!r}")
+        if hasattr(ColocatedGroup, name):
+            advice = "give meshes={role: Mesh(...)}" if name == "mesh" else "rename the role"
+            raise UsageError(f"a role cannot be called {name!r}: groups have an attribute of that name; {advice}")
+        try:
+            found[name] = _checked(pool, given, meshes.get(name))
+        except UsageError as error:
+            raise type(error)(f"role {name!r}: {error}") from error.__cause__
+    return found
+
+
+def _checked(pool: ResourcePool, given: Any, meshes: Mesh | Mapping[str, Mesh] | None) -> _Checked:
+    cls, args, kwargs, options = unwrap(*_class_and_arguments(given))
+    if issubclass(cls, GroupOf):
+        raise UsageError(f"{cls.__name__} is a class of groups; give a worker class")
+    registered, size = registrations(cls), pool.world_size
+    check_names(cls, registered, dir(RoleGroup))
+    mesh = checked_mesh(None if isinstance(meshes, Mapping) else meshes, size, pool)
+    named = checked_meshes(meshes if isinstance(meshes, Mapping) else None, size, pool)
+    methods = specs_of(cls, registered, mesh, named)
+    return _Checked(cls, Role(encode_constructor(cls, args, kwargs), mesh, named), methods, options)
+
+
+def _common_options(found: Mapping[str, _Checked]) -> Mapping[str, Any]:
+    """The options of ``@ray.remote`` that the classes of all roles agree about."""
+    common: dict[str, Any] = {}
+    for name, checked in found.items():
+        for option, value in checked.options.items():
+            if common.setdefault(option, value) != value:
+                raise UsageError(
+                    f"the worker classes ask @ray.remote for {option}={common[option]!r} and, in role {name!r}, "
+                    f"{option}={value!r}; roles share their processes, so give all classes the same options"
+                )
+    return common
+
+
+def _class_and_arguments(given: Any) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    if isinstance(given, tuple) and given:
+        return given[0], given[1:], {}
+    return given, (), {}

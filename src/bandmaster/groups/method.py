@@ -1,0 +1,235 @@
+"""`GroupMethod`: a registered method of a group, as `group.method` returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+from bandmaster.calls.future import Claim, Future, claims_of
+from bandmaster.calls.options import FLOW_NAMES, CallOptions, FlowOptions, MethodOptions, default_options
+from bandmaster.calls.spec import MethodSpec
+from bandmaster.calls.submission import Submitter
+from bandmaster.codec import decode, encode
+from bandmaster.contract import RECORD
+from bandmaster.errors import CallTimeout, UsageError
+from bandmaster.flow.flow import Flow
+from bandmaster.flow.stream import Stream
+from bandmaster.plan.arguments import ArgumentGroup, CallPlan, scatter
+from bandmaster.plan.binding import bind, bind_per_rank
+from bandmaster.plan.transfer import (
+    Concat,
+    Custom,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["GroupMethod"]
+
+FLOW = FlowOptions()
+
+P = ParamSpec("P")  # the method's parameters
+C = TypeVar("C", covariant=True)  # what a call returns: its result, or its future
+G = TypeVar("G", covariant=True)  # the result
+
+
+class GroupMethod(Generic[P, C, G]):
+    """A registered method of a worker group: call it, or `submit` it to get a `Future`."""
+
+    def __init__(
+        self,
+        group: object,
+        submitter: Submitter,
+        spec: MethodSpec,
+        options: CallOptions | None = None,
+        flow: FlowOptions = FLOW,
+    ) -> None:
+        self._group = group
+        self._submitter = submitter
+        self._spec = spec
+        self._options = options
+        self._flow = flow
+        self.__dict__.update(spec.described)
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> C:
+        """Call the method on the group. Returns its result, or a `Future` if registered with ``blocking=False``."""
+        result: C = self._send(args, kwargs, waits=self._spec.registration.is_blocking)
+        return result
+
+    def options(self, /, **options: Unpack[MethodOptions]) -> GroupMethod[P, C, G]:
+        """A copy of this group method with other options.
+
+        Args:
+            **options: ``timeout``: seconds that a wait for the result may take before `CallTimeout`; None sets no
+                limit. ``grace``: seconds from the interruption of the call, after a cancel or the failure of a rank,
+                until ranks that still run it are ended; None never ends one. ``maxsize``: how many items of each rank a
+                stream of a generator method has made before they are taken, 2 by default; or, with ``pull``, how many
+                chunks run or are done before they are taken, by default any number. ``pull``: the number of rows of a
+                chunk; chunks go to whichever replica is free, instead of one part to each. The result comes back
+                complete and in the order of the batch, a `stream` in the order in which chunks are done. ``group_by``:
+                the name of the column, or the argument, whose equal values keep rows in one chunk. ``on_error``:
+                ``"return"`` if a chunk that fails is not to fail the call: the result is then a `PartialResult`, and a
+                stream yields failed futures; so does a stream of a generator method, where the items of the other ranks
+                go on. ``record``: a folder, in which each rank stores what it gets, the state of
+                its worker and of random number generators, before it runs the method; ``bandmaster replay`` runs that
+                again in one process. ``record_ranks``: the ranks that do, by default all.
+
+        Raises:
+            UsageError: An option is unknown, or its value is invalid.
+        """
+        limits = {name: value for name, value in options.items() if name not in FLOW_NAMES}
+        flow = {name: value for name, value in options.items() if name in FLOW_NAMES}
+        base = self._options
+        if limits:
+            base = (base or default_options().but(self._submitter.options)).but(limits)
+        made = self._flow.but(flow, self._spec.is_generator)
+        if unknown := set(made.record_ranks or ()).difference(self._spec.ranks):
+            raise UsageError(
+                f"record_ranks names rank {', '.join(map(str, sorted(unknown)))}, but {self._spec.label} runs on ranks "
+                f"{self._spec.ranks[0]} to {self._spec.ranks[-1]}"
+            )
+        return type(self)(self._group, self._submitter, self._spec, base, made)
+
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
+        """Send the call and return its `Future` without waiting.
+
+        Raises:
+            UsageError: The arguments do not fit the method or its protocol; nothing was sent.
+            ResourceError: No memory or descriptor is left for the arguments; nothing was sent.
+        """
+        future: Future[G] = self._send(args, kwargs, waits=False)
+        return future
+
+    def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream:
+        """Send the call, and return an iterator over the results of the ranks as they come.
+
+        The items are futures that are done, one for each rank whose value the protocol collects. If the method is a
+        generator (``yield``), they are its items, each of which is made when the ones before it are taken: see
+        ``maxsize`` of `options`. Other calls may be made meanwhile; a rank runs them between two items.
+
+        Does not wait for the rows of futures among the arguments, or for calls that were submitted before: it is sent
+        when those are there, and what goes wrong then is raised as the stream is iterated over.
+
+        Raises:
+            UsageError: The arguments do not fit the method or its protocol; nothing was sent.
+            ResourceError: No memory or descriptor is left for the arguments.
+
+        Example:
+            >>> import bandmaster as bm
+            >>> class Generator(bm.Worker):
+            ...     @bm.register(bm.Dispatch.DP_PROTO)
+            ...     def squares(self, numbers):
+            ...         for number in numbers:
+            ...             yield number**2
+            >>> with bm.ResourcePool([2], backend="inprocess") as pool:
+            ...     group = bm.WorkerGroup(pool, Generator)
+            ...     sorted((item.rank, item.result()) for item in group.squares.stream([1, 2, 3]))
+            [(0, 1), (0, 4), (1, 9)]
+        """
+        if self._flow.record is not None:
+            raise UsageError(f"a stream cannot be recorded; call {self._spec.name} itself, or leave out record=")
+        parents = self._not_there(args, kwargs)
+        if parents:
+            bind(self._spec.label, self._spec.signature, args, kwargs)  # mistakes are errors now
+        given: tuple[Sequence[Any], Mapping[str, Any]] = args, kwargs
+        if parents or self._submitter.traffic.later.calls or self._flow.pull is not None:
+            given = _as_they_are(args, kwargs)
+        if self._flow.pull is not None:
+            return self._flow_now.chunks(*given, parents)
+        plan = partial(_claimed, claims_of(*given), partial(self._plan, *given))
+        return self._flow_now.stream(plan, parents)
+
+    @property
+    def _flow_now(self) -> Flow:
+        return Flow(self._group, self._submitter, self._spec, self._options, self._flow)
+
+    def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
+        """Decide which argument goes where; the rows of futures among them are there."""
+        spec, protocol = self._spec, self._spec.registration.protocol
+        if not isinstance(protocol, Custom):
+            return spec.plan(args, kwargs, protocol.outgoing)
+        arguments = bind_per_rank(spec.label, spec.signature, self._group, protocol, args, kwargs)
+        return CallPlan(tuple(scatter(arguments, len(spec.ranks), spec.label)))
+
+    def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
+        """Send the call; its future, or its result if the caller ``waits``."""
+        spec, protocol = self._spec, self._spec.registration.protocol
+        collection = spec.collection
+        if spec.is_generator:
+            raise UsageError(
+                f"{spec.label} is a generator: iterate over {spec.name}.stream(...), or return a value instead of yield"
+            )
+        has_futures = Future in map(type, args) or (kwargs and Future in map(type, kwargs.values()))
+        parents = self._not_there(args, kwargs) if has_futures else ()
+        if self._flow.pull is not None:
+            return self._pulled(args, kwargs, parents, waits)
+        plan: CallPlan | Callable[[], CallPlan]
+        if isinstance(protocol, Custom):
+            self._submitter.traffic.later.wait()  # its functions have to see the arguments now
+            plan = self._plan(args, kwargs)
+            collection = collection._replace(finish=partial(protocol.collect, self._group))
+        elif parents or self._submitter.traffic.later.calls:
+            bind(spec.label, spec.signature, args, kwargs)  # mistakes are errors now
+            if not waits:
+                args, kwargs = _as_they_are(args, kwargs)
+            plan = partial(_claimed, claims_of(args, kwargs), partial(spec.plan, args, kwargs, protocol.outgoing))
+        else:
+            plan = spec.plan(args, kwargs, protocol.outgoing)
+        if self._flow.record is not None:
+            plan = self._recorded(plan)
+        keeps = not waits and isinstance(collection.incoming, Concat) and collection.finish is None
+        return self._submitter.submit(
+            self._group, spec.name, plan, spec.ranks, collection, self._options, waits, keeps, parents
+        )
+
+    def _recorded(self, plan: CallPlan | Callable[[], CallPlan]) -> CallPlan | Callable[[], CallPlan]:
+        """A plan by which some ranks record the call."""
+        if not isinstance(plan, CallPlan):
+            return lambda: self._told_to_record(plan())
+        return self._told_to_record(plan)
+
+    def _told_to_record(self, plan: CallPlan) -> CallPlan:
+        ranks = self._spec.ranks if self._flow.record_ranks is None else tuple(self._flow.record_ranks)
+        return plan._replace(groups=(*plan.groups, ArgumentGroup(((RECORD, self._flow.record),), ("record",), ranks)))
+
+    def _pulled(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], parents: Sequence[Future[Any]], waits: bool
+    ) -> Any:
+        """Send the call chunk by chunk; its future, or its result if the caller ``waits``."""
+        if parents or self._submitter.traffic.later.calls:
+            bind(self._spec.label, self._spec.signature, args, kwargs)  # mistakes are errors now
+        if not waits:
+            args, kwargs = _as_they_are(args, kwargs)
+        future = self._flow_now.pulled(args, kwargs, parents, waits)
+        try:
+            return future.result() if waits else future
+        except CallTimeout:
+            raise  # it can still be waited for
+        except BaseException:  # Ctrl-C
+            future.cancel()
+            raise
+
+    @staticmethod
+    def _not_there(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Future[Any]]:
+        """The futures among the arguments of which the rows are not there."""
+        return [value for value in (*args, *kwargs.values()) if type(value) is Future and not value.done()]
+
+    def __repr__(self) -> str:
+        return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"
+
+
+def _claimed(_: Sequence[Claim], plan: Callable[[], CallPlan]) -> CallPlan:
+    """Plan a call that has had claims on the rows that it takes since it was submitted."""
+    return plan()
+
+
+def _as_they_are(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Arguments that later changes of the caller's do not reach."""
+    return [_as_it_is(value) for value in args], {name: _as_it_is(value) for name, value in kwargs.items()}
+
+
+def _as_it_is(value: Any) -> Any:
+    if value is None or isinstance(value, Future | str | int | float | bytes):
+        return value
+    return decode(encode(value).private())

@@ -1,0 +1,202 @@
+"""A future as a handle: what is known of the rows that its call has left on the ranks, and what moves none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from bandmaster.errors import BatchError, UsageError
+from bandmaster.plan.batch import column_of
+from bandmaster.plan.batch_types import Index
+from bandmaster.plan.columns import Schema, ascending
+from bandmaster.plan.render import Cell, svg_bands
+from bandmaster.rows import table as handles
+from bandmaster.rows.table import Table
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Handle", "Place", "index_of"]
+
+MOST_BOXES = 64  # in a drawing
+
+
+class Place(NamedTuple):
+    """Where some rows lie.
+
+    Attributes:
+        method: The method that made them, ``"Class.method"``.
+        rank: The rank that did; None for the controller's own rows.
+        host: Its host.
+        n_rows: How many of them.
+    """
+
+    method: str
+    rank: int | None
+    host: str
+    n_rows: int
+
+
+class Handle:
+    """The operations of a future on rows. They return futures, and are applied when the rows are there."""
+
+    def _table(self) -> Table:
+        """The rows; waits for the call.
+
+        Raises:
+            UsageError: The future has no rows.
+            Exception: As `Future.result`.
+        """
+        raise NotImplementedError
+
+    def _derived(self, what: str, others: Sequence[Handle], make: Callable[[Sequence[Table]], Table]) -> Self:
+        """A future of what ``make`` returns for the rows of this future and of others."""
+        raise NotImplementedError
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The rows themselves."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Number of rows; waits for the call."""
+        return self._table().n_rows
+
+    def __bool__(self) -> bool:
+        """Always true, whether there are rows or not."""
+        return True
+
+    __iter__ = None  # `batches` does what is meant
+
+    @property
+    def schema(self) -> Schema:
+        """The columns by name, None for the only column of rows without names; waits for the call."""
+        return self._table().schema
+
+    @property
+    def nbytes(self) -> int:
+        """Encoded size of the rows in bytes, estimated where rows may differ in size; waits for the call."""
+        return round(handles.nbytes_of(self._table()))
+
+    @property
+    def where(self) -> tuple[Place, ...]:
+        """The rank and host that keeps each part of the rows; waits for the call."""
+        found = handles.rows_by_part(self._table()).values()
+        return tuple([Place(part.kept.origin.method, part.rank, part.kept.origin.host, n) for part, n in found])
+
+    def _drawing(self) -> str | None:
+        """Where the rows lie, as an SVG; None if there are too many places for one."""
+        places = self.where
+        if not 0 < len(places) <= MOST_BOXES:
+            return None
+        methods = dict.fromkeys(place.method for place in places)
+        bands = [
+            (method.rpartition(".")[2], [_box(place) for place in places if place.method == method])
+            for method in methods
+        ]
+        columns = ", ".join(str(name) for name in self.schema if name is not None)
+        return svg_bands(f"{len(self)} rows", columns, bands)
+
+    def __getitem__(self, rows: Any) -> Self:
+        """Some of the rows.
+
+        Args:
+            rows: A slice, the numbers of rows, or a boolean for each row.
+        """
+        if not isinstance(rows, slice) and np.ndim(rows) != 1:
+            raise UsageError(
+                f"the rows of a future are selected by a slice, an array of numbers or a boolean mask, got {rows!r}; "
+                "rows[i:i+1] is a single one"
+            )
+        chosen = rows if isinstance(rows, slice) else np.array(rows)  # which the caller may change
+        return self._derived("rows", (), lambda tables: handles.take(tables[0], index_of(chosen, tables[0].n_rows)))
+
+    def select(self, *names: Hashable) -> Self:
+        """The rows with these columns alone, in this order."""
+        return self._columns("select", lambda known: {name: name for name in names}, names)
+
+    def drop(self, *names: Hashable) -> Self:
+        """The rows without these columns."""
+        return self._columns("drop", lambda known: {name: name for name in known if name not in names}, names)
+
+    def rename(self, names: Mapping[Any, Hashable] | None = None, /, **more: str) -> Self:
+        """The rows with other names for some columns: ``rename(old="new")``, or ``rename({0: "new"})``."""
+        new = {**(names or {}), **more}
+        return self._columns("rename", lambda known: {new.get(name, name): name for name in known}, tuple(new))
+
+    def _columns(self, what: str, choose: Callable[[Sequence[Any]], dict[Any, Any]], asked: Sequence[Hashable]) -> Self:
+        def make(tables: Sequence[Table]) -> Table:
+            (table,) = tables
+            handles.check_named(table, "rows", what)
+            known = list(table.schema)
+            missing, listed = [name for name in asked if name not in known], ", ".join(map(str, known))
+            if missing:
+                raise BatchError(f"cannot {what} {', '.join(map(repr, missing))}: the columns are {listed}")
+            chosen = choose(known)
+            if what == "rename" and len(chosen) < len(known):
+                raise BatchError(f"two columns would have one name after rename: the columns are {listed}")
+            return handles.select(table, chosen)
+
+        return self._derived(what, (), make)
+
+    def join(self, *others: Handle) -> Self:
+        """The rows with the columns of other futures, which have the same rows, beside their own."""
+        return self._derived("join", others, lambda tables: handles.join(tables, _labels("rows", len(tables))))
+
+    def repeat(self, n: int) -> Self:
+        """Every row ``n`` times, one copy next to the other."""
+        return self._derived(
+            "repeat", (), lambda tables: handles.take(tables[0], handles.repeated(tables[0].n_rows, n))
+        )
+
+    def shuffle(self, seed: int) -> Self:
+        """The rows in an order that depends on the seed and their number alone."""
+        return self._derived(
+            "shuffle", (), lambda tables: handles.take(tables[0], handles.shuffled(tables[0].n_rows, seed))
+        )
+
+    def batches(self, n: int) -> Iterator[Self]:
+        """The rows in futures of ``n`` rows each, the last one perhaps of fewer; waits for the call."""
+        if n < 1:
+            raise UsageError(f"batches have at least one row, got n={n}")
+        for start in range(0, len(self), n):
+            yield self[start : start + n]
+
+    def sort_by(self, name: Hashable) -> Self:
+        """The rows in ascending order of a column, which comes to the controller; equal ones stay in their order."""
+        return self[ascending(column_of(self.select(name).result(), name))]
+
+
+def index_of(rows: Any, n_rows: int) -> Index:
+    """The numbers of the rows that a slice, numbers or a mask select.
+
+    Raises:
+        BatchError: There is no such row, or the mask has another length.
+    """
+    if isinstance(rows, slice):
+        chosen = range(n_rows)[rows]
+        return chosen if chosen.step == 1 else np.arange(chosen.start, chosen.stop, chosen.step)
+    index = np.asarray(rows)
+    if index.dtype == bool:
+        if len(index) != n_rows:
+            raise BatchError(f"a mask of {len(index)} booleans was given for {n_rows} rows; give one for each row")
+        return np.flatnonzero(index)
+    if not len(index):
+        return range(0)
+    if not np.issubdtype(index.dtype, np.integer):
+        raise BatchError(f"rows are selected by integers or booleans, got {index.dtype}")
+    wrong = index[(index < -n_rows) | (index >= n_rows)]
+    if len(wrong):
+        raise BatchError(f"there is no row {wrong[0]} among {n_rows} rows")
+    index = index.astype(np.int64)  # in which a number of rows has room
+    return np.where(index < 0, index + n_rows, index)
+
+
+def _box(place: Place) -> Cell:
+    who = "controller" if place.rank is None else f"rank {place.rank}"
+    return Cell((who, f"{place.n_rows} row{'s' if place.n_rows != 1 else ''}"), place.rank or 0)
+
+
+def _labels(what: str, n: int) -> list[str]:
+    return [f"{what} {number}" for number in range(n)]

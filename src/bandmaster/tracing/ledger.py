@@ -1,0 +1,153 @@
+"""The ledger: records of all calls, as long as a trace is made."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bandmaster.contract import Workers
+from bandmaster.errors import UsageError
+from bandmaster.plan.render import text_table
+from bandmaster.tracing.perfetto import events
+from bandmaster.tracing.records import CallRecord, CallTable, mean_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Trace", "calls_of", "recording", "trace"]
+
+
+class Trace:
+    """Records calls until it is stopped; `trace` begins one.
+
+    Attributes:
+        calls: What was recorded, in the order of submission.
+    """
+
+    def __init__(self, path: str | Path | None) -> None:
+        self._path = None if path is None else Path(path)
+        self._records: list[CallRecord] = []
+        self._numbers = itertools.count()
+        self._origin_ns = time.monotonic_ns()
+        self._is_stopped = False
+
+    @property
+    def calls(self) -> CallTable:
+        """What was recorded, in the order of submission."""
+        return CallTable(sorted(self._records, key=lambda record: record.number))
+
+    def begin(self, group: str, method: str, workers: Workers) -> CallRecord:
+        """The record of a call that is being submitted."""
+        record = CallRecord(next(self._numbers), group, method, self._origin_ns, workers)
+        self._records.append(record)
+        return record
+
+    def stop(self) -> None:
+        """Record no more, and write the file if there is a path. Stopping twice does nothing."""
+        if recording.trace is self:
+            recording.trace = None
+        was_stopped, self._is_stopped = self._is_stopped, True
+        if not was_stopped and self._path is not None:
+            self.save(self._path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def summary(self) -> str:
+        """A table of the methods: their calls, and which share of their time was spent on what.
+
+        ``send`` is planning, encoding and sending in the controller; ``wait`` is what the slowest rank has queued;
+        ``run`` is the mean of the ranks; ``skew`` is what the slowest has run beyond that; ``return`` is the rest:
+        encoding, moving and joining of values.
+        """
+        by_method: dict[str, list[CallRecord]] = {}
+        for record in self._records:
+            if record.seconds is not None and record.ranks:
+                by_method.setdefault(record.method, []).append(record)
+        rows = [[method, *_shares(records)] for method, records in by_method.items()]
+        return text_table("methods", ["method", "calls", "s", "send", "wait", "run", "skew", "return", "bytes"], rows)
+
+    def __repr__(self) -> str:
+        return self.summary()
+
+    def save(self, path: str | Path) -> None:
+        """Write a file that https://ui.perfetto.dev opens: a track for each rank, arrows from call to call.
+
+        Source: the Trace Event Format of Chromium, as JSON.
+        """
+        Path(path).write_text(json.dumps({"traceEvents": list(events(self.calls)), "displayTimeUnit": "ms"}))
+
+
+class _Recording:
+    """The trace that records now."""
+
+    trace: Trace | None = None
+    last: Trace | None = None
+
+
+recording = _Recording()
+
+
+def trace(path: str | Path | None = None) -> Trace:
+    """Begin to record the calls of all groups: what each rank has spent on each, and the bytes that have moved.
+
+    Args:
+        path: A file that is written when the trace is stopped, for https://ui.perfetto.dev; None writes none.
+
+    Returns:
+        The trace. It is a context manager that stops it; ``trace.calls``, and `WorkerGroup.calls` for one group, are
+        tables of calls, and ``print(trace)`` shows which share of the time each method has spent on what.
+
+    Raises:
+        UsageError: A trace records already.
+
+    Example:
+        >>> import bandmaster as bm
+        >>> class Adder(bm.Worker):
+        ...     @bm.register(bm.Dispatch.DP_PROTO)
+        ...     def double(self, rows): return [2 * row for row in rows]
+        >>> with bm.ResourcePool([2], backend="inprocess") as pool, bm.trace() as trace:
+        ...     group = bm.WorkerGroup(pool, Adder)
+        ...     group.double([1, 2, 3])
+        ...     [(call.method, sorted(call.ranks)) for call in group.calls()]
+        [2, 4, 6]
+        [('Adder.double', [0, 1])]
+    """
+    if recording.trace is not None:
+        raise UsageError("a trace records already; stop() it, or leave its with block, before the next one begins")
+    recording.trace = recording.last = Trace(path)
+    return recording.trace
+
+
+def calls_of(group: str) -> CallTable:
+    """The calls of a group in the present trace, or in the last one.
+
+    Raises:
+        UsageError: There was none.
+    """
+    if recording.last is None:
+        raise UsageError("no calls were recorded: make them in a block of `with bandmaster.trace():`")
+    return CallTable(record for record in recording.last.calls if record.group == group)
+
+
+def _shares(records: Sequence[CallRecord]) -> list[str]:
+    """The columns of a method in the summary."""
+    total = sum(record.seconds or 0.0 for record in records)
+    send = sum((record.sent or record.encoded) - record.begun for record in records)
+    ranks = [record.ranks.values() for record in records]
+    wait = sum(max(times.queued for times in each) for each in ranks)
+    run = sum(mean_of(each, "ran") or 0.0 for each in ranks)
+    skew = sum(max(times.ran for times in each) for each in ranks) - run
+    parts = [send, wait, run, skew, max(0.0, total - send - wait - run - skew)]
+    nbytes = sum(record.sent_nbytes + record.returned_nbytes for record in records)
+    read = sum(sum(record.read_nbytes.values()) for record in records)
+    shares = [f"{part / total:.0%}" if total else "-" for part in parts]
+    moved = f"{nbytes:,} through the controller" + (f", {read:,} read by reference" if read else "")
+    return [str(len(records)), f"{total:.3f}", *shares, moved]

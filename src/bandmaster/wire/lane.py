@@ -1,0 +1,343 @@
+"""A lane: the direct channel between the controller and one worker on the same host.
+
+One Unix socket of sequenced packets; nothing is named and no port is opened. A message is a body, which may be the
+same for many workers and is then encoded once, behind a small part for this worker alone::
+
+    message   = length of control (4 bytes) │ control │ body        + descriptors
+    control   = (ids that the body names, segments new to the reader, ids closed by the writer,
+                 ids the sender has nothing left in, the same, but a fork of it may have, ids it could not open)
+    body      = whatever the two ends agree on (see `bandmaster.wire.messages`)
+
+Small payloads travel inside the body; larger ones lie in segments, which the body names by number: the head of a
+payload is the first chunk, its buffers are the others.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import fcntl
+import os
+import pickle
+import socket
+import struct
+import termios
+from collections.abc import Sequence
+from typing import Any
+
+from bandmaster.codec import Payload
+from bandmaster.wire.channel import INLINE_NBYTES, Buffer, Closed, inline
+from bandmaster.wire.segments import Lease, Segment, SegmentReader, SegmentWriter
+
+__all__ = ["LENGTH_NBYTES", "Lane", "lane_pair", "set_buffer"]
+
+BUFFER_NBYTES = 208 * 1024  # of a socket: the largest message, and what the kernel adds to it
+MAX_DESCRIPTORS = 64  # in one message
+MAX_IDS = 512  # of segments, of each kind, in the control part of one message
+
+_SO_SNDBUFFORCE = 32  # asm-generic/socket.h: as SO_SNDBUF, past the limit, for a process with CAP_NET_ADMIN
+_SEND_FLAGS = int(socket.MSG_NOSIGNAL)
+_TRUNCATED = int(socket.MSG_CTRUNC)
+_DONT_WAIT = int(socket.MSG_DONTWAIT)
+_RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
+_RECEIVE_NOW_FLAGS = _RECEIVE_FLAGS | _DONT_WAIT
+_LENGTH = struct.Struct("<I")
+_NO_BODY = _LENGTH.pack(0)  # a message that carries descriptors for the next one, or tells of ended leases
+LENGTH_NBYTES = _LENGTH.size  # of a message's control, before that
+_ANCILLARY_NBYTES = (socket.CMSG_SPACE(4 * MAX_DESCRIPTORS),)
+
+
+def lane_pair() -> tuple[socket.socket, socket.socket]:
+    """Make the two ends of a lane.
+
+    Raises:
+        OSError: There is no descriptor for them, or the host's socket buffers are too small.
+    """
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        for end in ends:
+            set_buffer(end)
+    except OSError:
+        for end in ends:
+            end.close()
+        raise
+    return ends
+
+
+def set_buffer(sock: socket.socket) -> None:
+    """Give a socket the buffer that messages need, whatever the host's default is.
+
+    Raises:
+        OSError: The host does not allow one of that size.
+
+    Source: socket(7): the kernel doubles the size that is set, and ``net.core.wmem_max`` bounds it before that.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_NBYTES // 2)
+    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < BUFFER_NBYTES:
+        with contextlib.suppress(PermissionError):
+            sock.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, BUFFER_NBYTES // 2)
+    given = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    if given < BUFFER_NBYTES:
+        raise OSError(
+            errno.ENOBUFS,
+            f"a socket needs a send buffer of {BUFFER_NBYTES:,} bytes, and this host allows {given:,}; raise the "
+            f"limit: sysctl -w net.core.wmem_max={BUFFER_NBYTES // 2}",
+        )
+
+
+class Lane:
+    """One end of a lane.
+
+    Args:
+        sock: The socket; it is owned from here on.
+        writer: The segments of this side, which other lanes may share.
+        reader_id: How the other end is known to ``writer``.
+        blocks: Whether sending waits while the other end does not read.
+        is_only_reader: Whether no other lane shares ``writer``: then a segment's descriptor is closed once the other
+            end has it.
+    """
+
+    shares_memory = True
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        writer: SegmentWriter,
+        reader_id: int = 0,
+        blocks: bool = True,
+        is_only_reader: bool = False,
+    ) -> None:
+        self.socket = sock
+        self.reader = SegmentReader()
+        self.writer = writer
+        self._reader_id = reader_id
+        self._attached: set[int] = set()
+        writer.on_close.append(self._segment_closed)
+        self._closed_ids: list[int] = []
+        self._returned: list[int] = []  # segments in which nothing lies any more, as the other end is to be told
+        self._forked: list[int] = []  # the same, but forks of this process may read them
+        self._unusable: list[int] = []  # segments of the other end's that could not be opened
+        self._news = self._closed_ids, self._returned, self._forked, self._unusable
+        self._claims: dict[int, Any] = {}  # on segments that the last body names, until they are taken
+        self._unopened = ""  # why segments of the next body could not be opened
+        self._is_only_reader = is_only_reader
+        self.body: memoryview | None = None  # what was received last
+        self._received: list[Any] = []  # at most one message, which lies in the buffer
+        self._patience_s: float | None = None
+        self._send_flags = _SEND_FLAGS | (0 if blocks else _DONT_WAIT)
+        self._buffer: Buffer | None = None
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self.socket.fileno()
+
+    def wait_at_most(self, seconds: float | None) -> None:
+        """Set how long `receive` blocks, in seconds; None, as at first, for ever."""
+        if seconds != self._patience_s:
+            whole, rest = divmod(seconds or 0.0, 1.0)  # zero is what the kernel takes for ever to be
+            self.socket.setsockopt(
+                socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(whole), int(rest * 1e6))
+            )
+            self._patience_s = seconds
+
+    def waiting_nbytes(self) -> int:
+        """Bytes that were sent to this end and that it has not received."""
+        answer = fcntl.ioctl(self.socket, termios.FIONREAD, bytes(4))
+        return int.from_bytes(answer, "little")
+
+    def send(self, message: bytes, segments: Sequence[Segment] = ()) -> None:
+        """Send a message: a body with four zero bytes before it. The segments that it names are leased already.
+
+        Raises:
+            Closed: The other end is gone.
+            BlockingIOError: The other end does not read, and this one does not wait; the lane is as it was.
+            OSError: The message could not be sent; the lane is as it was.
+        """
+        new = [segment for segment in segments if segment.id not in self._attached] if segments else segments
+        if not (segments or self._claims or self.reader.leases.has_records or any(self._news)):
+            try:
+                self.socket.send(message, self._send_flags)
+            except ConnectionError:
+                raise Closed from None
+            return
+        self._claims = {}  # this end is done with what it has received
+        self._note_returned()
+        while len(new) > MAX_DESCRIPTORS:
+            self._send_with_control(_NO_BODY, new[:MAX_DESCRIPTORS])
+            new = new[MAX_DESCRIPTORS:]
+        self._send_with_control(message, new, [segment.id for segment in segments])
+
+    def _send_with_control(self, message: bytes, new: Sequence[Segment], named: Sequence[int] = ()) -> None:
+        """Send a message, with what there is to tell of segments; no more of them are new than fit."""
+        about_new = [(segment.id, segment.nbytes, segment.is_kept) for segment in new]
+        about_old = [ids[:MAX_IDS] for ids in self._news]
+        control = pickle.dumps((named, about_new, *about_old), protocol=5)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [s.fd for s in new]))] if new else []
+        parts: list[bytes | memoryview] = [_LENGTH.pack(len(control)), control, memoryview(message)[LENGTH_NBYTES:]]
+        try:
+            self.socket.sendmsg(parts, rights, self._send_flags)
+        except ConnectionError:
+            raise Closed from None
+        for ids in self._news:
+            del ids[:MAX_IDS]
+        self._attached.update([segment.id for segment in new])
+        if self._is_only_reader:
+            for segment in new:
+                segment.close_descriptor()
+
+    def _note_returned(self) -> None:
+        """Note ended leases; segments that a fork of this process may read must not be used again."""
+        for number in self.reader.leases.drain():
+            (self._forked if self.reader.was_forked(number) else self._returned).append(number)
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether this end has leases that the other one takes for such."""
+        return bool(self.reader.leases)
+
+    def tell(self) -> bool:
+        """Tell the other end of leases that have ended, if it reads; False if no lease was left, ended or not."""
+        has_leases = self.has_leases or any(self._news)
+        with contextlib.suppress(Closed, OSError):
+            while self.reader.leases.has_records or any(self._news):
+                self.send(_NO_BODY)
+        return has_leases
+
+    def lease(self, segments: Sequence[Segment]) -> None:
+        """Note the other end's leases on segments that it is about to be sent."""
+        for segment in segments:
+            self.writer.lease(segment, self._reader_id)
+
+    def end_leases(self, segments: Sequence[Segment]) -> None:
+        """End leases of the other end on segments that it was not sent."""
+        self.writer.end_leases([segment.id for segment in segments], self._reader_id)
+
+    def _segment_closed(self, number: int) -> None:
+        """Have the other end unmap a closed segment; the next message tells it."""
+        if number in self._attached:
+            self._attached.remove(number)
+            self._closed_ids.append(number)
+
+    def receive(self, block: bool = True, buffer: Buffer | None = None) -> memoryview | None:
+        """The next body, valid until the next one is received; None when there is none in time, or if not ``block``.
+
+        An exception that a signal handler raises here loses no message: the next call returns it.
+
+        Args:
+            block: Whether to wait for it.
+            buffer: Where it is to lie; by default in one that this lane keeps.
+
+        Raises:
+            Closed: The other end is gone.
+            OSError: A segment that came with it cannot be opened here; `body` is there nevertheless.
+        """
+        flags = _RECEIVE_FLAGS if block else _RECEIVE_NOW_FLAGS
+        if buffer is None:
+            buffer = self._buffer = self._buffer or Buffer()
+        while True:
+            while not self._received:
+                try:  # one call of C code reads and stores, so that an exception of a handler loses no message
+                    self._received.extend(map(self.socket.recvmsg_into, (buffer.memory,), _ANCILLARY_NBYTES, (flags,)))
+                except BlockingIOError:
+                    return None
+                except ConnectionResetError:  # once, if the other end left messages unread; what it sent is behind that
+                    continue
+            n, ancillary, message_flags, _ = self._received[0]
+            if not n:
+                raise Closed
+            (n_control,) = _LENGTH.unpack_from(buffer.view)
+            body = buffer.view[LENGTH_NBYTES + n_control : n]
+            self.body = body or self.body
+            self._received.clear()
+            self._claims = {}
+            if n_control:
+                self._take_control(buffer.view[LENGTH_NBYTES : LENGTH_NBYTES + n_control], ancillary, message_flags)
+            if len(body):
+                if self._unopened:
+                    self._refuse()
+                return body
+            self.tell()  # which segments were closed because of that
+
+    def pack(self, payload: Payload, is_kept: bool = False) -> tuple[Any, list[Segment]]:
+        """Make the part of a body that names a payload: its bytes, or the number of the segment that it is written to.
+
+        Args:
+            payload: The payload.
+            is_kept: Whether the other end is to hold the segment, rather than to map it.
+
+        Raises:
+            OSError: There is no memory or no descriptor for it.
+        """
+        if payload.nbytes <= INLINE_NBYTES:
+            return inline(payload), []
+        segment = self.writer.write([payload.head, *payload.buffers], is_kept)
+        return segment.id, [segment]
+
+    def unpack(self, part: Any) -> Payload:
+        """The payload that a part of a body names, in memory of this end's own."""
+        if type(part) is int:
+            head, *buffers = self.reader.chunks(part, self._claims.pop(part))
+            return Payload(head, tuple(buffers))
+        return Payload(*part)
+
+    def claim(self, part: int) -> Lease:
+        """The claim on the kept segment that a part of a body names."""
+        lease: Lease = self._claims.pop(part)
+        return lease
+
+    def close(self) -> None:
+        """Close this end. Arrays that came by it stay as they are."""
+        self.socket.close()
+        self.reader.close()
+        if self._segment_closed in self.writer.on_close:
+            self.writer.on_close.remove(self._segment_closed)
+        self.writer.forget_reader(self._reader_id)
+
+    def _take_control(self, control: memoryview, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
+        """Take what a message tells of segments, the new ones, and the claims on those that it names."""
+        named, new, closed, returned, forked, unusable = pickle.loads(control)
+        self.writer.end_leases(returned, self._reader_id)
+        self._attached.difference_update(unusable)
+        self.writer.end_leases([*forked, *unusable], self._reader_id, is_spoiled=True)
+        self.reader.forget(closed)
+        if new:
+            self._attach(new, ancillary, flags)
+        for number in named:
+            if self.reader.knows(number):
+                self._claims[number] = self.reader.lease(number)
+            else:  # it could not be opened
+                self._unusable.append(number)
+
+    def _attach(
+        self, new: Sequence[tuple[int, int, bool]], ancillary: Sequence[tuple[int, int, bytes]], flags: int
+    ) -> None:
+        """Take segments that are new, or the reason why they cannot be opened."""
+        descriptors = _descriptors(ancillary)
+        is_truncated = flags & _TRUNCATED or len(descriptors) != len(new)
+        reason = "no descriptor is left for it; raise the limit on open files (ulimit -n)" if is_truncated else ""
+        while descriptors:
+            fd = descriptors.pop(0)
+            try:
+                if reason:
+                    os.close(fd)
+                else:
+                    self.reader.attach(new[-1 - len(descriptors)][0], fd, *new[-1 - len(descriptors)][1:])
+            except OSError as error:
+                reason = f"{error}; keep fewer arrays, or raise the limit on mappings (sysctl vm.max_map_count)"
+        if reason:
+            self.reader.forget([number for number, _, _ in new])
+            self._unopened = reason
+
+    def _refuse(self) -> None:
+        """Raise OSError: segments that have come with this body, or before it, could not be opened."""
+        reason, self._unopened = self._unopened, ""
+        raise OSError(errno.EMFILE, f"a segment of shared memory cannot be opened: {reason}")
+
+
+def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)

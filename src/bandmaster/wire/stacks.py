@@ -1,0 +1,94 @@
+"""Makes the stacks that faulthandler writes readable: the user's threads, innermost frame last, with source lines.
+
+Behind them, a worker whose Python code can run tells of the tasks of its event loop: `TASKS`, and a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from bandmaster.errors.failure import with_source_lines
+
+__all__ = ["TASKS", "can_tell_of_tasks", "readable", "tells_of_tasks"]
+
+TASKS = "\n\nTasks: "
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+_LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OTHER_THREADS = "\n  in another thread:\n"  # between the stack of the thread that runs the methods, and others
+_IDLE = "  idle: it runs no method"
+_WAITS = "  idle: it waits for the ranks that still run a call which failed here"
+_AT_THE_FENCE = f"{_PACKAGE}worker_process/loop.py _wait_at_the_fence\n"
+_NEXT_CALL = f"{_PACKAGE}worker_process/loop.py _run\n{_PACKAGE}transport/lane.py receive\n"
+_NEXT_TASK = "/ray/_private/worker.py main_loop\n"
+_AWAITS = f"{_PACKAGE}worker_process/executor.py _await\n"  # where that thread waits for async methods
+_CURRENT = "Current thread"  # the one that the signal reached: the main thread, if it can be
+
+
+def readable(text: str) -> str:
+    """The stack of the thread that runs the methods, without this library's outermost frames, or that it is idle; of
+    the coroutine that it waits for; of other threads that run a user's code, and of other tasks."""
+    text, _, told = text.partition(TASKS)
+    told, is_whole, _ = told.partition("\n")  # a worker that is asked by several tells all of them
+    awaited, tasks = map(with_source_lines, json.loads(told) if is_whole else ("", ""))
+    threads = list(_threads(text))
+    others = [frames for heading, frames in threads if not heading.startswith(_CURRENT) and any(map(_is_users, frames))]
+    mine = [frames for heading, frames in threads if heading.startswith(_CURRENT)]
+    shown = [awaited] if awaited else [_waits(frames) or _shown(frames) for frames in mine]
+    return "\n".join(filter(None, [_OTHER_THREADS.join(filter(None, [*shown, *map(_shown, others)])), tasks]))
+
+
+def can_tell_of_tasks(text: str) -> bool:
+    """Whether the thread that runs the methods waits in Python code of this library, so that it can tell of tasks."""
+    mine = [frames for heading, frames in _threads(text) if heading.startswith(_CURRENT)]
+    ends = _NEXT_CALL, _AT_THE_FENCE
+    return any(_places(frames[-2:]).endswith(ends) or _AWAITS in _places(frames[-4:]) for frames in mine)
+
+
+def tells_of_tasks(text: str) -> bool:
+    """Whether all that a worker tells of tasks is there."""
+    return "\n" in text.partition(TASKS)[2]
+
+
+def _threads(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
+    """Yield the heading of each thread, and its frames, outermost first."""
+    for block in text.split("\n\n"):
+        heading, *lines = block.strip("\n").split("\n")
+        yield heading, [match for match in map(_FRAME.match, reversed(lines)) if match]
+
+
+def _waits(frames: list[re.Match[str]]) -> str:
+    """What is shown of a thread that waits for the next call, or until it may begin one, or for a task of Ray."""
+    innermost = _places(frames[-2:])
+    if innermost.endswith(_AT_THE_FENCE):
+        return _WAITS
+    return _IDLE if innermost.endswith((_NEXT_CALL, _NEXT_TASK)) else ""
+
+
+def _places(frames: list[re.Match[str]]) -> str:
+    return "".join(f"{frame['file']} {frame['function']}\n" for frame in frames)
+
+
+def _shown(frames: list[re.Match[str]]) -> str:
+    return "\n".join(map(_with_source, _users_part(frames)))
+
+
+def _users_part(frames: list[re.Match[str]]) -> list[re.Match[str]]:
+    """The frames inside this library's innermost frame; all frames if that is the innermost of all."""
+    ours = [n for n, frame in enumerate(frames) if frame["file"].startswith(_PACKAGE)]
+    return frames[ours[-1] + 1 :] or frames if ours else frames
+
+
+def _is_users(frame: re.Match[str]) -> bool:
+    return not frame["file"].startswith((_PACKAGE, "<frozen", *_LIBRARIES))
+
+
+def _with_source(frame: re.Match[str]) -> str:
+    place = f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}'
+    source = linecache.getline(frame["file"], int(frame["line"])).strip() if frame["line"].isdigit() else ""
+    return f"{place}\n    {source}" if source else place
