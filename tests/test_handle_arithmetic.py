@@ -16,7 +16,7 @@ def kept(values):
     """The result of a call that has left a value on each rank."""
     n_rows = [len(value["a"]) for value in values]
     parts = tuple(handles.Part(rank, n, 0, value) for rank, (n, value) in enumerate(zip(n_rows, values, strict=True)))
-    result = handles.Result("Actor.rows", parts, schema_of(values[0]))
+    result = handles.ResultRows("Actor.rows", parts, schema_of(values[0]))
     return handles.Taken(result, range(sum(n_rows)))
 
 

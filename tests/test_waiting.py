@@ -8,7 +8,7 @@ import pytest
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
-from bandmaster.calls.pending import PendingCall
+from bandmaster.calls.call import Call
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -73,14 +73,14 @@ def test_a_callback_comes_though_another_thread_reads_the_reply(groups):
 
 def test_a_callback_comes_though_another_thread_has_taken_the_replies_without_making_the_result(groups, monkeypatch):
     """As a thread does that waits for a later call: it takes the replies of earlier ones."""
-    take, wait, told, has_looked = PendingCall._take, PendingCall.wait, threading.Event(), threading.Event()
+    take, wait, told, has_looked = Call._take, Call.wait, threading.Event(), threading.Event()
 
     def take_all(call, timeout_s):
         while threading.current_thread() is driving and call.tickets:
             take(call, 0.05)
             if not call.tickets:
                 has_looked.clear()
-                call.on_done()  # as the last ticket has done
+                call.on_news()  # as the last ticket has done
                 assert has_looked.wait(10), "the thread of all callbacks has found the call in use"
         take(call, timeout_s)
 
@@ -91,8 +91,8 @@ def test_a_callback_comes_though_another_thread_has_taken_the_replies_without_ma
 
     future = groups[0].sleep.submit(0.3)
     driving = threading.Thread(target=future._call.drive)
-    monkeypatch.setattr(PendingCall, "_take", take_all)
-    monkeypatch.setattr(PendingCall, "wait", look)
+    monkeypatch.setattr(Call, "_take", take_all)
+    monkeypatch.setattr(Call, "wait", look)
     future.add_done_callback(lambda _: told.set())
     driving.start()
     driving.join()

@@ -3,5 +3,5 @@
 ::
 
     method ── spec ── plan ──► submission ── encoding, row_arguments ──► Workers.put, Workers.call
-                                   └──► PendingCall ── reads replies, escalates, collects ──► Future
+                                   └──► Call ── reads replies, escalates, collects ──► Future
 """

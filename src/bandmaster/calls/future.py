@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 from weakref import finalize, ref
 
-from bandmaster.calls.derived import DerivedCall
+from bandmaster.calls.derived import Derived
 from bandmaster.calls.interruption import WaitedFor, note_calls
-from bandmaster.calls.later import LaterCall
-from bandmaster.calls.outcome import Outcome, awaited
-from bandmaster.calls.pending import PendingCall
+from bandmaster.calls.result import Result, awaited
 from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, ResourceError, UsageError
 from bandmaster.plan.batch import add_batch_type, column_of
 from bandmaster.plan.batch_types import BatchType, Index
@@ -58,10 +55,8 @@ class Future(Handle, Generic[T]):
     _was_released = False  # by the user; those that have claims may still take the rows
     _is_released = False
 
-    def __init__(self, call: Outcome, owner: object = None) -> None:
+    def __init__(self, call: Result, owner: object = None) -> None:
         self._call = call
-        if type(call) is LaterCall:
-            call.on_sent = self._stand_for
         self._owner = owner  # lives as long as this
         self.rank: int | None = None
         self.numbers: Index | None = None
@@ -85,18 +80,17 @@ class Future(Handle, Generic[T]):
             CallCancelled: The call was cancelled.
         """
         deadline = self._wait(timeout)
-        if self._call.error is None and self._call.keeps_rows:
-            if self._was_released and not self._is_released:  # other calls have still to take them
-                raise released_rows(self._call.site.method)
-            try:
-                self._call.bring_rows(deadline)
-            except CallTimeout as late:
-                late.future = self
-                raise
-        if self._call.error is not None:
-            raise self._call.error
-        outcome: T = self._call.outcome
-        return outcome
+        call = self._call
+        if call.keeps_rows and self._was_released and not self._is_released:  # other calls have still to take them
+            if (done := call.done) is not None and done.error is not None:
+                raise done.error
+            raise released_rows(call.site.method)
+        try:
+            value: T = call.value(deadline)
+        except CallTimeout as late:
+            late.future = self
+            raise
+        return value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the call, and return its exception; None if it succeeded.
@@ -107,10 +101,9 @@ class Future(Handle, Generic[T]):
         Raises:
             CallTimeout: A rank did not reply in time.
         """
-        deadline = self._wait(timeout)
-        if self._call.error is None and self._call.keeps_rows and self._call.rows_are_here:
-            self._call.bring_rows(deadline)  # it costs little to know whether they can be joined
-        return self._call.error
+        self._wait(timeout)
+        self._call.check_small_rows()  # it costs little to know whether they can be joined
+        return _error_of(self._call)
 
     def _wait(self, timeout: float | None) -> Deadline:
         """Wait for the call; returns the deadline, by which its rows have to come as well."""
@@ -128,7 +121,7 @@ class Future(Handle, Generic[T]):
 
     def _waited_for(self) -> WaitedFor:
         """What the notes of a KeyboardInterrupt say about this call."""
-        first = awaited(self._call)
+        first = awaited([self._call])
         return WaitedFor(self._call.site.method, first.missing if first is not None else (), self._call.late)
 
     def _late(self, timeout_s: float) -> CallTimeout:
@@ -159,7 +152,7 @@ class Future(Handle, Generic[T]):
             UsageError: A signal handler called this during an operation of the group.
         """
         self._call.drive()  # what has been answered counts
-        if self._call.is_done or self._call.is_over:
+        if self._call.done is not None or self._call.is_over:
             return False
         return self._call.cancel()
 
@@ -181,7 +174,7 @@ class Future(Handle, Generic[T]):
             self._run_callbacks()
         elif not self._is_watched:
             self._is_watched = True
-            self._watch()
+            self._call.watch(self._look_again)
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in an event loop, and return or raise as `result`. Cancelling the task that waits cancels the call."""
@@ -210,15 +203,9 @@ class Future(Handle, Generic[T]):
             raise
         return self.result()
 
-    def _watch(self) -> None:
-        """Have the callbacks run when the call is done, though no thread waits for it."""
-        self._call.watch(partial(self._look_again, self._call))
-
-    def _look_again(self, before: Outcome) -> None:
+    def _look_again(self) -> None:
         if self.done():
             self._run_callbacks()
-        elif self._call is not before:  # which was to be sent later, and now is
-            self._watch()
 
     def _run_callbacks(self) -> None:
         while self._callbacks:
@@ -230,7 +217,7 @@ class Future(Handle, Generic[T]):
                     _log.exception("a callback added to a future of %s raised an exception", self._call.site.method)
 
     def release(self) -> None:
-        """Let go of the rows that the call has left on its ranks, as `with` does; who uses them later gets `RowsLost`.
+        """Release the rows that the call has left on its ranks, as `with` does. Later uses of them raise `RowsLost`.
 
         If the call is not done, they are freed as soon as they are there. Calls that were submitted before still get
         them. Without `release` they are freed when no future refers to them any more, and no rank reads them.
@@ -238,9 +225,9 @@ class Future(Handle, Generic[T]):
         self._was_released = True
         claim, self._claim = self._claim, None
         if claim is None:
-            self._let_go()
+            self._release()
         else:
-            finalize(claim, self._let_go).atexit = False
+            finalize(claim, self._release).atexit = False
         with contextlib.suppress(ResourceError):  # then they are freed when somebody waits for a call of the group
             self.add_done_callback(lambda _: None)  # so that the replies are read
 
@@ -249,15 +236,9 @@ class Future(Handle, Generic[T]):
         self._claim = self._claim or Claim()
         return [self._claim, *(claim for one in self._claims_on_parents if (claim := one()) is not None)]
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._is_released = True
         self._call.release()
-
-    def _stand_for(self, call: PendingCall) -> None:
-        """Take a call that was sent in place of the one that was to be sent."""
-        self._call = call
-        if self._is_released:
-            call.release()
 
     def __enter__(self) -> Self:
         return self
@@ -279,7 +260,7 @@ class Future(Handle, Generic[T]):
 
     def _repr_svg_(self) -> str | None:
         """Where its rows lie, for a notebook; None if there are none yet."""
-        if not (self.done() and self._call.keeps_rows and self._call.error is None):
+        if not (self.done() and self._call.keeps_rows and _error_of(self._call) is None):
             return None
         try:
             return self._drawing()
@@ -287,14 +268,12 @@ class Future(Handle, Generic[T]):
             return None
 
     def __repr__(self) -> str:
-        call: Any = self._call
-        if not isinstance(call, PendingCall):
-            state = "done" if call.is_done else "waiting for the rows that it takes"
-        elif call.is_done or not call.missing:
-            state = "done"
-        else:
-            state = f"{'cancelled, ' if call.is_cancelled else ''}waiting for rank {', '.join(map(str, call.missing))}"
-        return f"<Future of {call.site.method}, {state}>"
+        return f"<Future of {self._call.site.method}, {self._call.state}>"
+
+
+def _error_of(call: Result) -> BaseException | None:
+    """The error of a result that is done."""
+    return None if call.done is None else call.done.error
 
 
 def table_of(future: Future[Any]) -> Table:
@@ -309,7 +288,8 @@ def table_of(future: Future[Any]) -> Table:
             f"the call of {future._call.site.method} leaves no rows on the ranks, since its protocol does not "
             "concatenate any; pass the value of future.result()"
         )
-    error = future.exception()
+    future._wait(None)
+    error = _error_of(future._call)
     if error is not None:
         raise error
     return future._call.table()
@@ -321,7 +301,9 @@ def derived(given: Sequence[Handle], what: str, make: Callable[[Sequence[Table]]
     if len(futures) < len(given):
         wrong = next(type(one).__name__ for one in given if not isinstance(one, Future))
         raise UsageError(f"{what} takes futures of calls, got {wrong}")
-    call = DerivedCall(futures, what, lambda: make([table_of(future) for future in futures]))
+    first = futures[0]._call.site
+    site = first if what == "rows" else first._replace(method=f"{first.method}.{what}")
+    call = Derived(futures, site, lambda: make([table_of(future) for future in futures]))
     made: Future[Any] = Future(call, tuple([future._owner for future in futures]))
     made._claims_on_parents = [ref(claim) for future in futures for claim in future._claims()]
     return made

@@ -177,41 +177,40 @@ progress = Progress()
 
 
 class Watched(Protocol):
-    """A call that can be watched; see `bandmaster.calls.pending.PendingCall`."""
+    """A call that can be watched; see `bandmaster.calls.call.Call`."""
 
     workers: Workers
     tickets: dict[int, object]
     due: float | None
-    on_done: Callable[[], object] | None
+    on_news: Callable[[], object] | None
 
     def wait(self, timeout_s: float | None) -> bool:
         """Read replies; whether all are there."""
 
+    def tell(self) -> None:
+        """Tell those who watch it that it is done."""
+
 
 class CallWatch:
-    """Has a call be done though no thread waits for it.
-
-    Attributes:
-        watchers: What is called then.
-    """
+    """Has a call be done though no thread waits for it."""
 
     def __init__(self, call: Watched) -> None:
         self.workers: Workers = call.workers
         self.due: float | None = None
-        self.watchers = Watchers()
         self._call = call
         look = partial(progress.look_at, self)
-        call.on_done = look
+        call.on_news = look
         for ticket in list(call.tickets.values()):
             if isinstance(ticket, Ticket):
                 ticket.on_done = look
 
     def look(self) -> bool:
-        """Read what has arrived for the call."""
+        """Read the replies that have arrived for the call."""
         if self._call.wait(0):
-            self._call.on_done = None
+            call = self._call
+            call.on_news = None
             del self._call  # which refers to this, so that rows would stay until garbage is collected
-            self.watchers.tell()
+            call.tell()
             return True
         due = self._call.due
         self.due = None if due is None else max(due, time.monotonic() + PATIENCE_S)  # another thread may be at it

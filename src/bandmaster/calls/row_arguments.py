@@ -20,6 +20,7 @@ import cloudpickle
 import numpy as np
 
 from bandmaster.calls.future import Future, table_of
+from bandmaster.calls.hooks import CallTrace
 from bandmaster.codec import add_plain
 from bandmaster.contract import Workers
 from bandmaster.errors import ArgumentError
@@ -42,7 +43,6 @@ from bandmaster.rows.table import (
     results_of,
     rows_by_part,
 )
-from bandmaster.tracing.records import CallRecord
 
 __all__ = ["RowsElsewhere", "refers_to_rows"]
 
@@ -119,7 +119,7 @@ class RowsElsewhere:
 
         return needed
 
-    def note_in(self, record: CallRecord) -> None:
+    def note_in(self, record: CallTrace) -> None:
         """Note in the record of the call what it takes, and from where."""
         for table in self._tables:
             for part, n in rows_by_part(table).values():

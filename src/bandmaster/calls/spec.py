@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from bandmaster.calls.pending import Collection
+from bandmaster.calls.request import Collection
 from bandmaster.errors import BatchError, MeshError
 from bandmaster.plan.arguments import ArgumentGroup, BoundArgument, CallPlan, everywhere, first_ranks, plan_call
 from bandmaster.plan.binding import bind, signature_without_self

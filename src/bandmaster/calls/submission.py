@@ -1,83 +1,93 @@
-"""Submission: encode what a call plan says, put the payloads, send the calls, and make a pending call of them.
+"""Submission: encode the arguments of a call plan, put the payloads, and send the call.
 
 ::
 
-    CallPlan ── encode_group, once per payload ──► Workers.put ──► Call, one for all ranks that get the same
-                                                                     └── Workers.call ──► PendingCall ──► Future
+    CallRequest ── plan ── encode_group ──► Workers.put ──► an order for all ranks that get the same ──► Workers.call
+         └──► Call ◄── tickets ───────────────────────────────────────────────────────────────────────────────┘
+                └──► Future
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from dataclasses import dataclass, replace
+from typing import Any
 
+from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.encoding import encode_group
 from bandmaster.calls.future import Future
-from bandmaster.calls.later import LaterCall, LaterCalls
+from bandmaster.calls.hooks import CallTrace, Gate, hooks
+from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.options import CallOptions
-from bandmaster.calls.pending import NOTHING, CallSite, Collection, Failures, OpenCalls, PendingCall
+from bandmaster.calls.request import CallRequest, CallSite, Collection
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSE_STREAM, NEXT, Call, Reply, Ticket, Workers
+from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Ticket, Workers
+from bandmaster.contract import Call as Order
 from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.shares import Share
-from bandmaster.plan.transfer import Gather, Only
-from bandmaster.tracing.ledger import recording
-from bandmaster.tracing.records import CallRecord
+from bandmaster.plan.transfer import Only
 
-__all__ = ["Submitter", "Traffic", "Turns"]
+__all__ = ["Submitter"]
 
 
-class Turns(Protocol):
-    """Says when a group that takes turns on its slots may be called; see `bandmaster.turns.participant`."""
-
-    def admitted(self, label: str) -> AbstractContextManager[None]:
-        """The context in which a call is sent. Raises UsageError if none may be sent now."""
-
-
-class InParts(Protocol):
-    """A call that is sent part by part: chunks of rows, or requests for the items of a generator.
+@dataclass(frozen=True)
+class _Sending:
+    """A call as it is being sent.
 
     Attributes:
-        site: What messages say about it.
-        is_done: Whether it has ended.
+        workers: The workers that are asked.
+        site: The words of messages about it.
+        asks_for: The name by which workers know the method.
+        ranks: The ranks that run it.
+        collected: The ranks whose values come.
+        reply: What happens to these.
+        record: Its record, if a trace records.
     """
 
+    workers: Workers
     site: CallSite
+    asks_for: str
+    ranks: tuple[int, ...]
+    collected: tuple[int, ...]
+    reply: Reply
+    record: CallTrace | None
 
-    @property
-    def is_done(self) -> bool: ...
-
-    def cancel(self) -> bool:
-        """Cancel the parts that run, and send no more."""
-
-
-class Traffic:
-    """The calls to the same workers that may not be over.
-
-    Attributes:
-        open_calls: The calls, of all groups that have these workers.
-        later: The calls that were not sent yet, since the rows that they take are not there.
-    """
-
-    def __init__(self) -> None:
-        self.open_calls = OpenCalls()
-        self.later = LaterCalls()
-        self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
-
-    def add_in_parts(self, call: InParts) -> None:
-        """Note a call that is sent part by part, as long as something refers to it."""
-        self._in_parts[id(call)] = call
-
-    def in_parts(self) -> list[InParts]:
-        """The calls that are sent part by part and have not ended; other threads may add some meanwhile."""
-        calls = [reference() for reference in self._in_parts.valuerefs()]
-        return [call for call in calls if call is not None and not call.is_done]
+    def encoded(self, plan: CallPlan) -> list[Order]:
+        """Encode and put everything: what cannot be encoded is known before anything is sent."""
+        label, workers, record = self.site.method, self.workers, self.record
+        groups: Sequence[ArgumentGroup] = plan.groups
+        elsewhere = None
+        if refers_to_rows(groups):
+            elsewhere = RowsElsewhere(label, workers)
+            groups = elsewhere.addressed(groups)
+        payloads: list[Payload] = []
+        receivers: list[tuple[int, ...]] = []
+        for group in groups:
+            if group.items:
+                payloads.append(encode_group(group, label))
+                receivers.append(group.ranks)
+        parts = workers.put(payloads) if payloads else ()
+        rows = [part.placed(workers) for part in elsewhere.parts] if elsewhere is not None else ()
+        orders, is_fenced = [], len(self.ranks) > 1
+        for members, numbers, is_collected in alike(self.ranks, tuple(receivers), self.collected):
+            answer = self.reply if is_collected else Reply.DROP
+            named = elsewhere.needed(numbers, rows) if elsewhere is not None else ()
+            named_parts = tuple([parts[number] for number in numbers])
+            which = elsewhere.numbers(numbers) if elsewhere is not None else None
+            orders.append(
+                Order(
+                    members, self.asks_for, named_parts, answer, named, record is not None, which, is_fenced=is_fenced
+                )
+            )
+        if record is not None:
+            record.is_encoded(sum([payload.nbytes for payload in payloads]))
+            if elsewhere is not None:
+                elsewhere.note_in(record)
+        return orders
 
 
 class Submitter:
@@ -87,17 +97,17 @@ class Submitter:
         mesh: The group's mesh.
         meshes: The meshes of methods that were registered for another one, by method.
         ranks: All ranks.
-        traffic: What submitters share that have the same workers.
-        options: What the group says about its calls: ``timeout`` and ``grace``.
-        turns: Says when it may be called; None if it takes no turns.
+        work: The open calls, which submitters share that have the same workers.
+        options: The group's own options of calls: ``timeout`` and ``grace``.
+        gate: Says when the group may be called; None for always.
 
     Args:
         workers: Returns the group's workers; raises if the group was closed.
         cls: The worker class.
         mesh: The group's mesh.
         group: The group's name.
-        prefix: What the workers' names of the methods begin with.
-        traffic: Shared with the submitters of other groups that have the same workers.
+        prefix: The beginning of the workers' names of the methods.
+        work: Shared with the submitters of other groups that have the same workers.
     """
 
     def __init__(
@@ -107,290 +117,177 @@ class Submitter:
         mesh: Mesh,
         group: str,
         prefix: str = "",
-        traffic: Traffic | None = None,
+        work: OpenWork | None = None,
     ) -> None:
         self.mesh = mesh
         self.ranks = tuple(range(mesh.size))
         self.options: dict[str, float | None] = {}
-        self.turns: Turns | None = None
+        self.gate: Gate | None = None
         self._workers = workers
         self._cls = cls
         self._group = group
         self.meshes: dict[str, Mesh] = {}
         self._prefix = prefix
         self._sites: dict[str, CallSite] = {}  # by method
-        self.traffic = traffic = traffic or Traffic()
-        self._open_calls = traffic.open_calls
+        self.work = work or OpenWork()
 
     def label(self, method: str) -> str:
-        """What messages call a method."""
+        """``"Class.method"``, for messages."""
         return f"{self._cls.__name__}.{method}"
 
-    def submit(
-        self,
-        owner: object,
-        method: str,
-        plan: CallPlan | Callable[[], CallPlan],
-        ranks: tuple[int, ...],
-        collection: Collection,
-        options: CallOptions | None = None,
-        waits: bool = False,
-        keeps_rows: bool = False,
-        parents: Sequence[Future[Any]] = (),
-    ) -> Any:
-        """Send a call.
-
-        Args:
-            owner: The group, which lives as long as the future.
-            method: Name of the method.
-            plan: Its arguments, or what plans them when it is sent.
-            ranks: The ranks that run it.
-            collection: How their values become the result.
-            options: How long it may take; by default as the group says.
-            waits: Whether to wait for the result: then Ctrl-C cancels the call, as nobody else has the future.
-            keeps_rows: Whether the rows of the result stay where they are made until somebody reads them.
-            parents: The futures of rows that it takes and that are not there; it is sent when they are.
-
-        Returns:
-            The future, or its result if the caller waits for it.
-        """
-        given = owner, method, plan, ranks, collection, options, waits, keeps_rows, parents
-        if self.turns is None:
-            future = self._submitted(*given)
-        else:
-            with self.turns.admitted(self.label(method)):
-                future = self._submitted(*given)
-        if not waits:
-            return future
+    def call(self, request: CallRequest) -> Any:
+        """Send a call and wait for its result. Ctrl-C cancels it, as nobody else has the future."""
+        future = self.submit(request, is_waited_for=True)
         try:
             return future.result()
         except CallTimeout:
             raise  # it can still be waited for
-        except BaseException:  # Ctrl-C: nobody else has the future
+        except BaseException:
             future.cancel()
             raise
 
-    def _submitted(
-        self,
-        owner: object,
-        method: str,
-        plan: CallPlan | Callable[[], CallPlan],
-        ranks: tuple[int, ...],
-        collection: Collection,
-        options: CallOptions | None,
-        waits: bool,
-        keeps_rows: bool,
-        parents: Sequence[Future[Any]],
-    ) -> Future[Any]:
-        """Send a call, or have it sent when the rows that it takes are there. As `submit`, without waiting."""
-        call, later = None, self.traffic.later
-        future: Future[Any]
-        if parents or later.calls:
+    def submit(self, request: CallRequest, is_waited_for: bool = False) -> Future[Any]:
+        """Send a call, or have it sent when the rows that it takes are there.
+
+        Args:
+            request: The call.
+            is_waited_for: Whether the caller waits for it at once, and so sends it when the rows are there.
+        """
+        if self.gate is None:
+            return self.submit_anyway(request, is_waited_for)
+        with self.gate.admitted(self.label(request.method)):
+            return self.submit_anyway(request, is_waited_for)
+
+    def submit_anyway(self, request: CallRequest, is_waited_for: bool = False) -> Future[Any]:
+        """`submit`, whether or not the gate is open."""
+        call = Call(request, self.site(request.method, request.options), self._send, self.work)
+        future: Future[Any] = Future(call, request.owner)
+        if request.parents or self.work.waiting:
             self.check_open()
-            send = partial(self._sent, method, plan, ranks, collection, options, keeps_rows)
-            waiting = LaterCall(self.site(method, options), keeps_rows, parents, send, later)
-            future = Future(waiting, owner)
-            later.add(waiting, waits)
+            self.work.enqueue(call, is_waited_for)
         else:
-            call = self._new_call(method, collection, options, keeps_rows)
-            future = Future(call, owner)
-        try:
-            if call is not None:
-                self._send(call, method, plan, ranks, collection.ranks)
-        except CallTimeout:
-            raise  # it can still be waited for
-        except BaseException:  # Ctrl-C: the ranks that were asked must not wait for those that were not
-            future.cancel()
-            raise
+            call.begin()
         return future
 
-    def submit_hook(self, method: str, ranks: tuple[int, ...]) -> Future[Any]:
-        """Send a call without arguments and values, behind all others, whether or not it is the group's turn.
-
-        Args:
-            method: Name of the method.
-            ranks: The ranks that run it.
-        """
-        nothing = Collection(Gather(), ())
-        return self._submitted(None, method, CallPlan(()), ranks, nothing, None, False, False, ())
+    def submit_now(self, request: CallRequest) -> Future[Any]:
+        """Send a call ahead of those that wait for rows. What goes wrong is its error."""
+        call = Call(request, self.site(request.method, request.options), self._send, self.work)
+        call.advance()
+        return Future(call, request.owner)
 
     def admitted(self, label: str) -> AbstractContextManager[None]:
-        """The context in which a call is sent; raises UsageError if it is not the group's turn."""
-        return nullcontext() if self.turns is None else self.turns.admitted(label)
+        """The context in which a call is sent; raises UsageError if the gate is closed."""
+        return nullcontext() if self.gate is None else self.gate.admitted(label)
 
-    def _sent(
-        self,
-        method: str,
-        plan: CallPlan | Callable[[], CallPlan],
-        ranks: tuple[int, ...],
-        collection: Collection,
-        options: CallOptions | None,
-        keeps_rows: bool,
-    ) -> PendingCall:
-        """Send a call that was submitted before."""
-        call = self._new_call(method, collection, options, keeps_rows)
-        self._send_or_cancel(call, method, plan, ranks, collection.ranks)
-        return call
-
-    def _send_or_cancel(
-        self,
-        call: PendingCall,
-        method: str,
-        plan: CallPlan | Callable[[], CallPlan],
-        ranks: tuple[int, ...],
-        collected: tuple[int, ...],
-    ) -> None:
-        """Send a call; the ranks that were asked do not wait for those that were not, if that goes wrong."""
-        try:
-            self._send(call, method, plan, ranks, collected)
-        except BaseException:
-            Future(call).cancel()
-            raise
-
-    def _new_call(
-        self, method: str, collection: Collection, options: CallOptions | None, keeps_rows: bool
-    ) -> PendingCall:
-        workers = self._workers()
-        site, dead = self.site(method, options), Failures(workers.deaths)
-        return PendingCall(workers, site, collection, self._open_calls, dead, keeps_rows)
-
-    def _send(
-        self,
-        call: PendingCall,
-        method: str,
-        plan: CallPlan | Callable[[], CallPlan],
-        ranks: tuple[int, ...],
-        collected: tuple[int, ...],
-    ) -> None:
+    def _send(self, call: Call, request: CallRequest) -> None:
         """Send a call, unless a rank is dead."""
-        if call.failures:
-            return
-        if not isinstance(plan, CallPlan):
-            plan = plan()
-        call.real_rows = plan.real_rows
-        reply = Reply.KEEP if call.keeps_rows else Reply.RETURN
-        name, workers, label = self._prefix + method, call.workers, call.site.method
-        record = call.record = None if recording.trace is None else self._record(call.site, workers)
-        outgoing = self._encode(workers, label, name, plan, ranks, collected, reply, record)
-        with call.reading:
-            self._open_calls.add(call)
-            workers.call(outgoing, call.tickets)
-            if record is not None:
-                record.is_sent()
+        workers, site = self._workers(), call.site
+        failures = Failures(workers.deaths)
+        orders: Sequence[Order] = ()
+        if not failures:
+            plan = request.plan if isinstance(request.plan, CallPlan) else request.plan()
+            call.real_rows = plan.real_rows
+            reply = Reply.KEEP if request.keeps_rows else Reply.RETURN
+            name = self._prefix + request.method
+            begin = hooks.trace
+            call.record = None if begin is None else begin(site.group, site.method, workers)
+            sending = _Sending(workers, site, name, request.ranks, request.collection.ranks, reply, call.record)
+            orders = sending.encoded(plan)
+        with call.lock:
+            if call.request is None:  # it was cancelled meanwhile
+                return
+            call.is_being_sent(workers, failures)
+            if orders:
+                self.work.add(call)
+                workers.call(orders, call.tickets)
+                if call.record is not None:
+                    call.record.is_sent()
 
-    def submit_for_each(
-        self, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...], reply: Reply = Reply.RETURN
-    ) -> list[Any]:
+    def submit_for_each(self, request: CallRequest, reply: Reply = Reply.RETURN) -> list[Any]:
         """Send a call; for each rank a future, or with `Reply.NATIVE` what users of the backend read its value from."""
-        self.traffic.later.wait()
-        shares = {Share(rank, (rank,)): Collection(Only(), (rank,)) for rank in ranks}
-        failures = Failures()
-        site, name = self.site(method), self._prefix + method
-        with self.admitted(site.method):
-            return self._submit_shares(owner, site, name, plan, shares, failures, reply)
+        self.work.wait_until_sent()
+        shares = {Share(rank, (rank,)): Collection(Only(), (rank,)) for rank in request.ranks}
+        with self.admitted(self.label(request.method)):
+            return self._submit_shares(request, shares, Failures(), reply)
 
-    def submit_shares(
-        self,
-        owner: object,
-        method: str,
-        plan: CallPlan,
-        shares: Mapping[Share, Collection],
-        options: CallOptions | None,
-        name: str | None = None,
-        kind: type[PendingCall] = PendingCall,
-    ) -> list[Future[Any]]:
+    def submit_shares(self, request: CallRequest, shares: Mapping[Share, Collection]) -> list[Future[Any]]:
         """Send a call now, with a future for each share of the ranks, whose rows stay where they are made.
 
-        Calls that were not sent yet, since the rows that they take are not there, come after it. The caller has looked
-        whether it is the group's turn.
+        Calls that wait for rows come after it. The caller has asked the gate.
 
         Args:
-            owner: The group, which lives as long as the futures.
-            method: Name of the method.
-            plan: Its arguments.
-            shares: How the value of each becomes the result.
-            options: How long it may take; by default as the group says.
-            name: What the workers are asked for, if it is not the method.
-            kind: The class of the calls.
+            request: The call; the shares have its ranks and say how the value of each becomes the result.
+            shares: The collection of each share.
         """
-        failures = Failures() if name in (NEXT, CLOSE_STREAM) else Failures(self._workers().deaths)
-        site, name = self.site(method, options), name or self._prefix + method
-        return self._submit_shares(owner, site, name, plan, shares, failures, Reply.KEEP, kind)
-
-    def submit_chunk(
-        self,
-        owner: object,
-        method: str,
-        plan: CallPlan,
-        share: Share,
-        collection: Collection,
-        options: CallOptions | None,
-    ) -> Future[Any]:
-        """Send a call to some ranks at once; what goes wrong is its error. Its rows stay where they are made."""
-        call = self._new_call(method, collection, options, True)
-        try:
-            self._send_or_cancel(call, method, plan, share.ranks, collection.ranks)
-        except Exception as error:
-            call.fail(error)
-        return Future(call, owner)
+        is_next = request.asks_for in (NEXT, CLOSE_STREAM)  # which ranks are asked that have begun
+        failures = Failures() if is_next else Failures(self._workers().deaths)
+        return self._submit_shares(request, shares, failures, Reply.KEEP)
 
     def _submit_shares(
         self,
-        owner: object,
-        site: CallSite,
-        name: str,
-        plan: CallPlan,
+        request: CallRequest,
         shares: Mapping[Share, Collection],
         failures: Failures,  # which all know, so that none is left in a collective with one that failed
         reply: Reply,
-        kind: type[PendingCall] = PendingCall,
     ) -> list[Any]:
         """For each share a future, or what the backend's own users read its value from."""
-        workers, tickets = self._workers(), dict[int, Any]()
-        record = None if reply is Reply.NATIVE else self._record(site, workers)
+        assert isinstance(request.plan, CallPlan), "it is sent now"
+        workers, plan, site = self._workers(), request.plan, self.site(request.method, request.options)
+        ranks = tuple([rank for share in shares for rank in share.ranks])
+        collected = tuple([rank for collection in shares.values() for rank in collection.ranks])
+        begin = hooks.trace
+        record = None if begin is None or reply is Reply.NATIVE else begin(site.group, site.method, workers)
+        calls = {
+            share: Call(replace(request, collection=collection, keeps_rows=reply is Reply.KEEP), site, None, self.work)
+            for share, collection in shares.items()
+        }
+        tickets = dict[int, Any]()
         if not failures:
-            ranks = tuple([rank for share in shares for rank in share.ranks])
-            collected = tuple([rank for collection in shares.values() for rank in collection.ranks])
-            outgoing = self._encode(workers, site.method, name, plan, ranks, collected, reply, record)
+            name = request.asks_for or self._prefix + request.method
+            orders = _Sending(workers, site, name, ranks, collected, reply, record).encoded(plan)
             try:
-                workers.call(outgoing, tickets)
+                workers.call(orders, tickets)
                 if record is not None:
                     record.is_sent()
-            except BaseException:  # Ctrl-C
-                self._give_up(workers, site, tickets, reply)
+            except BaseException:  # Ctrl-C: ranks that fail it go on when all of them have ended it
+                for share, call in calls.items():
+                    self._is_sent(call, share, tickets, workers, failures)
+                    call.cancel()
                 raise
         results: list[Any] = []
-        for share, collection in shares.items():
-            if share.rank in tickets and not isinstance(tickets[share.rank], Ticket) and reply is Reply.NATIVE:
+        for share, call in calls.items():
+            if reply is Reply.NATIVE and share.rank in tickets and not isinstance(tickets[share.rank], Ticket):
                 results.append(tickets[share.rank])
                 continue
-            known = failures if kind.is_for_all else Failures(failures)
-            call = kind(workers, site, collection, self._open_calls, known, reply is Reply.KEEP)
-            call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
             call.real_rows, call.record = plan.real_rows, record
-            self._open_calls.add(call)
-            results.append(Future(call, owner))
+            self._is_sent(call, share, tickets, workers, failures if request.is_for_all else Failures(failures))
+            results.append(Future(call, request.owner))
         return results
 
-    def _give_up(self, workers: Workers, site: CallSite, tickets: dict[int, Any], reply: Reply) -> None:
-        """Cancel what was sent of a call that nobody gets: ranks that fail it go on when all of them have ended it."""
-        if reply is Reply.NATIVE:
-            workers.interrupt(tickets)
-            return
-        call = PendingCall(workers, site, NOTHING, self._open_calls)
-        call.tickets.update(tickets)
-        self._open_calls.add(call)
-        call.cancel()
+    def _is_sent(
+        self, call: Call, share: Share, tickets: Mapping[int, Any], workers: Workers, failures: Failures
+    ) -> None:
+        call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
+        call.is_being_sent(workers, failures)
+        self.work.add(call)
 
     def begin_anew(self) -> None:
         """The workers were stopped, and so all pending calls have failed; others take their place."""
-        self._give_up_later()
-        self._open_calls.clear()
+        self._give_up_waiting()
+        self.work.clear()
 
     def cancel_all(self) -> None:
         """Cancel the calls that are not over, and wait until they are: at most for the grace of each."""
-        self._give_up_later()
-        self._open_calls.cancel_all()
+        self._give_up_waiting()
+        self.work.cancel_all()
+
+    def _give_up_waiting(self) -> None:
+        self.work.give_up(
+            lambda method: CallCancelled(
+                f"{method} was not sent, as its group was closed or restarted, or one of its ranks replaced, before "
+                "the rows that it takes were there; make the call again"
+            )
+        )
 
     def check_open(self) -> None:
         """Raise ClosedError if the group was closed."""
@@ -405,64 +302,10 @@ class Submitter:
         """The workers' name of a method."""
         return self._prefix + method
 
-    @staticmethod
-    def _record(site: CallSite, workers: Workers) -> CallRecord | None:
-        """The record of a call that is about to be encoded, if a trace records."""
-        trace = recording.trace
-        return None if trace is None else trace.begin(site.group, site.method, workers)
-
-    def _give_up_later(self) -> None:
-        self.traffic.later.give_up(
-            lambda method: CallCancelled(
-                f"{method} was not sent, as its group was closed or restarted, or one of its ranks replaced, before "
-                "the rows that it takes were there; make the call again"
-            )
-        )
-
     def site(self, method: str, options: CallOptions | None = None) -> CallSite:
-        """What messages say about a call of a method."""
+        """The words of messages about a call of a method."""
         site = self._sites.get(method)
         if site is None:
             mesh = self.meshes.get(method, self.mesh)
             site = self._sites[method] = CallSite(self.label(method), mesh, self._group, None, self.options)
         return site if options is None else site._replace(options=options)
-
-    def _encode(
-        self,
-        workers: Workers,
-        label: str,
-        name: str,
-        plan: CallPlan,
-        ranks: tuple[int, ...],
-        collected: tuple[int, ...],
-        reply: Reply,
-        record: CallRecord | None = None,
-    ) -> list[Call]:
-        """Encode and put everything: what cannot be encoded is known before anything is sent."""
-        groups: Sequence[ArgumentGroup] = plan.groups
-        elsewhere = None
-        if refers_to_rows(groups):
-            elsewhere = RowsElsewhere(label, workers)
-            groups = elsewhere.addressed(groups)
-        payloads: list[Payload] = []
-        receivers: list[tuple[int, ...]] = []
-        for group in groups:
-            if group.items:
-                payloads.append(encode_group(group, label))
-                receivers.append(group.ranks)
-        parts = workers.put(payloads) if payloads else ()
-        rows = [part.placed(workers) for part in elsewhere.parts] if elsewhere is not None else ()
-        calls, is_fenced = [], len(ranks) > 1
-        for members, numbers, is_collected in alike(ranks, tuple(receivers), collected):
-            answer = reply if is_collected else Reply.DROP
-            named = elsewhere.needed(numbers, rows) if elsewhere is not None else ()
-            named_parts = tuple([parts[number] for number in numbers])
-            which = elsewhere.numbers(numbers) if elsewhere is not None else None
-            calls.append(
-                Call(members, name, named_parts, answer, named, record is not None, which, is_fenced=is_fenced)
-            )
-        if record is not None:
-            record.is_encoded(sum([payload.nbytes for payload in payloads]))
-            if elsewhere is not None:
-                elsewhere.note_in(record)
-        return calls

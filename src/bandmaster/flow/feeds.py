@@ -9,24 +9,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from bandmaster.calls.call import Call
 from bandmaster.calls.future import Future
-from bandmaster.calls.later import LaterCall, LaterCalls
-from bandmaster.calls.outcome import Outcome, awaited
-from bandmaster.calls.pending import CallSite, PendingCall
+from bandmaster.calls.open_work import OpenWork
+from bandmaster.calls.request import CallSite
+from bandmaster.calls.result import awaited, wait_for_all
 from bandmaster.contract import Workers
 from bandmaster.errors import CallCancelled
 from bandmaster.plan.shares import Share
 from bandmaster.platform.deadline import Deadline
 
-__all__ = ["Arrivals", "CloseCall", "Feed", "ItemCall", "ItemFeed", "ShareFeed", "pending_calls"]
+__all__ = ["Arrivals", "Feed", "ItemFeed", "ShareFeed", "pending_calls"]
 
 Arrival: TypeAlias = "Future[Any] | BaseException | Callable[[], object] | None"
 
 
-def pending_calls(futures: Iterable[Future[Any]]) -> list[PendingCall]:
-    """The calls of some futures that are not done; another thread may change what holds the futures."""
-    calls: list[Outcome] = [future._call for future in list(futures)]
-    return [call for call in calls if isinstance(call, PendingCall) and not call.is_done]
+def pending_calls(futures: Iterable[Future[Any]]) -> list[Call]:
+    """The sent calls of some futures that are not done; another thread may change the collection of futures."""
+    return [call for future in list(futures) if (call := future._call.sent) is not None and call.done is None]
 
 
 class Arrivals:
@@ -87,28 +87,21 @@ class Feed:
 
     def __init__(self, site: CallSite, workers: Workers, returns_errors: bool = False) -> None:
         self.site, self.workers, self._returns_errors = site, workers, returns_errors
-        self.is_open, self._is_closed = True, False  # a thread may hold the last item as another one finds the end
+        self.is_open, self.is_closed = True, False  # a thread may hold the last item as another one finds the end
         self.arrived = Arrivals()
-        self._waiting: LaterCall | None = None
+        self._beginning: _Beginning | None = None
         self._running: Mapping[Any, Future[Any]] = {}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
-    def begin_later(self, begin: Callable[[], object], parents: Sequence[Future[Any]], later: LaterCalls) -> None:
-        """Begin when the rows that it takes, and the calls before it, are there; what goes wrong then is raised."""
-
-        def begin_if_open() -> None:
-            with self._lock:  # so that a thread that closes the stream closes all of it
-                if not self._is_closed:
-                    begin()
-
-        call = self._waiting = LaterCall(self.site, False, parents, begin_if_open, later)
-        call.watch(lambda: None if call.error is None else self.arrived.put(call.error))
-        later.add(call, False)
-        later.advance()
+    def begin_later(self, begin: Callable[[], object], parents: Sequence[Future[Any]], work: OpenWork) -> None:
+        """Begin when the rows that it takes, and the calls before it, are there. Errors are items of the stream."""
+        self._beginning = _Beginning(self, begin, parents, work)
+        work.enqueue(self._beginning, is_waited_for=False)
+        work.advance()
 
     def received(self, arrival: Arrival) -> Future[Any] | None:
         """Take what has arrived; the future, if the user is to have it. Raises its error."""
-        if arrival is None or self._is_closed:
+        if arrival is None or self.is_closed:
             self.is_open = False
             self.arrived.put(None)  # for another thread that waits
         elif isinstance(arrival, BaseException):
@@ -123,17 +116,17 @@ class Feed:
             return arrival
         return None
 
-    def pending(self) -> list[PendingCall]:
+    def pending(self) -> list[Call]:
         """The calls that were sent and are waited for."""
         return pending_calls(self._running.values())
 
     @property
-    def awaited(self) -> PendingCall | None:
+    def awaited(self) -> Call | None:
         """The call that is waited for before this one is sent."""
-        return None if self._waiting is None else awaited(self._waiting)
+        return None if self._beginning is None else self._beginning.awaited
 
     @property
-    def is_done(self) -> bool:
+    def is_ended(self) -> bool:
         """Whether all items were taken, or the stream was closed."""
         return not self.is_open
 
@@ -145,10 +138,10 @@ class Feed:
 
     def close(self) -> None:
         """Have nothing more be made, and the stream end."""
-        self.is_open, self._is_closed = False, True
+        self.is_open, self.is_closed = False, True
         self.arrived.put(None)
-        if self._waiting is not None:
-            self._waiting.cancel()
+        if self._beginning is not None:
+            self._beginning.cancel()
         self._stop()
 
     def look(self) -> bool:
@@ -161,10 +154,68 @@ class Feed:
 
     def _stop(self) -> None:
         """Send no more, and cancel what runs."""
-        with self._lock:
+        with self.lock:
             running = list(self._running.values())
         for future in running:
             future.cancel()
+
+
+class _Beginning:
+    """The place of a stream among the calls that wait for rows.
+
+    Args:
+        feed: The stream's feed.
+        begin: Sends its first calls.
+        parents: The futures of the rows that it takes.
+        work: The calls of the same workers.
+    """
+
+    is_sent_in_background = False
+
+    def __init__(self, feed: Feed, begin: Callable[[], object], parents: Sequence[Future[Any]], work: OpenWork) -> None:
+        self.site, self.parents = feed.site, tuple(parents)
+        self._feed, self._work = feed, work
+        self._begin: Callable[[], object] | None = begin
+
+    @property
+    def awaited(self) -> Call | None:
+        """The call that is waited for before it begins."""
+        return awaited([*self._work.first_before(self), *(parent._call for parent in self.parents)])
+
+    def advance(self) -> bool:
+        """Begin if the rows that it takes are there; whether it has begun, or will not."""
+        if self._begin is not None:
+            if not wait_for_all(self.parents, Deadline(0.0)):
+                return False
+            begin, self._begin, self.parents = self._begin, None, ()
+            try:
+                with self._feed.lock:  # so that a thread that closes the stream closes all of it
+                    if not self._feed.is_closed:
+                        begin()
+            except Exception as error:
+                self._feed.arrived.put(error)
+        return True
+
+    def wait_until_sent(self, timeout_s: float | None) -> bool:
+        """Wait until nothing is missing for it to begin; False when the time is over before."""
+        return wait_for_all(self.parents, Deadline(timeout_s))
+
+    def tell(self) -> None:
+        """Do nothing: the stream tells those who take its items."""
+
+    def give_up(self, why: BaseException) -> None:
+        """Do not begin, for a reason."""
+        if self._begin is not None:
+            self._begin, self.parents = None, ()
+            self._feed.arrived.put(why)
+            self._work.advance()
+
+    def cancel(self) -> bool:
+        """Cancel the stream."""
+        if self._begin is None:
+            return False
+        self.give_up(CallCancelled(f"{self.site.method} was cancelled before it was sent; make the call again"))
+        return True
 
 
 class ShareFeed(Feed):
@@ -179,33 +230,11 @@ class ShareFeed(Feed):
             future.add_done_callback(partial(self._done, share))
 
     def _done(self, share: Share, future: Future[Any]) -> None:
-        with self._lock:
+        with self.lock:
             del self._running[share]
             self.arrived.put(future)
             if not self._running:
                 self.arrived.put(None)
-
-
-class ItemCall(PendingCall):
-    """A call for the next item of a generator.
-
-    Attributes:
-        is_end: Whether there is none any more; known once it is done.
-    """
-
-    __slots__ = ("is_end",)
-    is_for_all = False
-
-    def _conclude(self) -> None:
-        self.is_end = self._values.get(self._collection.ranks[0], self) is None
-        super()._conclude()
-
-
-class CloseCall(ItemCall):
-    """A call that closes generators."""
-
-    __slots__ = ()
-    is_cleanup = True
 
 
 class ItemFeed(ShareFeed):
@@ -257,27 +286,28 @@ class ItemFeed(ShareFeed):
                 self._close(sorted(unclosed))
 
     def _stop(self) -> None:
-        with self._lock:
+        with self.lock:
             self._room = {}
         super()._stop()
 
     def _is_taken(self, future: Future[Any]) -> None:
         share = self._shares[future.rank]
-        with self._lock:
+        with self.lock:
             if share in self._room:
                 self._room[share] += 1
         self._go_on(share)
 
     def _done(self, share: Share, future: Future[Any]) -> None:
         call, has_failed = future._call, future.exception() is not None
-        assert isinstance(call, ItemCall), "these alone are asked"
-        with self._lock:
+        assert isinstance(call, Call), "these alone are asked"
+        is_end = not (has_failed or call.has_value_of(share.rank))
+        with self.lock:
             del self._running[share]
-            if call.is_end:
+            if is_end:
                 self._unclosed.discard(share)
             else:
                 self.arrived.put(future)
-            if has_failed or call.is_end:
+            if has_failed or is_end:
                 self._room.pop(share, None)
                 if not self._room:
                     self.arrived.put(None)
@@ -291,7 +321,7 @@ class ItemFeed(ShareFeed):
             self.arrived.put(partial(self._ask_if_there_is_room, share))
 
     def _ask_if_there_is_room(self, share: Share) -> None:
-        with self._lock:
+        with self.lock:
             if self._is_asking:  # by this thread: an item was done as soon as it was asked for
                 return
             self._is_asking = True

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from bandmaster.calls.future import Claim, Future, claims_of
 from bandmaster.calls.options import CallOptions, FlowOptions
-from bandmaster.calls.pending import CallSite, Collection
+from bandmaster.calls.request import CallRequest, CallSite, Collection
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import CLOSE_STREAM, METHOD, NEXT, OPEN_STREAM, STREAM, Workers
 from bandmaster.errors import UsageError
 from bandmaster.flow.chunks import PullPlan, collect_chunks, plan_pull, replicas
-from bandmaster.flow.feeds import CloseCall, Feed, ItemCall, ItemFeed, ShareFeed
+from bandmaster.flow.feeds import Feed, ItemFeed, ShareFeed
 from bandmaster.flow.pull import ChunkFeed, Pull
 from bandmaster.flow.pulled import PulledCall
 from bandmaster.flow.stream import Stream
@@ -71,8 +71,8 @@ class Flow:
             plan = lambda: planned  # noqa: E731
         with self.submitter.admitted(self.spec.label):
             try:
-                if parents or self.submitter.traffic.later.calls:
-                    feed.begin_later(lambda: begin(plan()), parents, self.submitter.traffic.later)
+                if parents or self.submitter.work.waiting:
+                    feed.begin_later(lambda: begin(plan()), parents, self.submitter.work)
                 else:
                     begin(plan())
             except BaseException:  # Ctrl-C
@@ -91,7 +91,7 @@ class Flow:
     def _begin_shares(self, feed: ShareFeed, plan: CallPlan) -> None:
         """Send a call, whose values come one by one."""
         alone = {share: self._alone(share) for share in self._shares_of(plan)}
-        futures = self.submitter.submit_shares(self.group, self.spec.name, plan, alone, self.options)
+        futures = self.submitter.submit_shares(self._request(plan), alone)
         feed.begin(_labelled(alone, futures, plan.real_rows))
 
     def _begin_items(self, feed: ItemFeed, plan: CallPlan) -> None:
@@ -103,11 +103,9 @@ class Flow:
         stream, rows = uuid.uuid4().hex, plan.real_rows
         alone = {share: Collection(Only(), (share.rank,)) for share in self._shares_of(plan)}
 
-        def call(some: Sequence[Share], which: CallPlan, what: str, kind: type[ItemCall]) -> dict[Share, Future[Any]]:
-            collections = {share: alone[share] for share in some}
-            futures = self.submitter.submit_shares(
-                self.group, self.spec.name, which, collections, self.options, what, kind
-            )
+        def call(some: Sequence[Share], which: CallPlan, what: str) -> dict[Share, Future[Any]]:
+            request = replace(self._request(which), asks_for=what, is_for_all=False, is_cleanup=what == CLOSE_STREAM)
+            futures = self.submitter.submit_shares(request, {share: alone[share] for share in some})
             return _labelled(some, futures, rows)
 
         def named(some: Sequence[Share]) -> CallPlan:
@@ -116,14 +114,14 @@ class Flow:
 
         def ask(share: Share) -> Future[Any]:
             with self.submitter.admitted(self.spec.label):
-                return call([share], named([share]), NEXT, ItemCall)[share]
+                return call([share], named([share]), NEXT)[share]
 
         def close(some: Sequence[Share]) -> object:  # also when it is not the group's turn: it frees what they hold
-            return call(some, named(some), CLOSE_STREAM, CloseCall)
+            return call(some, named(some), CLOSE_STREAM)
 
-        first = call(list(alone), self._first_items_plan(plan, stream), OPEN_STREAM, ItemCall)
+        first = call(list(alone), self._first_items_plan(plan, stream), OPEN_STREAM)
         feed.begin_items(first, ask, close)
-        self.submitter.traffic.add_in_parts(feed)
+        self.submitter.work.add_in_parts(feed)
 
     def _first_items_plan(self, plan: CallPlan, name: str) -> CallPlan:
         """The arguments of the call that begins with the generators."""
@@ -145,13 +143,13 @@ class Flow:
                 return pull.send(number, share)
 
         feed.begin(Pull(pull.chunks, send), takers)
-        self.submitter.traffic.add_in_parts(feed)
+        self.submitter.work.add_in_parts(feed)
 
     def pulled(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], parents: Sequence[Future[Any]], waits: bool
     ) -> Future[Any]:
         """The future of all chunks."""
-        takers, later = self._takers(), self.submitter.traffic.later
+        takers, work = self._takers(), self.submitter.work
         self.submitter.check_open()
         begin: Callable[[], Pull] = partial(self._pull, claims_of(args, kwargs), args, kwargs)
         if not parents:
@@ -160,12 +158,12 @@ class Flow:
         site = self.submitter.site(self.spec.name, self.options)
         join = partial(collect_chunks, self._protocol, method=self.spec.label)
         keeps_rows = isinstance(self.spec.collection.incoming, Concat)
-        call = PulledCall(site, keeps_rows, self._returns_errors, parents, begin, takers, join, later)
-        self.submitter.traffic.add_in_parts(call)
+        call = PulledCall(site, keeps_rows, self._returns_errors, parents, begin, takers, join, work)
+        self.submitter.work.add_in_parts(call)
         future: Future[Any] = Future(call, self.group)
         with self.submitter.admitted(self.spec.label):  # once for all chunks: the group yields after the last one
-            later.add(call, waits)
-            later.advance()
+            work.enqueue(call, waits)
+            work.advance()
         return future
 
     @property
@@ -190,9 +188,14 @@ class Flow:
         return Pull(plan.chunks, partial(self._send_chunk, claims, plan))
 
     def _send_chunk(self, _: Sequence[Claim], plan: PullPlan, number: int, share: Share) -> Future[Any]:
-        spec = self.spec
         chunk = plan.of(number, share.ranks)
-        return self.submitter.submit_chunk(self.group, spec.name, chunk, share, self._alone(share), self.options)
+        request = replace(self._request(chunk), ranks=share.ranks, collection=self._alone(share), keeps_rows=True)
+        return self.submitter.submit_now(request)
+
+    def _request(self, plan: CallPlan) -> CallRequest:
+        """The request for a call of all ranks."""
+        spec = self.spec
+        return CallRequest(spec.name, plan, spec.ranks, owner=self.group, options=self.options)
 
     def _alone(self, share: Share) -> Collection:
         """How the value of a share becomes a result of its own."""

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from bandmaster.calls.call import Call
 from bandmaster.calls.future import Future
-from bandmaster.calls.pending import CallSite, PendingCall
+from bandmaster.calls.request import CallSite
 from bandmaster.contract import Workers
 from bandmaster.flow.feeds import Feed, pending_calls
 from bandmaster.plan.batch_types import Index
@@ -142,7 +143,7 @@ class ChunkFeed(Feed):
         self._puller = Puller(pull.chunks, replicas, pull.send, self._maxsize, self._done, self.arrived.put)
         self._puller.go_on()
 
-    def pending(self) -> list[PendingCall]:
+    def pending(self) -> list[Call]:
         """As `Feed.pending`."""
         return [] if self._puller is None else pending_calls(self._puller.running)
 
@@ -156,7 +157,7 @@ class ChunkFeed(Feed):
             self._puller.stop()
 
     def _done(self, future: Future[Any]) -> None:
-        with self._lock:
+        with self.lock:
             self._n_left -= 1
             self.arrived.put(future)
             if not self._n_left:

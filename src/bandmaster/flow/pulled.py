@@ -1,4 +1,4 @@
-"""`PulledCall`: all chunks of a call, in the place that a call has in its future."""
+"""`PulledCall`: the result of a call whose chunks free replicas pull."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from bandmaster.calls.call import Call
 from bandmaster.calls.future import Future, table_of
-from bandmaster.calls.later import LaterCalls
-from bandmaster.calls.outcome import Outcome, late, wait_for_all
-from bandmaster.calls.pending import CallSite, PendingCall
+from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.progress import Watchers
+from bandmaster.calls.request import CallSite
+from bandmaster.calls.result import Done, Result, late, wait_for_all
 from bandmaster.errors import CallCancelled, CallTimeout, CollectError, ResourceError, RowsLost
 from bandmaster.flow.chunks import stack_chunks
 from bandmaster.flow.feeds import pending_calls
@@ -51,31 +52,30 @@ class PartialResult(NamedTuple):
     failed: tuple[FailedRows, ...]
 
 
-class PulledCall:
-    """All chunks of a call, in the place that a call has in its future.
+class PulledCall(Result):
+    """The result of a call whose chunks free replicas pull.
 
     Calls that are submitted after it are sent when its last chunk was.
 
     Attributes:
-        site: What messages say about it.
+        site: The words of messages about it.
         keeps_rows: Whether its rows stay where they are made.
         parents: The futures of the rows that it takes, until it has begun.
-        error: What is to be raised, once it is done; None if there is a result.
-        outcome: The result, once it was brought.
+        done: Its end; None before.
         is_cancelled: Whether it was cancelled.
 
     Args:
-        site: What messages say about it.
+        site: The words of messages about it.
         keeps_rows: Whether its rows stay where they are made.
         returns_errors: Whether chunks that have failed come back as errors.
         parents: The futures of the rows that it takes.
         begin: Plans it; the rows are there by then.
         replicas: The ranks that take a chunk together.
         join: Makes the result of chunks, of each the numbers of its rows, its value and the rank that made it.
-        later: The calls to the same workers that were not sent yet.
+        work: The calls of the same workers.
     """
 
-    rows_are_here = is_sent_in_background = False
+    is_sent_in_background = False
 
     def __init__(
         self,
@@ -86,21 +86,20 @@ class PulledCall:
         begin: Callable[[], Pull],
         replicas: Sequence[Share],
         join: Callable[[Sequence[Index], Sequence[Any], Sequence[int | None]], Any],
-        later: LaterCalls,
+        work: OpenWork,
     ) -> None:
         self.site, self.keeps_rows, self.parents = site, keeps_rows and not returns_errors, tuple(parents)
-        self.error: BaseException | None = None
-        self.outcome: Any = None
+        self.done: Done | None = None
         self.is_cancelled = False
-        self._returns_errors, self._join, self._later = returns_errors, join, later
+        self._returns_errors, self._join, self._work = returns_errors, join, work
         self._begin: Callable[[], Pull] | None = begin
         self._replicas = replicas
         self._puller: Puller | None = None  # as long as chunks are left, lest both refer to each other
         self._chunks: Sequence[Index] = ()
         self._futures: Sequence[Future[Any]] = ()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._table: Table | None = None
-        self._is_brought = self._is_released = False
+        self._is_released = False
         self._watchers = Watchers()
         self._sent, self._finished = threading.Event(), threading.Event()
 
@@ -127,15 +126,15 @@ class PulledCall:
         if self._begin is not None:
             if not wait_for_all(self.parents, deadline):
                 return False
-            self._later.advance()  # which begins it
+            self._work.advance()  # which begins it
         return self._sent.wait(deadline.left())
 
     @property
-    def waits_for(self) -> Sequence[Outcome]:
+    def waits_for(self) -> Sequence[Result]:
         """The first call to the same workers that was not sent, the chunks that run, and the calls of its rows."""
-        return [*self._later.first_before(self), *self._running(), *(parent._call for parent in self.parents)]
+        return [*self._work.first_before(self), *self._running(), *(parent._call for parent in self.parents)]
 
-    def _running(self) -> list[PendingCall]:
+    def _running(self) -> list[Call]:
         puller = self._puller  # another thread may let go of it
         return [] if puller is None else pending_calls(puller.running)
 
@@ -148,31 +147,33 @@ class PulledCall:
 
     def _all_sent(self) -> None:
         self._sent.set()
-        self._later.advance()
+        self._work.advance()
 
     # --- in its future ---
 
     @property
-    def is_done(self) -> bool:
+    def is_over(self) -> bool:
         """Whether all chunks are done, or one has failed."""
-        return self._finished.is_set()
+        return self.done is not None
 
-    is_over = is_done
+    is_ended = is_over
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until all chunks are done, or one has failed; False when the time is over before."""
         deadline = Deadline(timeout_s)
         if self._begin is not None:
-            self._later.wait_up_to(self, deadline)
+            self._work.wait_up_to(self, deadline)
         if not self._finished.wait(deadline.left()):
             return False
         if not self.keeps_rows:
-            self.bring_rows(Deadline(math.inf))  # who watches is told once, before
+            with self.lock:
+                if self.done is not None and not self.done.is_here:
+                    self.done = self._brought(Deadline(math.inf))
         return True
 
     def drive(self) -> None:
         """Send what can be sent."""
-        self._later.advance()
+        self._work.advance()
 
     def cancel(self) -> bool:
         """Cancel the chunks that run, and do not send the others."""
@@ -200,20 +201,15 @@ class PulledCall:
             self._table = stack_chunks(tables, self._chunks, self.site.method)
         return self._table
 
-    def bring_rows(self, deadline: Deadline) -> None:
-        """Make the result, or the error; all chunks are done."""
-        with self._lock:
-            if self._is_brought or self.error is not None:
-                return
-            try:
-                self.outcome = self._joined(deadline)
-                self._is_brought = True
-            except (RowsLost, CallTimeout, ResourceError) as error:
-                if self.keeps_rows:
-                    raise  # those of other chunks may be there, or these later
-                self.error = error
-            except Exception as error:  # of a chunk whose value cannot be read, or of values that cannot be joined
-                self.error = error
+    def _brought(self, deadline: Deadline) -> Done:
+        try:
+            return Done(value=self._joined(deadline))
+        except (RowsLost, CallTimeout, ResourceError) as error:
+            if self.keeps_rows:
+                raise  # those of other chunks may be there, or these later
+            return Done(error)
+        except Exception as error:  # of a chunk whose value cannot be read, or of values that cannot be joined
+            return Done(error)
 
     def _joined(self, deadline: Deadline) -> Any:
         values: list[Any] = []
@@ -242,29 +238,31 @@ class PulledCall:
         self._is_released = True
         for future in self._futures:
             future.release()
-        self._table = self.outcome = None
-        self._is_brought = False
+        self._table = None
+        if self.done is not None and self.done.error is None:
+            self.done = Done(is_here=False)
 
     def _chunk_done(self, future: Future[Any]) -> None:
         error = future.exception()
         if error is not None and not self._returns_errors:
             self._fail(error)
             return
-        with self._lock:
+        with self.lock:
             puller = self._puller
             if puller is None or puller.n_left:
                 return
             self._chunks, self._futures, self._puller = puller.chunks, puller.done, None
             if self._is_released and self.keeps_rows:
                 self.release()
+            self.done = Done(is_here=False)
             self._finished.set()
         self._watchers.tell()
 
     def _fail(self, error: BaseException) -> None:
-        with SigintSafeLock(), self._lock:  # Ctrl-C must not leave it in the way of later calls
-            if self.is_done:
+        with SigintSafeLock(), self.lock:  # Ctrl-C must not leave it in the way of later calls
+            if self.done is not None:
                 return
-            self.error = error
+            self.done = Done(error)
             self._begin, self.parents = None, ()
             self._sent.set()
             self._finished.set()
@@ -273,5 +271,5 @@ class PulledCall:
             if puller is not None:
                 puller.stop()
         finally:
-            self._later.advance()
+            self._work.advance()
             self._watchers.tell()

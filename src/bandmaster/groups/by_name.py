@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bandmaster.calls.future import Future
-from bandmaster.calls.pending import Collection
+from bandmaster.calls.request import CallRequest, Collection
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import ArgumentError, suggestion
 from bandmaster.plan.arguments import BoundArgument, CallPlan, everywhere, scatter
@@ -49,7 +49,7 @@ class ByName:
     def execute_all_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Future[Any]]:
         """Non-blocking `execute_all_sync`. Returns one `Future` per rank."""
         plan = self._plan_for_all(method_name, args, kwargs)
-        return self._submitter.submit_for_each(self, method_name, plan, self._submitter.ranks)
+        return self._submitter.submit_for_each(CallRequest(method_name, plan, self._submitter.ranks, owner=self))
 
     def execute_rank_zero_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method, registered or not, on rank 0, wait for it, and return its value.
@@ -59,12 +59,12 @@ class ByName:
             RemoteError: The method raised.
         """
         plan = self._same(method_name, args, kwargs, 1)
-        return self._submitter.submit(self, method_name, plan, (0,), Collection(Only(), (0,)), waits=True)
+        return self._submitter.call(CallRequest(method_name, plan, (0,), Collection(Only(), (0,)), self))
 
     def execute_rank_zero_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Non-blocking `execute_rank_zero_sync`."""
         plan = self._same(method_name, args, kwargs, 1)
-        future: Future[Any] = self._submitter.submit_for_each(self, method_name, plan, (0,))[0]
+        future: Future[Any] = self._submitter.submit_for_each(CallRequest(method_name, plan, (0,), owner=self))[0]
         return future
 
     execute_all = execute_all_async
@@ -83,7 +83,7 @@ class ByName:
     def _on_all(self, method: str, plan: CallPlan) -> Any:
         """Run a planned call on every rank, and return the values in rank order."""
         ranks = self._submitter.ranks
-        return self._submitter.submit(self, method, plan, ranks, Collection(Gather(), ranks), waits=True)
+        return self._submitter.call(CallRequest(method, plan, ranks, Collection(Gather(), ranks), self))
 
     def _bind(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[BoundArgument]:
         if not (isinstance(method, str) and callable(getattr(self._cls, method, None))):

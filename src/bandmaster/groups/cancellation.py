@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from bandmaster.calls.pending import CallSite
-from bandmaster.calls.submission import Submitter, Traffic
+from bandmaster.calls.submission import Submitter
 
 __all__ = ["Cancelling"]
 
@@ -43,16 +40,4 @@ class Cancelling:
         """
         self._submitter.check_open()
         name = self._name
-        return _cancel(self._submitter.traffic, lambda site: site.group == name or site.group.startswith(f"{name}."))
-
-
-def _cancel(traffic: Traffic, is_meant: Callable[[CallSite], bool]) -> int:
-    """Cancel the calls to the same workers that are meant, and return how many."""
-    n_cancelled = traffic.later.cancel(is_meant)  # first, so that none is sent when those that run have ended
-    n_cancelled += sum([call.cancel() for call in traffic.in_parts() if is_meant(call.site)])
-    sent_as_one = set()
-    for sent in traffic.open_calls.unfinished():
-        if is_meant(sent.site) and not (sent.is_cancelled or sent.is_cleanup):
-            sent.cancel()
-            sent_as_one.add(id(sent.failures))
-    return n_cancelled + len(sent_as_one)
+        return self._submitter.work.cancel(lambda site: site.group == name or site.group.startswith(f"{name}."))

@@ -151,8 +151,8 @@ class ColocatedGroup(GroupOf[Any]):
         super()._start(launch)
 
     def _parts_of(self, name: str, checked: _Checked) -> _RoleParts:
-        group, mesh, traffic = f"{self._name}.{name}", checked.role.mesh, self._submitter.traffic
-        submitter = Submitter(self._ownership.workers, checked.cls, mesh, group, name + SEPARATOR, traffic)
+        group, mesh, work = f"{self._name}.{name}", checked.role.mesh, self._submitter.work
+        submitter = Submitter(self._ownership.workers, checked.cls, mesh, group, name + SEPARATOR, work)
         submitter.meshes = {method: spec.mesh for method, spec in checked.methods.items()}
         return _RoleParts(checked, group, submitter, self._participant(checked.cls, group, submitter))
 

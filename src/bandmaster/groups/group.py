@@ -4,7 +4,7 @@
 
     group.method(x) ── bind (the real signature) ── plan (mesh, protocol) ── encode ──► Workers.put, Workers.call
                                                                                               │ worker processes
-    result ◄────────── collect (join, list, reduce) ◄── PendingCall ◄──────── Workers.wait, Workers.fetch
+    result ◄────────── collect (join, list, reduce) ◄── calls.Call ◄───────── Workers.wait, Workers.fetch
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bandmaster.calls.derived import PutRows
 from bandmaster.calls.encoding import encode_constructor
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import check_seconds, default_options
-from bandmaster.calls.pending import CallSite
+from bandmaster.calls.request import CallSite
 from bandmaster.calls.spec import specs_of
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import Launch

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from bandmaster.calls.future import Claim, Future, claims_of
 from bandmaster.calls.options import FLOW_NAMES, CallOptions, FlowOptions, MethodOptions, default_options
+from bandmaster.calls.request import CallRequest
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import decode, encode
@@ -133,7 +134,7 @@ class GroupMethod(Generic[P, C, G]):
         if parents:
             bind(self._spec.label, self._spec.signature, args, kwargs)  # mistakes are errors now
         given: tuple[Sequence[Any], Mapping[str, Any]] = args, kwargs
-        if parents or self._submitter.traffic.later.calls or self._flow.pull is not None:
+        if parents or self._submitter.work.waiting or self._flow.pull is not None:
             given = _as_they_are(args, kwargs)
         if self._flow.pull is not None:
             return self._flow_now.chunks(*given, parents)
@@ -166,10 +167,10 @@ class GroupMethod(Generic[P, C, G]):
             return self._pulled(args, kwargs, parents, waits)
         plan: CallPlan | Callable[[], CallPlan]
         if isinstance(protocol, Custom):
-            self._submitter.traffic.later.wait()  # its functions have to see the arguments now
+            self._submitter.work.wait_until_sent()  # its functions have to see the arguments now
             plan = self._plan(args, kwargs)
             collection = collection._replace(finish=partial(protocol.collect, self._group))
-        elif parents or self._submitter.traffic.later.calls:
+        elif parents or self._submitter.work.waiting:
             bind(spec.label, spec.signature, args, kwargs)  # mistakes are errors now
             if not waits:
                 args, kwargs = _as_they_are(args, kwargs)
@@ -179,9 +180,8 @@ class GroupMethod(Generic[P, C, G]):
         if self._flow.record is not None:
             plan = self._recorded(plan)
         keeps = not waits and isinstance(collection.incoming, Concat) and collection.finish is None
-        return self._submitter.submit(
-            self._group, spec.name, plan, spec.ranks, collection, self._options, waits, keeps, parents
-        )
+        request = CallRequest(spec.name, plan, spec.ranks, collection, self._group, self._options, keeps, parents)
+        return self._submitter.call(request) if waits else self._submitter.submit(request)
 
     def _recorded(self, plan: CallPlan | Callable[[], CallPlan]) -> CallPlan | Callable[[], CallPlan]:
         """A plan by which some ranks record the call."""
@@ -197,7 +197,7 @@ class GroupMethod(Generic[P, C, G]):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], parents: Sequence[Future[Any]], waits: bool
     ) -> Any:
         """Send the call chunk by chunk; its future, or its result if the caller ``waits``."""
-        if parents or self._submitter.traffic.later.calls:
+        if parents or self._submitter.work.waiting:
             bind(self._spec.label, self._spec.signature, args, kwargs)  # mistakes are errors now
         if not waits:
             args, kwargs = _as_they_are(args, kwargs)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.interruption import WaitedFor, note_calls
+from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.options import CallOptions
-from bandmaster.calls.pending import CallSite, Collection, PendingCall
+from bandmaster.calls.request import CallRequest, CallSite
 from bandmaster.codec import Payload, encode
 from bandmaster.contract import (
     CONSTRUCT,
@@ -14,14 +16,14 @@ from bandmaster.contract import (
     PRELOAD,
     START_ADVICE,
     Backend,
-    Call,
     Launch,
     Reply,
     Workers,
 )
+from bandmaster.contract import Call as Order
 from bandmaster.errors import CallTimeout, ConstructorError, RemoteError
 from bandmaster.output.start_progress import StartProgress, shown
-from bandmaster.plan.transfer import Gather
+from bandmaster.plan.arguments import CallPlan
 from bandmaster.platform.deadline import Deadline
 
 __all__ = ["replace_worker", "start_workers"]
@@ -94,9 +96,10 @@ def _run(
     """Run one step of the construction on some ranks, and wait for it."""
     options = CallOptions(launch.start_timeout_s, grace=0.0)
     site = CallSite(launch.constructor, launch.mesh, launch.group, options)
-    call = PendingCall(workers, site, Collection(Gather(), ()))
+    call = Call(CallRequest(what, CallPlan(()), tuple(ranks)), site, None, OpenWork())
+    call.is_being_sent(workers, Failures())
     parts = tuple(workers.put([argument]))
-    workers.call([Call(ranks, what, parts, Reply.DROP)], call.tickets)
+    workers.call([Order(ranks, what, parts, Reply.DROP)], call.tickets)
     try:
         has_ended = progress.follow(call, deadline.left())
     except KeyboardInterrupt as interrupt:
@@ -104,7 +107,7 @@ def _run(
         raise
     if not has_ended:
         raise CallTimeout(site.method, call.missing, options.timeout or 0.0, call.stacks(), START_ADVICE)
-    error = call.error
+    error = None if call.done is None else call.done.error
     if type(error) is RemoteError:
         axes = launch.mesh.shown_axes
         raise ConstructorError(error.method, error.failures, error.coordinates, error.group, axes) from error.__cause__

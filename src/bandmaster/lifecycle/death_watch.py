@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from bandmaster.calls.pending import CallSite
 from bandmaster.calls.progress import progress
+from bandmaster.calls.request import CallSite
 from bandmaster.contract import Workers
 from bandmaster.errors import WorkerDied
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from bandmaster.calls.pending import PendingCall
+from bandmaster.calls.call import Call
 from bandmaster.output.terminal import is_seen
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.limits import start_thread
@@ -36,11 +36,11 @@ class StartProgress:
     def __init__(self, group: str, n_ranks: int) -> None:
         self.is_seen = is_seen(sys.stderr)
         self.doing = ""
-        self._call: PendingCall | None = None
+        self._call: Call | None = None
         self._group, self._n_ranks = group, n_ranks
         self._began = time.monotonic()
 
-    def follow(self, call: PendingCall, timeout_s: float | None) -> bool:
+    def follow(self, call: Call, timeout_s: float | None) -> bool:
         """Wait for the constructors; False when the time is over before they are done.
 
         Args:

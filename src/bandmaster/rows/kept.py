@@ -6,7 +6,7 @@ import socket
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -17,10 +17,9 @@ from bandmaster.errors import CallTimeout, ResourceError, RowsLost
 from bandmaster.plan.columns import Schema, dtypes_of, stacked_schema
 from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
-from bandmaster.rows.table import Part, Result, Table, Taken, concat, take
-from bandmaster.tracing.records import CallRecord
+from bandmaster.rows.table import Part, ResultRows, Table, Taken, concat, take
 
-__all__ = ["KeptPart", "KeptRows", "Origin", "held_by", "released_rows"]
+__all__ = ["KeptPart", "KeptRows", "Origin", "RowsRecord", "held_by", "released_rows"]
 
 STILL_COMING = "wait for them again with error.future.result()"
 FETCHED = {"Ray", "network"}  # places from where hosts fetch rows
@@ -62,11 +61,22 @@ class Origin:
         return f"rows {self.numbers.start} to {self.numbers.stop - 1} of {self.method}, which {who},"
 
 
+class RowsRecord(Protocol):
+    """The record of the call that has made rows, if a trace records.
+
+    Attributes:
+        returned_nbytes: Bytes of values that came to the controller.
+    """
+
+    returned_nbytes: int
+
+
 class KeptPart:
     """The rows of one rank, until they are released.
 
     Attributes:
         origin: Whose rows they are.
+        has_value: Whether the rank has sent a value.
         record: The record of the call, if a trace has made one.
 
     Args:
@@ -83,7 +93,7 @@ class KeptPart:
         rank: int | None,
         kept: Kept | Payload | None,
         workers: Workers | None,
-        record: CallRecord | None = None,
+        record: RowsRecord | None = None,
     ) -> None:
         self.origin, self.record, self._workers = Origin(method, rank, workers), record, workers
         self._came = isinstance(kept, Payload)
@@ -91,6 +101,7 @@ class KeptPart:
         if self._kept is not None:
             self._kept.origin = self.origin
         self._placed: WeakKeyDictionary[Workers, Any] = WeakKeyDictionary()
+        self.has_value = kept is not None
         if not self._came and workers is not None:
             _living.add(self)
 
@@ -184,6 +195,10 @@ class KeptRows:
         """The rows of a rank, decoded. Raises as `KeptPart.value` does."""
         return self._parts[rank].value(deadline)
 
+    def has_value_of(self, rank: int) -> bool:
+        """Whether a rank has sent a value."""
+        return self._parts[rank].has_value
+
     @property
     def is_here(self) -> bool:
         """Whether all rows have come with the replies."""
@@ -225,7 +240,7 @@ class KeptRows:
         """The rows of some ranks, whose columns are of the same dtypes."""
         parts = tuple([Part(rank, facts[rank].n_rows, facts[rank].nbytes, self._parts[rank]) for rank in ranks])
         schema = stacked_schema([facts[rank].schema for rank in ranks])
-        result = Result(self._method, parts, schema, any(part.kept.way in FETCHED for part in parts))
+        result = ResultRows(self._method, parts, schema, any(part.kept.way in FETCHED for part in parts))
         return Taken(result, range(result.n_rows))
 
     def release(self) -> None:

@@ -35,7 +35,7 @@ __all__ = [
     "Joined",
     "Part",
     "Renamed",
-    "Result",
+    "ResultRows",
     "Stacked",
     "Table",
     "Taken",
@@ -79,7 +79,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class ResultRows:
     """The rows that a call has left on its ranks.
 
     Attributes:
@@ -109,7 +109,7 @@ class Result:
 class Taken:
     """Some rows of a result."""
 
-    result: Result
+    result: ResultRows
     index: Index
 
     @property
@@ -552,7 +552,7 @@ def nbytes_of(table: Table) -> float:
     return sum(nbytes_of(one) for one in table.tables)
 
 
-def results_of(table: Table) -> list[Result]:
+def results_of(table: Table) -> list[ResultRows]:
     """The results that a table has rows of."""
     if isinstance(table, Taken):
         return [table.result]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bandmaster.calls.hooks import hooks
 from bandmaster.contract import Workers
 from bandmaster.errors import UsageError
 from bandmaster.plan.render import text_table
@@ -49,7 +50,7 @@ class Trace:
     def stop(self) -> None:
         """Record no more, and write the file if there is a path. Stopping twice does nothing."""
         if recording.trace is self:
-            recording.trace = None
+            recording.trace = hooks.trace = None
         was_stopped, self._is_stopped = self._is_stopped, True
         if not was_stopped and self._path is not None:
             self.save(self._path)
@@ -122,8 +123,9 @@ def trace(path: str | Path | None = None) -> Trace:
     """
     if recording.trace is not None:
         raise UsageError("a trace records already; stop() it, or leave its with block, before the next one begins")
-    recording.trace = recording.last = Trace(path)
-    return recording.trace
+    made = recording.trace = recording.last = Trace(path)
+    hooks.trace = made.begin
+    return made
 
 
 def calls_of(group: str) -> CallTable:

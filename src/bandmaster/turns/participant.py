@@ -18,9 +18,11 @@ from enum import Enum
 from typing import Any
 
 from bandmaster.calls.future import Future
+from bandmaster.calls.request import CallRequest
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import CallTimeout, TurnTimeout, UsageError
 from bandmaster.lifecycle.ownership import Ownership
+from bandmaster.plan.arguments import CallPlan
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.platform.deadline import Deadline
 from bandmaster.turns.order import ORDER, Claim
@@ -81,7 +83,7 @@ class Participant(Claim):
         self._n_sending = 0
         self._is_used = False  # calls were sent since it has yielded
         if self._has_hooks:
-            submitter.turns = self
+            submitter.gate = self
         ORDER.add(self)
 
     def _has(self, hook: str) -> bool:
@@ -100,15 +102,15 @@ class Participant(Claim):
     def takes_turns(self) -> bool:
         """Whether the class has a hook, or `begin_taking_turns` was called."""
         submitter = self._submitter()
-        is_checked = submitter is not None and submitter.turns is self
+        is_checked = submitter is not None and submitter.gate is self
         return is_checked or self._roles_have_hooks or any(role.takes_turns for role in self.roles)
 
     def begin_taking_turns(self) -> None:
         """From now on its calls are checked."""
         submitter = self._submitter()
-        if submitter is not None and submitter.turns is None:
+        if submitter is not None and submitter.gate is None:
             self._is_used = True  # calls that were sent before this were not counted
-            submitter.turns = self
+            submitter.gate = self
 
     def is_closed(self) -> None:
         """Its group was closed, and nobody waits for it any more."""
@@ -234,7 +236,8 @@ class Participant(Claim):
             return
         if hook != PASS:
             self._state = _State.BETWEEN
-        future = submitter.submit_hook(hook, tuple(rank for rank in submitter.ranks if rank != but))
+        ranks = tuple(rank for rank in submitter.ranks if rank != but)
+        future = submitter.submit_anyway(CallRequest(hook, CallPlan(()), ranks))
         try:
             self._hook = hook, future
             error = future.exception(deadline.left())

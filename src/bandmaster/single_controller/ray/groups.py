@@ -14,7 +14,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bandmaster.calls.pending import Collection
+from bandmaster.calls.request import CallRequest, Collection
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import Payload, decode, encode
@@ -225,7 +225,7 @@ class RayWorkerGroup(WorkerGroup):
         vars(group).update(vars(self), sub_cls_name=role, wg_dict=None, _whole=self)
         cls, inner, shared = colocated[role][0], self._inner, self._submitter
         name = f"{inner.name}.{role}"
-        mine = Submitter(shared._workers, cls, shared.mesh, name, role + SEPARATOR, shared.traffic)
+        mine = Submitter(shared._workers, cls, shared.mesh, name, role + SEPARATOR, shared.work)
         mine.options = shared.options
         group._bind(cls, mine)
         return group
@@ -260,25 +260,25 @@ class RayWorkerGroup(WorkerGroup):
         """As `bandmaster.WorkerGroup.execute_all_sync`."""
         plan = self._plan(method_name, args, kwargs)
         ranks = self._submitter.ranks
-        values: list[Any] = self._submitter.submit(
-            self, method_name, plan, ranks, Collection(Gather(), ranks), waits=True
-        )
+        request = CallRequest(method_name, plan, ranks, Collection(Gather(), ranks), owner=self)
+        values: list[Any] = self._submitter.call(request)
         return values
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """One ObjectRef per rank, of a method that may be registered or not."""
         plan = self._plan(method_name, args, kwargs)
-        return self._submitter.submit_for_each(self, method_name, plan, self._submitter.ranks, Reply.NATIVE)
+        request = CallRequest(method_name, plan, self._submitter.ranks, owner=self)
+        return self._submitter.submit_for_each(request, Reply.NATIVE)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """The value of a method on rank 0, which may be registered or not."""
         plan = self._plan(method_name, args, kwargs, 1)
-        return self._submitter.submit(self, method_name, plan, (0,), Collection(Gather(), (0,)), waits=True)[0]
+        return self._submitter.call(CallRequest(method_name, plan, (0,), Collection(Gather(), (0,)), owner=self))[0]
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """The ObjectRef of a method on rank 0, which may be registered or not."""
         plan = self._plan(method_name, args, kwargs, 1)
-        return self._submitter.submit_for_each(self, method_name, plan, (0,), Reply.NATIVE)[0]
+        return self._submitter.submit_for_each(CallRequest(method_name, plan, (0,), owner=self), Reply.NATIVE)[0]
 
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async

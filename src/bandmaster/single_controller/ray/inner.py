@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bandmaster.calls.pending import CallSite
+from bandmaster.calls.request import CallSite
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import Launch, Slot, Workers
 from bandmaster.errors import UsageError, WorkerDied

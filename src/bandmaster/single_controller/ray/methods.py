@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from bandmaster.calls.pending import Collection
+from bandmaster.calls.request import CallRequest, Collection
 from bandmaster.contract import Reply
 from bandmaster.errors import UsageError
 from bandmaster.groups.method import GroupMethod
@@ -39,8 +39,8 @@ class RayMethod(GroupMethod[..., Any, Any]):
                 return self._send(args, kwargs, waits=False)
             return self._group.execute_rank_zero_async(self._spec.name, *args, **kwargs)
         plan, _ = self._dispatched(protocol, args, kwargs)
-        name, ranks = self._spec.name, self._spec.ranks
-        references = self._submitter.submit_for_each(self._group, name, plan, ranks, Reply.NATIVE)
+        request = CallRequest(self._spec.name, plan, self._spec.ranks, owner=self._group)
+        references = self._submitter.submit_for_each(request, Reply.NATIVE)
         return protocol.collect(self._group, references)
 
     def stream(self, /, *args: Any, **kwargs: Any) -> NoReturn:
@@ -64,7 +64,8 @@ class RayMethod(GroupMethod[..., Any, Any]):
         ranks = self._collected(protocol)
         finish = partial(self._collect, protocol.collect, ranks, n_padding)
         collection = Collection(Gather(), ranks, finish)
-        return self._submitter.submit(self._group, spec.name, plan, spec.ranks, collection, self._options, waits)
+        request = CallRequest(spec.name, plan, spec.ranks, collection, self._group, self._options)
+        return self._submitter.call(request) if waits else self._submitter.submit(request)
 
     def _dispatched(self, protocol: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[CallPlan, int]:
         """What each rank gets, and how many rows of it are padding."""

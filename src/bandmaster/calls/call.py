@@ -1,0 +1,646 @@
+"""`Call`: one call, from the moment it is submitted until it is done.
+
+::
+
+    WAITING ── its rows are there, and the calls before it were sent ──► SENT ── all ranks have replied ──► DONE
+       └─────────────── it cannot be sent, or was cancelled ─────────────────────────────────────────────────┘
+
+There is no reader thread. The thread that waits for a call reads its replies, and drives the escalation of earlier
+calls: a rank can only begin with a call when it has ended those before. A call that no thread waits for, but for which
+a callback was added, is read by the thread of `bandmaster.calls.progress`.
+
+`lock` is the lock that a thread holds while it sends the call, reads its replies or makes its result. A thread that
+looks without waiting and finds it taken goes away; the thread that reads then tells the watch to look again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from bandmaster.calls.escalation import Escalation, Step
+from bandmaster.calls.hooks import CallTrace
+from bandmaster.calls.progress import CallWatch, Watchers, progress
+from bandmaster.calls.request import NOTHING, CallRequest, CallSite
+from bandmaster.calls.result import Done, Result, late, wait_for_all
+from bandmaster.codec import Payload, decode
+from bandmaster.contract import Workers
+from bandmaster.errors import (
+    CallCancelled,
+    CallTimeout,
+    CollectError,
+    RemoteError,
+    ResourceError,
+    RowsLost,
+    UsageError,
+    WorkerDied,
+)
+from bandmaster.errors.failure import Failure, FailureKind, is_in_debugger
+from bandmaster.plan.collection import collect
+from bandmaster.plan.rows import RealRows
+from bandmaster.platform.deadline import Deadline
+from bandmaster.platform.locks import SigintSafeLock, check_not_held
+from bandmaster.rows.kept import KeptPart, KeptRows
+from bandmaster.rows.table import Table
+
+if TYPE_CHECKING:
+    from bandmaster.calls.open_work import OpenWork
+
+__all__ = ["Call", "Failures"]
+
+LOOK_AROUND_S = 5.0  # a call that is waited for may be cancelled by another thread meanwhile
+UNCHANGEABLE = {type(None), bool, int, float, str, bytes}
+
+
+class Failures(dict[int, Failure]):
+    """The failures of a call by rank, also of ranks that were not asked but have died. Calls made as one share them.
+
+    Attributes:
+        fenced: The tickets of ranks that have failed and wait until all ranks that were asked have ended the call.
+    """
+
+    __slots__ = ("fenced",)
+
+    def __init__(self, deaths: Mapping[int, Failure] = MappingProxyType({})) -> None:
+        super().__init__(deaths)
+        self.fenced: dict[int, Any] = {}
+
+
+class Call(Result):
+    """One call.
+
+    Attributes:
+        site: The words of messages about it.
+        keeps_rows: Whether the values stay where they are until they are read.
+        is_cleanup: See `CallRequest`.
+        request: The request, as long as the call is WAITING; its assignment to None makes the call SENT.
+        done: The result or the error; its assignment makes the call DONE.
+        workers: The workers that are asked, once it is sent.
+        tickets: Of the ranks that have not replied, by rank.
+        failures: See `Failures`.
+        has_ended: Whether all ranks that were asked have replied, as far as any thread has looked.
+        is_cancelled: Whether `cancel` was called.
+        due: The moment at which the thread that reads has to look again, by `time.monotonic`; None for no moment.
+        on_news: If it is set, threads that have read call it afterwards; it must not block.
+        record: The record of the call, if a trace records.
+        real_rows: The rows that each rank was sent, if the call has split a batch.
+        is_sent_in_background: Whether it is sent when its rows are there, though no thread waits for it.
+
+    Args:
+        request: The request.
+        site: The words of messages about it.
+        send: Sends it.
+        work: The calls of the same workers.
+    """
+
+    workers: Workers
+
+    def __init__(
+        self, request: CallRequest, site: CallSite, send: Callable[[Call, CallRequest], None] | None, work: OpenWork
+    ) -> None:
+        self.request: CallRequest | None = request
+        self.done: Done | None = None
+        self.site = site
+        self.keeps_rows, self.is_cleanup, self._is_for_all = request.keeps_rows, request.is_cleanup, request.is_for_all
+        self.tickets: dict[int, Any] = {}
+        self.failures = Failures()
+        self.real_rows: RealRows | None = None
+        self.record: CallTrace | None = None
+        self.has_ended = self.is_cancelled = self.is_sent_in_background = False
+        self.due: float | None = None
+        self.on_news: Callable[[], object] | None = None
+        self.lock = threading.RLock()
+        self._send, self._work, self._collection = send, work, request.collection
+        self._why_not_sent: BaseException | None = None
+        self._has_to_stop = self._was_missed = self._is_released = False
+        self._has_failed = False  # on a rank that was asked; else it is known to before it is sent
+        self._values: dict[int, Any] = {}
+        self._rows: KeptRows | None = None
+        self._escalation: Escalation | None = None
+        self._arrived: set[int] = set()  # ranks that had come to this call when the present grace began
+        self._cancelled_at: float | None = None
+        self._watch: CallWatch | None = None
+        self._watchers: Watchers | None = None
+        self._interrupted: set[int] = set()  # ranks whose values have raised KeyboardInterrupt when they were decoded
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all ranks that were asked have replied."""
+        return self.has_ended
+
+    # --- WAITING ---
+
+    @property
+    def parents(self) -> Sequence[Any]:
+        """The futures of the rows that it takes, until it was sent."""
+        request = self.request
+        return () if request is None else request.parents
+
+    @property
+    def waits_for(self) -> Sequence[Result]:
+        """The first call to the same workers that was not sent, and the calls of the rows that it takes."""
+        if self.request is None:
+            return ()
+        return [*self._work.first_before(self), *(parent._call for parent in self.parents)]
+
+    @property
+    def sent(self) -> Call | None:
+        """The call itself, if it was sent."""
+        return self if self.request is None else None
+
+    def begin(self) -> None:
+        """Send it. An error is raised, and is that of the call; no rank that was asked waits for one that was not."""
+        request = self.request
+        if request is None:  # it was cancelled
+            return
+        assert self._send is not None, "a call that is made as sent has no request"
+        try:
+            self._send(self, request)
+        except BaseException as error:
+            interrupted = CallCancelled(f"{self.site.method} was interrupted before it was sent; make the call again")
+            self._fail(error if isinstance(error, Exception) else interrupted)
+            raise
+        if self._watchers is not None:
+            self._begin_watch()
+
+    def is_being_sent(self, workers: Workers, failures: Failures) -> None:
+        """Have it be SENT. `lock` is held, and released when the tickets are there.
+
+        Args:
+            workers: The workers that are asked.
+            failures: Those that are known; calls that are sent as one share them.
+        """
+        self.workers, self.failures, self._has_failed = workers, failures, bool(failures)
+        self.request = None
+
+    def advance(self) -> bool:
+        """Send it if the rows that it takes are there; whether it is sent, or will not be. An error is the call's."""
+        if self.request is not None:
+            if not wait_for_all(self.parents, Deadline(0.0)):
+                return False
+            with contextlib.suppress(Exception):  # which is the call's own
+                self.begin()
+        return True
+
+    def wait_until_sent(self, timeout_s: float | None) -> bool:
+        """Wait until nothing is missing for it to be sent; False when the time is over before."""
+        return wait_for_all(self.parents, Deadline(timeout_s))
+
+    def give_up(self, why: BaseException) -> None:
+        """Do not send it, for a reason."""
+        self._fail(why)
+        self._work.advance()
+        self.tell()
+
+    def _fail(self, why: BaseException) -> None:
+        """Have an error be the result. If ranks were asked already, they are interrupted."""
+        with self.lock:
+            self._why_not_sent = self._why_not_sent or why
+            if self.request is None:
+                self.cancel()
+            elif self.done is None:
+                self._finish(Done(self._why_not_sent))
+                self.has_ended, self.request = True, None
+
+    def tell(self) -> None:
+        """Tell those who watch it if it will not be sent; holds no lock."""
+        if self._watchers is not None and self.done is not None:
+            self._watchers.tell()
+
+    # --- SENT ---
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not replied."""
+        return tuple(self.tickets)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether it has failed and a rank has not ended it, so that ranks wait before they begin later calls."""
+        return bool(self.tickets and (self.failures or self.is_cancelled))
+
+    @property
+    def state(self) -> str:
+        """Its state in words."""
+        if self.done is not None or (self.request is None and not self.tickets):
+            return "done"
+        if self.request is not None:
+            return "waiting for the rows that it takes"
+        return f"{'cancelled, ' if self.is_cancelled else ''}waiting for rank {', '.join(map(str, self.missing))}"
+
+    def stacks(self) -> dict[int, str]:
+        """The Python stacks of the ranks that have not replied."""
+        return dict(self.workers.stacks(dict(self.tickets)))
+
+    def late(self, timeout_s: float) -> CallTimeout:
+        """The `CallTimeout` to raise after a wait of ``timeout_s``."""
+        if self.request is not None:
+            why = "takes its rows" if self.parents else "was submitted behind a call that takes its rows"
+            return late(self, timeout_s, why)
+        return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks(), behind=self.behind)
+
+    @property
+    def behind(self) -> str:
+        """How calls that were sent before it have failed which are not over, for messages; "" if there are none."""
+        return self._work.failed_before(self)
+
+    def watch(self, when_done: Callable[[], object]) -> None:
+        """Read replies in the background, and call a function when the call is done.
+
+        The calls before it are watched as well: one that fails may have to be ended before this one can begin.
+        """
+        if self._watchers is None:
+            with SigintSafeLock(), progress.lock:
+                self._watchers = self._watchers or Watchers()
+        if self.request is not None:
+            self._work.send_in_background(self)
+        self._watchers.add(when_done)
+        if self.done is not None:
+            self._watchers.tell()
+        elif self.request is None:
+            self._begin_watch()
+
+    def _begin_watch(self) -> None:
+        self._work.watch_before(self)
+        self.read_in_background()
+
+    def read_in_background(self) -> None:
+        """Have it be done though no thread waits for it."""
+        with SigintSafeLock(), progress.lock:
+            if self._watch is None:
+                watch = CallWatch(self)
+                progress.add(watch)
+                self._watch = watch
+
+    def cancel(self) -> bool:
+        """Interrupt the call where it runs, and have it skipped where it does not run yet. From any thread."""
+        if self.request is not None:
+            with self.lock:  # which is held as it is sent
+                is_waiting = self.request is not None
+                if is_waiting:
+                    self.is_cancelled = True
+                    text = f"{self.site.method} was cancelled before it was sent; make the call again"
+                    self._fail(CallCancelled(text))
+            if is_waiting:
+                self._work.advance()
+                self.tell()
+                return True
+        before = self._cancelled_at
+        self._cancelled_at, self.is_cancelled = before or time.monotonic(), True
+        try:
+            self.workers.interrupt(dict(self.tickets))
+        except UsageError:
+            self._cancelled_at, self.is_cancelled = before, before is not None
+            raise
+        return True
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Read replies until all are there, and make the result; False when the time is over before."""
+        if self.done is not None:
+            return True
+        timeout_s = None if timeout_s is None or timeout_s > threading.TIMEOUT_MAX else max(0.0, timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if self.request is not None:
+            if not self._work.wait_up_to(self, Deadline(timeout_s)):
+                return self.done is not None
+            timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        check_not_held(self.lock)
+        try:
+            if not self.lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+                self._was_missed = True
+                if not self.lock.acquire(blocking=False):
+                    return False
+            if self.done is None and self._read(deadline):
+                self._conclude()
+            return self.done is not None
+        finally:
+            self._stop_reading()
+
+    def wait_for_all(self) -> None:
+        """Read until every rank has replied or was ended; without making the result."""
+        try:
+            self.lock.acquire()
+            self._read(None, is_patient=True)
+        finally:
+            self._stop_reading()
+
+    def drive(self) -> float | None:
+        """Take what has arrived and do what the escalation says is due, unless another thread reads and does so itself.
+
+        Returns:
+            The moment at which there is more to do, if there is one.
+        """
+        if self.request is not None:
+            self._work.advance()
+        if self.has_ended or self.request is not None or self.lock._is_owned():
+            return None
+        try:
+            if not self.lock.acquire(blocking=False):
+                return None
+            self._take(0.0)
+            moment = self._escalate()
+            return None if self._note_end() else moment
+        finally:
+            self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        """Release `lock`, unless it was not taken in time, or Ctrl-C came before.
+
+        Has the watch look again, if it found the lock taken meanwhile, or if replies are there without a result.
+        """
+        try:
+            self.lock.release()  # first, as Ctrl-C cannot come before it
+        except RuntimeError:
+            return
+        if self.on_news is not None and (self._was_missed or (self.has_ended and self.done is None)):
+            self._was_missed = False
+            self._tell()
+
+    def _tell(self) -> None:
+        on_news = self.on_news  # another thread may reset it
+        if on_news is not None:
+            on_news()
+
+    def _read(self, deadline: float | None, is_patient: bool = False) -> bool:
+        """Read until all have replied; False when the time is over before.
+
+        Once a rank has failed, the others are interrupted; after a death they are not waited for, unless
+        ``is_patient``. `lock` is held.
+        """
+        if self.tickets and self.workers.deaths:
+            self._take(0.0)  # what was replied before counts
+        while self.tickets:
+            due = self.due = self._do_what_is_due()
+            until = deadline if due is None or (deadline is not None and deadline < due) else due
+            if self._has_to_stop and not is_patient:
+                break
+            self._take(LOOK_AROUND_S if until is None else min(max(0.0, until - time.monotonic()), LOOK_AROUND_S))
+            if deadline is not None and self.tickets and time.monotonic() >= deadline:
+                self.due = self._do_what_is_due()  # of what was taken: who looks without waiting comes again only then
+                return False
+        self._note_end()
+        return True
+
+    def _note_end(self) -> bool:
+        """Whether all ranks have replied; those that have failed go on then."""
+        if not self.tickets:
+            fenced = self.failures.fenced
+            if fenced and not self._work.has_unanswered(self.failures):
+                self.workers.resume(fenced)
+                self.failures.fenced = {}
+            self.has_ended = True  # last: Ctrl-C before this has all of it done again
+        return self.has_ended
+
+    def _take(self, timeout_s: float) -> None:
+        """Take the replies that come in this time."""
+        done = self.workers.wait(list(self.tickets.values()), timeout_s)
+        replied, still = self._replied(done)
+        fetch, record, values = self.workers.fetch, self.record, self._values
+        same = shared = None  # a payload that several ranks have sent alike, and its value
+        for rank, ticket in replied.items():
+            value = fetch(ticket)
+            if record is not None:
+                record.came(rank, ticket, value)
+            if type(value) is Payload and not self.keeps_rows:
+                try:
+                    if value is not same:
+                        same, shared = value, decode(value)
+                    elif type(shared) not in UNCHANGEABLE:
+                        shared = decode(value)
+                    value = shared
+                except BaseException as error:  # the user's objects may raise anything as they are unpickled
+                    value = self._unreadable(rank, error)
+            if type(value) is Failure:
+                self.failures[rank], self._has_failed = value, True
+                self.failures.fenced[rank] = ticket
+            else:
+                values[rank] = value
+        self.tickets = still  # now that nothing can interrupt it any more
+
+    def _replied(self, done: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+        """The tickets, by rank, of the ranks that have replied, and of those that have not."""
+        if len(done) == len(self.tickets):
+            return self.tickets, {}
+        finished = set(map(id, done))
+        replied = {rank: ticket for rank, ticket in self.tickets.items() if id(ticket) in finished}
+        return replied, {rank: ticket for rank, ticket in self.tickets.items() if id(ticket) not in finished}
+
+    def _unreadable(self, rank: int, error: BaseException) -> Failure:
+        """The failure of a rank whose value raised as it was decoded; raises the error again if it is Ctrl-C's."""
+        was_interrupted = rank in self._interrupted
+        if isinstance(error, KeyboardInterrupt):
+            self._interrupted.add(rank)
+        return Failure.unreadable(error, was_interrupted)
+
+    # --- ranks that go on with a call that failed ---
+
+    def _do_what_is_due(self) -> float | None:
+        """About this call and those before it; the moment at which there is more to do, if there is one."""
+        others = self._work.drive_before(self)
+        ours = self._escalate()
+        return others if ours is None else ours if others is None else min(ours, others)
+
+    def _escalate(self) -> float | None:
+        """Do what is due about ranks that go on with a call that failed; the moment at which more is due."""
+        deaths = self.workers.deaths
+        if deaths and not self._is_for_all:
+            deaths = {rank: deaths[rank] for rank in deaths if rank in self.tickets or rank in self.failures}
+        if not (deaths or self.failures or self.is_cancelled):
+            return None
+        now = time.monotonic()
+        self._escalation = self._escalation or Escalation(self.site.limits().grace)
+        if self._cancelled_at is not None:
+            self._escalation.begin(self._cancelled_at, patience_s=0.0)
+        if deaths:
+            self.failures.update({rank: death for rank, death in deaths.items() if rank not in self.failures})
+            self._escalation.after_a_death(now)
+        elif self.failures:
+            self._escalation.begin(now)
+        while (step := self._escalation.due(now)) is not None:
+            if step is Step.INTERRUPT:
+                self.workers.interrupt(dict(self.tickets))
+                self._arrived = self._ranks_at_this_call()
+            elif step is Step.END:
+                self._kill_the_stuck()
+            else:
+                self._has_to_stop = True
+        return self._escalation.next
+
+    def _kill_the_stuck(self) -> None:
+        """End the ranks that have been at this call for the whole grace; those that came to it later get their own."""
+        assert self._escalation is not None, "it says that this is due"
+        debugged = self._in_debuggers(self._arrived)
+        self._take(0.0)  # after that, as it takes a moment
+        stuck = {rank: ticket for rank, ticket in self.tickets.items() if rank in self._arrived - debugged}
+        if stuck:
+            grace = self.site.limits().grace
+            more = f" (grace {grace:g} s; options(grace=...) gives it more)" if grace else ""
+            why = f"ended by the controller, as it had not stopped in time after {self.how_it_failed()}{more}"
+            self.workers.interrupt(stuck, why)
+        if self.tickets:
+            self._arrived = self._ranks_at_this_call() - debugged
+            self._escalation.put_off_the_end(time.monotonic())
+
+    def _in_debuggers(self, ranks: set[int]) -> set[int]:
+        """Of some ranks, those that have not replied and are in debuggers."""
+        asked = {rank: ticket for rank, ticket in self.tickets.items() if rank in ranks}
+        stacks = self.workers.stacks(asked) if asked else {}
+        return {rank for rank, stack in stacks.items() if is_in_debugger(stack)}
+
+    def _ranks_at_this_call(self) -> set[int]:
+        """The ranks that have not replied to this call, but to all before it, and that wait for no other rank."""
+        return set(self.tickets).difference(self._work.awaited_before(self))
+
+    def how_it_failed(self) -> str:
+        """Which rank failed first, and why, for messages of calls that suffer from it."""
+        if self.is_cancelled:
+            return f"{self.site.method} was cancelled"
+        rank, failure = min(self.failures.items(), key=lambda item: (*item[1].may_follow, item[0]))
+        why = failure.summary.partition("\n")[0]
+        return f"{self.site.method} failed on rank {rank} ({why})"
+
+    # --- DONE ---
+
+    def _conclude(self) -> None:
+        """Make the result. Ctrl-C while the user's own code collects it leaves it to be asked for again."""
+        error = self._error()
+        if error is not None:
+            done = Done(error)
+        elif self.keeps_rows:
+            kept = {
+                rank: KeptPart(self.site.method, rank, value, self.workers, self.record)
+                for rank, value in self._values.items()
+            }
+            self._rows = KeptRows(self.site.method, self._collection.ranks, kept, self.real_rows)
+            if self._is_released:
+                self._rows.release()
+            done = Done(is_here=False)
+        else:
+            done = self._collected(self._values)
+        self._finish(done)
+        if self.record is not None:
+            self.record.is_done()
+        if self.has_ended:
+            self._work.forget(self)  # else what it holds would stay until the next call of the group
+        if self.on_news is not None:
+            self._tell()
+
+    def _finish(self, done: Done) -> None:
+        """Have it be DONE, and drop what was needed until then."""
+        self.done = done
+        self._values, self._send = {}, None
+        if self._rows is None:
+            self._collection = NOTHING  # which may refer to the group, that has the list of its calls
+
+    def check_small_rows(self) -> None:
+        """Join kept rows that have come with the replies, so that `done` has the error if they cannot be joined."""
+        if self._rows is not None and self._rows.is_here:
+            try:
+                self.value(Deadline(None))
+            except BaseException as error:
+                if self.done is None or self.done.error is not error:
+                    raise
+
+    def _brought(self, deadline: Deadline) -> Done:
+        """The end of a call that has kept rows, with the rows here. Raises what may be true of now alone."""
+        assert self._rows is not None, "rows were kept"
+        values = {}
+        for rank in self._collection.ranks:
+            try:
+                values[rank] = self._rows.value(rank, deadline)
+            except (RowsLost, CallTimeout, ResourceError):
+                raise
+            except BaseException as error:  # the user's objects may raise anything as they are unpickled
+                self.failures[rank] = self._unreadable(rank, error)
+                self._has_failed = True
+        failed = self._error()
+        done = self._collected(values) if failed is None else Done(failed)
+        if isinstance(done.error, ResourceError):
+            raise done.error  # the rows are still there
+        return done
+
+    def table(self) -> Table:
+        """The rows that the ranks have kept; the call is done, without an error.
+
+        Raises:
+            UsageError: They are no batch together.
+        """
+        assert self._rows is not None, "the future has looked"
+        table = self._rows.table
+        if table is None:
+            raise UsageError(
+                f"the ranks of {self.site.method} returned values that are not rows of one kind, so that they cannot "
+                "be passed on as rows; use the value of future.result()"
+            )
+        return table
+
+    def has_value_of(self, rank: int) -> bool:
+        """Whether a rank has sent a value, which it kept or which came."""
+        return self._rows is not None and self._rows.has_value_of(rank)
+
+    def release(self) -> None:
+        """Release the rows that were kept, or will be. Takes no lock, as garbage may be collected under any."""
+        self._is_released = True
+        if self._rows is not None:
+            self._rows.release()
+            if self.done is not None and self.done.error is None:
+                self.done = Done(is_here=False)
+
+    def _collected(self, by_rank: Mapping[int, Any]) -> Done:
+        """The value, or the error, that the values of the ranks make."""
+        incoming, ranks, finish = self._collection
+        values = [by_rank[rank] for rank in ranks]
+        try:
+            result = collect(incoming, ranks, values, self.site.method, self.real_rows)
+            return Done(value=result if finish is None else finish(result))
+        except MemoryError as error:
+            no_room = ResourceError(
+                f"the controller has no memory to join what the ranks of {self.site.method} have returned: {error}; "
+                "free memory, and try again"
+            )
+            no_room.__cause__ = error
+            return Done(no_room)
+        except CollectError as error:
+            located = self.site.located(error)
+            located.__cause__ = error.__cause__
+            return Done(located)
+        except Exception as error:  # the user's code
+            return Done(error)
+
+    def _error(self) -> BaseException | None:
+        """The error of the call; None if all ranks that were asked have replied with a value."""
+        if self._why_not_sent is not None:
+            return self._why_not_sent
+        if self.is_cancelled:
+            return CallCancelled(f"{self.site.method} was cancelled; make the call again")
+        if not (self._has_failed or self.tickets):
+            return None
+        failures = dict(self.failures)  # others may share them, and add to them
+        kinds = {failure.kind for failure in failures.values()}
+        if FailureKind.LOST in kinds and kinds <= {FailureKind.LOST, FailureKind.CANCELLED}:
+            lost = {failure.summary: None for failure in failures.values() if failure.kind is FailureKind.LOST}
+            return RowsLost(f"{self.site.method} of group {self.site.group!r} takes {'; '.join(lost)}; make them again")
+        if FailureKind.UNRECEIVED in kinds and kinds <= {FailureKind.UNRECEIVED, FailureKind.CANCELLED}:
+            return self._cannot_take(failures)
+        if FailureKind.DIED in kinds or kinds == {FailureKind.CANCELLED}:
+            kind: Callable[..., BaseException] = WorkerDied
+        elif kinds <= {FailureKind.RESULT, FailureKind.CANCELLED}:
+            kind = CollectError
+        else:
+            kind = RemoteError
+        where = {rank: self.site.mesh.coordinates(rank) for rank in failures}
+        return kind(self.site.method, failures, where, self.site.group, self.site.mesh.shown_axes)
+
+    def _cannot_take(self, failures: Mapping[int, Failure]) -> ResourceError:
+        ranks = sorted(rank for rank in failures if failures[rank].kind is FailureKind.UNRECEIVED)
+        why = failures[ranks[0]]
+        receiver = "the controller" if why.pid == os.getpid() else f"process {why.pid} on host {why.host}"
+        return ResourceError(
+            f"{self.site.method} of group {self.site.group!r} has run, but {receiver} cannot take the reply of "
+            f"rank {', '.join(map(str, ranks))}: {why.summary}"
+        )

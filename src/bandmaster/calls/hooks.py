@@ -1,0 +1,58 @@
+"""The hooks by which features take part in a call, without the path of a call importing them.
+
+::
+
+    admit    Submitter.gate   may the group be called now? (turns)
+    trace    hooks.trace      a record of the call, told of each of its moments (tracing)
+    result   Result           a future stands for any result: streams and chunks make their own (flow)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from bandmaster.contract import Workers
+from bandmaster.rows.kept import RowsRecord
+
+__all__ = ["CallTrace", "Gate", "Hooks", "hooks"]
+
+
+class CallTrace(RowsRecord, Protocol):
+    """The record of one call."""
+
+    def is_encoded(self, nbytes: int) -> None:
+        """Its arguments were encoded."""
+
+    def is_sent(self) -> None:
+        """It was sent."""
+
+    def came(self, rank: int, ticket: Any, value: Any) -> None:
+        """The reply of a rank has come."""
+
+    def read(self, nbytes: int, way: str, source: Any, rank: int | None) -> None:
+        """Ranks read rows that a rank has made in another call, whose record is ``source``."""
+
+    def is_done(self) -> None:
+        """Its result is there, or its error."""
+
+
+class Gate(Protocol):
+    """Says when a group may be called."""
+
+    def admitted(self, label: str) -> AbstractContextManager[None]:
+        """The context in which a call is sent. Raises UsageError if none may be sent now."""
+
+
+class Hooks:
+    """The hooks of all groups of this process.
+
+    Attributes:
+        trace: Begins the record of a call, by group, method and workers; None as long as nothing is recorded.
+    """
+
+    trace: Callable[[str, str, Workers], CallTrace] | None = None
+
+
+hooks = Hooks()

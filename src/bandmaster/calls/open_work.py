@@ -1,0 +1,290 @@
+"""`OpenWork`: the calls to the same workers that are not over, in the order in which they were submitted.
+
+::
+
+    submit(rows) ──► waiting: calls whose rows are not there, and those behind them
+                        │ advance: sends the first ones, as far as their rows are there
+                        ▼        (by the threads that wait for them, and by the thread of callbacks when rows come)
+                     sent: calls that may not be over
+                     in parts: streams and calls in chunks, which send calls of their own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+from bandmaster.calls.call import Call, Failures
+from bandmaster.calls.request import CallSite
+from bandmaster.platform.deadline import Deadline
+
+__all__ = ["InParts", "OpenWork", "Waiting"]
+
+FENCE_LOOK_S = 0.02  # a failed call holds back the one that is waited for
+MANY = 64  # open calls; from there on, each new one looks whether the oldest is over
+
+
+class Waiting(Protocol):
+    """A call that holds up those that were submitted after it until it was sent.
+
+    Attributes:
+        site: The words of messages about it.
+        is_sent_in_background: Whether it is sent when its rows are there, though no thread waits for it.
+    """
+
+    site: CallSite
+    is_sent_in_background: bool
+
+    @property
+    def parents(self) -> Sequence[Any]:
+        """The futures of the rows that it takes, until it was sent."""
+
+    def advance(self) -> bool:
+        """Send what can be sent without waiting; whether the calls after it may be sent. The lock is held."""
+
+    def wait_until_sent(self, timeout_s: float | None) -> bool:
+        """Wait until nothing is missing for it to be sent; False when the time is over before."""
+
+    def tell(self) -> None:
+        """Tell those who watch it that it was sent, or will not be. The lock is not held."""
+
+    def give_up(self, why: BaseException) -> None:
+        """Do not send it, for a reason."""
+
+    def cancel(self) -> bool:
+        """Do not send it, as the user wants."""
+
+
+class InParts(Protocol):
+    """A call that is sent part by part: chunks of rows, or requests for the items of a generator.
+
+    Attributes:
+        site: The words of messages about it.
+    """
+
+    site: CallSite
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it sends nothing any more."""
+
+    def cancel(self) -> bool:
+        """Cancel the parts that run, and send no more."""
+
+
+_LOCK = threading.RLock()  # of the waiting calls of all groups: the calls of two may take rows of each other
+
+
+class OpenWork:
+    """The calls to the same workers, of all groups that have these workers.
+
+    A rank can only begin with a call when it has ended those before. So the thread that waits for a call also drives
+    the ones before it: one that failed, and that nobody waits for or even knows any more, must not hold up the others.
+
+    Attributes:
+        waiting: The calls that were not sent yet, since the rows that they take are not there, or those of a call
+            before them.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[Waiting] = deque()
+        self._sent: deque[Call] = deque()
+        self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
+        self._is_advancing = False
+
+    # --- WAITING ---
+
+    def enqueue(self, call: Waiting, is_waited_for: bool) -> None:
+        """Send a call when its rows, and all calls before it, are there.
+
+        Args:
+            call: The call.
+            is_waited_for: Whether a thread waits for it, which sends it.
+
+        Raises:
+            ResourceError: The system allows no more threads or descriptors.
+        """
+        with _LOCK:
+            self.waiting.append(call)
+        try:
+            if not is_waited_for:
+                self.send_in_background(call)
+        except BaseException:
+            call.cancel()
+            raise
+
+    def send_in_background(self, call: Waiting) -> None:
+        """Have a call, and those before it, be sent when their rows are there, though no thread waits for them."""
+        for one in self._up_to(call):
+            parents = () if one.is_sent_in_background else one.parents
+            one.is_sent_in_background = True
+            for parent in parents:
+                parent.add_done_callback(lambda _: self.advance())
+
+    def wait_up_to(self, call: Waiting, deadline: Deadline) -> bool:
+        """Wait until the calls before a call, and it itself, were sent; False when the time is over before."""
+        for earlier in self._up_to(call):
+            if not earlier.wait_until_sent(deadline.left()):
+                return False
+            self.advance()
+        return True
+
+    def first_before(self, call: Waiting) -> list[Any]:
+        """The first of the calls that were not sent, which one of them waits for; none for this one itself."""
+        first = next(iter(self._up_to(call)), call)
+        return [] if first is call else [first]
+
+    def _up_to(self, call: Waiting) -> list[Waiting]:
+        """The calls that are sent before a call, and the call itself; none if it is not waiting."""
+        with _LOCK:
+            calls = list(self.waiting)
+        return calls[: calls.index(call) + 1] if call in calls else []
+
+    def advance(self) -> None:
+        """Send the first calls as far as their rows are there."""
+        if not self.waiting:
+            return
+        gone: list[Waiting] = []
+        with _LOCK:
+            if self._is_advancing:  # by this thread, which asks a call for its rows that takes rows of another one here
+                return
+            self._is_advancing = True
+            try:
+                while self.waiting and self.waiting[0].advance():
+                    gone.append(self.waiting.popleft())
+            finally:
+                self._is_advancing = False
+        for call in gone:  # not under the lock, as it may run callbacks
+            call.tell()
+
+    def wait_until_sent(self) -> None:
+        """Wait until all calls that were submitted were sent, or will not be."""
+        while self.waiting:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                self.waiting[0].wait_until_sent(None)
+            self.advance()
+
+    def give_up(self, why: Callable[[str], BaseException]) -> None:
+        """Send none of the waiting calls; ``why`` returns the reason for a method."""
+        with _LOCK:
+            calls = list(self.waiting)
+            self.waiting.clear()
+        for call in calls:
+            call.give_up(why(call.site.method))
+
+    # --- SENT ---
+
+    def add(self, call: Call) -> None:
+        """A call is about to be sent."""
+        self._sent.append(call)
+        self._forget_over()
+        if len(self._sent) > MANY:
+            self._sent[0].drive()  # nobody may be waiting for it
+
+    def drive_before(self, waiting: Call) -> float | None:
+        """Drive the calls that were sent before one, and those that were sent as one with it.
+
+        Returns:
+            The moment at which there is more to do, if there is one.
+        """
+        if len(self._sent) < 2:
+            return None
+        calls = list(self._sent)
+        self._forget_over()
+        moments, is_behind = [], False
+        for call in calls:
+            if call is waiting:
+                is_behind = True
+            elif is_behind and call.failures is not waiting.failures:
+                break
+            else:
+                moments.append(call.drive())
+                if call.holds_back:  # its last reply lets ranks go on, and wakes nobody who waits here
+                    moments.append(time.monotonic() + FENCE_LOOK_S)
+        return min((moment for moment in moments if moment is not None), default=None)
+
+    def awaited_before(self, call: Call) -> set[int]:
+        """The ranks that have not replied to the calls before one, or have failed one that others have not ended."""
+        return {rank for other in self._before(call) for rank in (*other.missing, *list(other.failures.fenced))}
+
+    def failed_before(self, call: Call) -> str:
+        """How calls that were sent before one have failed which are not over, for messages; "" if there are none."""
+        return "; ".join(
+            f"{other.how_it_failed()} and has not ended on rank {', '.join(map(str, other.missing))}"
+            for other in self._before(call)
+            if other.holds_back
+        )
+
+    def watch_before(self, call: Call) -> None:
+        """Have the calls that were sent before one be done though no thread waits for them."""
+        for other in self._before(call):
+            if not other.has_ended:
+                other.read_in_background()
+
+    def _before(self, call: Call) -> Iterator[Call]:
+        """The calls that were sent before one; other threads may add or forget some meanwhile."""
+        return itertools.takewhile(lambda other: other is not call, list(self._sent))
+
+    def has_unanswered(self, failures: Failures) -> bool:
+        """Whether a rank has not replied to one of the calls that share these failures."""
+        return any(call.failures is failures and call.tickets for call in list(self._sent))
+
+    def forget(self, call: Call) -> None:
+        """A call is over."""
+        with contextlib.suppress(ValueError):  # it was forgotten before
+            self._sent.remove(call)
+
+    def clear(self) -> None:
+        """Forget all calls that were sent: their workers are gone."""
+        self._sent.clear()
+
+    def _forget_over(self) -> None:
+        try:
+            while (first := self._sent[0]).has_ended:
+                self._sent.remove(first)
+        except (IndexError, ValueError):  # it is empty, or another thread was faster
+            pass
+
+    # --- all of them ---
+
+    def add_in_parts(self, call: InParts) -> None:
+        """Note a call that is sent part by part, as long as something refers to it."""
+        self._in_parts[id(call)] = call
+
+    def cancel(self, is_meant: Callable[[CallSite], bool]) -> int:
+        """Cancel some calls, and return how many. A call that is sent in parts counts as one."""
+        with _LOCK:
+            waiting = [call for call in reversed(self.waiting) if is_meant(call.site)]
+        n_cancelled = sum([call.cancel() for call in waiting])  # the last first, so that none is sent meanwhile
+        in_parts = [call for reference in self._in_parts.valuerefs() if (call := reference()) is not None]
+        n_cancelled += sum([call.cancel() for call in in_parts if is_meant(call.site) and not call.is_ended])
+        as_one = set()
+        for sent in self._unfinished():
+            if is_meant(sent.site) and not (sent.is_cancelled or sent.is_cleanup):
+                sent.cancel()
+                as_one.add(id(sent.failures))
+        return n_cancelled + len(as_one)
+
+    def cancel_all(self) -> None:
+        """Cancel the calls that were sent and are not over, and wait until they are: at most for the grace of each."""
+        open_calls = self._unfinished()
+        for call in open_calls:
+            if not call.is_cleanup:
+                call.cancel()
+        for call in open_calls:
+            if call.is_cleanup and not call.wait(call.site.limits().grace):
+                call.cancel()
+            call.wait_for_all()
+
+    def _unfinished(self) -> list[Call]:
+        """The sent calls that are not over, in the order they were sent. Replies that have come count."""
+        calls = list(self._sent)
+        for call in calls:
+            call.drive()
+        return [call for call in calls if not call.has_ended]

@@ -1,0 +1,165 @@
+"""`Result`: the object behind a future. It is a call, or it is made of the results of others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bandmaster.calls.request import CallSite
+from bandmaster.errors import CallTimeout
+from bandmaster.platform.deadline import Deadline
+from bandmaster.rows.table import Table
+
+if TYPE_CHECKING:
+    from bandmaster.calls.call import Call
+
+__all__ = ["Done", "Result", "awaited", "late", "wait_for_all"]
+
+
+class Done(NamedTuple):
+    """The end of a result.
+
+    Attributes:
+        error: The exception that it raises; None if there is a value, or if rows were kept.
+        value: The value, if it is here.
+        is_here: Whether it is: rows that were kept may still lie elsewhere.
+    """
+
+    error: BaseException | None = None
+    value: Any = None
+    is_here: bool = True
+
+
+class Result(ABC):
+    """The object behind a future.
+
+    Attributes:
+        site: The words of messages about it.
+        keeps_rows: Whether its rows stay where they are made.
+        done: Its end; None before. It is set by one assignment.
+        is_cancelled: Whether it was cancelled.
+        lock: Held by the thread that makes the end.
+    """
+
+    site: CallSite
+    keeps_rows: bool
+    done: Done | None
+    is_cancelled: bool
+    lock: Any  # a threading.RLock
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether all ranks that were asked have replied."""
+
+    @property
+    def sent(self) -> Call | None:
+        """The call itself, if it is one that was sent."""
+        return None
+
+    @property
+    @abstractmethod
+    def waits_for(self) -> Sequence[Result]:
+        """The results that have to be done before it can be, the first one first; none for a call that was sent."""
+
+    @property
+    def state(self) -> str:
+        """Its state in words, for the repr of its future."""
+        return "waiting for the rows that it takes" if self.done is None else "done"
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until it is done; False when the time is over before."""
+
+    @abstractmethod
+    def drive(self) -> object:
+        """Take the replies that have arrived. Does not block."""
+
+    @abstractmethod
+    def cancel(self) -> bool:
+        """Cancel it; False if others may want it, so that it goes on."""
+
+    @abstractmethod
+    def late(self, timeout_s: float) -> CallTimeout:
+        """The `CallTimeout` to raise after a wait of ``timeout_s``."""
+
+    @abstractmethod
+    def watch(self, when_done: Callable[[], object]) -> None:
+        """Call a function when it may be done, though no thread waits for it."""
+
+    @abstractmethod
+    def table(self) -> Table:
+        """The rows; it is done, without an error, and keeps them."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Release the rows that are kept, or will be. Takes no lock, as garbage may be collected under any."""
+
+    def value(self, deadline: Deadline) -> Any:
+        """The value; rows that were kept are brought here. It is done. Raises its error.
+
+        Raises:
+            RowsLost: Some of the rows are gone; others may be there.
+            CallTimeout: Some of them have not come in time.
+            ResourceError: This process has no memory for them now.
+        """
+        done = self.done
+        assert done is not None, "the caller has waited"
+        if not done.is_here:
+            with self.lock:
+                done = self.done or done
+                if not done.is_here:  # else another thread has brought them
+                    done = self.done = self._brought(deadline)
+        if done.error is not None:
+            raise done.error
+        return done.value
+
+    @abstractmethod
+    def _brought(self, deadline: Deadline) -> Done:
+        """The end with the rows here, or with an error. Raises errors that may be true of now alone; `lock` is held."""
+
+    def check_small_rows(self) -> None:  # noqa: B027  # most results have none
+        """Join kept rows that have come with the replies, so that `done` has the error if they cannot be joined."""
+
+
+def wait_for_all(futures: Sequence[Any], deadline: Deadline) -> bool:
+    """Wait until the results of futures are done; False when the time is over before."""
+    return all(future._call.wait(deadline.left()) for future in futures)
+
+
+def awaited(results: Sequence[Result]) -> Call | None:
+    """The sent call whose ranks are waited for: one of the results, or one that has to be done before them.
+
+    None if there is none.
+
+    Each result is looked at once, however many others wait for it.
+    """
+    seen, todo = set[int](), list(reversed(results))
+    while todo:
+        one = todo.pop()
+        if (sent := one.sent) is not None:
+            return sent
+        seen.add(id(one))
+        todo += [other for other in reversed(one.waits_for) if other.done is None and id(other) not in seen]
+    return None
+
+
+def late(result: Result, timeout_s: float, why: str, can_be_cancelled: bool = True) -> CallTimeout:
+    """The `CallTimeout` to raise after a wait of ``timeout_s`` for a call that could not be sent.
+
+    Args:
+        result: The call.
+        timeout_s: How long it was waited for, in seconds.
+        why: How it belongs to the call that it waits for: ``"takes its rows"``.
+        can_be_cancelled: Whether it can be cancelled without what it waits for.
+    """
+    site, first = result.site, awaited([result])
+    if first is None:
+        return CallTimeout(site.method, (), timeout_s)
+    alone = "cancel it alone with error.future.cancel(), or " if can_be_cancelled else ""
+    what_next = (
+        f"{site.method} {why}, and so was not sent: wait again with error.future.result(), {alone}cancel all calls of "
+        f"group {first.site.group!r} with its cancel()"
+    )
+    return CallTimeout(first.site.method, first.missing, timeout_s, first.stacks(), what_next, behind=first.behind)
