@@ -88,9 +88,6 @@ class Worker:
     def __init__(self) -> None:
         """Do nothing: the attributes are already set."""
 
-    def _end_of_turn(self) -> None:
-        """Do nothing: the reply tells that all calls before this one are over."""
-
 
 class ClassLoading:
     """Context manager that marks the current thread as loading a worker class, which may import the class's module.

@@ -39,10 +39,29 @@ class CallTrace(RowsRecord, Protocol):
 
 
 class Gate(Protocol):
-    """Says when a group may be called."""
+    """Says when a group may be called, as it takes turns with others; see `bandmaster.turns.taker`.
+
+    Attributes:
+        note: The part of the group's repr that says whether it has its turn; "" for nothing to say.
+    """
+
+    @property
+    def note(self) -> str: ...  # noqa: D102
 
     def admitted(self, label: str) -> AbstractContextManager[None]:
         """The context in which a call is sent. Raises UsageError if none may be sent now."""
+
+    def renewal(self) -> AbstractContextManager[None]:
+        """The context in which the group's workers are constructed."""
+
+    def is_new(self) -> None:
+        """All workers were constructed again."""
+
+    def has_new(self, rank: int) -> None:
+        """The worker of one rank was constructed again."""
+
+    def is_closed(self) -> None:
+        """The group was closed."""
 
 
 class Hooks:

@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 
 from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.request import CallSite
+from bandmaster.errors import CallTimeout
 from bandmaster.platform.deadline import Deadline
 
 __all__ = ["InParts", "OpenWork", "Waiting"]
@@ -281,6 +282,19 @@ class OpenWork:
             if call.is_cleanup and not call.wait(call.site.limits().grace):
                 call.cancel()
             call.wait_for_all()
+
+    def wait_until_over(self, deadline: Deadline) -> None:
+        """Wait until all calls that were submitted are over.
+
+        Raises:
+            CallTimeout: One took too long.
+        """
+        waiting = list(self.waiting)
+        if waiting and not self.wait_up_to(waiting[-1], deadline):
+            raise CallTimeout(waiting[0].site.method, (), deadline.timeout_s or 0.0)
+        for call in self._unfinished():
+            if not call.wait(deadline.left()):
+                raise call.late(deadline.timeout_s or 0.0)
 
     def _unfinished(self) -> list[Call]:
         """The sent calls that are not over, in the order they were sent. Replies that have come count."""

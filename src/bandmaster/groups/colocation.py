@@ -18,18 +18,20 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from bandmaster.calls.encoding import encode_constructor
+from bandmaster.calls.hooks import Gate
 from bandmaster.calls.spec import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import Launch
 from bandmaster.errors import ArgumentError, MeshError, UsageError, WorkerDied
 from bandmaster.groups.group import GroupOf, WorkerGroup
-from bandmaster.lifecycle.checks import check_names, checked_mesh, checked_meshes, unwrap
+from bandmaster.lifecycle.checks import check_names, checked_mesh, checked_meshes, has_turn_hooks, unwrap
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
 from bandmaster.roles import SEPARATOR, Role, Roles
-from bandmaster.turns.participant import TURN_HOOKS, Participant
 from bandmaster.worker import ClassWithInitArgs, Worker, registrations
+
+if TYPE_CHECKING:
+    from bandmaster.turns.taker import TurnTaker
 
 __all__ = ["ColocatedGroup", "RoleGroup", "colocate"]
 
@@ -112,7 +114,6 @@ class _RoleParts(NamedTuple):
     checked: _Checked
     name: str
     submitter: Submitter
-    turns: Participant
 
 
 class ColocatedGroup(GroupOf[Any]):
@@ -140,21 +141,37 @@ class ColocatedGroup(GroupOf[Any]):
         self._groups: weakref.WeakValueDictionary[str, RoleGroup] = weakref.WeakValueDictionary()
         given = {name: checked.role for name, checked in found.items()}
         self._found = found
-        self._roles_have_hooks = any(_has(checked, hook) for checked in found.values() for hook in TURN_HOOKS)
+        self._whole: TurnTaker | None = None  # takes the turns in which all roles are constructed again
         super().__init__(pool, ClassWithInitArgs(wrapped, given), **options)
 
-    def _start(self, launch: Launch) -> None:
-        if not self._parts:  # in the turn in which the group is constructed
-            for name, checked in self._found.items():
-                self._parts[name] = self._parts_of(name, checked)
-            self._turns.roles = [parts.turns for parts in self._parts.values()]
-        super()._start(launch)
+    def _set_up(self, cls: type[Worker], pool: ResourcePool, mesh: Mesh, meshes: Mapping[str, Mesh]) -> None:
+        super()._set_up(cls, pool, mesh, meshes)
+        for name, checked in self._found.items():
+            self._parts[name] = parts = self._parts_of(name, checked)
+            if has_turn_hooks(checked.cls):
+                self._turn_taker_of(parts)
 
     def _parts_of(self, name: str, checked: _Checked) -> _RoleParts:
         group, mesh, work = f"{self._name}.{name}", checked.role.mesh, self._submitter.work
         submitter = Submitter(self._ownership.workers, checked.cls, mesh, group, name + SEPARATOR, work)
         submitter.meshes = {method: spec.mesh for method, spec in checked.methods.items()}
-        return _RoleParts(checked, group, submitter, self._participant(checked.cls, group, submitter))
+        return _RoleParts(checked, group, submitter)
+
+    def _turn_taker_of(self, parts: _RoleParts) -> TurnTaker:
+        """The part of a role that takes turns, and with it that of all roles together."""
+        from bandmaster.turns.taker import TurnTaker, turn_taker  # a feature
+
+        places = frozenset(self._pool._places)
+        taker = turn_taker(parts.checked.cls, parts.name, places, parts.submitter, self._ownership)
+        if self._whole is None:
+            self._whole = TurnTaker(self._cls, self._name, places, self._submitter, self._ownership)
+        if taker not in self._whole.roles:
+            self._whole.roles.append(taker)
+        return taker
+
+    @property
+    def _gate(self) -> Gate | None:
+        return self._whole
 
     @property
     def role_names(self) -> tuple[str, ...]:
@@ -284,8 +301,11 @@ class RoleGroup(WorkerGroup):
         self._submitter = parts.submitter
         self._pool = colocated._pool
         self._ownership = colocated._ownership
-        self._turns = parts.turns
+        self._parts = parts
         self._launch = colocated._launch
+
+    def _turn_taker(self) -> TurnTaker:
+        return self._colocated._turn_taker_of(self._parts)
 
     @property
     def workers(self) -> list[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
@@ -19,6 +20,7 @@ from bandmaster.backends import get_backend
 from bandmaster.calls.derived import PutRows
 from bandmaster.calls.encoding import encode_constructor
 from bandmaster.calls.future import Future
+from bandmaster.calls.hooks import Gate
 from bandmaster.calls.options import check_seconds, default_options
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.spec import specs_of
@@ -37,6 +39,7 @@ from bandmaster.lifecycle.checks import (
     checked_mesh,
     checked_meshes,
     checked_output,
+    has_turn_hooks,
     unwrap,
 )
 from bandmaster.lifecycle.construction import replace_worker, start_workers
@@ -47,14 +50,14 @@ from bandmaster.plan.mesh import Mesh
 from bandmaster.platform.locks import check_not_held
 from bandmaster.pool import ResourcePool
 from bandmaster.rows.kept import held_by
-from bandmaster.tracing.ledger import calls_of
-from bandmaster.tracing.records import CallTable
-from bandmaster.turns.participant import Participant
-from bandmaster.turns.turn import Turn, renewal
 from bandmaster.worker import Worker, imports_of, registrations
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from bandmaster.tracing.records import CallTable
+    from bandmaster.turns.taker import TurnTaker
+    from bandmaster.turns.turns import Turn
 
 __all__ = ["GroupOf", "WorkerGroup"]
 
@@ -79,7 +82,6 @@ class GroupOf(ByName, Cancelling, Generic[W]):
     """
 
     _worker_classes: ClassVar[tuple[type[Worker], ...]] = ()
-    _roles_have_hooks = False  # those of a colocated group
     _is_colocated = False  # whether groups of this class share processes
     _name: str
 
@@ -159,7 +161,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
                 output=directory,
                 log_level=level,
             )
-            with renewal(self._turns):
+            with self._renewal():
                 self._start(self._launch)
         except BaseException:
             self._ownership.close()
@@ -174,12 +176,23 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         self._watches: list[DeathWatch] = []
         self._submitter = Submitter(self._ownership.workers, cls, mesh, name)
         self._submitter.meshes = {method: spec.mesh for method, spec in self._methods.items()}
-        self._turns = self._participant(cls, name, self._submitter)
+        if has_turn_hooks(cls):
+            self._turn_taker()
 
-    def _participant(self, cls: type[Worker], name: str, submitter: Submitter) -> Participant:
-        """What takes turns for this group, or for a role of it."""
-        places = frozenset(self._pool._places)
-        return Participant(cls, name, places, submitter, self._ownership, self._roles_have_hooks)
+    def _turn_taker(self) -> TurnTaker:
+        """The part of the group that takes turns; from now on its calls are checked. Raises UsageError if it cannot."""
+        from bandmaster.turns.taker import turn_taker  # a feature
+
+        return turn_taker(self._cls, self._name, self._pool._places, self._submitter, self._ownership)
+
+    @property
+    def _gate(self) -> Gate | None:
+        """The group's turns, if it takes any."""
+        return self._submitter.gate
+
+    def _renewal(self) -> AbstractContextManager[None]:
+        """The turn in which workers are constructed, if the group takes turns."""
+        return nullcontext() if (gate := self._gate) is None else gate.renewal()
 
     def _start(self, launch: Launch) -> None:
         """Start the workers. Subclasses may ask for more than a user can."""
@@ -257,6 +270,8 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         Raises:
             UsageError: Nothing was ever recorded.
         """
+        from bandmaster.tracing.ledger import calls_of  # a feature
+
         return calls_of(self._name)
 
     @property
@@ -310,8 +325,9 @@ class GroupOf(ByName, Cancelling, Generic[W]):
             The context manager.
 
         Raises:
-            UsageError: When the block is entered: this thread, or one that waits for it, has the turn of another group
-                on the same slots, so that the wait would never end.
+            UsageError: When the block is entered: this thread or task has the turn of another group on the same slots,
+                so that the wait would never end. Threads that wait for each other's turns are not noticed: take turns
+                in the same order everywhere, or set a timeout.
             TurnTimeout: Another group had its turn for too long, or its calls took too long to send.
             CallTimeout: A hook took too long. It still runs; the next turn waits for it.
             RemoteError, WorkerDied: A hook raised, or a worker died; ``error.method`` says whose.
@@ -341,20 +357,16 @@ class GroupOf(ByName, Cancelling, Generic[W]):
             actor comes back
             ['actor 2']
         """
+        from bandmaster.turns.turns import Turn  # a feature
+
         check_seconds("timeout of turn", timeout)
         groups = tuple(dict.fromkeys((self, *others)))
         for group in groups:
             if not isinstance(group, GroupOf):
                 raise ArgumentError(f"turn takes worker groups, got {type(group).__name__} ({group!r})")
-        participants = [group._turn_taker() for group in groups]
-        for one in participants:
-            one.begin_taking_turns()
-        return Turn(groups, participants, timeout)
-
-    def _turn_taker(self) -> Participant:
-        """What takes turns for this group. Raises UsageError if it cannot."""
-        self._turns.check()
-        return self._turns
+        for group in groups:
+            group._ownership.check()
+        return Turn(groups, [group._turn_taker() for group in groups], timeout)
 
     def restart(self, state: Any = None) -> None:
         """End all workers, even busy ones, and start and construct new ones on the same slots.
@@ -386,13 +398,14 @@ class GroupOf(ByName, Cancelling, Generic[W]):
                 "it; define the method, or call restart() without a state"
             )
         hook = self._same("on_restart", (state,), {}, self.world_size) if has_hook else None
-        with renewal(self._turns), self._changing:
+        with self._renewal(), self._changing:
             self._launch = replace(self._launch, slots=self._pool._renewed())
             self._ownership.workers().stop("the group was restarted")
             self._end_watches()
             self._submitter.begin_anew()
             self._start(self._launch)
-            self._turns.is_new()
+            if (gate := self._gate) is not None:
+                gate.is_new()
             self._watch_again()
             if hook is not None:
                 self._on_all("on_restart", hook)
@@ -426,14 +439,15 @@ class GroupOf(ByName, Cancelling, Generic[W]):
             )
         hook = self._same("on_replace", (rank, state), {}, self.world_size)
         check_not_held(self._changing)
-        with renewal(self._turns), self._changing:
+        with self._renewal(), self._changing:
             self._check_alive_but(rank)
             self._submitter.cancel_all()
             self._check_alive_but(rank)
             self._end_watches()
             replace_worker(self._ownership.workers(), self._launch, self._constructor, rank)
             self._watch_again()
-            self._turns.has_new(rank)
+            if (gate := self._gate) is not None:
+                gate.has_new(rank)
             self._on_all("on_replace", hook)
 
     def _check_alive_but(self, rank: int) -> None:
@@ -459,7 +473,8 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         self._ownership.close()
         self._end_watches()
         self._submitter.begin_anew()
-        self._turns.is_closed()
+        if (gate := self._gate) is not None:
+            gate.is_closed()
 
     def __enter__(self) -> Self:
         return self
@@ -495,7 +510,8 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         return sorted({*super().__dir__(), *self._methods})
 
     def __repr__(self) -> str:
-        closed = self._turns.note if self._ownership.is_open else ", closed"
+        note = "" if (gate := self._gate) is None else gate.note
+        closed = note if self._ownership.is_open else ", closed"
         return f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{closed}>"
 
     def _repr_html_(self) -> str:

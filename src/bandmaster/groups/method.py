@@ -14,8 +14,6 @@ from bandmaster.calls.submission import Submitter
 from bandmaster.codec import decode, encode
 from bandmaster.contract import RECORD
 from bandmaster.errors import CallTimeout, UsageError
-from bandmaster.flow.flow import Flow
-from bandmaster.flow.stream import Stream
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, scatter
 from bandmaster.plan.binding import bind, bind_per_rank
 from bandmaster.plan.transfer import (
@@ -25,6 +23,9 @@ from bandmaster.plan.transfer import (
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from bandmaster.flow.flow import Flow
+    from bandmaster.flow.stream import Stream
 
 __all__ = ["GroupMethod"]
 
@@ -143,6 +144,8 @@ class GroupMethod(Generic[P, C, G]):
 
     @property
     def _flow_now(self) -> Flow:
+        from bandmaster.flow.flow import Flow  # a feature
+
         return Flow(self._group, self._submitter, self._spec, self._options, self._flow)
 
     def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:

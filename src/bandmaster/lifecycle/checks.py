@@ -14,6 +14,9 @@ from bandmaster.plan.mesh import Mesh
 from bandmaster.worker import ClassWithInitArgs, Worker
 
 __all__ = [
+    "ON_RESUME",
+    "ON_YIELD",
+    "TURN_HOOKS",
     "check_name",
     "check_names",
     "check_options",
@@ -21,8 +24,11 @@ __all__ = [
     "checked_mesh",
     "checked_meshes",
     "checked_output",
+    "has_turn_hooks",
     "unwrap",
 ]
+
+TURN_HOOKS = ON_YIELD, ON_RESUME = "on_yield", "on_resume"  # methods by which a class takes turns on its slots
 
 
 def unwrap(
@@ -194,3 +200,8 @@ def checked_mesh(mesh: Mesh | None, n_slots: int, pool: object) -> Mesh:
             f"example with Mesh(dp={n_slots})"
         )
     return mesh
+
+
+def has_turn_hooks(cls: type) -> bool:
+    """Whether a worker class takes turns on its slots from the beginning."""
+    return any(callable(getattr(cls, hook, None)) for hook in TURN_HOOKS)

@@ -19,8 +19,7 @@ from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
 from bandmaster.single_controller.ray.launch import ACTORS, ActorLaunch
-from bandmaster.turns.participant import TURN_HOOKS, Participant
-from bandmaster.worker import Worker
+from bandmaster.turns.taker import TurnTaker
 
 __all__ = ["AttachedGroup", "StartedGroup", "check_backend", "nsight_options", "variables_of"]
 
@@ -65,13 +64,13 @@ class StartedGroup(CoreGroup):
         _used_names.add(launch.group)
         super()._start(launch)
 
-    def _participant(self, cls: type[Worker], name: str, submitter: Submitter) -> Participant:
-        if (self._more_options.get("max_concurrency") or 1) > 1 and any(hasattr(cls, hook) for hook in TURN_HOOKS):
+    def _turn_taker(self) -> TurnTaker:
+        if (self._more_options.get("max_concurrency") or 1) > 1:
             raise UsageError(
-                f"{cls.__name__} asks Ray for max_concurrency, with which calls overlap in an order that Ray chooses, "
-                "so that it cannot take turns; leave this out of @ray.remote(...)"
+                f"{self._cls.__name__} asks Ray for max_concurrency, with which calls overlap in an order that Ray "
+                "chooses, so that it cannot take turns; leave this out of @ray.remote(...)"
             )
-        return super()._participant(cls, name, submitter)
+        return super()._turn_taker()
 
     def close(self) -> None:
         """End the workers, also those whose handles somebody has, but for detached ones; release their slots."""

@@ -1,4 +1,4 @@
-"""`Participant`: a group that may take turns, what it holds on its devices, and which calls of it may be sent.
+"""`TurnTaker`: a group that takes turns, what it holds on its devices, and which calls of it may be sent.
 
 ::
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
 
@@ -21,30 +22,32 @@ from bandmaster.calls.future import Future
 from bandmaster.calls.request import CallRequest
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import CallTimeout, TurnTimeout, UsageError
+from bandmaster.lifecycle.checks import ON_RESUME, ON_YIELD, TURN_HOOKS
 from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.arguments import CallPlan
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.platform.deadline import Deadline
-from bandmaster.turns.order import ORDER, Claim
+from bandmaster.turns.turns import TURNS, Request, entered
 
-__all__ = ["TURN_HOOKS", "Participant"]
+__all__ = ["TurnTaker", "turn_taker"]
 
-TURN_HOOKS = ON_YIELD, ON_RESUME = "on_yield", "on_resume"
-PASS = "_end_of_turn"
+_takers: weakref.WeakSet[TurnTaker] = weakref.WeakSet()
 
 
 class _State(Enum):
-    """What a group holds on its devices."""
+    """Whether a group holds what it needs on its devices."""
 
     RESIDENT = "resident"
     YIELDED = "yielded"
     BETWEEN = "between"  # a hook runs, or has failed
 
 
-class Participant(Claim):
-    """A group that may take turns on its slots.
+class TurnTaker:
+    """A group that takes turns on its slots.
 
     Attributes:
+        name: The group's name.
+        places: Its slots.
         roles: Those of the roles, if it is that of a colocated group, which acts on all of them.
 
     Args:
@@ -53,38 +56,30 @@ class Participant(Claim):
         places: Its slots.
         submitter: Sends its calls.
         ownership: Its workers.
-        roles_have_hooks: Whether it is that of a colocated group with a role whose class has hooks.
 
     Raises:
         ArgumentError: A hook takes arguments.
     """
 
     def __init__(
-        self,
-        cls: type,
-        name: str,
-        places: frozenset[Hashable],
-        submitter: Submitter,
-        ownership: Ownership,
-        roles_have_hooks: bool = False,
+        self, cls: type, name: str, places: frozenset[Hashable], submitter: Submitter, ownership: Ownership
     ) -> None:
-        super().__init__(name, places)
-        self.roles: list[Participant] = []
+        self.name, self.places = name, places
+        self.roles: list[TurnTaker] = []
         self._cls = cls
         hooks = [hook for hook in TURN_HOOKS if self._has(hook)]
         for hook in hooks:
             bind(f"{cls.__name__}.{hook}", signature_without_self(cls, hook), (), {})
-        self._has_hooks, self._roles_have_hooks = bool(hooks), roles_have_hooks
+        self._has_hooks = bool(hooks)
         self._submitter = weakref.ref(submitter)  # which refers to this
         self._ownership = ownership
         self._state = _State.RESIDENT
         self._hook: tuple[str, Future[Any]] | None = None  # whose wait has ended before it did
         self._is_moving = False  # a thread makes it yield or resume
         self._n_sending = 0
-        self._is_used = False  # calls were sent since it has yielded
-        if self._has_hooks:
-            submitter.gate = self
-        ORDER.add(self)
+        self._is_used = True  # calls may have been sent since it has yielded
+        with TURNS.changed:
+            _takers.add(self)
 
     def _has(self, hook: str) -> bool:
         return callable(getattr(self._cls, hook, None))
@@ -98,28 +93,29 @@ class Participant(Claim):
         """Raise ClosedError if the group was closed, UsageError in a fork of the controller."""
         self._ownership.check()
 
-    @property
-    def takes_turns(self) -> bool:
-        """Whether the class has a hook, or `begin_taking_turns` was called."""
-        submitter = self._submitter()
-        is_checked = submitter is not None and submitter.gate is self
-        return is_checked or self._roles_have_hooks or any(role.takes_turns for role in self.roles)
+    def shares_with_any(self, takers: Iterable[TurnTaker]) -> bool:
+        """Whether it shares a slot with one of some groups."""
+        return any(not self.places.isdisjoint(other.places) for other in takers)
 
-    def begin_taking_turns(self) -> None:
-        """From now on its calls are checked."""
-        submitter = self._submitter()
-        if submitter is not None and submitter.gate is None:
-            self._is_used = True  # calls that were sent before this were not counted
-            submitter.gate = self
+    def rivals(self) -> list[TurnTaker]:
+        """The other open groups that take turns on one of its slots, by name; its own roles are none."""
+        with TURNS.changed:
+            found = [one for one in _takers if one is not self and one.is_open and self.shares_with_any([one])]
+        return sorted([one for one in found if one not in self.roles], key=lambda one: one.name)
 
-    def is_closed(self) -> None:
+    def renewal(self) -> AbstractContextManager[None]:
+        """The turn in which the group's workers are constructed: rivals yield, and the group itself does not resume."""
+        return entered(Request([self]), resumes=False)
+
+    @staticmethod
+    def is_closed() -> None:
         """Its group was closed, and nobody waits for it any more."""
-        ORDER.wake()
+        TURNS.wake()
 
     @property
     def note(self) -> str:
-        """What a repr adds: whether it has its turn, or has yielded."""
-        if self.owners:
+        """The part of the group's repr that says whether it has its turn, or has yielded."""
+        if TURNS.of(self):
             return ", in its turn"
         return "" if self._state is _State.RESIDENT else ", yielded"
 
@@ -132,34 +128,36 @@ class Participant(Claim):
         """
         return _Sending(self, label)
 
-    def _begin_sending(self, label: str) -> None:
+    def begin_sending(self, label: str) -> None:
+        """A call is about to be sent. Raises UsageError if none can be."""
         self.check()
-        with ORDER.changed:
+        with TURNS.changed:
             why = self._refusal()
             if why is not None:
-                raise UsageError(f"cannot call {label}: {why}")
+                raise UsageError(f"cannot call {label}: {why}; call it in its own turn: with group.turn(): ...")
             self._n_sending += 1
             self._is_used = True
 
-    def _end_sending(self) -> None:
-        with ORDER.changed:
+    def end_sending(self) -> None:
+        """The call was sent, or not."""
+        with TURNS.changed:
             self._n_sending -= 1
             if not self._n_sending:
-                ORDER.changed.notify_all()
+                TURNS.changed.notify_all()
 
     def _refusal(self) -> str | None:
         """Why no call can be sent now; None if one can."""
-        remedy = "call it in its own turn: with group.turn(): ..."
-        if self._state is _State.RESIDENT and self.owners:
-            return None if self.has_begun else f"the turn of group {self.name!r} is about to begin; {remedy}"
-        holders = ORDER.holders(self)
-        if holders:
-            names = ", ".join(repr(holder.name) for holder in holders)
-            return f"group {names} has its turn on slots of group {self.name!r}; end that turn, and {remedy}"
+        turns = TURNS.of(self)
+        if self._state is _State.RESIDENT and turns:
+            has_begun = any(turn.has_begun for turn in turns)
+            return None if has_begun else f"the turn of group {self.name!r} is about to begin"
+        if holders := TURNS.rivals_of(self):
+            names = ", ".join(sorted({repr(taker.name) for turn in holders for taker in turn.takers}))
+            return f"group {names} has its turn on slots of group {self.name!r}; end that turn"
         if self._state is _State.YIELDED:
-            return f"group {self.name!r} has yielded its slots to another group; {remedy}"
+            return f"group {self.name!r} has yielded its slots to another group"
         if self._state is _State.BETWEEN:
-            return f"a hook of group {self.name!r} has failed or not ended; {remedy}"
+            return f"a hook of group {self.name!r} has failed or not ended"
         return None
 
     # --- between turns ---
@@ -176,7 +174,10 @@ class Participant(Claim):
             self._settle(deadline)
             if self._state is _State.YIELDED or not (self._has_hooks or self._is_used) or self._is_gone:
                 return
-            self._run(ON_YIELD if self._has(ON_YIELD) else PASS, deadline)
+            if self._has(ON_YIELD):
+                self._run(ON_YIELD, deadline)
+            else:
+                self._wait_for_calls(deadline)
             self._state = _State.YIELDED if self._has_hooks else _State.RESIDENT
             self._is_used = False
 
@@ -220,12 +221,17 @@ class Participant(Claim):
         workers = self._ownership.workers()
         return len(workers.deaths) == len(workers.records)
 
+    def _wait_for_calls(self, deadline: Deadline) -> None:
+        submitter = self._submitter()
+        if submitter is not None:
+            submitter.work.wait_until_over(deadline)
+
     def _settle(self, deadline: Deadline) -> None:
         """Wait for a hook that an earlier turn has not waited for to the end. Its error was not meant for this turn."""
         if self._hook is None:
             return
         hook, future = self._hook
-        if future.exception(deadline.left()) is None and hook != PASS:
+        if future.exception(deadline.left()) is None:
             self._state = _State.YIELDED if hook == ON_YIELD else _State.RESIDENT
         self._hook = None
 
@@ -234,8 +240,7 @@ class Participant(Claim):
         submitter = self._submitter()
         if submitter is None:  # the group was collected, and so are its workers
             return
-        if hook != PASS:
-            self._state = _State.BETWEEN
+        self._state = _State.BETWEEN
         ranks = tuple(rank for rank in submitter.ranks if rank != but)
         future = submitter.submit_anyway(CallRequest(hook, CallPlan(()), ranks))
         try:
@@ -254,34 +259,44 @@ class Participant(Claim):
     @contextlib.contextmanager
     def _moving(self, deadline: Deadline) -> Iterator[None]:
         """One thread at a time makes the group yield or resume: it may share slots with two that have no common one."""
-        with ORDER.changed:
+        with TURNS.changed:
             self._wait_until(lambda: not self._is_moving, deadline, "it yielded or resumed")
             self._is_moving = True
         try:
             yield
         finally:
-            with ORDER.changed:
+            with TURNS.changed:
                 self._is_moving = False
-                ORDER.changed.notify_all()
+                TURNS.changed.notify_all()
 
     def _wait_until(self, is_so: Callable[[], bool], deadline: Deadline, why: str) -> None:
-        with ORDER.changed:
-            if not ORDER.changed.wait_for(is_so, deadline.left()):
+        with TURNS.changed:
+            if not TURNS.changed.wait_for(is_so, deadline.left()):
                 raise TurnTimeout(
                     f"group {self.name!r} did not yield its slots in time: {why}; give turn() a larger timeout"
                 )
 
 
+def turn_taker(
+    cls: type, name: str, places: Iterable[Hashable], submitter: Submitter, ownership: Ownership
+) -> TurnTaker:
+    """The part of a group that takes turns, which is the gate of its calls from the first time on; see `TurnTaker`."""
+    if submitter.gate is None:
+        submitter.gate = TurnTaker(cls, name, frozenset(places), submitter, ownership)
+    assert isinstance(submitter.gate, TurnTaker), "there is no other gate"
+    return submitter.gate
+
+
 class _Sending:
     """The context in which a call is sent; made by hand, as it is entered for every call."""
 
-    __slots__ = ("_label", "_participant")
+    __slots__ = ("_label", "_taker")
 
-    def __init__(self, participant: Participant, label: str) -> None:
-        self._participant, self._label = participant, label
+    def __init__(self, taker: TurnTaker, label: str) -> None:
+        self._taker, self._label = taker, label
 
     def __enter__(self) -> None:
-        self._participant._begin_sending(self._label)
+        self._taker.begin_sending(self._label)
 
     def __exit__(self, *_: object) -> None:
-        self._participant._end_sending()
+        self._taker.end_sending()
