@@ -49,11 +49,11 @@ PATH += ["registration", "__init__"]
 PLACES = ["platform", "backends", "hosts", "lifecycle", "pool"]
 FEATURES = ["flow", "turns", "tracing", "output", "debugging"]
 BESIDE = ["cli", "__main__", "testing", "single_controller", "compat", "rl"]
-STILL = {("worker_process", "debugging"), ("__init__", "tracing"), ("__init__", "flow")}  # to go
+STILL = {("__init__", "tracing"), ("__init__", "flow")}  # to go
 
 
-def imports_of(tree):
-    for node in ast.walk(tree):
+def imports_of(what):
+    for node in ast.walk(ast.parse(what.read_text()) if isinstance(what, Path) else what):
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"a relative import of {node.module}"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -79,10 +79,7 @@ def room_of(path):
     return first if rest else path.stem
 
 
-GRAPH = {
-    path: {module for name in imports_of(ast.parse(path.read_text())) if (module := module_of(name))}
-    for path in ROOT.rglob("*.py")
-}
+GRAPH = {path: {module for name in imports_of(path) if (module := module_of(name))} for path in ROOT.rglob("*.py")}
 
 
 @pytest.mark.parametrize("room", sorted({room_of(path) for path in GRAPH}))

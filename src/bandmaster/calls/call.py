@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from bandmaster.calls.escalation import Escalation, Step
 from bandmaster.calls.hooks import CallTrace
@@ -48,9 +48,6 @@ from bandmaster.platform.locks import SigintSafeLock, check_not_held
 from bandmaster.rows.kept import KeptPart, KeptRows
 from bandmaster.rows.table import Table
 
-if TYPE_CHECKING:
-    from bandmaster.calls.open_work import OpenWork
-
 __all__ = ["Call", "Failures"]
 
 LOOK_AROUND_S = 5.0  # a call that is waited for may be cancelled by another thread meanwhile
@@ -69,6 +66,21 @@ class Failures(dict[int, Failure]):
     def __init__(self, deaths: Mapping[int, Failure] = MappingProxyType({})) -> None:
         super().__init__(deaths)
         self.fenced: dict[int, Any] = {}
+
+
+class OtherCalls(Protocol):
+    """The calls of the same workers, as a call asks for them; see `bandmaster.calls.open_work`."""
+
+    def first_before(self, call: Any) -> list[Any]: ...
+    def send_in_background(self, call: Any) -> None: ...
+    def wait_up_to(self, call: Any, deadline: Deadline) -> bool: ...
+    def advance(self) -> None: ...
+    def drive_before(self, waiting: Any) -> float | None: ...
+    def awaited_before(self, call: Any) -> set[int]: ...
+    def failed_before(self, call: Any) -> str: ...
+    def watch_before(self, call: Any) -> None: ...
+    def has_unanswered(self, failures: Failures) -> bool: ...
+    def forget(self, call: Any) -> None: ...
 
 
 class Call(Result):
@@ -101,7 +113,7 @@ class Call(Result):
     workers: Workers
 
     def __init__(
-        self, request: CallRequest, site: CallSite, send: Callable[[Call, CallRequest], None] | None, work: OpenWork
+        self, request: CallRequest, site: CallSite, send: Callable[[Call, CallRequest], None] | None, work: OtherCalls
     ) -> None:
         self.request: CallRequest | None = request
         self.done: Done | None = None
@@ -149,9 +161,9 @@ class Call(Result):
         return [*self._work.first_before(self), *(parent._call for parent in self.parents)]
 
     @property
-    def sent(self) -> Call | None:
-        """The call itself, if it was sent."""
-        return self if self.request is None else None
+    def is_sent(self) -> bool:  # type: ignore[override]  # here it is computed
+        """Whether it was sent."""
+        return self.request is None
 
     def begin(self) -> None:
         """Send it. An error is raised, and is that of the call; no rank that was asked waits for one that was not."""
@@ -215,7 +227,7 @@ class Call(Result):
     # --- SENT ---
 
     @property
-    def missing(self) -> tuple[int, ...]:
+    def missing(self) -> tuple[int, ...]:  # type: ignore[override]
         """The ranks that have not replied."""
         return tuple(self.tickets)
 
@@ -245,7 +257,7 @@ class Call(Result):
         return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks(), behind=self.behind)
 
     @property
-    def behind(self) -> str:
+    def behind(self) -> str:  # type: ignore[override]
         """How calls that were sent before it have failed which are not over, for messages; "" if there are none."""
         return self._work.failed_before(self)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from bandmaster.calls.options import CallOptions, default_options
 from bandmaster.errors import CollectError
@@ -13,9 +13,6 @@ from bandmaster.plan.arguments import CallPlan
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import CollectEach
 from bandmaster.plan.transfer import Gather, Incoming
-
-if TYPE_CHECKING:
-    from bandmaster.calls.future import Future
 
 __all__ = ["NOTHING", "CallRequest", "CallSite", "Collection"]
 
@@ -92,7 +89,7 @@ class CallRequest:
     owner: object = None
     options: CallOptions | None = None
     keeps_rows: bool = False
-    parents: Sequence[Future[Any]] = ()
+    parents: Sequence[Any] = ()
     asks_for: str = ""
     is_for_all: bool = True
     is_cleanup: bool = False

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from bandmaster.calls.request import CallSite
 from bandmaster.errors import CallTimeout
 from bandmaster.platform.deadline import Deadline
 from bandmaster.rows.table import Table
-
-if TYPE_CHECKING:
-    from bandmaster.calls.call import Call
 
 __all__ = ["Done", "Result", "awaited", "late", "wait_for_all"]
 
@@ -40,6 +37,9 @@ class Result(ABC):
         done: Its end; None before. It is set by one assignment.
         is_cancelled: Whether it was cancelled.
         lock: Held by the thread that makes the end.
+        is_sent: Whether it is a call that was sent.
+        missing: Of a call that was sent, the ranks that have not replied.
+        behind: How calls that were sent before it have failed which are not over, for messages.
     """
 
     site: CallSite
@@ -47,16 +47,14 @@ class Result(ABC):
     done: Done | None
     is_cancelled: bool
     lock: Any  # a threading.RLock
+    is_sent: bool = False
+    missing: tuple[int, ...] = ()
+    behind: str = ""
 
     @property
     @abstractmethod
     def is_over(self) -> bool:
         """Whether all ranks that were asked have replied."""
-
-    @property
-    def sent(self) -> Call | None:
-        """The call itself, if it is one that was sent."""
-        return None
 
     @property
     @abstractmethod
@@ -67,6 +65,10 @@ class Result(ABC):
     def state(self) -> str:
         """Its state in words, for the repr of its future."""
         return "waiting for the rows that it takes" if self.done is None else "done"
+
+    def stacks(self) -> Mapping[int, str]:
+        """The Python stacks of the missing ranks."""
+        return {}
 
     @abstractmethod
     def wait(self, timeout_s: float | None) -> bool:
@@ -128,7 +130,7 @@ def wait_for_all(futures: Sequence[Any], deadline: Deadline) -> bool:
     return all(future._call.wait(deadline.left()) for future in futures)
 
 
-def awaited(results: Sequence[Result]) -> Call | None:
+def awaited(results: Sequence[Result]) -> Result | None:
     """The sent call whose ranks are waited for: one of the results, or one that has to be done before them.
 
     None if there is none.
@@ -138,8 +140,8 @@ def awaited(results: Sequence[Result]) -> Call | None:
     seen, todo = set[int](), list(reversed(results))
     while todo:
         one = todo.pop()
-        if (sent := one.sent) is not None:
-            return sent
+        if one.is_sent:
+            return one
         seen.add(id(one))
         todo += [other for other in reversed(one.waits_for) if other.done is None and id(other) not in seen]
     return None

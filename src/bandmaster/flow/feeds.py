@@ -13,7 +13,7 @@ from bandmaster.calls.call import Call
 from bandmaster.calls.future import Future
 from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.request import CallSite
-from bandmaster.calls.result import awaited, wait_for_all
+from bandmaster.calls.result import Result, awaited, wait_for_all
 from bandmaster.contract import Workers
 from bandmaster.errors import CallCancelled
 from bandmaster.plan.shares import Share
@@ -26,7 +26,11 @@ Arrival: TypeAlias = "Future[Any] | BaseException | Callable[[], object] | None"
 
 def pending_calls(futures: Iterable[Future[Any]]) -> list[Call]:
     """The sent calls of some futures that are not done; another thread may change the collection of futures."""
-    return [call for future in list(futures) if (call := future._call.sent) is not None and call.done is None]
+    return [
+        call
+        for future in list(futures)
+        if isinstance(call := future._call, Call) and call.is_sent and call.done is None
+    ]
 
 
 class Arrivals:
@@ -121,7 +125,7 @@ class Feed:
         return pending_calls(self._running.values())
 
     @property
-    def awaited(self) -> Call | None:
+    def awaited(self) -> Result | None:
         """The call that is waited for before this one is sent."""
         return None if self._beginning is None else self._beginning.awaited
 
@@ -178,7 +182,7 @@ class _Beginning:
         self._begin: Callable[[], object] | None = begin
 
     @property
-    def awaited(self) -> Call | None:
+    def awaited(self) -> Result | None:
         """The call that is waited for before it begins."""
         return awaited([*self._work.first_before(self), *(parent._call for parent in self.parents)])
 
