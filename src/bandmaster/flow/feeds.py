@@ -26,11 +26,8 @@ Arrival: TypeAlias = "Future[Any] | BaseException | Callable[[], object] | None"
 
 def pending_calls(futures: Iterable[Future[Any]]) -> list[Call]:
     """The sent calls of some futures that are not done; another thread may change the collection of futures."""
-    return [
-        call
-        for future in list(futures)
-        if isinstance(call := future._call, Call) and call.is_sent and call.done is None
-    ]
+    calls = [future._call for future in list(futures)]
+    return [call for call in calls if isinstance(call, Call) and call.is_sent and call.done is None]
 
 
 class Arrivals:

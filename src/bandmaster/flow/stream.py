@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.interruption import WaitedFor, note_calls
 from bandmaster.calls.progress import progress
+from bandmaster.calls.result import Result
 from bandmaster.errors import CallTimeout
 from bandmaster.flow.feeds import Feed
 
@@ -130,7 +131,8 @@ class Stream:
         return f"<Stream of {self._feed.site.method}, {'open' if self._feed.is_open else 'ended'}>"
 
     def _late(self, timeout_s: float) -> CallTimeout:
-        method, calls, awaited = self._feed.site.method, self._feed.pending(), self._feed.awaited
+        method, awaited = self._feed.site.method, self._feed.awaited
+        calls: Sequence[Result] = self._feed.pending()
         what_next = "go on iterating over error.stream to wait again, or end it with error.stream.close()"
         if not calls and awaited is not None:
             what_next = f"{method} takes its rows, or was submitted behind it, and so was not sent: {what_next}"

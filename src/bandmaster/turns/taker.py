@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
@@ -97,7 +97,7 @@ class TurnTaker:
         """Whether it shares a slot with one of some groups."""
         return any(not self.places.isdisjoint(other.places) for other in takers)
 
-    def rivals(self) -> list[TurnTaker]:
+    def rivals(self) -> Sequence[TurnTaker]:
         """The other open groups that take turns on one of its slots, by name; its own roles are none."""
         with TURNS.changed:
             found = [one for one in _takers if one is not self and one.is_open and self.shares_with_any([one])]

@@ -14,18 +14,33 @@ import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from bandmaster.errors import CallCancelled, TurnTimeout, UsageError
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.limits import start_thread
 
-if TYPE_CHECKING:
-    from bandmaster.turns.taker import TurnTaker
-
 __all__ = ["TURNS", "Owner", "Request", "Turn", "TurnsInUse", "entered"]
+
+
+class Taker(Protocol):
+    """A group that takes turns; see `bandmaster.turns.taker.TurnTaker`.
+
+    Attributes:
+        name: The group's name.
+    """
+
+    name: str
+
+    @property
+    def is_open(self) -> bool: ...
+    def check(self) -> None: ...
+    def shares_with_any(self, takers: Iterable[Any]) -> bool: ...
+    def rivals(self) -> Sequence[Taker]: ...
+    def give_way(self, deadline: Deadline) -> None: ...
+    def resume(self, deadline: Deadline) -> None: ...
 
 
 class Owner(NamedTuple):
@@ -61,7 +76,7 @@ class Request:
         blocks_thread: Whether the owner's whole thread waits, with all of its tasks.
     """
 
-    def __init__(self, takers: Sequence[TurnTaker], timeout_s: float | None = None, blocks_thread: bool = True) -> None:
+    def __init__(self, takers: Sequence[Taker], timeout_s: float | None = None, blocks_thread: bool = True) -> None:
         self.takers, self.owner, self.deadline = frozenset(takers), Owner.current(), Deadline(timeout_s)
         self.is_cancelled = self.is_entered = False
         self._blocks_thread = blocks_thread
@@ -89,7 +104,7 @@ class InUse:
         has_begun: Whether rivals have yielded, and the groups have resumed.
     """
 
-    def __init__(self, takers: frozenset[TurnTaker]) -> None:
+    def __init__(self, takers: frozenset[Taker]) -> None:
         self.takers, self.has_begun = takers, False
         self.owners: dict[Owner, list[int]] = {}
 
@@ -112,12 +127,12 @@ class TurnsInUse:
         self._waiting: dict[Request, int] = {}  # with their numbers, in the order in which they came
         self._numbers = itertools.count()
 
-    def of(self, taker: TurnTaker) -> list[InUse]:
+    def of(self, taker: Taker) -> list[InUse]:
         """The turns that a group has."""
         with self.changed:
             return [turn for turn in self._in_use if taker in turn.takers]
 
-    def rivals_of(self, taker: TurnTaker) -> list[InUse]:
+    def rivals_of(self, taker: Taker) -> list[InUse]:
         """The turns of others on some of the slots of a group."""
         with self.changed:
             others = [turn for turn in self._in_use if taker not in turn.takers]
@@ -221,7 +236,7 @@ class TurnsInUse:
 TURNS = TurnsInUse()
 
 
-def _names(takers: Sequence[TurnTaker] | frozenset[TurnTaker]) -> str:
+def _names(takers: Sequence[Taker] | frozenset[Taker]) -> str:
     return ", ".join(sorted(repr(taker.name) for taker in takers))
 
 
@@ -260,7 +275,7 @@ def entered(request: Request, resumes: bool = True) -> Iterator[None]:
 class Turn:
     """The turn of a group on its slots; see `WorkerGroup.turn`. It is entered with ``with`` or ``async with``, once."""
 
-    def __init__(self, groups: object, takers: Sequence[TurnTaker], timeout_s: float | None) -> None:
+    def __init__(self, groups: object, takers: Sequence[Taker], timeout_s: float | None) -> None:
         self._groups = groups  # live as long as this
         self._takers, self._timeout_s = takers, timeout_s
         self._request: Request | None = None
