@@ -41,10 +41,11 @@ _BY_GROUP = "the group decides about it: name= of WorkerGroup names the workers,
 _IN_ORDER = "workers are processes that the group calls in order, and that restart() and replace() renew"
 REFUSED_OPTIONS = {  # of @ray.remote, and what to do instead
     **dict.fromkeys(("num_cpus", "num_gpus", "resources", "accelerator_type", "label_selector"), _BY_POOL),
-    **dict.fromkeys(("memory", "object_store_memory", "scheduling_strategy"), _BY_POOL),
+    **dict.fromkeys(("memory", "object_store_memory", "scheduling_strategy", "fallback_strategy"), _BY_POOL),
+    **dict.fromkeys(("placement_group", "placement_group_bundle_index"), _BY_POOL),
     **dict.fromkeys(("name", "namespace", "lifetime", "get_if_exists"), _BY_GROUP),
     **dict.fromkeys(("max_restarts", "max_task_retries", "max_pending_calls"), _IN_ORDER),
-    **dict.fromkeys(("max_concurrency", "concurrency_groups"), _IN_ORDER),
+    **dict.fromkeys(("max_concurrency", "concurrency_groups", "allow_out_of_order_execution"), _IN_ORDER),
 }
 
 
