@@ -52,7 +52,6 @@ __all__ = ["ActorWorkers", "AttachedWorkers", "RayTicket"]
 
 POLL_S = 0.1  # Ray has no event for "a resource became free" or "one of these calls failed"
 PUT_NBYTES = 100 * 1024  # smaller payloads travel inside the call, as Ray's own small arguments do
-INFO_TIMEOUT_S = 1.0  # for a busy actor to say where it is
 CONNECT_TIMEOUT_S = 10.0
 LAST_WORDS_TIMEOUT_S = 2.0  # for Ray to find out why an actor died whose lane was closed
 LAST_NBYTES = 16 * 1024  # of standard error that are read for its last lines
