@@ -21,7 +21,7 @@ from bandmaster.calls.options import CallOptions
 from bandmaster.calls.pending import NOTHING, CallSite, Collection, Failures, OpenCalls, PendingCall
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSE_STREAM, NEXT, Call, Reply, Ticket, Workers
+from bandmaster.contract import CLOSE_STREAM, NEXT, Call, Reply, Workers
 from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
 from bandmaster.plan.mesh import Mesh
@@ -278,16 +278,20 @@ class Submitter:
             if record is not None:
                 record.is_sent()
 
-    def submit_for_each(
-        self, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...], reply: Reply = Reply.RETURN
-    ) -> list[Any]:
-        """Send a call; for each rank a future, or with `Reply.NATIVE` what users of the backend read its value from."""
+    def submit_for_each(self, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Future[Any]]:
+        """Send a call, with a future for each rank."""
         self.traffic.later.wait()
         shares = {Share(rank, (rank,)): Collection(Only(), (rank,)) for rank in ranks}
         failures = Failures()
         site, name = self.site(method), self._prefix + method
         with self.admitted(site.method):
-            return self._submit_shares(owner, site, name, plan, shares, failures, reply)
+            return self._submit_shares(owner, site, name, plan, shares, failures, Reply.RETURN)
+
+    def encoded(self, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Call]:
+        """A call that returns the value of each rank, ready for `Workers.call`."""
+        return self._encode(
+            self._workers(), self.label(method), self._prefix + method, plan, ranks, ranks, Reply.RETURN
+        )
 
     def submit_shares(
         self,
@@ -344,10 +348,9 @@ class Submitter:
         failures: Failures,  # which all know, so that none is left in a collective with one that failed
         reply: Reply,
         kind: type[PendingCall] = PendingCall,
-    ) -> list[Any]:
-        """For each share a future, or what the backend's own users read its value from."""
+    ) -> list[Future[Any]]:
         workers, tickets = self._workers(), dict[int, Any]()
-        record = None if reply is Reply.NATIVE else self._record(site, workers)
+        record = self._record(site, workers)
         if not failures:
             ranks = tuple([rank for share in shares for rank in share.ranks])
             collected = tuple([rank for collection in shares.values() for rank in collection.ranks])
@@ -357,13 +360,10 @@ class Submitter:
                 if record is not None:
                     record.is_sent()
             except BaseException:  # Ctrl-C
-                self._give_up(workers, site, tickets, reply)
+                self._give_up(workers, site, tickets)
                 raise
-        results: list[Any] = []
+        results: list[Future[Any]] = []
         for share, collection in shares.items():
-            if share.rank in tickets and not isinstance(tickets[share.rank], Ticket) and reply is Reply.NATIVE:
-                results.append(tickets[share.rank])
-                continue
             known = failures if kind.is_for_all else Failures(failures)
             call = kind(workers, site, collection, self._open_calls, known, reply is Reply.KEEP)
             call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
@@ -372,11 +372,8 @@ class Submitter:
             results.append(Future(call, owner))
         return results
 
-    def _give_up(self, workers: Workers, site: CallSite, tickets: dict[int, Any], reply: Reply) -> None:
+    def _give_up(self, workers: Workers, site: CallSite, tickets: dict[int, Any]) -> None:
         """Cancel what was sent of a call that nobody gets: ranks that fail it go on when all of them have ended it."""
-        if reply is Reply.NATIVE:
-            workers.interrupt(tickets)
-            return
         call = PendingCall(workers, site, NOTHING, self._open_calls)
         call.tickets.update(tickets)
         self._open_calls.add(call)

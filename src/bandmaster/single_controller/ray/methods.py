@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from bandmaster.calls.pending import Collection
-from bandmaster.contract import Reply
+from bandmaster.calls.submission import Submitter
 from bandmaster.errors import UsageError
 from bandmaster.groups.method import GroupMethod
 from bandmaster.plan.arguments import CallPlan
@@ -40,8 +40,7 @@ class RayMethod(GroupMethod[..., Any, Any]):
             return self._group.execute_rank_zero_async(self._spec.name, *args, **kwargs)
         plan, _ = self._dispatched(protocol, args, kwargs)
         name, ranks = self._spec.name, self._spec.ranks
-        references = self._submitter.submit_for_each(self._group, name, plan, ranks, Reply.NATIVE)
-        return protocol.collect(self._group, references)
+        return protocol.collect(self._group, references(self._submitter, self._group, name, plan, ranks))
 
     def stream(self, /, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: verl's collect functions join the values of all ranks.
@@ -89,6 +88,25 @@ class RayMethod(GroupMethod[..., Any, Any]):
             outputs = [by_rank.get(rank) for rank in range(self._group.world_size)]
         joined = collect(self._group, outputs)
         return joined if type(joined) is list else without_padding(joined, n_padding)
+
+
+def references(submitter: Submitter, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Any]:
+    """Send a call; for each rank an ObjectRef, or a future where the ranks are no actors.
+
+    Args:
+        submitter: That of the group.
+        owner: The group, which lives as long as the futures.
+        method: Name of the method.
+        plan: Its arguments.
+        ranks: The ranks that run it.
+    """
+    refer = getattr(submitter.workers, "refer", None)
+    if refer is None:
+        return submitter.submit_for_each(owner, method, plan, ranks)
+    submitter.traffic.later.wait()
+    with submitter.admitted(submitter.label(method)):
+        found: dict[int, Any] = refer(submitter.encoded(method, plan, ranks))
+    return [found[rank] for rank in ranks]
 
 
 def _joins_rows(collect: Callable[..., Any]) -> bool:
