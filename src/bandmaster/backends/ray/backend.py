@@ -29,7 +29,7 @@ from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.plan.placement import Node, Request
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.proc import Stat, stat
-from bandmaster.transport.listener import peer_pid
+from bandmaster.wire.listener import peer_pid
 
 __all__ = ["RayBackend"]
 
