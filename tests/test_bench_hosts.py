@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 
 PROGRAM = Path(__file__).parents[1] / "benchmarks" / "hosts.py"
 MONARCH = "on_hosts.monarch"
-TWO_HOSTS = {"on_hosts.agents", "on_hosts.ray_path", "on_hosts.plain_ray"}
+TWO_HOSTS = {"on_hosts.agents", "on_hosts.plain_ray"}
 PEERS = {
     "noop": {*TWO_HOSTS, "bandmaster_local"},
     "broadcast": {*TWO_HOSTS, "on_hosts.floor"},
@@ -24,7 +24,7 @@ PEERS = {
     "chain": TWO_HOSTS,
     "rows": TWO_HOSTS,
     "many": {"on_hosts.one_each", "on_hosts.eight_each"},
-    "idle": {"on_hosts.agents", "on_hosts.plain_ray"},
+    "idle": TWO_HOSTS,
 }
 
 

@@ -19,6 +19,7 @@ from bandmaster.cli.discovery import Discovered, Group, Process, discover
 from bandmaster.cli.facts import Cores, Facts, Gpus, Kernel, Memory, Software
 from bandmaster.cli.findings import judge
 from bandmaster.cli.processes import chosen, shown
+from bandmaster.plan.placement import Node
 from bandmaster.platform.cgroups import Cgroups, Limit
 from bandmaster.wire.control_page import WorkerIdentity
 
@@ -307,6 +308,15 @@ def test_doctor_shows_a_cluster(ray_cluster):
 
     assert "the Ray cluster\nnode" in run.stdout, run.stdout + run.stderr
     assert "16 of 16" in run.stdout and "8 of 8" in run.stdout
+
+
+def test_doctor_says_that_no_group_can_have_workers_where_it_cannot_connect(monkeypatch, capsys):
+    nodes = [(Node("10.0.0.1", 4, 4, 0, 0), None), (Node("10.0.0.2", 4, 4, 0, 0), "timed out")]
+    monkeypatch.setattr("bandmaster.cli.ray.links_and_nodes", lambda address: nodes)
+
+    assert main(["doctor", "--quick", "--ray", "10.0.0.1:6379"]) == 1
+    words = "cannot connect to a process on node 10.0.0.2 (timed out), so no group can be made with workers there"
+    assert words in capsys.readouterr().out
 
 
 def test_doctor_starts_no_cluster():

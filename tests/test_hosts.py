@@ -5,6 +5,7 @@ What ranks on other hosts do otherwise is what they do anywhere: `python tests/o
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -16,17 +17,18 @@ from hosts import SHM_SIZE, Hosts, address, why_not
 pytestmark = pytest.mark.timeout(180)
 
 PROGRAM = Path(__file__).parent / "host_programs" / "sleep.py"
+AGENT = "BandmasterAgent"  # the title of its process
 LIMIT_S = 10.0  # after which a host counts as lost
 SLACK_S = 2.0  # for a machine that has other things to do
 
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Six hosts, of which the first has no ranks, and a pool of two nodes takes the first two others that live."""
+    """Seven hosts, of which the first has no ranks, and a pool of two nodes takes the first two others that live."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    with Hosts(6) as made:
+    with Hosts(7) as made:
         yield made
 
 
@@ -35,12 +37,12 @@ def running(hosts, *args, program=PROGRAM):
     """A program on the first host; yields what returns the next thing that it tells, after some input."""
     command = hosts.command(0, [sys.executable, str(program), *map(str, args)])
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, env=hosts.environment, text=True, **pipes) as program:
+    with subprocess.Popen(command, env=hosts.environment, text=True, **pipes) as process:
 
         def told(name, said=""):
-            program.stdin.write(said)
-            program.stdin.flush()
-            for line in program.stdout:
+            process.stdin.write(said)
+            process.stdin.flush()
+            for line in process.stdout:
                 if line.startswith("{") and name in (facts := json.loads(line)):
                     return facts
             raise AssertionError(f"the program has ended without telling {name}")
@@ -48,31 +50,33 @@ def running(hosts, *args, program=PROGRAM):
         try:
             yield told
         finally:
-            program.kill()
-
-
-def agents_on(hosts, host):
-    found = subprocess.run(hosts.command(host, ["pgrep", "-f", "BandmasterAgent"]), capture_output=True, text=True)
-    return found.stdout.split()
+            process.kill()
+            if left := found_on(hosts, 0, str(program)):  # nsenter has forked it
+                send_signal(hosts, 0, "KILL", left)
 
 
 def send_signal(hosts, host, name, pids):
     subprocess.run(hosts.command(host, ["kill", f"-{name}", *pids]), check=True)
 
 
-def workers_on(hosts, host):
-    found = subprocess.run(hosts.command(host, ["pgrep", "-f", "zygote_process|BandmasterAgent"]), capture_output=True)
+def found_on(hosts, host, pattern):
+    """Process ids of a host, as its own processes see them, by a pattern of their commands."""
+    found = subprocess.run(hosts.command(host, ["pgrep", "-f", pattern]), capture_output=True, text=True)
     return found.stdout.split()
+
+
+def workers_on(hosts, host):
+    return found_on(hosts, host, "zygote_process|BandmasterAgent")
 
 
 def all_workers(hosts):
     return [pid for host in hosts.others() for pid in workers_on(hosts, host)]
 
 
-def assert_ends(hosts, within_s):
-    """No agent and no worker is left on the other hosts."""
+def assert_ends(hosts, within_s, where=None, n_left=0):
+    """No agent, zygote and worker is left on some hosts, by default all but the first, or so many are."""
     deadline = time.monotonic() + within_s
-    while left := all_workers(hosts):
+    while len(left := [pid for host in where or hosts.others() for pid in workers_on(hosts, host)]) > n_left:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)  # processes of other hosts tell nobody that they have ended
 
@@ -96,7 +100,7 @@ def test_calls_go_by_links_and_a_short_cut_of_the_network_is_survived(hosts):
 
 @contextlib.contextmanager
 def stopped_agent(hosts, host):
-    pids = agents_on(hosts, host)
+    pids = found_on(hosts, host, AGENT)
     send_signal(hosts, host, "STOP", pids)
     yield
     send_signal(hosts, host, "KILL", pids)
@@ -132,17 +136,17 @@ def test_pools_go_where_they_are_asked_to(hosts):
     assert f"node {address(1)} (number=1) has 8 CPUs, room for 8" in facts["no label"]
     assert facts["no label"].endswith("no node is number=9")
     assert facts["no name"].endswith("there is no node host9")
-    assert "6 workers as [1, 1, 1, 1, 1, 1] (1 CPU each), each on a node of its own" in facts["too few"]
+    assert "7 workers as [1, 1, 1, 1, 1, 1, 1] (1 CPU each), each on a node of its own" in facts["too few"]
     assert "8 CPUs and 1 odd, room for 0" in facts["no resource"]
 
 
 @pytest.fixture
 def without_shared_memory(hosts):
     """Hosts whose ``/dev/shm`` is full, as that of a container often is."""
-    for host in range(6):
+    for host in range(hosts.n):
         hosts.limit_shared_memory(host, "64k")
     yield hosts
-    for host in range(6):
+    for host in range(hosts.n):
         hosts.limit_shared_memory(host, SHM_SIZE)
 
 
@@ -163,10 +167,43 @@ def test_agents_wait_for_rows_that_somebody_needs(hosts):
 def test_a_killed_agent_is_replaced_with_its_rank(hosts):
     with running(hosts, 60, "replace") as told:
         told("is_asleep")
-        send_signal(hosts, 2, "KILL", agents_on(hosts, 2))
+        send_signal(hosts, 2, "KILL", found_on(hosts, 2, AGENT))
         assert told("died")["died"] < LIMIT_S
         assert told("hosts")["hosts"] == ["host1", "host2"]
         assert told("is_over")
+
+
+@contextlib.contextmanager
+def memory_cgroup(nbytes):
+    """The directory of a control group whose processes may have so much memory."""
+    root = Path("/sys/fs/cgroup")
+    directory, limit = root / "bandmaster-test", "memory.max"
+    if not (root / "cgroup.controllers").exists():
+        directory, limit = root / "memory" / "bandmaster-test", "memory.limit_in_bytes"
+    try:
+        directory.mkdir(exist_ok=True)
+        (directory / limit).write_text(str(nbytes))
+    except OSError as error:
+        pytest.skip(f"there are no control groups to limit memory with: {error}")
+    yield directory
+    directory.rmdir()
+
+
+def test_the_death_of_a_rank_on_another_host_is_told_as_on_this_one(hosts):
+    with memory_cgroup(200 << 20) as cgroup, running(hosts, cgroup, program=PROGRAM.with_name("deaths.py")) as told:
+        facts = told("messages")
+    ends = {
+        "exit": "exit code 3",
+        "kill": r"killed by SIGKILL; its peak memory was 0\.\d GiB of",
+        "segfault": "killed by SIGSEGV",
+        "zygote": "killed, because the process that workers are forked from has ended",
+        "out of memory": r"killed by SIGKILL; .*the kernel's out-of-memory killer ended a process meanwhile",
+    }
+    for how, words in ends.items():
+        message = facts["messages"][how]
+        assert re.search(rf"rank 1 \(.*host {facts['hosts'][1]}, .*\): {words}", message), (how, message)
+        assert "my last words" in message, (how, message)
+    assert_ends(hosts, 10)
 
 
 @pytest.mark.parametrize("lost", [stopped_agent, cut_off, powered_off])  # the last two leave a host that Ray counts out
@@ -182,6 +219,25 @@ def test_a_lost_host_is_named_in_time(hosts, lost):
         assert not told("is_healthy")["is_healthy"]
         assert told("is_over")
     assert_ends(hosts, 15)
+
+
+@pytest.mark.parametrize(("command", "n_left"), [(AGENT, 0), ("zygote_process", 1), ("raylet/raylet", 0)])
+def test_workers_end_with_the_processes_that_they_depend_on(hosts, command, n_left):
+    with running(hosts, 60) as told:
+        host = int(told("hosts")["hosts"][2].removeprefix("host"))
+        told("is_asleep")
+        first, *_ = found_on(hosts, host, command)  # the oldest, which is the zygote of the two workers
+        send_signal(hosts, host, "KILL", [first])
+        assert_ends(hosts, 2 + SLACK_S, [host], n_left)
+        assert told("died")["died"] < LIMIT_S
+        assert told("is_over")
+    assert_ends(hosts, 2 + SLACK_S)
+
+
+def test_nothing_outlives_a_controller_that_is_killed(hosts):
+    with running(hosts, 60) as told:
+        told("is_asleep")
+    assert_ends(hosts, 2 + SLACK_S)
 
 
 def test_the_ranks_of_a_lost_host_restart_on_a_spare_one(hosts):

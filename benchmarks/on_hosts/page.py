@@ -10,7 +10,7 @@ from harness.targets import target_table
 
 from on_hosts.goals import GOALS
 from on_hosts.parts import PARTS, RATES, SIZES, row_name
-from on_hosts.peers import AGENTS, FLOOR, LOCAL, PLAIN, RAY_PATH, TITLES
+from on_hosts.peers import AGENTS, FLOOR, LOCAL, PLAIN, TITLES
 
 REFERENCES = {"x plain Ray": PLAIN, "x floor": FLOOR, "x local": LOCAL}
 N_FOR_P99 = 100
@@ -78,7 +78,7 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
 def wide_table(rows: Sequence[Row]) -> list[list[str]]:
     """A line for every size and network, with all peers side by side."""
     by_place = {(row.what, row.peer): row for row in rows}
-    names = (AGENTS, RAY_PATH, PLAIN)
+    names = (AGENTS, PLAIN)
     lines = [
         ["rows", "network", *(TITLES[name] for name in names), *(f"{TITLES[name]} over agents" for name in names[1:])]
     ]

@@ -12,7 +12,7 @@ from harness import proc
 from harness.rows import Row
 from harness.stage import Cell, MiB, say, size_name
 
-from on_hosts.peers import AGENTS, EIGHT_EACH, FLOOR, LOCAL, MONARCH, ONE_EACH, PLAIN, RAY_PATH
+from on_hosts.peers import AGENTS, EIGHT_EACH, FLOOR, LOCAL, MONARCH, ONE_EACH, PLAIN
 from on_hosts.stage import CONTROLLER, OTHERS, HostStage, SimulatedStage, closing
 
 RATES = {"no limit": None, "10 Gbit/s": "10gbit", "1 Gbit/s": "1gbit"}
@@ -55,7 +55,7 @@ class Run:
 def noop(run: Run) -> list[Row]:
     """What does a call cost that does nothing? The number 1 to each of 16 ranks, 8 on each of two other hosts, and
     back. bandmaster local has 16 ranks on the controller's host."""
-    with run.stage((AGENTS, RAY_PATH, PLAIN, MONARCH, LOCAL), 4 if run.is_smoke else 16) as stage:
+    with run.stage((AGENTS, PLAIN, MONARCH, LOCAL), 4 if run.is_smoke else 16) as stage:
         return [row for _, rows in stage.run([run.cell("noop", "noop", 0)]) for row in rows]
 
 
@@ -63,7 +63,7 @@ def broadcast(run: Run) -> list[Row]:
     """What does it cost to give every rank the same array? To each of 16 ranks, 8 on each of two other hosts, which
     read 64 places of it. The floor sends it to one process on each host, both at the same time."""
     cell = run.cell("broadcast", "broadcast", run.large)
-    with run.stage((AGENTS, RAY_PATH, PLAIN, MONARCH, FLOOR), 4 if run.is_smoke else 16) as stage:
+    with run.stage((AGENTS, PLAIN, MONARCH, FLOOR), 4 if run.is_smoke else 16) as stage:
         rows = [row for _, rows in stage.run([cell]) for row in rows]
         what = f"{cell.what}: sent by the controller's host"
         return rows + _traffic(stage, cell, what, OF_ARRAY, lambda hosts: hosts[CONTROLLER][1])
@@ -73,7 +73,7 @@ def split(run: Run) -> list[Row]:
     """What does a data-parallel call cost? Rows split over 8 ranks, 4 on each of two other hosts, each adds 1, and the
     results are joined in order. The floor sends half to a process on each host, which adds 1, and receives the halves
     straight into the result."""
-    with run.stage((AGENTS, RAY_PATH, PLAIN, MONARCH, FLOOR), 4 if run.is_smoke else 8) as stage:
+    with run.stage((AGENTS, PLAIN, MONARCH, FLOOR), 4 if run.is_smoke else 8) as stage:
         return [row for _, rows in stage.run([run.cell("split", "split_inc_concat", run.large)]) for row in rows]
 
 
@@ -81,7 +81,7 @@ def chain(run: Run) -> list[Row]:
     """What does it cost to pass rows by reference? A rank on one host makes rows, a rank on another reads 64 places of
     them; the controller, on a third, has only their handle. Making them is part of the time."""
     cell = run.cell("chain", "make_and_read", MiB if run.is_smoke else 64 * MiB)
-    with run.stage((AGENTS, RAY_PATH, PLAIN), 2) as stage:
+    with run.stage((AGENTS, PLAIN), 2) as stage:
         rows = [row for _, rows in stage.run([cell]) for row in rows]
         between, through = (
             f"{cell.what}: sent by the host that made them",
@@ -97,7 +97,7 @@ def rows(run: Run) -> list[Row]:
     host sends and receives."""
     cells = [run.cell("rows", "read_made", nbytes) for nbytes in (SIZES[:2] if run.is_smoke else SIZES)]
     found = []
-    with run.stage((AGENTS, RAY_PATH, PLAIN), 2) as stage:
+    with run.stage((AGENTS, PLAIN), 2) as stage:
         for name, rate in RATES.items():
             say(f"network: {name}")
             run.hosts.limit(rate)
@@ -128,12 +128,14 @@ def many(run: Run) -> list[Row]:
 
 def idle(run: Run) -> list[Row]:
     """What do 16 ranks on two other hosts cost that nobody calls? Processor time of workers, agents and the controller.
-    Agents' workers are Ray actors, whose own threads never sleep for long: plain Ray shows what these take."""
+    Agents and plain Ray's workers are Ray actors, whose own threads never sleep for long."""
     duration_s = 2.0 if run.is_smoke else 20.0
     with run.stage((AGENTS, PLAIN), 4 if run.is_smoke else 16) as stage:
         say(f"idle: {duration_s:g} s, {stage.n_workers} workers")
         time.sleep(min(SETTLE_S, duration_s))
         begun, before = time.monotonic(), _all_cpu_s(stage)
+        if not all(used for kinds in before.values() for used in kinds.values()):
+            raise RuntimeError(f"there are no processes of one kind: {before}")
         time.sleep(duration_s)
         elapsed, after = time.monotonic() - begun, _all_cpu_s(stage)
         shares = {
@@ -152,15 +154,17 @@ def _idle_row(stage: HostStage, name: str, shares: dict[str, float], duration_s:
 
 def _all_cpu_s(stage: HostStage) -> dict[str, dict[str, float]]:
     """Processor time so far of each peer that runs, by kind of process."""
-    actors = {AGENTS: {"workers": "ray::Player", "agents": "ray::BandmasterAgent"}, PLAIN: {"workers": "ray::Holder"}}
     pids = [pid for host in OTHERS for pid in proc.tree(stage.hosts.first_process(host))]
     titles = {pid: _title(pid) for pid in pids}
-    found: dict[str, dict[str, float]] = {}
-    for name, process in stage.running.items():
-        found[name] = {"controller": proc.cpu_s(process.tree())}
-        for kind, start in actors[name].items():
-            found[name][kind] = proc.cpu_s([pid for pid, title in titles.items() if title.startswith(start)])
-    return found
+    agents = [pid for pid, title in titles.items() if title.startswith("ray::BandmasterAgent")]
+    forked = {pid for agent in agents for pid in proc.tree(agent)}.difference(agents)  # their zygotes and workers
+    holders = [pid for pid, title in titles.items() if title.startswith("ray::Holder")]
+    on_hosts = {AGENTS: {"workers": forked, "agents": agents}, PLAIN: {"workers": holders}}
+    return {
+        name: {"controller": proc.cpu_s(process.tree())}
+        | {kind: proc.cpu_s(its) for kind, its in on_hosts[name].items()}
+        for name, process in stage.running.items()
+    }
 
 
 def _title(pid: int) -> str:

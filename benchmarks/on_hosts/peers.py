@@ -8,12 +8,11 @@ from dataclasses import replace
 
 from harness.environments import KINDS, Found, PeerKind, find, installed
 
-AGENTS, RAY_PATH, PLAIN, FLOOR = (f"on_hosts.{name}" for name in ("agents", "ray_path", "plain_ray", "floor"))
+AGENTS, PLAIN, FLOOR = (f"on_hosts.{name}" for name in ("agents", "plain_ray", "floor"))
 LOCAL, MONARCH = "bandmaster_local", "on_hosts.monarch"
 ONE_EACH, EIGHT_EACH = "on_hosts.one_each", "on_hosts.eight_each"
 TITLES = {
     AGENTS: "bandmaster, agents",
-    RAY_PATH: "bandmaster, through Ray",
     PLAIN: "plain Ray",
     MONARCH: "Monarch",
     FLOOR: "floor: bare sockets",

@@ -218,8 +218,7 @@ class Reply(IntEnum):
 
     DROP = 0  # the worker does not even encode it
     RETURN = 1  # the controller fetches it
-    NATIVE = 2  # the user reads it by the backend's own means, where the backend has any
-    KEEP = 3  # it stays on the worker's host until somebody reads its rows; a small one, or one without rows, comes
+    KEEP = 2  # it stays on the worker's host until somebody reads its rows; a small one, or one without rows, comes
 
 
 TIMED = 16  # added to a `Reply`: the outcome is to come as a `Timed`
@@ -403,8 +402,7 @@ class Workers(Protocol):
 
         Args:
             calls: What to send.
-            tickets: Gets the ticket of each rank as its call is sent. A ticket of `Reply.NATIVE` that is no `Ticket`
-                is what the backend's own users read the value from.
+            tickets: Gets the ticket of each rank as its call is sent.
 
         Raises:
             ClosedError: The workers were stopped.

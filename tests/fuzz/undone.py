@@ -18,7 +18,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 OF_WEIGHTS = ("04", "05", "17m")  # what the names of patches begin with
 OF_HOSTS = ("01", "14")
-OF_RAY = ("19a", "19d")
 OF_ROWS = ("02", "03", "11e", "17a", "17c", "17d", "17e", "17f", "17g", "17h", "17j", "18", "19b", "19c", "22f", "22g")
 OF_ROWS += ("f1", "f2", "19f", "20")
 
@@ -52,8 +51,6 @@ def backends_of(name):
     """The backends on which a defect can be met fastest."""
     if name.startswith(OF_HOSTS):
         return "hosts"
-    if name.startswith(OF_RAY):
-        return "ray"
     return "weights" if name.startswith(OF_WEIGHTS) else "inprocess" if name.startswith(OF_ROWS) else "local"
 
 

@@ -40,6 +40,6 @@ facts["resource"] = hosts_of([1, 1], resources_per_worker={"odd": 1}, strategy="
 facts["pack"] = hosts_of([1, 1], strategy="pack")
 facts["no label"] = refused([1], nodes={"number": "9"})
 facts["no name"] = refused([1], nodes="host9")
-facts["too few"] = refused([1] * 6, strategy="strict_spread")
+facts["too few"] = refused([1] * 7, strategy="strict_spread")
 facts["no resource"] = refused([1], resources_per_worker={"odd": 9})
 print(json.dumps(facts), flush=True)

@@ -23,7 +23,7 @@ from bandmaster.calls.options import CallOptions
 from bandmaster.calls.request import CallRequest, CallSite, Collection
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Ticket, Workers
+from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Workers
 from bandmaster.contract import Call as Order
 from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
@@ -203,12 +203,17 @@ class Submitter:
                 if call.record is not None:
                     call.record.is_sent()
 
-    def submit_for_each(self, request: CallRequest, reply: Reply = Reply.RETURN) -> list[Any]:
-        """Send a call; for each rank a future, or with `Reply.NATIVE` what users of the backend read its value from."""
+    def submit_for_each(self, request: CallRequest) -> list[Future[Any]]:
+        """Send a call, with a future for each rank."""
         self.work.wait_until_sent()
         shares = {Share(rank, (rank,)): Collection(Only(), (rank,)) for rank in request.ranks}
         with self.admitted(self.label(request.method)):
-            return self._submit_shares(request, shares, Failures(), reply)
+            return self._submit_shares(request, shares, Failures(), Reply.RETURN)
+
+    def encoded(self, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Order]:
+        """The orders of a call that returns the value of each rank, ready for `Workers.call`."""
+        site, name = self.site(method), self._prefix + method
+        return _Sending(self._workers(), site, name, ranks, ranks, Reply.RETURN, None).encoded(plan)
 
     def submit_shares(self, request: CallRequest, shares: Mapping[Share, Collection]) -> list[Future[Any]]:
         """Send a call now, with a future for each share of the ranks, whose rows stay where they are made.
@@ -229,14 +234,13 @@ class Submitter:
         shares: Mapping[Share, Collection],
         failures: Failures,  # which all know, so that none is left in a collective with one that failed
         reply: Reply,
-    ) -> list[Any]:
-        """For each share a future, or what the backend's own users read its value from."""
+    ) -> list[Future[Any]]:
         assert isinstance(request.plan, CallPlan), "it is sent now"
         workers, plan, site = self._workers(), request.plan, self.site(request.method, request.options)
         ranks = tuple([rank for share in shares for rank in share.ranks])
         collected = tuple([rank for collection in shares.values() for rank in collection.ranks])
         begin = hooks.trace
-        record = None if begin is None or reply is Reply.NATIVE else begin(site.group, site.method, workers)
+        record = None if begin is None else begin(site.group, site.method, workers)
         calls = {
             share: Call(replace(request, collection=collection, keeps_rows=reply is Reply.KEEP), site, None, self.work)
             for share, collection in shares.items()
@@ -254,11 +258,8 @@ class Submitter:
                     self._is_sent(call, share, tickets, workers, failures)
                     call.cancel()
                 raise
-        results: list[Any] = []
+        results: list[Future[Any]] = []
         for share, call in calls.items():
-            if reply is Reply.NATIVE and share.rank in tickets and not isinstance(tickets[share.rank], Ticket):
-                results.append(tickets[share.rank])
-                continue
             call.real_rows, call.record = plan.real_rows, record
             self._is_sent(call, share, tickets, workers, failures if request.is_for_all else Failures(failures))
             results.append(Future(call, request.owner))

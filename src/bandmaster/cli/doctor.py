@@ -123,8 +123,8 @@ def _look_at_ray(address: str) -> list[Finding]:
     print(text_table("the Ray cluster", ["node", "free CPUs", "free GPUs", "direct link", "held by"], rows))
     return [
         Finding(
-            f"this host cannot connect to a process on node {node.name} ({why_not}), so calls to workers there go "
-            "through Ray, more slowly",
+            f"this host cannot connect to a process on node {node.name} ({why_not}), so no group can be made with "
+            "workers there",
             "let the hosts of the cluster reach each other on the ports of sysctl net.ipv4.ip_local_port_range",
         )
         for node, why_not in found

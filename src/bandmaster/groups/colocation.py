@@ -309,10 +309,8 @@ class RoleGroup(WorkerGroup):
 
     @property
     def workers(self) -> list[Any]:
-        """One object per rank: on Ray the actor that the roles share, without their methods; on ``"local"`` a name with
-        rank and pid; on ``"inprocess"`` the role's own worker.
-
-        On Ray, reading this makes all roles call their workers through actor tasks from then on, which is slower.
+        """One object per rank: the name of the worker that the roles share, with rank, host and pid; on backend
+        ``"inprocess"`` the role's own worker.
         """
         handles = super().workers
         return [handle.roles[self._role] if isinstance(handle, Roles) else handle for handle in handles]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -25,10 +28,12 @@ from bandmaster.errors import UsageError
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.plan.placement import Node, Request
 from bandmaster.platform.limits import start_thread
+from bandmaster.platform.proc import Stat, stat
+from bandmaster.wire.listener import peer_pid
 
 __all__ = ["RayBackend"]
 
-LOOK_S = 0.5  # how often to look whether the user has left Ray, of which Ray tells nobody
+LOOK_S = 0.5  # how often to look whether the user has left Ray, or it has ended, of which Ray tells nobody
 _BY_POOL = (
     "the pool decides about it: use_gpu=, gpus_per_worker=, cpus_per_worker= and resources_per_worker= of ResourcePool"
 )
@@ -36,10 +41,11 @@ _BY_GROUP = "the group decides about it: name= of WorkerGroup names the workers,
 _IN_ORDER = "workers are processes that the group calls in order, and that restart() and replace() renew"
 REFUSED_OPTIONS = {  # of @ray.remote, and what to do instead
     **dict.fromkeys(("num_cpus", "num_gpus", "resources", "accelerator_type", "label_selector"), _BY_POOL),
-    **dict.fromkeys(("memory", "object_store_memory", "scheduling_strategy"), _BY_POOL),
+    **dict.fromkeys(("memory", "object_store_memory", "scheduling_strategy", "fallback_strategy"), _BY_POOL),
+    **dict.fromkeys(("placement_group", "placement_group_bundle_index"), _BY_POOL),
     **dict.fromkeys(("name", "namespace", "lifetime", "get_if_exists"), _BY_GROUP),
     **dict.fromkeys(("max_restarts", "max_task_retries", "max_pending_calls"), _IN_ORDER),
-    **dict.fromkeys(("max_concurrency", "concurrency_groups"), _IN_ORDER),
+    **dict.fromkeys(("max_concurrency", "concurrency_groups", "allow_out_of_order_execution"), _IN_ORDER),
 }
 
 
@@ -169,18 +175,58 @@ def _environment(asked: Mapping[str, Any] | None) -> tuple[dict[str, str], dict[
     return {**found, **variables}, rest
 
 
+@functools.lru_cache(maxsize=1)
+def _raylet(node: str) -> Stat | None:
+    """The process by which Ray keeps this node, given by Ray's id; None if it is not visible, as from a container."""
+    name = next(known["RayletSocketName"] for known in ray.nodes() if known["NodeID"] == node)
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(name)
+        return stat(peer_pid(sock))
+    return None
+
+
+class _Watched(NamedTuple):
+    """A group whose workers run on this host.
+
+    Attributes:
+        name: Name of the group.
+        session: The Ray session of its slots.
+        raylet: The process by which Ray keeps this node; None if it is not visible.
+    """
+
+    name: str
+    session: RaySession
+    raylet: Stat | None
+
+    def why_ended(self) -> str:
+        """Why the workers have no slots any more; empty while they have."""
+        if not self.session.is_current:
+            return self.session.ended(f"group {self.name!r}")
+        found = self.raylet and stat(self.raylet.pid)
+        if self.raylet and (found is None or found.start != self.raylet.start or found.state in "ZX"):
+            return (
+                f"Ray has ended on this host, and with it the slots of group {self.name!r} (raylet, pid "
+                f"{self.raylet.pid}); connect to Ray again, and create the pool and its groups again"
+            )
+        return ""
+
+
 class _SessionWatch:
-    """Ends workers on this host once the user has left the Ray that their slots are on; Ray itself ends agents."""
+    """Ends workers on this host once the Ray that their slots are on has ended, or the user has left it.
+
+    Ray itself ends agents.
+    """
 
     def __init__(self) -> None:
-        self._watched: weakref.WeakKeyDictionary[HostWorkers, tuple[RaySession, str]] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakKeyDictionary[HostWorkers, _Watched] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._is_looking = False
 
     def add(self, workers: HostWorkers, session: RaySession, group: str) -> None:
         """Watch the workers of a group until they are stopped."""
+        watched = _Watched(group, session, _raylet(ray.get_runtime_context().get_node_id()))
         with self._lock:
-            self._watched[workers] = session, group
+            self._watched[workers] = watched
             if not self._is_looking:
                 start_thread("bandmaster-ray-session", self._look)
                 self._is_looking = True
@@ -188,11 +234,11 @@ class _SessionWatch:
     def _look(self) -> None:
         while self._running():
             time.sleep(LOOK_S)  # Ray tells nobody of `ray.shutdown`
-            for workers, (session, group) in self._running():
-                if not session.is_current:
-                    workers.stop(session.ended(f"group {group!r}"))
+            for workers, watched in self._running():
+                if why := watched.why_ended():
+                    workers.stop(why)
 
-    def _running(self) -> list[tuple[HostWorkers, tuple[RaySession, str]]]:
+    def _running(self) -> list[tuple[HostWorkers, _Watched]]:
         with self._lock:
             found = [(workers, known) for workers, known in self._watched.items() if not workers.is_stopped]
             self._is_looking = bool(found)

@@ -57,6 +57,7 @@ OTHERS = FIRST_NUMBER - 1  # announced for all calls that do not come from the g
 SHORT_S, LONG_S = 0.05, 5.0  # how long a lane is served before other actor tasks get a turn
 SHARED_S = 0.25  # the longest of these where handles of the actor were handed out
 Labels = Sequence[tuple[int, Any]]
+REFERRED = 8  # in place of a `Reply`: the user reads the value by `ray.get`, which raises what the method has raised
 A_TICK_S = 1e-5  # the kernel rounds it up to one clock tick
 
 
@@ -157,12 +158,13 @@ class WorkerActor:
         sys.path.extend(path for path in paths if path not in sys.path and os.path.isdir(path))
 
     def bandmaster_call(self, number: int, method: str, reply: int, labels: Labels, *parts: Payload) -> Any:
-        """Run a call. A failure is returned to the controller, but raised for users of a native ObjectRef.
+        """Run a call. A failure is returned to the controller, but raised for users of an ObjectRef.
 
         Args:
             number: By which it can be interrupted.
             method: Name of the method.
-            reply: A `Reply`. For `Reply.KEEP` there are two results: what the controller reads, and the rows.
+            reply: A `Reply`, or `REFERRED`. For `Reply.KEEP` there are two results: what the controller reads, and the
+                rows.
             labels: Of kept rows, which are the last of the parts, and the numbers of those that are there if not all.
             *parts: The parts of the arguments, and the kept rows.
         """
@@ -187,7 +189,7 @@ class WorkerActor:
             return outcome._replace(outcome=asked)
         if reply == Reply.KEEP:
             return (outcome.facts, outcome.payload) if isinstance(outcome, Rows) else (outcome, None)
-        if reply != Reply.NATIVE:
+        if reply != REFERRED:
             return outcome
         if isinstance(outcome, Failure):
             raise outcome.exception or RuntimeError(outcome.summary)

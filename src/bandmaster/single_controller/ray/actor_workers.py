@@ -38,7 +38,7 @@ from bandmaster.contract import (
 from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, UsageError, WorkerDied
 from bandmaster.errors.failure import N_LAST_LINES, Failure, FailureKind
 from bandmaster.platform.processes import host_identity
-from bandmaster.single_controller.ray.actor import FIRST_NUMBER, LONG_S, OTHERS, SHARED_S, ActorInfo
+from bandmaster.single_controller.ray.actor import FIRST_NUMBER, LONG_S, OTHERS, REFERRED, SHARED_S, ActorInfo
 from bandmaster.single_controller.ray.launch import ActorLaunch
 from bandmaster.wire import control_page
 from bandmaster.wire.client import WorkerClient
@@ -52,7 +52,6 @@ __all__ = ["ActorWorkers", "AttachedWorkers", "RayTicket"]
 
 POLL_S = 0.1  # Ray has no event for "a resource became free" or "one of these calls failed"
 PUT_NBYTES = 100 * 1024  # smaller payloads travel inside the call, as Ray's own small arguments do
-INFO_TIMEOUT_S = 1.0  # for a busy actor to say where it is
 CONNECT_TIMEOUT_S = 10.0
 LAST_WORDS_TIMEOUT_S = 2.0  # for Ray to find out why an actor died whose lane was closed
 LAST_NBYTES = 16 * 1024  # of standard error that are read for its last lines
@@ -84,7 +83,7 @@ class RayTicket(contract.Ticket):
 
 
 class ActorWorkers:
-    """The actors of one group. A ticket is a `RayTicket`, a `ChannelTicket`, or for `Reply.NATIVE` an ObjectRef.
+    """The actors of one group. A ticket is a `RayTicket` or a `ChannelTicket`.
 
     Attributes:
         actors: The actor handle of each rank.
@@ -279,20 +278,36 @@ class ActorWorkers:
         return [Part(payload, self._client) for payload in payloads]
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
-        """Send calls over lanes where ranks have them and the reply is not native; else by one actor task per rank."""
+        """Send calls over lanes where ranks have them; else by one actor task per rank."""
+        self._send(calls, tickets, is_referred=False)
+
+    def refer(self, calls: Sequence[Call]) -> dict[int, Any]:
+        """Send calls by actor tasks, and return the ObjectRef of each rank's value.
+
+        `ray.get` of it raises what the method has raised.
+        """
+        tickets: dict[int, Any] = {}
+        try:
+            self._send(calls, tickets, is_referred=True)
+        except BaseException:  # Ctrl-C: nobody gets the references
+            self.interrupt(tickets)
+            raise
+        return {rank: ticket.reference for rank, ticket in tickets.items()}
+
+    def _send(self, calls: Sequence[Call], tickets: dict[int, Any], is_referred: bool) -> None:
         self._session.check(self._group)
         for call in calls:
-            if len(self._by_lane(call)) < len(call.ranks):
+            if is_referred or len(self._by_lane(call)) < len(call.ranks):
                 for part in (*call.parts, *(part for _, part in call.rows)):
                     part.on_ray()  # before the lock is taken: this waits while Ray's object store is full
         with self._lock:
             if self._client.is_stopped:
                 raise ClosedError(CLOSED)
             for call in calls:
-                self._call(call, tickets)
+                self._call(call, tickets, is_referred)
 
-    def _call(self, call: Call, tickets: dict[int, Any]) -> None:
-        by_lane = self._by_lane(call)
+    def _call(self, call: Call, tickets: dict[int, Any], is_referred: bool) -> None:
+        by_lane = [] if is_referred else self._by_lane(call)
         if by_lane:
             for rank in by_lane:
                 self._resume(rank)
@@ -302,9 +317,9 @@ class ActorWorkers:
         for rank in call.ranks:
             if rank not in tickets:
                 self._pause(rank)
-                tickets[rank] = self._by_task(rank, call)
+                tickets[rank] = self._by_task(rank, call, is_referred)
 
-    def _by_task(self, rank: int, call: Call) -> Any:
+    def _by_task(self, rank: int, call: Call, is_referred: bool) -> RayTicket:
         """Submit a call as an actor task."""
         labels = [(label, call.there.get(label)) for label, _ in call.rows]
         references = [part.on_ray() for part in (*call.parts, *(part for _, part in call.rows))]
@@ -313,9 +328,8 @@ class ActorWorkers:
         method = self._method(self.actors[rank])
         if call.reply is Reply.KEEP:
             method = method.options(num_returns=2)
-        done = method.remote(number, call.method, int(call.reply_code), labels, *references)
-        if call.reply is Reply.NATIVE:
-            return done
+        code = REFERRED if is_referred else int(call.reply_code)
+        done = method.remote(number, call.method, code, labels, *references)
         reference, rows = done if call.reply is Reply.KEEP else (done, None)
         return RayTicket(reference, rank, number, rows, [part.origin for _, part in call.rows if part.is_far])
 
@@ -325,7 +339,7 @@ class ActorWorkers:
 
     def _by_lane(self, call: Call) -> Sequence[int]:
         """The ranks to which a call is sent over their lanes."""
-        if call.reply is Reply.NATIVE or any(part.is_far for _, part in call.rows):
+        if any(part.is_far for _, part in call.rows):
             return []
         return [rank for rank in call.ranks if rank in self._has_lane]
 
@@ -337,7 +351,7 @@ class ActorWorkers:
         by_lane = [ticket for ticket in tickets if isinstance(ticket, ChannelTicket)]
         if len(by_lane) == len(tickets):
             return self._client.wait(by_lane, timeout_s)
-        by_reference = {_reference(ticket): ticket for ticket in tickets if not isinstance(ticket, ChannelTicket)}
+        by_reference = {ticket.reference: ticket for ticket in tickets if not isinstance(ticket, ChannelTicket)}
         references = list(by_reference)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self._can_call_ray():
@@ -524,11 +538,6 @@ class ActorWorkers:
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
 def _run(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
-
-
-def _reference(ticket: Any) -> Any:
-    """The ObjectRef of a ticket that is not a `ChannelTicket`."""
-    return ticket.reference if isinstance(ticket, RayTicket) else ticket
 
 
 def _lost(ticket: RayTicket, error: ObjectLostError) -> Failure:

@@ -18,7 +18,6 @@ from bandmaster.calls.request import CallRequest, Collection
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import Payload, decode, encode
-from bandmaster.contract import Reply
 from bandmaster.errors import ArgumentError, UsageError
 from bandmaster.lifecycle.checks import check_options
 from bandmaster.plan.arguments import CallPlan, scatter
@@ -44,7 +43,7 @@ from bandmaster.single_controller.ray.inner import (
     nsight_options,
     variables_of,
 )
-from bandmaster.single_controller.ray.methods import RayMethod
+from bandmaster.single_controller.ray.methods import RayMethod, references
 from bandmaster.worker import ClassWithInitArgs, Registration
 
 __all__ = ["RayWorkerGroup"]
@@ -267,8 +266,7 @@ class RayWorkerGroup(WorkerGroup):
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """One ObjectRef per rank, of a method that may be registered or not."""
         plan = self._plan(method_name, args, kwargs)
-        request = CallRequest(method_name, plan, self._submitter.ranks, owner=self)
-        return self._submitter.submit_for_each(request, Reply.NATIVE)
+        return references(self._submitter, self, method_name, plan, self._submitter.ranks)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """The value of a method on rank 0, which may be registered or not."""
@@ -278,7 +276,7 @@ class RayWorkerGroup(WorkerGroup):
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """The ObjectRef of a method on rank 0, which may be registered or not."""
         plan = self._plan(method_name, args, kwargs, 1)
-        return self._submitter.submit_for_each(CallRequest(method_name, plan, (0,), owner=self), Reply.NATIVE)[0]
+        return references(self._submitter, self, method_name, plan, (0,))[0]
 
     execute_all = execute_all_async
     execute_rank_zero = execute_rank_zero_async

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from bandmaster.calls.request import CallRequest, Collection
-from bandmaster.contract import Reply
+from bandmaster.calls.submission import Submitter
 from bandmaster.errors import UsageError
 from bandmaster.groups.method import GroupMethod
 from bandmaster.plan.arguments import CallPlan
@@ -39,9 +39,8 @@ class RayMethod(GroupMethod[..., Any, Any]):
                 return self._send(args, kwargs, waits=False)
             return self._group.execute_rank_zero_async(self._spec.name, *args, **kwargs)
         plan, _ = self._dispatched(protocol, args, kwargs)
-        request = CallRequest(self._spec.name, plan, self._spec.ranks, owner=self._group)
-        references = self._submitter.submit_for_each(request, Reply.NATIVE)
-        return protocol.collect(self._group, references)
+        name, ranks = self._spec.name, self._spec.ranks
+        return protocol.collect(self._group, references(self._submitter, self._group, name, plan, ranks))
 
     def stream(self, /, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: verl's collect functions join the values of all ranks.
@@ -90,6 +89,33 @@ class RayMethod(GroupMethod[..., Any, Any]):
             outputs = [by_rank.get(rank) for rank in range(self._group.world_size)]
         joined = collect(self._group, outputs)
         return joined if type(joined) is list else without_padding(joined, n_padding)
+
+
+def references(submitter: Submitter, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Any]:
+    """Send a call; for each rank an ObjectRef, or a future where the ranks are no actors.
+
+    Args:
+        submitter: That of the group.
+        owner: The group, which lives as long as the futures.
+        method: Name of the method.
+        plan: Its arguments.
+        ranks: The ranks that run it.
+    """
+    workers = submitter.workers
+    if not isinstance(workers, Refers):
+        return submitter.submit_for_each(CallRequest(method, plan, ranks, owner=owner))
+    submitter.work.wait_until_sent()
+    with submitter.admitted(submitter.label(method)):
+        found = workers.refer(submitter.encoded(method, plan, ranks))
+    return [found[rank] for rank in ranks]
+
+
+@runtime_checkable
+class Refers(Protocol):
+    """Workers that are Ray actors."""
+
+    def refer(self, calls: Sequence[Any]) -> dict[int, Any]:
+        """Send calls, and return the ObjectRef of each rank's value."""
 
 
 def _joins_rows(collect: Callable[..., Any]) -> bool:
