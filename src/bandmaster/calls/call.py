@@ -293,7 +293,7 @@ class Call(Result):
         """Interrupt the call where it runs, and have it skipped where it does not run yet. From any thread."""
         if self.request is not None:
             with self.lock:  # which is held as it is sent
-                is_waiting = self.request is not None
+                is_waiting = self.request is not None and self.done is None
                 if is_waiting:
                     self.is_cancelled = True
                     text = f"{self.site.method} was cancelled before it was sent; make the call again"
