@@ -18,6 +18,7 @@ pytestmark = pytest.mark.timeout(180)
 
 PROGRAM = Path(__file__).parent / "host_programs" / "sleep.py"
 AGENT = "BandmasterAgent"  # the title of its process
+ZYGOTE = "zygote_process"  # in the commands of its guard, itself, and its workers
 LIMIT_S = 10.0  # after which a host counts as lost
 SLACK_S = 2.0  # for a machine that has other things to do
 
@@ -66,7 +67,7 @@ def found_on(hosts, host, pattern):
 
 
 def workers_on(hosts, host):
-    return found_on(hosts, host, "zygote_process|BandmasterAgent")
+    return found_on(hosts, host, f"{ZYGOTE}|{AGENT}")
 
 
 def all_workers(hosts):
@@ -159,7 +160,7 @@ def test_large_calls_and_rows_need_no_shared_memory_file_system(without_shared_m
 def test_agents_wait_for_rows_that_somebody_needs(hosts):
     with running(hosts, program=PROGRAM.with_name("rows.py")) as told:
         told("kept")
-        assert len(all_workers(hosts)) == 4, "their agents with the zygotes, not the workers"
+        assert len(all_workers(hosts)) == 6, "their agents with the zygotes and the guards of these, not the workers"
         told("released", "\n")
         assert_ends(hosts, 10)
 
@@ -221,13 +222,16 @@ def test_a_lost_host_is_named_in_time(hosts, lost):
     assert_ends(hosts, 15)
 
 
-@pytest.mark.parametrize(("command", "n_left"), [(AGENT, 0), ("zygote_process", 1), ("raylet/raylet", 0)])
-def test_workers_end_with_the_processes_that_they_depend_on(hosts, command, n_left):
+@pytest.mark.parametrize(
+    ("command", "number", "n_left"),
+    [(AGENT, 0, 0), (ZYGOTE, 0, 1), (ZYGOTE, 1, 1), ("raylet/raylet", 0, 0)],
+    ids=["agent", "guard", "zygote", "raylet"],
+)
+def test_workers_end_with_the_processes_that_they_depend_on(hosts, command, number, n_left):
     with running(hosts, 60) as told:
         host = int(told("hosts")["hosts"][2].removeprefix("host"))
         told("is_asleep")
-        first, *_ = found_on(hosts, host, command)  # the oldest, which is the zygote of the two workers
-        send_signal(hosts, host, "KILL", [first])
+        send_signal(hosts, host, "KILL", [found_on(hosts, host, command)[number]])  # older ones come first
         assert_ends(hosts, 2 + SLACK_S, [host], n_left)
         assert told("died")["died"] < LIMIT_S
         assert told("is_over")
@@ -257,6 +261,6 @@ def test_the_ranks_of_a_lost_host_restart_on_a_spare_one(hosts):
 def test_nothing_outlives_the_controllers_host(hosts):
     with running(hosts, 60) as told:
         told("is_asleep")
-        assert len(all_workers(hosts)) == 8, "two workers, their zygote, and an agent on each of two hosts"
+        assert len(all_workers(hosts)) == 10, "two workers, their zygote, its guard, and an agent on each of two hosts"
         hosts.power_off(0)
         assert_ends(hosts, 10)

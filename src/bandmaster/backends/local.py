@@ -27,7 +27,7 @@ class LocalBackend(MachineBackend):
     """Backend whose workers are processes on this machine.
 
     Args:
-        are_zygotes_kept: Whether all zygotes stay until this process ends.
+        are_zygotes_kept: Whether all zygotes stay until this process ends, and have guards, as in an agent.
     """
 
     def __init__(self, are_zygotes_kept: bool = False) -> None:

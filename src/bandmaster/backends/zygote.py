@@ -40,7 +40,7 @@ from bandmaster.platform.forks import n_forks
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.math_threads import THREAD_VARIABLES
-from bandmaster.platform.proc import stat
+from bandmaster.platform.proc import running_children_of, stat
 from bandmaster.platform.processes import Ended, Orphans, memory_file, status_in_words
 
 __all__ = ["NoAnswer", "Zygote"]
@@ -48,6 +48,7 @@ __all__ = ["NoAnswer", "Zygote"]
 ANSWER_S = 2.0  # time limit for an answer that the zygote can give at once
 POLL_S = 0.1  # how often a waiting thread looks at the time
 SHARED_POLL_S = 0.002  # how often it looks whether another thread has read its answer, where others wait, too
+GUARD = "import os, sys; os.waitpid(os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ), 0)"
 _log = logging.getLogger(__name__)
 
 
@@ -71,9 +72,14 @@ class Zygote:
         preload: The same.
         variables: Environment variables of the zygote, besides those of the controller.
         is_kept: Whether the zygote stays when nobody uses it.
+        has_guard: Whether the zygote is the child of a guard, a process that only waits for it. A process of Ray kills
+            its children when it ends. Ray then kills the guard, whereupon the zygote ends all that workers have
+            started, before itself; what it would have left to do if it had been killed, nobody else can.
     """
 
-    def __init__(self, preload: Sequence[str], variables: Mapping[str, str], is_kept: bool) -> None:
+    def __init__(
+        self, preload: Sequence[str], variables: Mapping[str, str], is_kept: bool, has_guard: bool = False
+    ) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._reading = threading.RLock()  # re-entrant, as a finalizer may close a group at any point
         self._numbers = itertools.count()
@@ -87,25 +93,26 @@ class Zygote:
             f"import sys; sys.path[:] = {[source, *filter(None, sys.path)]!r}; "
             "from bandmaster.backends.zygote_process import main; main()"
         )
+        guard = [sys.executable, "-ISc", GUARD] if has_guard else []
         single = dict.fromkeys(THREAD_VARIABLES, "1")  # workers set the number of threads that they are told
         self.is_abandoned = False
         self._users: set[int] = set()
         self._pools: set[int] = set()
         self._using = threading.RLock()  # re-entrant, as a finalizer may end a use at any point
-        self._is_kept, self._has_warned = is_kept, False
+        self._is_kept, self._has_guard, self._has_warned = is_kept, has_guard, False
         self.is_ended = False
         self._workers: set[int] = set()
         with contextlib.ExitStack() as if_it_fails, theirs:
             if_it_fails.enter_context(self._control)
             with SigintSafeLock():  # Popen leaves a process or a descriptor if Ctrl-C breaks it
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", program, str(theirs.fileno()), "", *preload],
+                    [*guard, sys.executable, "-c", program, str(theirs.fileno()), "", *preload],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, **variables, **single},
                 )
                 if_it_fails.callback(self._process.wait)
-                if_it_fails.callback(self._process.kill)
+                if_it_fails.callback(self._kill)
             if_it_fails.pop_all()
         try:
             with SigintSafeLock():  # or nobody has the descriptor
@@ -124,6 +131,18 @@ class Zygote:
     def is_alive(self) -> bool:
         """Whether the zygote's process is running."""
         return self._process.poll() is None
+
+    @property
+    def _pid(self) -> int:
+        """Process id of the zygote, which is the only child of its guard; that of the guard if the zygote has ended."""
+        children = running_children_of(self._process.pid) if self._has_guard else []
+        return children[0].pid if children else self._process.pid
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self._process.kill()
 
     def keep_for(self, pool: object) -> bool:
         """Have the zygote stay until `let_go` was called with every pool, unless it is abandoned. False if it ended."""
@@ -233,13 +252,13 @@ class Zygote:
             if self._has_answered:  # else no worker was forked, or none that has been called
                 self.end(list(self._workers), 0.0)
             else:
-                self._process.kill()
+                self._kill()
             with contextlib.suppress(OSError):
                 self._control.shutdown(socket.SHUT_RDWR)  # close() would not, if a fork holds the socket
             try:
                 self._process.wait(0.0 if self.is_abandoned else EXIT_S + 1.0)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                self._kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):  # it may be blocked in the kernel
                     self._process.wait(GONE_S)
         self._control.close()
@@ -301,7 +320,7 @@ class Zygote:
         """Make the error for a request without an answer. A zygote that has been silent for `ANSWER_S` is abandoned."""
         if self._is_silent():
             self.is_abandoned = True
-        found = stat(self._process.pid)
+        found = stat(self._pid)
         if found is not None and found.state in "Tt":
             state = "is stopped"
         elif not self._has_answered:
@@ -315,18 +334,18 @@ class Zygote:
         return self._silent_since is not None and time.monotonic() - self._silent_since >= ANSWER_S
 
     def _who(self) -> str:
-        return f"the process that workers are forked from (pid {self._process.pid})"
+        return f"the process that workers are forked from (pid {self._pid})"
 
     def _seen_from_here(self, pid: int, why: NoAnswer) -> str | None:
         """How a worker ended, as far as /proc shows it without the zygote's help; None if it is still running."""
         found = stat(pid)
-        if found is None or found.parent != self._process.pid:
+        if found is None or found.parent != self._pid:
             return f"it has ended; its exit status is unknown, because {why}"
         return status_in_words(found.status) if found.state in "ZX" else None
 
     def _end_from_here(self, pids: Sequence[int]) -> None:
         """Kill workers in place of a zygote that does not answer, and all orphans that the zygote inherited."""
-        orphans, others = Orphans(self._process.pid), self._workers.difference(pids)
+        orphans, others = Orphans(self._pid), self._workers.difference(pids)
         deadline = time.monotonic() + GONE_S
         while orphans.end(others) and time.monotonic() < deadline:
             time.sleep(ORPHANS_S)  # poll, as only a parent is notified when a process ends

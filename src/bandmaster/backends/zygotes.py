@@ -39,7 +39,8 @@ class Zygotes:
     """Starts zygotes when they are needed first. Any thread may use it; `release` also finalizers, at any moment.
 
     Args:
-        are_kept: Whether all zygotes stay until this process ends, rather than with the pools that use them.
+        are_kept: Whether all zygotes stay until this process ends, rather than with the pools that use them, and have
+            guards, as in an agent.
     """
 
     def __init__(self, are_kept: bool = False) -> None:
@@ -128,7 +129,8 @@ class Zygotes:
             () if before is None or key[0] is not None else before.preload
         )  # else groups would take turns to start it
         try:
-            return Zygote(tuple(dict.fromkeys([*more, *modules])), dict(key[1]), self._are_kept or key == (None, ()))
+            names, is_kept = tuple(dict.fromkeys([*more, *modules])), self._are_kept or key == (None, ())
+            return Zygote(names, dict(key[1]), is_kept, has_guard=self._are_kept)
         except ResourceError:
             raise
         except (OSError, RuntimeError) as error:
