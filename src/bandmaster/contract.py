@@ -38,6 +38,7 @@ __all__ = [
     "PRELOAD",
     "QUEUED",
     "RECORD",
+    "RUN",
     "START_ADVICE",
     "STREAM",
     "TIMED",
@@ -74,7 +75,8 @@ OPEN_STREAM = "bandmaster.open"  # as `NEXT`, of a generator method: to its argu
 NEXT = "bandmaster.next"  # the next item of a stream, by the stream's name; no value where there is none any more
 CLOSE_STREAM = "bandmaster.close"  # close the generator of a stream, by the stream's name
 STREAM, METHOD = "bandmaster.stream", "bandmaster.method"  # the keywords that `OPEN_STREAM` adds
-RECORD = "bandmaster.record"  # the keyword by which a call says in which folder a rank is to record it
+RECORD = "bandmaster.record"
+RUN = "bandmaster.run"  # a function that is called with the executor, and its further arguments
 
 
 @dataclass(frozen=True)
