@@ -37,7 +37,6 @@ __all__ = [
     "OPEN_STREAM",
     "PRELOAD",
     "QUEUED",
-    "RECORD",
     "RUN",
     "START_ADVICE",
     "STREAM",
@@ -75,7 +74,6 @@ OPEN_STREAM = "bandmaster.open"  # as `NEXT`, of a generator method: to its argu
 NEXT = "bandmaster.next"  # the next item of a stream, by the stream's name; no value where there is none any more
 CLOSE_STREAM = "bandmaster.close"  # close the generator of a stream, by the stream's name
 STREAM, METHOD = "bandmaster.stream", "bandmaster.method"  # the keywords that `OPEN_STREAM` adds
-RECORD = "bandmaster.record"
 RUN = "bandmaster.run"  # a function that is called with the executor, and its further arguments
 
 
