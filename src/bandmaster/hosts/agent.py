@@ -27,7 +27,7 @@ from bandmaster.hosts.row_links import Fetch, RowLinks, in_memory
 from bandmaster.hosts.rows import RowServer, Shelf
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.channel import Closed
-from bandmaster.wire.control_page import announce_agent
+from bandmaster.wire.control_page import AGENT, announce
 
 __all__ = ["AgentServer", "Host"]
 
@@ -102,7 +102,7 @@ class AgentServer:
 
     def __init__(self, secret: Secret, address: str, host: Host, controller: str) -> None:
         self._secret, self._host = secret, host
-        self._announced = announce_agent(controller)
+        self._announced = announce(AGENT, controller)
         self._listening = socket.create_server((address, 0), backlog=128)
         self.address: tuple[str, int] = self._listening.getsockname()[:2]
         self._shelf = Shelf()
