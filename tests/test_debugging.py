@@ -15,7 +15,7 @@ from debug_adapter import Ide
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.cli import main
-from bandmaster.wire.debugging import debugger_of, pids_in_debuggers
+from bandmaster.wire.control_page import DEBUGGER, announcement, in_debuggers
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.backends("local", "ray"), pytest.mark.here]
 
@@ -67,7 +67,7 @@ def wait_until_in_debugger(group, ranks):
     """Poll what the kernel shows, as there is nothing to wait on. The ranks of a group that are, and no others."""
     pids = [record.pid for record in group._ownership.workers().records]
     deadline = time.monotonic() + 30
-    while (there := pids_in_debuggers(pids)) != {pids[rank] for rank in ranks}:
+    while (there := in_debuggers(pids)) != {pids[rank] for rank in ranks}:
         assert time.monotonic() < deadline, f"of {pids}, {there} are in debuggers"
         time.sleep(0.02)
 
@@ -229,7 +229,7 @@ def test_a_call_that_was_cancelled_leaves_the_debugger_when_it_goes_on(group):
     ended(child, "goes on")
     with pytest.raises(bm.CallCancelled):
         future.result(timeout=20)
-    assert group.pids() == pids and not pids_in_debuggers(pids)
+    assert group.pids() == pids and not in_debuggers(pids)
 
 
 def test_an_ide_attaches_while_deadlines_wait(backend, capfd):
@@ -239,7 +239,7 @@ def test_an_ide_attaches_while_deadlines_wait(backend, capfd):
         for _ in range(2):  # the second time the debugger listens already
             future = group.step.options(timeout=0.3, grace=0.1).submit(5, [1])
             wait_until_in_debugger(group, [1])
-            address = debugger_of(pids[1])
+            address = announcement(pids[1], DEBUGGER)
             assert main(["debug", group.name]) == 1
             assert f"waits for an IDE at {address}" in capfd.readouterr().err
             with Ide(int(address.rpartition(":")[2])) as ide:
@@ -251,7 +251,7 @@ def test_an_ide_attaches_while_deadlines_wait(backend, capfd):
                 ide.ask("evaluate", expression="doubled = 77", frameId=top["id"], context="repl")
                 ide.ask("continue", threadId=stopped["threadId"])
                 assert future.result() == [10, 78]
-                assert pids_in_debuggers(pids) == {pids[1]}  # as long as the IDE is there
+                assert in_debuggers(pids) == {pids[1]}  # as long as the IDE is there
             wait_until_in_debugger(group, [])
         assert group.step(1, []) == [2, 3]
 

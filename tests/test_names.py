@@ -188,8 +188,8 @@ def test_pytest_shows_no_frames_of_this_library(backend, tmp_path):
         own = {**os.environ, "BANDMASTER_FULL_TRACEBACKS": full}
         run = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=60)
         shown[full] = run.stdout
-    assert "bandmaster/calls/" not in shown["0"], shown["0"]
-    assert "bandmaster/calls/method.py" in shown["1"], shown["1"]
+    assert "bandmaster/groups/" not in shown["0"], shown["0"]
+    assert "bandmaster/groups/method.py" in shown["1"], shown["1"]
     for text in shown.values():
         assert "> " in text and "step([1])" in text and 'raise ValueError("on purpose")' in text
         assert "2 failed" in text

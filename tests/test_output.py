@@ -13,14 +13,15 @@ import pytest
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
-from bandmaster.output.terminal import TerminalLines
-from bandmaster.output.worker import BarStream
+from bandmaster.contract import Written
+from bandmaster.output import screen
+from bandmaster.output.streams import MAX_LINE_NBYTES, Lines
 
 
 def fed(*texts):
-    lines = TerminalLines()
+    lines = Lines()
     found = [line for text in texts for line in lines.feed(text.encode())]
-    return found, lines.state
+    return found, lines.bar
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,15 @@ def test_lines_are_those_that_a_terminal_shows(texts, expected):
     assert fed(*"".join(texts)) == expected, "one character at a time"
 
 
+def test_a_line_without_end_is_split():
+    lines = Lines()
+    (first,) = lines.feed(b"x" * (MAX_LINE_NBYTES + 1))
+    assert len(first) == MAX_LINE_NBYTES + 1
+    assert lines.feed(b"y\n") == ["y"] and lines.is_between_lines
+
+
 def test_a_stream_that_is_read_as_a_file_gets_bars_that_have_ended(tmp_path):
+    BarStream = pytest.importorskip("bandmaster.single_controller.ray.output").BarStream
     with open(tmp_path / "file", "w") as file:
         stream = BarStream(file)
         for text in ("a line\n", "\r 10%", "\r 20%", "\r100%\n", "mid", "\r  1%", "\r  2%\n", "end\n"):
@@ -71,26 +80,50 @@ with bm.ResourcePool([2]) as pool:
 """
 
 
-def screen(text):
-    """What a terminal shows: the lines, each as it was last written."""
-    return [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+HIDDEN = "import sys; sys.modules['rich'] = None\n"  # as if it was not installed
+FINAL = ["[actor 0] 100% of rank 0", "[actor 1] 100% of rank 1"]
 
 
 @pytest.mark.timeout(60)
-def test_a_terminal_shows_one_bar_at_the_bottom(tmp_path):
+def test_a_terminal_shows_the_bars_of_all_ranks_at_the_bottom(tmp_path):
     os.mkfifo(fifo := tmp_path / "fifo")
     ours, theirs = pty.openpty()
-    with subprocess.Popen([sys.executable, "-c", BARS, str(fifo)], stderr=theirs, cwd=tmp_path) as program:
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    command = [sys.executable, "-c", BARS, str(fifo)]
+    with subprocess.Popen(command, stderr=theirs, cwd=tmp_path, env=environment) as program:
         os.close(theirs)
         seen = b""
-        while not (re.search(rb"\[actor \d\]  90% of rank \d \(and 1 more\)", seen)):
+        while not re.search(rb"\[actor \d\]  90% of rank \d *\r?\n\[actor \d\]  90% of rank \d", seen):
             seen += os.read(ours, 1000)
-        assert b"\n" not in seen, "nothing scrolls"
         with open(fifo, "w"):
             seen += _rest(ours)
         assert program.wait(30) == 0
     os.close(ours)
-    assert sorted(filter(None, screen(seen.decode()))) == ["[actor 0] 100% of rank 0", "[actor 1] 100% of rank 1"]
+    for line in FINAL:
+        assert line in seen.decode()
+
+
+@pytest.mark.timeout(60)
+def test_a_terminal_without_rich_gets_each_bar_when_it_has_ended(tmp_path):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", HIDDEN + BARS, str(fifo)]
+    with subprocess.Popen(command, stderr=theirs, cwd=tmp_path) as program, open(fifo, "w"):
+        os.close(theirs)
+        seen = _rest(ours)
+        assert program.wait(30) == 0
+    os.close(ours)
+    assert sorted(line for line in seen.decode().splitlines() if not line.startswith("starting")) == FINAL
+
+
+def test_a_bar_is_shown_every_ten_seconds_where_no_region_can_be_drawn(monkeypatch, capsys):
+    now = 1000.0
+    monkeypatch.setattr(screen.time, "monotonic", lambda: now)
+    for seconds in range(25):
+        now = 1000.0 + seconds
+        screen.show(Written("stderr", "actor", 2, [], f"{seconds}%"))
+    screen.show(Written("stderr", "actor", 2, ["100%"]))
+    assert capsys.readouterr().err == "[actor 2] 10%\n[actor 2] 20%\n[actor 2] 100%\n"
 
 
 def _rest(fd):
@@ -111,7 +144,7 @@ def test_a_pipe_gets_each_bar_when_it_has_ended(tmp_path):
     command = [sys.executable, "-c", BARS, str(fifo)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=tmp_path) as program, open(fifo, "w"):
         written = program.communicate(timeout=30)[1].decode()
-    assert sorted(written.splitlines()) == ["[actor 0] 100% of rank 0", "[actor 1] 100% of rank 1"]
+    assert sorted(written.splitlines()) == FINAL
 
 
 class Talks(bm.Worker):

@@ -10,6 +10,7 @@ import pytest
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+from bandmaster.testing import record
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.here]
 
@@ -51,7 +52,9 @@ def replayed(*arguments):
 
 @pytest.mark.backends("inprocess", "local", "ray")
 def test_a_recorded_call_returns_the_same(group, tmp_path):
-    result = group.noisy.options(record=tmp_path)(list(range(4)), scale=3)
+    with record(group, tmp_path):
+        result = group.noisy(list(range(4)), scale=3)
+    group.noisy([1, 2])  # is not recorded
     assert len(list(tmp_path.iterdir())) == 2
     for rank in range(2):
         status, said = replayed(tmp_path, "--rank", rank, "--run")
@@ -62,19 +65,24 @@ def test_a_recorded_call_returns_the_same(group, tmp_path):
 @pytest.mark.backends("local")
 def test_ranks_rows_and_async_methods(group, tmp_path):
     rows = group.noisy.submit([1, 2, 3, 4])
-    assert group.later.options(record=tmp_path / "new", record_ranks=[1]).submit(rows).result() == rows.result()
+    with record(group, tmp_path / "new", ranks=[1], methods=["later"]):
+        later = group.later.submit(rows)
+        group.noisy([1, 2])
+    group.later([7, 8])
+    assert later.result() == rows.result()
     (file,) = (tmp_path / "new").iterdir()
     assert file.name == "0001-Model.later-rank-1.call"
     assert replayed(file, "--run") == (0, replayed(file)[1])
     assert f"returned {rows.result()[2:]!r}" in replayed(file)[1]
-    group.later.options(record=tmp_path / "new", record_ranks=[1])([5, 6])
+    with record(group, tmp_path / "new", ranks=[1]):
+        group.later([5, 6])
     assert "returned [6]" in replayed(tmp_path / "new")[1]  # the last one
 
 
 @pytest.mark.backends("local")
 def test_an_error_is_looked_at_where_it_was_raised(group, tmp_path):
-    with pytest.raises(bm.RemoteError, match="ZeroDivisionError"):
-        group.divide.options(record=tmp_path)([1, 2])
+    with pytest.raises(bm.RemoteError, match="ZeroDivisionError"), record(group, tmp_path):
+        group.divide([1, 2])
     status, said = replayed(tmp_path, "--rank", 1, "--run")
     assert status == 1 and "ZeroDivisionError" in said and "cli/replay.py" not in said
     child = pexpect.spawn(sys.executable, ["-m", "bandmaster", "replay", str(tmp_path), "--rank", "1"], timeout=30)
@@ -90,26 +98,44 @@ def test_an_error_is_looked_at_where_it_was_raised(group, tmp_path):
 @pytest.mark.backends("inprocess")
 def test_what_cannot_be_recorded_is_said(group, tmp_path, capsys):
     group.hold_a_lock()
-    with pytest.raises(bm.RemoteError, match=r"Model.noisy cannot be recorded.*lock.*define __getstate__"):
-        group.noisy.options(record=tmp_path)([1, 2])
+    with record(group, tmp_path), pytest.raises(bm.RemoteError, match=r"Model.noisy cannot be recorded.*define __gets"):
+        group.noisy([1, 2])
     assert list(tmp_path.iterdir()) == []
     assert len(group.noisy([1, 2])) == 2
     for options, said in (
-        ({"record": 3}, "record must be the path of a folder, got 3"),
-        ({"record_ranks": [0]}, "set record= as well"),
-        ({"record": "x", "record_ranks": [2]}, "record_ranks names rank 2, but Model.noisy runs on ranks 0 to 1"),
-        ({"record": "x", "pull": 1}, "cannot be recorded"),
+        ({"ranks": [2]}, r"record names rank 2, but .* has ranks 0 to 1"),
+        ({"methods": ["nosy"]}, "Model has no method 'nosy'.*noisy"),
+        ({"methods": "noisy"}, "methods must be a list of names, got 'noisy'"),
     ):
-        with pytest.raises(bm.UsageError, match=said):
-            group.noisy.options(**options)
-    with pytest.raises(bm.UsageError, match="a stream cannot be recorded"):
-        group.noisy.options(record="x").stream([1])
+        with pytest.raises(bm.UsageError, match=said), record(group, tmp_path, **options):
+            raise AssertionError("it was refused")
+
+
+@pytest.mark.backends("inprocess")
+def test_the_methods_of_one_role_are_recorded(make_pool, tmp_path):
+    with bm.colocate(make_pool([2]), model=Model, other=Model) as roles:
+        with record(roles.model, tmp_path, ranks=[0]):
+            result = roles.model.noisy([1, 2])
+            roles.other.noisy([1, 2])
+        roles.model.noisy([1, 2])
+    (file,) = tmp_path.iterdir()
+    assert f"returned {result[:1]!r}" in replayed(file, "--run")[1]
+
+
+@pytest.mark.backends("inprocess")
+def test_a_group_may_be_closed_in_the_block(group, tmp_path):
+    with record(group, tmp_path):
+        group.noisy([1, 2])
+        group.close()
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_folder_without_calls_and_a_rank_that_has_none(tmp_path):
     status, said = replayed(tmp_path)
     assert status == 2 and "there is no recorded call in" in said
     with bm.ResourcePool([2], backend="inprocess") as pool:
-        bm.WorkerGroup(pool, Model).later.options(record=tmp_path, record_ranks=[0])([1, 2])
+        group = bm.WorkerGroup(pool, Model)
+        with record(group, tmp_path, ranks=[0]):
+            group.later([1, 2])
     status, said = replayed(tmp_path, "--rank", 1)
     assert status == 2 and "has no recorded call of rank 1, but of rank 0" in said

@@ -1,7 +1,11 @@
 """bandmaster: one ordinary Python script drives groups of worker processes over many GPUs.
 
-The public names, by the module that each comes from; `README.md` has the tour.
+The public names, by the module that each comes from; `README.md` has the tour. Names of features are imported when they
+are first used.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from bandmaster.calls.future import Future, concat
 from bandmaster.calls.options import CallOptions, set_default_options
@@ -26,9 +30,6 @@ from bandmaster.errors import (
     WorkerDied,
 )
 from bandmaster.errors import hide_library_frames as _hide_library_frames
-from bandmaster.flow.pulled import FailedRows, PartialResult
-from bandmaster.flow.stream import Stream
-from bandmaster.flow.waiting import as_completed, wait
 from bandmaster.groups.closing import close_all
 from bandmaster.groups.colocation import ColocatedGroup, RoleGroup, colocate
 from bandmaster.groups.group import GroupOf, WorkerGroup
@@ -51,12 +52,44 @@ from bandmaster.plan.transfer import (
 from bandmaster.platform.version import VERSION
 from bandmaster.pool import ResourcePool, merge_resource_pool, split_resource_pool
 from bandmaster.registration import register
-from bandmaster.tracing.ledger import Trace, trace
-from bandmaster.tracing.records import CallRecord, CallTable, RankTimes
 from bandmaster.worker import ClassWithInitArgs, Worker
+
+if TYPE_CHECKING:
+    from bandmaster.flow.pulled import FailedRows, PartialResult
+    from bandmaster.flow.stream import Stream
+    from bandmaster.flow.waiting import as_completed, wait
+    from bandmaster.tracing.ledger import Trace, trace
+    from bandmaster.tracing.records import CallRecord, CallTable, RankTimes
 
 __version__ = VERSION
 _hide_library_frames()
+
+_MODULES = {  # of the names of features
+    "CallRecord": "tracing.records",
+    "CallTable": "tracing.records",
+    "FailedRows": "flow.pulled",
+    "PartialResult": "flow.pulled",
+    "RankTimes": "tracing.records",
+    "Stream": "flow.stream",
+    "Trace": "tracing.ledger",
+    "as_completed": "flow.waiting",
+    "trace": "tracing.ledger",
+    "wait": "flow.waiting",
+}
+
+
+if not TYPE_CHECKING:  # checkers are to find wrong names
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        _hide_library_frames()  # of the modules that this has loaded
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULES})
+
 
 __all__ = [
     "ArgumentError",

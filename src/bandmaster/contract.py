@@ -37,7 +37,7 @@ __all__ = [
     "OPEN_STREAM",
     "PRELOAD",
     "QUEUED",
-    "RECORD",
+    "RUN",
     "START_ADVICE",
     "STREAM",
     "TIMED",
@@ -50,12 +50,14 @@ __all__ = [
     "Reply",
     "RowFacts",
     "Rows",
+    "ShowOutput",
     "Slot",
     "Ticket",
     "Timed",
     "WorkerProcess",
     "WorkerRecord",
     "Workers",
+    "Written",
 ]
 
 CLOSED = "the group was closed"
@@ -74,7 +76,33 @@ OPEN_STREAM = "bandmaster.open"  # as `NEXT`, of a generator method: to its argu
 NEXT = "bandmaster.next"  # the next item of a stream, by the stream's name; no value where there is none any more
 CLOSE_STREAM = "bandmaster.close"  # close the generator of a stream, by the stream's name
 STREAM, METHOD = "bandmaster.stream", "bandmaster.method"  # the keywords that `OPEN_STREAM` adds
-RECORD = "bandmaster.record"  # the keyword by which a call says in which folder a rank is to record it
+RUN = "bandmaster.run"  # a function that is called with the executor, and its further arguments
+
+
+class Written(NamedTuple):
+    """Output of a rank, which the controller shows.
+
+    Attributes:
+        kind: ``"stdout"``, ``"stderr"`` or ``"log"``.
+        group: Name of the group.
+        rank: The rank.
+        lines: Complete lines, or a log record as JSON.
+        bar: The present state of an incomplete line that is written again and again; "" for none.
+    """
+
+    kind: str
+    group: str
+    rank: int
+    lines: Sequence[str]
+    bar: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of each line."""
+        return f"[{self.group} {self.rank}] "
+
+
+ShowOutput = Callable[[Written], object]
 
 
 @dataclass(frozen=True)
@@ -138,10 +166,6 @@ class Launch:
     imports: tuple[str, ...] = ()
     output: str | None = None
     log_level: int | None = None
-
-    def label(self, rank: int) -> str:
-        """What each line of the output of a rank begins with."""
-        return f"[{self.group} {rank}]"
 
     def output_file(self, rank: int) -> str | None:
         """The file that the output of a rank goes to; None if it goes to the controller's streams."""

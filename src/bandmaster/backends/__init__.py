@@ -6,6 +6,7 @@ must provide.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import sys
 import threading
@@ -62,6 +63,8 @@ def get_backend(name: str) -> Backend:
 
 
 def _made(name: str) -> Backend:
+    with contextlib.suppress(ModuleNotFoundError):  # the room `output` may be removed
+        import bandmaster.output.screen  # noqa: F401  # shows the starts that take long
     if name in ("local", "ray") and not hasattr(select, "epoll"):
         raise UsageError(
             f"backend {name!r} needs Linux, where its workers share memory and are waited for, and this system is "

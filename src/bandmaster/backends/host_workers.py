@@ -20,15 +20,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from bandmaster.backends.zygote import NoAnswer, Zygote
 from bandmaster.backends.zygote_process import Spawn
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, Launch, WorkerProcess, WorkerRecord
+from bandmaster.contract import CLOSED, Launch, ShowOutput, WorkerProcess, WorkerRecord
 from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.errors.failure import Failure
-from bandmaster.output.streams import SCREEN_SINK, Sink, WorkerOutput
 from bandmaster.platform.hardware import count_cores, has_gpus
 from bandmaster.platform.limits import working_directory
 from bandmaster.platform.locks import SigintSafeLock
@@ -63,6 +62,42 @@ class Place:
     modules: Sequence[str] = ()
 
 
+class Output(Protocol):
+    """The standard output and error of the workers of a group."""
+
+    def add(self, rank: int) -> list[int]:
+        """Return the descriptors that a worker writes to, the third for its log records; the caller closes them."""
+
+    def last_errors(self, rank: int) -> str:
+        """Return the last lines that a worker that has ended wrote to standard error."""
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until all output of workers that have ended is written."""
+
+
+class _InheritedOutput:
+    """Workers that write to the standard output and error of this process, where the room `output` was removed."""
+
+    def add(self, rank: int) -> list[int]:
+        return [os.dup(1), os.dup(2)]
+
+    def last_errors(self, rank: int) -> str:
+        return ""
+
+    def finish(self, timeout_s: float) -> None:
+        pass
+
+
+def _output_of(launch: Launch, shows: ShowOutput | None) -> Output:
+    try:
+        from bandmaster.output.streams import WorkerOutput
+    except ModuleNotFoundError:
+        if launch.output is not None or launch.log_level is not None:
+            raise
+        return _InheritedOutput()
+    return WorkerOutput(launch, shows)
+
+
 class HostWorkers:
     """The worker processes of a group on this host, each reached over a lane; see `bandmaster.contract.Workers`.
 
@@ -73,9 +108,9 @@ class HostWorkers:
 
     ranks_are_own = True
 
-    def __init__(self, launch: Launch, zygote: Zygote, place: Place, sink: Sink = SCREEN_SINK) -> None:
+    def __init__(self, launch: Launch, zygote: Zygote, place: Place, shows: ShowOutput | None = None) -> None:
         self._launch, self._zygote, self._place = launch, zygote, place
-        self._output = WorkerOutput(launch, sink)
+        self._output = _output_of(launch, shows)
         self.rendezvous: Mapping[str, str] = {}  # the variables by which workers find the rendezvous on rank 0
         self._is_ended, self._why_stopped = False, ""
         self._client = client = WorkerClient(self._how_it_died)
@@ -87,7 +122,6 @@ class HostWorkers:
             began = time.monotonic()
             for rank in place.ranks:
                 self._start_process(rank, began)
-            self._output.start()
         except BaseException:
             self._close(0.0)
             raise
@@ -135,7 +169,6 @@ class HostWorkers:
         if rank in self._client.processes:
             self._kill([rank], "ended by the controller, because it is being replaced")
         self._start_process(rank, time.monotonic())
-        self._output.start()
         if rank == 0:
             self.announce(self.rendezvous)
 

@@ -16,8 +16,7 @@ from bandmaster.backends.host_workers import HostWorkers, Place
 from bandmaster.backends.machine import MachineBackend, Reservation
 from bandmaster.backends.zygote import Zygote
 from bandmaster.backends.zygotes import Zygotes, default_modules
-from bandmaster.contract import Launch
-from bandmaster.output.streams import SCREEN_SINK, Sink
+from bandmaster.contract import Launch, ShowOutput
 from bandmaster.platform.hardware import visible_devices
 
 __all__ = ["LocalBackend"]
@@ -55,7 +54,7 @@ class LocalBackend(MachineBackend):
         self._zygotes.get(None, {}, (), modules)
 
     def start_ranks(
-        self, launch: Launch, place: Place, pools: Sequence[object], sink: Sink = SCREEN_SINK
+        self, launch: Launch, place: Place, pools: Sequence[object], shows: ShowOutput | None = None
     ) -> HostWorkers:
         """Fork a worker process for each rank of a place.
 
@@ -63,12 +62,12 @@ class LocalBackend(MachineBackend):
             launch: The group.
             place: What this host gives to the ranks.
             pools: The reservations of their slots: `release_zygotes` is called with each of them later.
-            sink: Gets what the workers write.
+            shows: Shows the output of the workers; by default this process does.
         """
         pools = list(dict.fromkeys(pools))
         zygote = self._zygotes.get(launch.preload, launch.env, pools, place.modules)
         try:
-            return HostWorkers(launch, zygote, place, sink)
+            return HostWorkers(launch, zygote, place, shows)
         finally:
             for pool in self._released_pools.intersection(pools):  # another thread has closed it meanwhile
                 self._zygotes.release(pool)

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from bandmaster.backends.ray.in_worker import connect_when_used
-from bandmaster.debugging.breakpoints import install_breakpoints
-from bandmaster.output.log_sender import send_records
 from bandmaster.platform.math_threads import set_threads
 from bandmaster.platform.processes import Ended, MemoryPressure, Orphans, prctl
 from bandmaster.wire.control_page import WorkerIdentity
@@ -291,10 +289,15 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         _take_on(spawn)
         connect_when_used()
         if spawn.log_level is not None:
+            from bandmaster.output.log_records import send_records
+
             send_records(other_fds[0], spawn.log_level)
         identity = replace(spawn.identity, pid=os.getpid())
         page = ControlPage(identity)
-        install_breakpoints(identity, page.hold)
+        with contextlib.suppress(ModuleNotFoundError):  # the room `debugging` may be removed
+            from bandmaster.debugging.breakpoints import install_breakpoints
+
+            install_breakpoints(identity, page.hold)
         listening = [socket.socket(fileno=fd) for fd in listening_fds]
         rendezvous = Rendezvous(listening[0]) if listening else None
         executor = Executor(page.hold, rendezvous, ActivityPage(is_shared=True))

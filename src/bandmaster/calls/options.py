@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict
 
@@ -50,8 +49,6 @@ class MethodOptions(Limits, total=False):
     pull: int | None
     group_by: str | None
     on_error: Literal["raise", "return"]
-    record: str | os.PathLike[str] | None
-    record_ranks: Sequence[int] | None
 
 
 @dataclass(frozen=True)
@@ -63,16 +60,12 @@ class FlowOptions:
         pull: Rows of the chunks that go to whichever replica is free; None sends each replica one part.
         group_by: The column whose equal values keep rows in one chunk.
         on_error: ``"return"`` if chunks, or items of generators, that fail are to come back as errors.
-        record: The folder in which the ranks record the call, absolute; None for no record.
-        record_ranks: The ranks that do; None for all.
     """
 
     maxsize: int | None = None
     pull: int | None = None
     group_by: str | None = None
     on_error: str = "raise"
-    record: str | os.PathLike[str] | None = None
-    record_ranks: Sequence[int] | None = None
 
     def but(self, changes: Mapping[str, Any], is_generator: bool = False) -> FlowOptions:
         """A copy with some options changed, of a method that may be a generator.
@@ -94,21 +87,7 @@ class FlowOptions:
             raise UsageError(
                 "group_by and on_error are about chunks of rows; set pull= as well, to their number of rows"
             )
-        return made._checked_record()
-
-    def _checked_record(self) -> FlowOptions:
-        if self.record is None:
-            if self.record_ranks is not None:
-                raise UsageError("record_ranks chooses the ranks that record a call; set record= as well, to a folder")
-            return self
-        if not isinstance(self.record, str | os.PathLike):
-            raise UsageError(f"record must be the path of a folder, got {self.record!r}")
-        if self.pull is not None:
-            raise UsageError("a call with pull= cannot be recorded, as any rank may get any chunk; leave out one")
-        ranks = self.record_ranks
-        if ranks is not None and not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
-            raise UsageError(f"record_ranks must be a list of ranks, got {ranks!r}")
-        return replace(self, record=os.path.abspath(self.record), record_ranks=None if ranks is None else tuple(ranks))
+        return made
 
 
 FLOW_NAMES = tuple(field.name for field in fields(FlowOptions))

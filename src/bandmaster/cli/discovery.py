@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bandmaster.platform.proc import pids, stat
-from bandmaster.wire.control_page import WorkerIdentity, controller_of_agent, find_all
+from bandmaster.wire.control_page import AGENT, WorkerIdentity, announcement, find_all
 from bandmaster.wire.kept import held_nbytes
 
 __all__ = ["Discovered", "Group", "Process", "discover"]
@@ -111,7 +111,7 @@ def _group(name: str, controller: int, world_size: int, members: list[tuple[Work
     is_gone = living is None or living.started_s > oldest  # another process may have got the pid since
     held = held_nbytes(controller) if controller else {}
     nbytes = sum(held.get(process.pid, 0) for _, process in workers)
-    agent_of = (controller_of_agent(controller) if controller else None) or ""
+    agent_of = (announcement(controller, AGENT) if controller else None) or ""
     is_detached = all(identity.is_detached for identity, _ in workers)
     is_orphan = controller != 0 and is_gone and not is_detached
     return Group(name, controller, world_size, is_orphan, workers, nbytes, agent_of, is_detached)

@@ -12,8 +12,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from bandmaster.debugging.recording import SUFFIX, restore_random_states
 from bandmaster.errors import UsageError
+from bandmaster.testing.recording import SUFFIX, restore_random_states
 
 __all__ = ["replay"]
 
@@ -70,7 +70,9 @@ def _chosen(path: Path, rank: int | None) -> Path:
         return max(files, key=lambda file: file.stat().st_mtime_ns)
     everything = list(path.glob(f"*{SUFFIX}"))
     if not everything:
-        raise UsageError(f"there is no recorded call in {path}; record one by group.method.options(record=...)")
+        raise UsageError(
+            f"there is no recorded call in {path}; record some by bandmaster.testing.record(group, folder)"
+        )
     ranks = sorted({int(file.stem.rpartition("-")[2]) for file in everything})
     raise UsageError(f"{path} has no recorded call of rank {rank}, but of rank {', '.join(map(str, ranks))}")
 

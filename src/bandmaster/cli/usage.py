@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from bandmaster.cli.discovery import Discovered, Group, Process, discover
 from bandmaster.platform.proc import stat
 from bandmaster.wire.activity import Activity
-from bandmaster.wire.debugging import pids_in_debuggers
+from bandmaster.wire.control_page import in_debuggers
 from bandmaster.wire.kept import held_nbytes
 
 __all__ = ["GroupUsage", "Moment", "RankUsage", "Sampler"]
@@ -85,7 +85,7 @@ class Sampler:
         before, self._ticks = self._ticks, {}
         elapsed_s, self._at = now - self._at, now
         on_devices = _on_devices()
-        in_debuggers = pids_in_debuggers(process.pid for group in discovered.groups for _, process in group.workers)
+        debugged = in_debuggers(process.pid for group in discovered.groups for _, process in group.workers)
         groups = []
         for group in discovered.groups:
             held = held_nbytes(group.controller) if group.controller else {}
@@ -98,7 +98,7 @@ class Sampler:
                     self._cpu_percent(process, before, elapsed_s),
                     held.get(process.pid, 0),
                     on_devices.get(process.pid, ""),
-                    process.pid in in_debuggers,
+                    process.pid in debugged,
                 )
                 for identity, process in group.workers
             ]

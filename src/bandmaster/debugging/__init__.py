@@ -1,7 +1,7 @@
-"""Debuggers in workers: `breakpoint()` waits for a terminal or an IDE, and calls can be recorded for a replay.
+"""Debuggers in workers: `breakpoint()` waits for a terminal or an IDE.
 
 ::
 
-    breakpoint() ── breakpoints ──┬─► debugger ◄── socket ── bandmaster debug
-                                  └─► ide ◄────── debugpy ── an IDE
+    breakpoint() ── breakpoints ──┬─► debugger ── terminal ◄── socket ── bandmaster debug
+                                  └─► ide ◄────── debugpy ──── an IDE
 """

@@ -1,20 +1,19 @@
-"""A pdb in a worker, whose terminal is whichever one attaches by ``bandmaster debug``."""
+"""A pdb in a worker, on the terminal that attaches by ``bandmaster debug``."""
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import inspect
-import json
-import os
 import pdb
 import shlex
-import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, TextIO, cast
 
-from bandmaster.debugging.stops import Hold, say_where
+from bandmaster.debugging.terminal import Terminal, say_where
 from bandmaster.wire.control_page import WorkerIdentity
-from bandmaster.wire.debugging import announced, is_trusted, listening
 
 __all__ = ["Debugger"]
 
@@ -32,8 +31,8 @@ class Debugger(pdb.Pdb):
         hold: Returns a context manager that defers interrupts.
     """
 
-    def __init__(self, identity: WorkerIdentity, hold: Hold) -> None:
-        self._terminal = _Terminal()
+    def __init__(self, identity: WorkerIdentity, hold: Callable[[], AbstractContextManager[None]]) -> None:
+        self._terminal = Terminal()
         file = cast(TextIO, self._terminal)
         super().__init__(stdin=file, stdout=file, nosigint=True)
         self.use_rawinput = False
@@ -44,15 +43,11 @@ class Debugger(pdb.Pdb):
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
         """Stop at the next line of a frame."""
         assert frame is not None, "the hook passes its caller"
-        try:
-            with self._hold():
-                self._note_callers(frame)
-                self._terminal.open()
-                command = f"bandmaster debug {shlex.quote(self._identity.group)} {self._identity.rank}"
-                say_where(frame, f"attach a terminal with: {command}")
-        except BaseException:  # the call was interrupted
-            self._leave()
-            raise
+        with self._holding():
+            self._note_callers(frame)
+            self._terminal.open()
+            command = f"bandmaster debug {shlex.quote(self._identity.group)} {self._identity.rank}"
+            say_where(frame, f"attach a terminal with: {command}")
         super().set_trace(frame)  # the last step, as every new frame is traced from then on
 
     def _note_callers(self, frame: FrameType) -> None:
@@ -64,10 +59,16 @@ class Debugger(pdb.Pdb):
 
     def interaction(self, frame: FrameType | None, *args: Any) -> None:
         """Ask for commands."""
+        with self._holding():
+            super().interaction(frame, *args)
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Defer interrupts; if the call was interrupted meanwhile, the debugger is over."""
         try:
             with self._hold():
-                super().interaction(frame, *args)
-        except BaseException:  # the call was interrupted meanwhile
+                yield
+        except BaseException:
             self._leave()
             raise
 
@@ -125,74 +126,6 @@ def _is_library(frame: FrameType) -> bool:
 
 
 def _is_at_yield(frame: FrameType) -> bool:
-    """Whether a frame is suspended: its last instruction is a yield, or as some versions of Python say, beside one."""
+    """Whether a frame is suspended: its last instruction is a yield, or beside one, by some versions of Python."""
     code, last = frame.f_code.co_code, frame.f_lasti
     return any(dis.opname[code[at]].startswith("YIELD") for at in (last - 2, last, last + 2) if 0 <= at < len(code))
-
-
-class _Terminal:
-    """Standard input and output of the debugger: the terminal that is attached, or the next one that attaches."""
-
-    encoding = "utf-8"
-
-    def __init__(self) -> None:
-        self._listener: socket.socket | None = None
-        self._announced: int | None = None
-        self._attached: socket.socket | None = None
-        self._lines: TextIO | None = None
-        self._text = ""  # what the debugger has written since it last read a line
-
-    def open(self) -> None:
-        """Let terminals attach from now on."""
-        if self._listener is None:
-            self._listener, address = listening()
-            self._announced = announced(address)
-
-    def close(self) -> None:
-        """Let go of the terminal that is attached, and let none attach."""
-        self._detach()
-        if self._listener is not None:
-            self._listener.close()
-        if self._announced is not None:
-            os.close(self._announced)
-        self._listener, self._announced, self._text = None, None, ""
-
-    def write(self, text: str) -> int:
-        """As of a file; the terminal shows it when a line is read."""
-        self._text += text
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing: what was written is sent when a line is read."""
-
-    def readline(self) -> str:
-        """Show what was written, and wait for the answer. If the terminal goes, the next one is asked."""
-        while True:
-            try:
-                self._attach()
-                assert self._attached is not None and self._lines is not None, "it has just attached"
-                self._attached.sendall(json.dumps({"text": self._text}).encode() + b"\n")
-                line = self._lines.readline()
-                answer = str(json.loads(line)) if line else ""
-            except (OSError, ValueError):
-                answer = ""
-            if answer:
-                self._text = ""
-                return answer
-            self._detach()
-
-    def _attach(self) -> None:
-        while self._attached is None:
-            assert self._listener is not None, "open was called"
-            sock, _ = self._listener.accept()
-            if is_trusted(sock):
-                self._attached, self._lines = sock, sock.makefile("r", encoding="utf-8")
-            else:
-                sock.close()
-
-    def _detach(self) -> None:
-        if self._attached is not None:
-            assert self._lines is not None, "they are set together"
-            self._lines.close()
-            self._attached.close()
-        self._attached = self._lines = None

@@ -6,10 +6,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType, ModuleType
 
-from bandmaster.debugging.stops import Hold, say_where
-from bandmaster.wire.debugging import announced
+from bandmaster.debugging.terminal import say_where
+from bandmaster.wire.control_page import DEBUGGER, announce
 
 __all__ = ["Ide"]
 
@@ -25,7 +27,7 @@ class Ide:
         hold: Returns a context manager that defers interrupts.
     """
 
-    def __init__(self, hold: Hold) -> None:
+    def __init__(self, hold: Callable[[], AbstractContextManager[None]]) -> None:
         self._hold = hold
         self._address = ""
 
@@ -44,7 +46,7 @@ class Ide:
 
     def _wait(self, debugpy: ModuleType, frame: FrameType) -> None:
         self._address = self._address or _listen(debugpy)
-        descriptor = announced(self._address)
+        descriptor = announce(DEBUGGER, self._address)
         try:
             say_where(frame, f"attach an IDE to {self._address}")
             debugpy.wait_for_client()
@@ -55,7 +57,7 @@ class Ide:
 
 
 def _imported() -> tuple[ModuleType, ModuleType]:
-    """debugpy, and what it is built on.
+    """Return debugpy, and pydevd, on which it is built.
 
     Raises:
         ImportError: It is not installed.

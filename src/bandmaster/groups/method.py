@@ -12,9 +12,8 @@ from bandmaster.calls.request import CallRequest
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import decode, encode
-from bandmaster.contract import RECORD
 from bandmaster.errors import CallTimeout, UsageError
-from bandmaster.plan.arguments import ArgumentGroup, CallPlan, scatter
+from bandmaster.plan.arguments import CallPlan, scatter
 from bandmaster.plan.binding import bind, bind_per_rank
 from bandmaster.plan.transfer import (
     Concat,
@@ -73,9 +72,7 @@ class GroupMethod(Generic[P, C, G]):
                 the name of the column, or the argument, whose equal values keep rows in one chunk. ``on_error``:
                 ``"return"`` if a chunk that fails is not to fail the call: the result is then a `PartialResult`, and a
                 stream yields failed futures; so does a stream of a generator method, where the items of the other ranks
-                go on. ``record``: a folder, in which each rank stores what it gets, the state of
-                its worker and of random number generators, before it runs the method; ``bandmaster replay`` runs that
-                again in one process. ``record_ranks``: the ranks that do, by default all.
+                go on.
 
         Raises:
             UsageError: An option is unknown, or its value is invalid.
@@ -86,11 +83,6 @@ class GroupMethod(Generic[P, C, G]):
         if limits:
             base = (base or default_options().but(self._submitter.options)).but(limits)
         made = self._flow.but(flow, self._spec.is_generator)
-        if unknown := set(made.record_ranks or ()).difference(self._spec.ranks):
-            raise UsageError(
-                f"record_ranks names rank {', '.join(map(str, sorted(unknown)))}, but {self._spec.label} runs on ranks "
-                f"{self._spec.ranks[0]} to {self._spec.ranks[-1]}"
-            )
         return type(self)(self._group, self._submitter, self._spec, base, made)
 
     def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
@@ -129,8 +121,6 @@ class GroupMethod(Generic[P, C, G]):
             ...     sorted((item.rank, item.result()) for item in group.squares.stream([1, 2, 3]))
             [(0, 1), (0, 4), (1, 9)]
         """
-        if self._flow.record is not None:
-            raise UsageError(f"a stream cannot be recorded; call {self._spec.name} itself, or leave out record=")
         parents = self._not_there(args, kwargs)
         if parents:
             bind(self._spec.label, self._spec.signature, args, kwargs)  # mistakes are errors now
@@ -180,21 +170,9 @@ class GroupMethod(Generic[P, C, G]):
             plan = partial(_claimed, claims_of(args, kwargs), partial(spec.plan, args, kwargs, protocol.outgoing))
         else:
             plan = spec.plan(args, kwargs, protocol.outgoing)
-        if self._flow.record is not None:
-            plan = self._recorded(plan)
         keeps = not waits and isinstance(collection.incoming, Concat) and collection.finish is None
         request = CallRequest(spec.name, plan, spec.ranks, collection, self._group, self._options, keeps, parents)
         return self._submitter.call(request) if waits else self._submitter.submit(request)
-
-    def _recorded(self, plan: CallPlan | Callable[[], CallPlan]) -> CallPlan | Callable[[], CallPlan]:
-        """A plan by which some ranks record the call."""
-        if not isinstance(plan, CallPlan):
-            return lambda: self._told_to_record(plan())
-        return self._told_to_record(plan)
-
-    def _told_to_record(self, plan: CallPlan) -> CallPlan:
-        ranks = self._spec.ranks if self._flow.record_ranks is None else tuple(self._flow.record_ranks)
-        return plan._replace(groups=(*plan.groups, ArgumentGroup(((RECORD, self._flow.record),), ("record",), ranks)))
 
     def _pulled(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], parents: Sequence[Future[Any]], waits: bool

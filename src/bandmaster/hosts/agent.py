@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from bandmaster.codec import Payload
-from bandmaster.contract import KeptCopy
+from bandmaster.contract import KeptCopy, ShowOutput, Written
 from bandmaster.errors import ClosedError, ResourceError, RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet, welcome
@@ -25,10 +25,9 @@ from bandmaster.hosts.link import Link
 from bandmaster.hosts.messages import FOR_MESSAGES, FOR_RELAY, FOR_ROWS, Kind, Packed, chunks_of, dumped
 from bandmaster.hosts.row_links import Fetch, RowLinks, in_memory
 from bandmaster.hosts.rows import RowServer, Shelf
-from bandmaster.output.streams import Sink
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.channel import Closed
-from bandmaster.wire.control_page import announce_agent
+from bandmaster.wire.control_page import AGENT, announce
 
 __all__ = ["AgentServer", "Host"]
 
@@ -42,12 +41,12 @@ _log = logging.getLogger(__name__)
 class Host:
     """What an agent is asked for besides calls; `bandmaster.backends.ray.agents` has the real one."""
 
-    def start(self, said: bytes, sink: Sink) -> tuple[RanksHere, Sequence[int]]:
+    def start(self, said: bytes, shows: ShowOutput) -> tuple[RanksHere, Sequence[int]]:
         """Start the part of a group.
 
         Args:
             said: What the controller says of it.
-            sink: Gets what the workers write.
+            shows: Has the controller show the output of the workers.
 
         Returns:
             The workers, and their ranks.
@@ -56,26 +55,6 @@ class Host:
 
     def close(self) -> None:
         """End all that was started here, and wait for it."""
-
-
-class _LinkSink:
-    """Has the controller show what workers write. A worker that writes more than the link takes is slowed down.
-
-    Args:
-        server: The agent.
-    """
-
-    def __init__(self, server: AgentServer) -> None:
-        self._server = server
-
-    def write(self, source: object, stream: str, prefix: str, lines: Sequence[str], bar: str) -> None:
-        self._server.show(False, (source, stream, prefix, lines, bar))
-
-    def refresh(self) -> float | None:
-        return None
-
-    def record(self, data: bytes, group: str, rank: int) -> None:
-        self._server.show(True, (data, group, rank))
 
 
 class Conversation:
@@ -123,7 +102,7 @@ class AgentServer:
 
     def __init__(self, secret: Secret, address: str, host: Host, controller: str) -> None:
         self._secret, self._host = secret, host
-        self._announced = announce_agent(controller)
+        self._announced = announce(AGENT, controller)
         self._listening = socket.create_server((address, 0), backlog=128)
         self.address: tuple[str, int] = self._listening.getsockname()[:2]
         self._shelf = Shelf()
@@ -293,9 +272,9 @@ class AgentServer:
         self._to_do.append(do)
         os.eventfd_write(self._wake, 1)
 
-    def show(self, is_record: bool, said: tuple[Any, ...]) -> None:
-        """Have the controller show what a worker has written; this waits while the link is full. From other threads."""
-        self.later(lambda: self._send(self._controller, (Kind.OUTPUT, is_record, said)))
+    def show(self, written: Written) -> None:
+        """Have the controller show output of a worker; this waits while the link is full. Called from other threads."""
+        self.later(lambda: self._send(self._controller, (Kind.OUTPUT, written)))
         while self._controller.link.has_unsent:
             time.sleep(OUTPUT_POLL_S)
 
@@ -409,7 +388,7 @@ class AgentServer:
 
     def _ask_start(self, name: str, said: bytes) -> Any:
         """Start the part of a group: where each rank is, and how others find rank 0 if it is one of them."""
-        workers, ranks = self._host.start(said, _LinkSink(self))
+        workers, ranks = self._host.start(said, self.show)
         hosted = Hosted(workers, ranks, self._shelf.keep)
         self._in_time(lambda: self._begin(name, hosted))
         return [tuple(record[:3]) for record in workers.records], workers.rendezvous

@@ -23,7 +23,6 @@ from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import Frame, Link
 from bandmaster.hosts.messages import Kind, dumped
 from bandmaster.hosts.row_links import RowLinks
-from bandmaster.output.streams import SCREEN_SINK
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.channel import Closed
 from bandmaster.wire.poller import HAS_ROOM, Event, Poller
@@ -266,11 +265,9 @@ class Fabric(Receiver):
             if group is not None:
                 group.take_deaths({rank: revived(failure) for rank, failure in content[2].items()})
         elif kind == Kind.OUTPUT:
-            _, is_record, said = content
-            if is_record:
-                SCREEN_SINK.record(*said)
-            else:
-                SCREEN_SINK.write((agent, said[0]), *said[1:])
+            from bandmaster.output.screen import show
+
+            show(content[1])
         elif kind == Kind.ANSWER:
             _, number, is_error, pickled = content
             ticket = agent.asked.pop(number, None)

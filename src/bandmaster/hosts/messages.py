@@ -32,7 +32,7 @@ class Kind(IntEnum):
     ANSWER = 8  # number, whether it is an error, what is pickled
     PONG = 9  # nothing
     FORWARD = 10  # group, which of the hosts below, the head of the frame for it, whose chunks are these
-    OUTPUT = 12  # whether it is a log record, what it says
+    OUTPUT = 12  # a `Written`
     RESUME = 11  # group, {rank: number of a call that has failed there}
 
 

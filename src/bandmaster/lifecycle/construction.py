@@ -1,8 +1,18 @@
-"""Starts and replaces a group's workers: the backend starts processes, and `CONSTRUCT` is the first call on them."""
+"""Starts and replaces a group's workers: the backend starts processes, and `CONSTRUCT` is the first call on them.
+
+::
+
+    start_workers ── Backend.start ──► PRELOAD ──► CONSTRUCT ──► Workers
+         └── Start ──► WATCHERS: features that show how far it is
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.interruption import WaitedFor, note_calls
@@ -22,11 +32,52 @@ from bandmaster.contract import (
 )
 from bandmaster.contract import Call as Order
 from bandmaster.errors import CallTimeout, ConstructorError, RemoteError
-from bandmaster.output.start_progress import StartProgress, shown
 from bandmaster.plan.arguments import CallPlan
 from bandmaster.platform.deadline import Deadline
 
-__all__ = ["replace_worker", "start_workers"]
+__all__ = ["WATCHERS", "Start", "replace_worker", "start_workers"]
+
+EVERY_S = 0.5  # how often the replies of ranks are read, so that `Start.late` is true
+
+
+@dataclass(eq=False)
+class Start:
+    """The progress of a start, which watchers read in threads of their own.
+
+    Attributes:
+        group: Name of the group.
+        n_ranks: How many ranks are started.
+        doing: What the ranks do before their constructors run, such as ``", importing torch"``; "" once these run.
+        call: The step that runs; None while the processes are started.
+    """
+
+    group: str
+    n_ranks: int
+    doing: str = ""
+    call: Call | None = None
+    _began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """The time since it began."""
+        return time.monotonic() - self._began
+
+    @property
+    def late(self) -> Sequence[int] | None:
+        """The ranks that have not ended the present step; None while the processes are started."""
+        return None if self.call is None else self.call.missing
+
+
+WATCHERS: list[Callable[[Start], AbstractContextManager[object]]] = []  # features add theirs: entered with each start
+
+
+@contextlib.contextmanager
+def _watched(launch: Launch, n_ranks: int) -> Iterator[Start]:
+    start = Start(launch.group, n_ranks)
+    with contextlib.ExitStack() as watchers:
+        for watcher in WATCHERS:
+            watchers.enter_context(watcher(start))
+        yield start
 
 
 def start_workers(backend: Backend, launch: Launch, constructor: Payload) -> Workers:
@@ -46,10 +97,10 @@ def start_workers(backend: Backend, launch: Launch, constructor: Payload) -> Wor
         CallTimeout: The processes did not start, or the constructors did not end, in time.
         PlacementError: A process did not start.
     """
-    with shown(launch.group, len(launch.slots)) as progress:
+    with _watched(launch, len(launch.slots)) as start:
         workers = backend.start(launch)
         try:
-            _construct(workers, launch, constructor, tuple(range(len(launch.slots))), progress)
+            _Construction(workers, launch, tuple(range(len(launch.slots))), start).run(constructor)
         except BaseException:
             workers.stop(NOT_STARTED)
             raise
@@ -60,56 +111,64 @@ def replace_worker(workers: Workers, launch: Launch, constructor: Payload, rank:
     """End the worker of one rank, if it still runs, and start and construct a new one on its slot.
 
     Raises:
-        ConstructorError, WorkerDied, CallTimeout, PlacementError: As in `start_workers`; the rank stays dead.
+        ConstructorError, WorkerDied, CallTimeout, PlacementError: See `start_workers`; the rank stays dead.
         UsageError: The backend cannot replace a worker.
     """
     workers.replace(rank)
     try:
-        with shown(launch.group, 1) as progress:
-            _construct(workers, launch, constructor, (rank,), progress)
+        with _watched(launch, 1) as start:
+            _Construction(workers, launch, (rank,), start).run(constructor)
     except BaseException:
         workers.interrupt({rank: None}, "ended by the controller, because it could not be constructed")
         raise
 
 
-def _construct(
-    workers: Workers, launch: Launch, constructor: Payload, ranks: Sequence[int], progress: StartProgress
-) -> None:
-    """Import modules and run the constructors on some ranks. If one fails, the others are ended without grace."""
-    deadline = Deadline(launch.start_timeout_s)
-    if launch.preload:
-        progress.doing = f"importing {', '.join(launch.preload)}"
-        _run(workers, launch, PRELOAD, encode(launch.preload), ranks, progress, deadline)
-    progress.doing = ""
-    _run(workers, launch, CONSTRUCT, constructor, ranks, progress, deadline)
+class _Construction:
+    """Imports modules and runs the constructors on some ranks. If one fails, the others are ended without grace."""
 
+    def __init__(self, workers: Workers, launch: Launch, ranks: Sequence[int], start: Start) -> None:
+        self._workers, self._launch, self._ranks, self._start = workers, launch, ranks, start
+        self._deadline = Deadline(launch.start_timeout_s)
 
-def _run(
-    workers: Workers,
-    launch: Launch,
-    what: str,
-    argument: Payload,
-    ranks: Sequence[int],
-    progress: StartProgress,
-    deadline: Deadline,
-) -> None:
-    """Run one step of the construction on some ranks, and wait for it."""
-    options = CallOptions(launch.start_timeout_s, grace=0.0)
-    site = CallSite(launch.constructor, launch.mesh, launch.group, options)
-    call = Call(CallRequest(what, CallPlan(()), tuple(ranks)), site, None, OpenWork())
-    call.is_being_sent(workers, Failures())
-    parts = tuple(workers.put([argument]))
-    workers.call([Order(ranks, what, parts, Reply.DROP)], call.tickets)
-    try:
-        has_ended = progress.follow(call, deadline.left())
-    except KeyboardInterrupt as interrupt:
-        note_calls(interrupt, [WaitedFor(site.method, call.missing, call.late)])
-        raise
-    if not has_ended:
-        raise CallTimeout(site.method, call.missing, options.timeout or 0.0, call.stacks(), START_ADVICE)
-    error = None if call.done is None else call.done.error
-    if type(error) is RemoteError:
-        axes = launch.mesh.shown_axes
-        raise ConstructorError(error.method, error.failures, error.coordinates, error.group, axes) from error.__cause__
-    if error is not None:
-        raise error
+    def run(self, constructor: Payload) -> None:
+        """Run both steps, and wait for them."""
+        preload = self._launch.preload
+        if preload:
+            self._start.doing = f", importing {', '.join(preload)}"
+            self._run_step(PRELOAD, encode(preload))
+        self._start.doing = ""
+        self._run_step(CONSTRUCT, constructor)
+
+    def _run_step(self, step: str, argument: Payload) -> None:
+        launch, workers = self._launch, self._workers
+        options = CallOptions(launch.start_timeout_s, grace=0.0)
+        site = CallSite(launch.constructor, launch.mesh, launch.group, options)
+        call = Call(CallRequest(step, CallPlan(()), tuple(self._ranks)), site, None, OpenWork())
+        call.is_being_sent(workers, Failures())
+        parts = tuple(workers.put([argument]))
+        workers.call([Order(self._ranks, step, parts, Reply.DROP)], call.tickets)
+        self._start.call = call
+        try:
+            has_ended = self._has_ended(call)
+        except KeyboardInterrupt as interrupt:
+            note_calls(interrupt, [WaitedFor(site.method, call.missing, call.late)])
+            raise
+        if not has_ended:
+            raise CallTimeout(site.method, call.missing, options.timeout or 0.0, call.stacks(), START_ADVICE)
+        error = None if call.done is None else call.done.error
+        if type(error) is RemoteError:
+            axes = launch.mesh.shown_axes
+            raise ConstructorError(
+                error.method, error.failures, error.coordinates, error.group, axes
+            ) from error.__cause__
+        if error is not None:
+            raise error
+
+    def _has_ended(self, call: Call) -> bool:
+        """Wait for a step; False when the time is over before."""
+        while True:
+            left = self._deadline.left()
+            if left is not None and left <= EVERY_S:
+                return call.wait(left)
+            if call.wait(EVERY_S):
+                return True

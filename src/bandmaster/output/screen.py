@@ -1,118 +1,162 @@
-"""The controller's own standard output and error, on which the output of all groups is shown.
+"""Shows the output of all groups on the controller's own standard output and error.
 
-Complete lines come one below the other. In a terminal or a notebook, one more line shows the first progress bar that
-runs, and says how many others there are; it is written again at most every half second. Elsewhere, such as in a file, a
-bar is one line when it has ended, and one each minute until then.
+Each complete line is written at once, behind the prefix of its rank. The progress bars of ranks, and groups that take
+long to start, are shown in one live region below them, where standard error is a terminal and rich is installed.
+Elsewhere a bar becomes a line with its state every ten seconds, and one when it has ended; a start becomes a line every
+ten seconds on a terminal or in a notebook, and a log record elsewhere.
+
+::
+
+    WorkerOutput, links ── Written ──► show ──► standard output and error, loggers
+                                        └──► Region ◄── watched ◄── Start of a group
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import logging
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from bandmaster.output.terminal import is_seen
+from bandmaster.contract import Written
+from bandmaster.lifecycle.construction import WATCHERS, Start
+from bandmaster.output.log_records import pass_on
+from bandmaster.platform.limits import start_thread
 
-__all__ = ["SCREEN", "Screen"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
 
-EVERY_S = 0.5  # how often a bar is shown in a terminal
-SELDOM_S = 60.0  # and elsewhere
+__all__ = ["SELDOM_S", "show", "watched"]
+
+SELDOM_S = 10.0  # between two lines about the same bar or start
+QUIET_S = 2.0  # shorter starts show nothing
+MOST_RANKS = 8  # that are named
+_log = logging.getLogger(__name__)
 
 
-class Screen:
-    """Writes lines of several threads, and the bars that run below them. Errors of the streams are ignored."""
+class _Region:
+    """The live region at the bottom of the terminal: it exists as long as there are texts to show in it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bars: dict[object, tuple[str, str]] = {}  # stream and text, by source
-        self._told: dict[object, float] = {}  # when a bar was last shown on a stream that nobody sees
-        self._drawn: tuple[str, int] | None = None  # stream and width of the bar that is shown
-        self._drawn_at = 0.0
-        self._is_due = False  # whether bars have changed since
+        self._texts: dict[object, Callable[[], str]] = {}
+        self._live: Live | None = None
 
-    def write(self, source: object, stream: str, prefix: str, lines: Sequence[str], bar: str) -> None:
-        """Write what a source has to say.
-
-        Args:
-            source: Whose bar it is.
-            stream: ``"stdout"`` or ``"stderr"``.
-            prefix: What each line begins with.
-            lines: Complete lines.
-            bar: The line that the source writes again and again; "" for none.
-        """
+    def put(self, source: object, text: Callable[[], str]) -> bool:
+        """Show the present text of a source in a line of its own. Returns False where no region can be drawn."""
         with self._lock:
-            lines = [*lines, *self._changed(source, stream, prefix, bar)]
-            if lines:
-                self._erase()
-                _put(stream, "".join(f"{prefix}{line}\n" for line in lines))
-                self._is_due = self._is_due or bool(self._bars)
-            self._draw()
+            if self._live is None:
+                self._live = _begun(self._render)
+            if self._live is not None:
+                self._texts[source] = text
+            return self._live is not None
 
-    def refresh(self) -> float | None:
-        """Show the bar that is due. Returns in how many seconds to call this again; None if there is no need."""
+    def remove(self, source: object) -> None:
+        """Show a source no longer."""
         with self._lock:
-            self._draw()
-            return max(0.01, self._drawn_at + EVERY_S - time.monotonic()) if self._is_due else None
+            self._texts.pop(source, None)
+            if not self._texts and self._live is not None:
+                live, self._live = self._live, None
+                with contextlib.suppress(Exception):  # the terminal is gone
+                    live.stop()
 
-    def _changed(self, source: object, stream: str, prefix: str, bar: str) -> list[str]:
-        """Note the bar of a source; returns it where it is to be a line of its own."""
-        if not bar:
-            self._told.pop(source, None)
-            if self._bars.pop(source, None) is not None:
-                self._is_due = True
-                self._erase()
-        elif is_seen(getattr(sys, stream)):
-            self._is_due = self._is_due or self._bars.get(source) != (stream, prefix + bar)
-            self._bars[source] = stream, prefix + bar
-        else:
-            now = time.monotonic()
-            if now - self._told.setdefault(source, now) >= SELDOM_S:
-                self._told[source] = now
-                return [bar]
-        return []
+    def _render(self) -> RenderableType:  # in a thread of rich, which holds the lock that `stop` needs
+        from rich.console import Group
+        from rich.text import Text
 
-    def _draw(self) -> None:
-        if not self._is_due or (self._drawn is not None and time.monotonic() < self._drawn_at + EVERY_S):
-            return
-        self._is_due, self._drawn_at = False, time.monotonic()
-        if not self._bars:
-            self._erase()
-            return
-        stream, text = next(iter(self._bars.values()))
-        others = f" (and {len(self._bars) - 1} more)" if len(self._bars) > 1 else ""
-        width = max(10, _width(stream) - 1 - len(others))
-        text = (text if len(text) <= width else text[: width - 1] + "…") + others
-        before = self._drawn
-        if before is not None and before[0] != stream:
-            self._erase()
-            before = None
-        _put(stream, f"\r{text:<{before[1] if before else 0}}")
-        self._drawn = stream, len(text)
-
-    def _erase(self) -> None:
-        if self._drawn is not None:
-            stream, width = self._drawn
-            _put(stream, f"\r{'':<{width}}\r")
-            self._drawn = None
+        texts = list(self._texts.values())
+        return Group(*[Text.from_ansi(text(), no_wrap=True, overflow="ellipsis") for text in texts])
 
 
-def _put(stream: str, text: str) -> None:
-    target: Any = getattr(sys, stream)
-    if target is not None:
-        with contextlib.suppress(Exception):  # a broken pipe, for example, must not block workers
-            target.write(text)
-            target.flush()
+def _begun(render: Callable[[], RenderableType]) -> Live | None:
+    """Begin a live region on the terminal of standard error; None without a terminal or rich."""
+    if _is_seen(sys.stderr):
+        with contextlib.suppress(ImportError, OSError):  # the terminal is gone
+            from rich.console import Console
+            from rich.live import Live
+
+            console, is_shared = Console(stderr=True), _is_seen(sys.stdout)
+            if console.is_interactive:  # which a notebook is not
+                live = Live(console=console, get_renderable=render, transient=True, redirect_stdout=is_shared)
+                live.start()
+                return live
+    return None
 
 
-def _width(stream: str) -> int:
+def _is_seen(stream: Any) -> bool:
+    """Return whether a stream of this process is a terminal or the output of a notebook's cell."""
+    with contextlib.suppress(AttributeError, ValueError):  # it is None, no file, or closed
+        return bool(stream.isatty()) or type(stream).__module__.startswith("ipykernel.")
+    return False
+
+
+_REGION = _Region()  # the one of this process
+_told: dict[object, float] = {}  # when a line was last written about a bar that is not in the region
+
+
+def show(written: Written) -> None:
+    """Write the lines of a rank and show its bar, or have a logger handle its log record.
+
+    Errors of the streams are ignored: a broken pipe, for example, must not block workers.
+    """
+    if written.kind == "log":
+        pass_on(written)
+        return
+    lines, source = list(written.lines), (written.prefix, written.kind)
+    if not written.bar:
+        _told.pop(source, None)
+        _REGION.remove(source)
+    elif not _REGION.put(source, lambda: f"{written.prefix}{written.bar}"):
+        now = time.monotonic()
+        if now - _told.setdefault(source, now) >= SELDOM_S:
+            _told[source] = now
+            lines.append(written.bar)
+    stream: Any = getattr(sys, written.kind)
+    if lines and stream is not None:
+        with contextlib.suppress(Exception):
+            stream.write("".join(f"{written.prefix}{line}\n" for line in lines))
+            stream.flush()
+
+
+@contextlib.contextmanager
+def watched(start: Start) -> Iterator[None]:
+    """Show the progress of a start that takes long, until the block is left."""
+    is_over, thread = threading.Event(), None
     try:
-        return os.get_terminal_size(getattr(sys, stream).fileno()).columns or 80
-    except (OSError, ValueError, AttributeError):  # a notebook
-        return 120
+        thread = start_thread("bandmaster-start-progress", _show, start, is_over)
+        yield
+    finally:
+        is_over.set()
+        if thread is not None:
+            thread.join()
 
 
-SCREEN = Screen()  # the one of this process
+def _show(start: Start, is_over: threading.Event) -> None:
+    if is_over.wait(QUIET_S):
+        return
+    if _REGION.put(start, partial(_progress, start)):
+        is_over.wait()
+        _REGION.remove(start)
+    while not is_over.is_set():
+        if _is_seen(sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or the stream was closed
+                print(_progress(start), file=sys.stderr, flush=True)
+        else:
+            _log.info(_progress(start))
+        is_over.wait(SELDOM_S)
+
+
+def _progress(start: Start) -> str:
+    late, title, so_far = start.late, f"starting {start.group}{start.doing}", f"{start.seconds:.0f} s"
+    if late is None:
+        return f"{title}: waiting for the processes of {start.n_ranks} ranks, {so_far}"
+    named = ", ".join([*map(str, late[:MOST_RANKS]), *(["…"] if len(late) > MOST_RANKS else [])])
+    return f"{title}: {start.n_ranks - len(late)} of {start.n_ranks} ranks, {so_far}; late: rank {named or '-'}"
+
+
+WATCHERS.append(watched)

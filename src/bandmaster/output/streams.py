@@ -1,77 +1,97 @@
-"""Reads what workers write from their pipes in a thread: lines go to the controller's streams or to files.
+"""Reads the output of workers from their pipes in a thread.
 
 ::
 
-    worker of rank 2 ── standard output, error ──► WorkerOutput ──► SCREEN: [actor 2] a line
+    worker of rank 2 ── standard output, error ──► WorkerOutput ──► show: [actor 2] a line
                      │                                         └──► or output/actor-2.out
                      └── records of `logging` ───────────────────► the loggers of the controller
+
+On another host, the agent sends what would be shown to the controller, which shows it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
 
-from bandmaster.contract import Launch
+from bandmaster.contract import Launch, ShowOutput, Written
 from bandmaster.errors import UsageError
 from bandmaster.errors.failure import N_LAST_LINES
-from bandmaster.output.log_sender import MAX_RECORD_NBYTES
-from bandmaster.output.log_sink import pass_on
-from bandmaster.output.screen import SCREEN
-from bandmaster.output.terminal import TerminalLines
+from bandmaster.output.log_records import MAX_RECORD_NBYTES
+from bandmaster.output.screen import show
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 
-__all__ = ["SCREEN_SINK", "Sink", "WorkerOutput"]
+__all__ = ["MAX_LINE_NBYTES", "Lines", "WorkerOutput"]
 
+MAX_LINE_NBYTES = 64 * 1024
 LAST_LINE_NCHARS = 1000  # to keep of each of the last lines of standard error
 LAST_LINES_S = 1.0  # time for the thread to read them
 
 
-class Sink(Protocol):
-    """Where the output of workers goes: to the controller's streams and loggers, directly or by way of a link."""
+class Lines:
+    """Decodes a stream line by line. Of a line that ``\\r`` begins again, such as a bar, the last state counts.
 
-    def write(self, source: object, stream: str, prefix: str, lines: Sequence[str], bar: str) -> None:
-        """As `Screen.write`."""
+    Lines longer than `MAX_LINE_NBYTES` are split.
+    """
 
-    def refresh(self) -> float | None:
-        """As `Screen.refresh`."""
+    def __init__(self) -> None:
+        self._rest = b""  # the incomplete line, from its last state on
 
-    def record(self, data: bytes, group: str, rank: int) -> None:
-        """As `bandmaster.output.log_sink.pass_on`."""
+    def feed(self, data: bytes) -> list[str]:
+        """Return the lines that this data completes, without their endings."""
+        *lines, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[max(0, rest.rstrip(b"\r").rfind(b"\r")) :]
+        if len(self._rest) > MAX_LINE_NBYTES:
+            lines.append(self._rest)
+            self._rest = b""
+        return [_shown(line) for line in lines]
+
+    @property
+    def bar(self) -> str:
+        """The last state of an incomplete line that was begun again; "" for any other line, and where it is blank."""
+        return _shown(self._rest) if b"\r" in self._rest else ""
+
+    @property
+    def is_between_lines(self) -> bool:
+        """Whether nothing is known of an incomplete line."""
+        return not self._rest
+
+    def rest(self) -> list[str]:
+        """Return the incomplete line at the end of the stream; no line if the stream ended in a complete one."""
+        line, self._rest = _shown(self._rest), b""
+        return [line] if line else []
 
 
-class _ScreenSink:
-    """The streams and loggers of this process."""
-
-    write, refresh, record = SCREEN.write, SCREEN.refresh, staticmethod(pass_on)
-
-
-SCREEN_SINK: Sink = _ScreenSink()
+def _shown(line: bytes) -> str:
+    """Return a line as a terminal shows it; "" where blanks have erased an earlier state."""
+    _, again, state = line.rstrip(b"\r").rpartition(b"\r")
+    return state.decode(errors="replace") if state.strip() or not again else ""
 
 
-class _Source(NamedTuple):
-    """A descriptor that something of a worker's is read from.
+@dataclass
+class _Source:
+    """A pipe or socket of a worker.
 
     Attributes:
         rank: The worker's rank.
         kind: ``"stdout"``, ``"stderr"`` or ``"log"``.
-        lines: The lines of a stream.
-        close: Closes the descriptor.
+        lines: Splits the stream into lines.
+        last: The last lines.
+        ended: Set once everything was read.
     """
 
     rank: int
     kind: str
-    lines: TerminalLines
-    close: Callable[[], object]
+    lines: Lines = field(default_factory=Lines)
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=N_LAST_LINES))
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class WorkerOutput:
@@ -80,143 +100,102 @@ class WorkerOutput:
     Args:
         launch: The group: its name is the first word of the prefix ``[name rank]`` of each line; ``output`` is the
             directory of its files, if it has any; ``log_level`` is given where its log records are read as well.
-        sink: Gets what is not written to files.
+        shows: Gets what is not written to files; by default this process shows it.
 
     Raises:
         UsageError: The directory cannot be made, or not be written to.
     """
 
-    def __init__(self, launch: Launch, sink: Sink) -> None:
-        self._launch, self._sink = launch, sink
-        self._sources: dict[int, _Source] = {}  # by descriptor
-        self._files: dict[int, IO[str]] = {}  # by rank
-        self._last: dict[int, deque[str]] = {}
-        self._errors: dict[int, TerminalLines] = {}  # the incomplete line of standard error, by rank
-        if launch.output is not None:
-            make_directory(launch.output)
-        self._poll = select.epoll()
+    def __init__(self, launch: Launch, shows: ShowOutput | None = None) -> None:
+        self._launch, self._shows = launch, shows or show
+        self._sources: dict[int, _Source] = {}  # by descriptor, which the thread closes
+        self._errors: dict[int, _Source] = {}  # standard error, by rank
         self._lock = SigintSafeLock()  # guards the sources and the thread
         self._thread: threading.Thread | None = None
-        self._is_finished = False  # whether `finish` was called: no more workers are added
+        self._poll: select.epoll
+        if launch.output is not None:
+            _make_directory(launch.output)
 
     def add(self, rank: int) -> list[int]:
-        """Open pipes for the standard output and error of a worker, and a socket for its log records, if it has one.
+        """Read the standard output and error of a worker from now on, and its log records, if they are asked for.
 
         Returns:
             The write ends. The caller closes them once the worker has them.
+
+        Raises:
+            OSError: No descriptor is left.
+            ResourceError: The thread cannot be started.
         """
-        self._last[rank] = deque(maxlen=N_LAST_LINES)
-        writers: list[int] = []
-        with self._lock:
-            try:
-                path = self._launch.output_file(rank)
-                if path is not None and rank not in self._files:
-                    self._files[rank] = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
-                for kind in ("stdout", "stderr"):
-                    reader, writer = os.pipe2(os.O_CLOEXEC)
-                    writers.append(writer)
-                    self._read_from(reader, _Source(rank, kind, TerminalLines(), partial(os.close, reader)))
-                if self._launch.log_level is not None:
-                    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                    writers.append(theirs.detach())
-                    self._read_from(mine.fileno(), _Source(rank, "log", TerminalLines(), mine.close))
-            except OSError:
-                for writer in writers:  # the thread, or `finish`, closes the read ends
-                    os.close(writer)
-                raise
-        return writers
-
-    def _read_from(self, fd: int, source: _Source) -> None:
-        self._sources[fd] = source
-        if source.kind == "stderr":
-            self._errors[source.rank] = source.lines
-        self._poll.register(fd, select.EPOLLIN)
-
-    def start(self) -> None:
-        """Start the thread that reads, unless it is running. Call this each time after workers were added."""
-        with self._lock:
-            if self._thread is None and self._sources:
+        with self._lock, contextlib.ExitStack() as if_it_fails:
+            readers, writers = [], []
+            for kind in ("stdout", "stderr", *(() if self._launch.log_level is None else ("log",))):
+                reader, writer = _log_socket() if kind == "log" else os.pipe2(os.O_CLOEXEC)
+                if_it_fails.callback(os.close, reader)
+                if_it_fails.callback(os.close, writer)
+                readers.append((reader, _Source(rank, kind)))
+                writers.append(writer)
+            if self._thread is None:
+                self._poll = if_it_fails.enter_context(select.epoll())
                 self._thread = start_thread(f"bandmaster-output-{self._launch.group}", self._read)
+            if_it_fails.pop_all()
+            for reader, source in readers:
+                self._sources[reader] = source
+                self._poll.register(reader, select.EPOLLIN)
+            self._errors[rank] = readers[1][1]
+            return writers
 
     def last_errors(self, rank: int) -> str:
-        """The last lines that a worker that has ended wrote to standard error, at most `N_LAST_LINES`."""
-        deadline = time.monotonic() + LAST_LINES_S
-        while self._has_unread_errors(rank) and time.monotonic() < deadline:
-            time.sleep(0.001)  # the thread that reads them may have to wait for the terminal
-        state = self._errors[rank].state
-        lines = [*self._last[rank], *([state] if state else [])]
-        return "\n".join(line[:LAST_LINE_NCHARS] for line in lines[-N_LAST_LINES:])
-
-    def _has_unread_errors(self, rank: int) -> bool:
-        poll = select.poll()
-        with self._lock:  # what was read is known to `last_errors`
-            for fd, source in self._sources.items():
-                if (source.rank, source.kind) == (rank, "stderr"):
-                    poll.register(fd, select.POLLIN)
-            return any(events & select.POLLIN for _, events in poll.poll(0))
+        """Return the last lines that a worker that has ended wrote to standard error, at most `N_LAST_LINES`."""
+        source = self._errors[rank]
+        source.ended.wait(LAST_LINES_S)  # the thread that reads them may have to wait for the terminal
+        return "\n".join(line[:LAST_LINE_NCHARS] for line in source.last)
 
     def finish(self, timeout_s: float) -> None:
         """Wait until all output of workers that have ended is written, for at most ``timeout_s`` seconds."""
         with self._lock:
-            thread, self._is_finished = self._thread, True
-            if thread is None:
-                for source in self._sources.values():
-                    source.close()
-                self._sources.clear()
-                self._close()
+            thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
 
-    def _close(self) -> None:
-        self._poll.close()
-        for file in self._files.values():
-            file.close()
-
     def _read(self) -> None:
         while True:
-            with self._lock:
+            with self._lock:  # a thread that has just been started waits here for its first sources
                 if not self._sources:
+                    self._poll.close()
                     self._thread = None
-                    if self._is_finished:
-                        self._close()
                     return
-            for fd, _ in self._poll.poll(self._sink.refresh()):
-                source = self._sources[fd]
-                is_log = source.kind == "log"
-                with self._lock:
-                    data = os.read(fd, MAX_RECORD_NBYTES if is_log else 65536)
-                    lines = [] if is_log else source.lines.feed(data) if data else source.lines.rest()
-                    if source.kind == "stderr":
-                        self._last[source.rank].extend(lines)
-                if is_log:
-                    self._sink.record(data, self._launch.group, source.rank)
-                else:
-                    self._write(source, lines)
+            for fd, _ in self._poll.poll():
+                source, data = self._sources[fd], os.read(fd, MAX_RECORD_NBYTES)
+                if data or source.kind != "log":
+                    self._take(source, data)
                 if not data:
                     with self._lock:
-                        self._poll.unregister(fd)
-                        source.close()
+                        os.close(fd)
                         del self._sources[fd]
+                    source.ended.set()
 
-    def _write(self, source: _Source, lines: Sequence[str]) -> None:
-        """Write complete lines. The start of an incomplete line is kept until the line or the worker ends."""
-        if self._launch.output is None:
-            prefix = f"{self._launch.label(source.rank)} "
-            key = id(self), source.rank, source.kind
-            self._sink.write(key, source.kind, prefix, lines, source.lines.state)
-        else:
-            self._write_to_file(source.rank, lines)
-
-    def _write_to_file(self, rank: int, lines: Sequence[str]) -> None:
-        try:
-            self._files[rank].write("".join(f"{line}\n" for line in lines))
-            self._files[rank].flush()
-        except OSError as error:  # the disk is full: workers go on, and what they write is lost
-            complaint = f"cannot write to {self._launch.output_file(rank)}, so that output is lost: {error}"
-            self._sink.write(None, "stderr", f"{self._launch.label(rank)} ", [complaint], "")
+    def _take(self, source: _Source, data: bytes) -> None:
+        """Forward output. The start of an incomplete line is kept until the line or the worker ends."""
+        is_log, group, path = source.kind == "log", self._launch.group, self._launch.output_file(source.rank)
+        lines = [data.decode()] if is_log else source.lines.feed(data) if data else source.lines.rest()
+        source.last.extend(lines)
+        if is_log or path is None:
+            self._shows(Written(source.kind, group, source.rank, lines, source.lines.bar))
+        elif lines:
+            try:
+                with open(path, "a", encoding="utf-8", errors="replace") as file:
+                    file.write("".join(f"{line}\n" for line in lines))
+            except OSError as error:  # the disk is full: workers go on, and their output is lost
+                complaint = f"cannot write to {path}, so that output is lost: {error}"
+                self._shows(Written("stderr", group, source.rank, [complaint]))
 
 
-def make_directory(path: str) -> None:
+def _log_socket() -> tuple[int, int]:
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return mine.detach(), theirs.detach()
+
+
+def _make_directory(path: str) -> None:
     """Make the directory of files of output, unless it exists.
 
     Raises:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Stat", "everyone", "pids", "running_children_of", "stat"]
+__all__ = ["Stat", "descriptors", "everyone", "pids", "running_children_of", "stat"]
 
 
 class Stat(NamedTuple):
@@ -48,6 +49,14 @@ def stat(pid: int) -> Stat | None:
 def pids() -> Iterator[int]:
     """Process ids of all visible processes."""
     return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+
+
+def descriptors(pid: int) -> Iterator[tuple[str, str]]:
+    """The descriptors of a process: the path to each, and its name; none if it does not exist or is another user's."""
+    with contextlib.suppress(OSError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                yield str(path), os.readlink(path)
 
 
 def everyone() -> Iterator[Stat]:

@@ -1,7 +1,8 @@
 """Tools for tests of your own workers and backends; `docs/testing.md` introduces them.
 
 `with_faults` makes workers fail on purpose, `trials` draws the faults from a seed, `no_leaks` finds resources that a
-test leaves behind, and `BackendContract` tests a backend. Only `BackendContract` needs pytest.
+test leaves behind, `record` stores calls to run them again, and `BackendContract` tests a backend. Only
+`BackendContract` needs pytest.
 
 ::
 
@@ -18,6 +19,7 @@ from bandmaster.testing.belongings import HeldResources, held_resources
 from bandmaster.testing.faults import BadResult, Delay, Exit, FailToUnpickle, Fault, Hang, Kill, Raise
 from bandmaster.testing.faulty import with_faults
 from bandmaster.testing.leaks import LeakError, no_leaks
+from bandmaster.testing.recording import record
 from bandmaster.testing.trials import InjectedError, Trial, trials, unchanged
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ __all__ = [
     "Trial",
     "held_resources",
     "no_leaks",
+    "record",
     "trials",
     "unchanged",
     "with_faults",

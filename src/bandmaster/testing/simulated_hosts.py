@@ -25,14 +25,13 @@ from typing import Any
 from bandmaster.backends.inprocess import InProcessWorkers
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
-from bandmaster.contract import Launch
+from bandmaster.contract import Launch, ShowOutput
 from bandmaster.hosts.agent import AgentServer, Host
 from bandmaster.hosts.handshake import Secret, greet
 from bandmaster.hosts.links import Agent, Fabric, link_of
 from bandmaster.hosts.messages import FOR_MESSAGES
 from bandmaster.hosts.row_links import in_memory
 from bandmaster.hosts.workers import AgentWorkers
-from bandmaster.output.streams import Sink
 
 __all__ = ["SimulatedHosts"]
 
@@ -108,7 +107,7 @@ class SimulatedHosts(MachineBackend):
 
 
 class _SimulatedHost(Host):
-    def start(self, said: bytes, sink: Sink) -> tuple[_Ranks, Sequence[int]]:
+    def start(self, said: bytes, shows: ShowOutput) -> tuple[_Ranks, Sequence[int]]:
         """Make the objects of some ranks."""
         launch, ranks = pickle.loads(said)
         return _Ranks(launch, ranks), ranks

@@ -18,7 +18,8 @@ import os
 import struct
 import time
 from dataclasses import dataclass
-from pathlib import Path
+
+from bandmaster.platform.proc import descriptors
 
 __all__ = [
     "HEADER",
@@ -66,12 +67,10 @@ class Activity:
     def of(cls, pid: int) -> Activity | None:
         """Read the page of a worker; None if the process is gone, not ours to see, or shows no such page."""
         name = f"/memfd:{page_name(pid)} (deleted)"
-        with contextlib.suppress(OSError):
-            for path in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    if os.readlink(path) == name:
-                        with open(path, "rb", buffering=0) as page:
-                            return cls._read(page.fileno())
+        for path, shown in descriptors(pid):
+            if shown == name:
+                with contextlib.suppress(OSError), open(path, "rb", buffering=0) as page:
+                    return cls._read(page.fileno())
         return None
 
     @classmethod

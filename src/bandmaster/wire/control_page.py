@@ -23,26 +23,28 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from bandmaster.platform.proc import pids
-from bandmaster.wire.debugging import with_debuggers
+from bandmaster.errors.failure import IN_DEBUGGER
+from bandmaster.platform.proc import descriptors, pids
 from bandmaster.wire.stacks import can_tell_of_tasks, readable, tells_of_tasks
 
 __all__ = [
+    "AGENT",
     "ANNOUNCED",
+    "DEBUGGER",
     "INTERRUPT_SIGNAL",
     "N_SLOTS",
     "RESUMED",
     "STACKS_SIGNAL",
     "WorkerIdentity",
-    "announce_agent",
+    "announce",
     "announced",
-    "controller_of_agent",
+    "announcement",
     "find",
     "find_all",
+    "in_debuggers",
     "interrupt",
     "resume",
     "stacks",
@@ -55,10 +57,10 @@ N_SLOTS = mmap.PAGESIZE // 8 - 2  # of numbers; more calls than that are not on 
 ANNOUNCED = N_SLOTS  # where a worker says which call it runs
 RESUMED = N_SLOTS + 1  # where a worker is told that all ranks have ended a call that it has failed
 STACKS_TIMEOUT_S = 0.5
+AGENT, DEBUGGER = "bandmaster-agent", "bandmaster-in-debugger"  # marks of `announce`
 
 _MARK = "bandmaster-worker"
 _DETACHED = "bandmaster-detached"  # in place of it
-_AGENT = "bandmaster-agent"
 _MAX_NAME_NBYTES = 200  # the kernel takes 249
 _NAME = re.compile(rf"/memfd:({_MARK}|{_DETACHED}) ([0-9]+) ([0-9]+) ([0-9]+) ([0-9]+) (.*) \(deleted\)", re.DOTALL)
 _MAX_PID = 1 << 22
@@ -104,24 +106,26 @@ class WorkerIdentity:
         return cls(pid, controller, rank, world_size, group, found[1] == _DETACHED)
 
 
-def announce_agent(controller: str) -> int:
-    """Have others find that this process is the agent of a controller on another host, as long as a descriptor is open.
+def announce(mark: str, text: str) -> int:
+    """Show a text to other processes under a mark, as long as the returned descriptor is open, which the caller owns.
 
-    Args:
-        controller: What messages call the controller.
+    It is the name of an anonymous file: other users can neither read nor change it.
     """
-    return os.memfd_create(f"{_AGENT} {controller}".replace("/", "|")[:_MAX_NAME_NBYTES], os.MFD_CLOEXEC)
+    return os.memfd_create(f"{mark} {text}".replace("/", "|")[:_MAX_NAME_NBYTES], os.MFD_CLOEXEC)
 
 
-def controller_of_agent(pid: int) -> str | None:
-    """What an agent calls its controller; None if the process is no agent."""
-    with contextlib.suppress(OSError):
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                found = re.fullmatch(rf"/memfd:{_AGENT} (.*) \(deleted\)", os.readlink(path))
-                if found is not None:
-                    return "".join(c for c in found[1] if c.isprintable())
+def announcement(pid: int, mark: str) -> str | None:
+    """Return the text that a process of this host shows under a mark; None if it shows none."""
+    for _, name in descriptors(pid):
+        if name.startswith(f"/memfd:{mark} "):
+            text = name.partition(" ")[2].removesuffix(" (deleted)")
+            return "".join(c for c in text if c.isprintable())
     return None
+
+
+def in_debuggers(pids: Iterable[int]) -> set[int]:
+    """Return those of some processes of this host whose debuggers wait, or are attached to."""
+    return {pid for pid in pids if announcement(pid, DEBUGGER) is not None}
 
 
 def find_all() -> Iterator[WorkerIdentity]:
@@ -131,12 +135,10 @@ def find_all() -> Iterator[WorkerIdentity]:
 
 def find(pid: int) -> tuple[WorkerIdentity, str] | None:
     """A worker's identity and the path to its page; None if there is no such worker or it is not ours to see."""
-    with contextlib.suppress(OSError):
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                identity = WorkerIdentity.read(os.readlink(path))
-                if identity is not None and identity.pid == pid:  # a fork of a worker has its page too
-                    return identity, str(path)
+    for path, name in descriptors(pid):
+        identity = WorkerIdentity.read(name)
+        if identity is not None and identity.pid == pid:  # a fork of a worker has its page too
+            return identity, path
     return None
 
 
@@ -197,7 +199,9 @@ def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int
         texts.update(told)
         for page in pages.values():  # an interrupt is not to tell of tasks
             os.ftruncate(page, mmap.PAGESIZE)
-    return with_debuggers({pid: readable(text) for pid, text in texts.items() if text}, pids)
+    shown = {pid: readable(text) for pid, text in texts.items() if text}
+    heading = f"{IN_DEBUGGER}: bandmaster debug attaches to it, and deadlines wait\n"
+    return {**shown, **{pid: heading + shown.get(pid, "") for pid in in_debuggers(pids)}}
 
 
 def _signal(pid: int, number: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -21,7 +21,7 @@ from bandmaster.contract import (
     NEXT,
     OPEN_STREAM,
     PRELOAD,
-    RECORD,
+    RUN,
     STREAM,
     TIMED,
     Reply,
@@ -45,7 +45,9 @@ from bandmaster.worker_process.rendezvous import Rendezvous
 from bandmaster.worker_process.streams import END, Streams
 from bandmaster.worker_process.tasks import Tasks
 
-__all__ = ["Executor"]
+__all__ = ["BeforeCall", "Executor"]
+
+BeforeCall = Callable[[Worker, str, Sequence[Any], Mapping[str, Any]], object]  # worker, name of the method, arguments
 
 
 class Executor:
@@ -58,6 +60,7 @@ class Executor:
         hold: Returns a context manager that defers interrupts: `ControlPage.hold` if the worker has its own process,
             else a `SigintSafeLock`, which defers Ctrl-C.
         rendezvous: The group's rendezvous, on rank 0 of workers with their own processes; else None.
+        before: Functions that are called with the worker, the method's name and the arguments before a method runs.
         worker: The user's object; None before it is constructed and after `close`.
     """
 
@@ -71,6 +74,7 @@ class Executor:
         self.hold = hold
         self.rendezvous = rendezvous
         self.worker: Worker | None = None
+        self.before: list[BeforeCall] = []
         self._context: WorkerContext | None = None
         self._loop: _EventLoopThread | None = None
         self._awaited: Coroutine[Any, Any, Any] | None = None
@@ -169,11 +173,9 @@ class Executor:
         args, kwargs = self._arguments(parts, rows)
         if self.marks is not None:
             self.marks.append(monotonic_ns())
-        if kwargs and RECORD in kwargs:
-            from bandmaster.debugging.recording import record_call
-
-            assert self._context is not None, "it was set before the first call"
-            record_call(kwargs.pop(RECORD), self._context, getattr(self.worker, method), args, kwargs)
+        for hook in self.before:
+            assert self.worker is not None, "it was constructed by the first call"
+            hook(self.worker, method, args, kwargs)
         return getattr(self.worker, method)(*args, **kwargs)
 
     def _arguments(
@@ -220,6 +222,10 @@ class Executor:
         with ClassLoading(), importing():
             cls, args, kwargs = self._merge(parts)
         self.worker = make_worker(cls, self._context, args, kwargs)
+
+    def _run(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> None:
+        (function, *args), kwargs = self._arguments(parts)
+        function(self, *args, **kwargs)
 
     def _open_stream(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
         args, kwargs = self._arguments(parts, rows)
@@ -316,6 +322,7 @@ class Executor:
 _OWN: dict[str, Callable[[Executor, Sequence[Payload] | memoryview, RowReaders], Any]] = {
     PRELOAD: Executor._preload,
     CONSTRUCT: Executor._construct,
+    RUN: Executor._run,
     OPEN_STREAM: Executor._open_stream,
     NEXT: Executor._next,
     CLOSE_STREAM: Executor._close_stream,

@@ -30,7 +30,7 @@ from bandmaster.backends.local import LocalBackend
 from bandmaster.backends.ray.placement import START_TIMEOUT_S
 from bandmaster.backends.ray.session import RaySession
 from bandmaster.backends.zygotes import default_modules
-from bandmaster.contract import Launch
+from bandmaster.contract import Launch, ShowOutput
 from bandmaster.errors import ClosedError, PlacementError
 from bandmaster.hosts.agent import AgentServer, Host
 from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet
@@ -39,7 +39,6 @@ from bandmaster.hosts.links import Agent, Fabric, link_of
 from bandmaster.hosts.messages import FOR_MESSAGES
 from bandmaster.hosts.probes import answering
 from bandmaster.hosts.workers import AgentWorkers
-from bandmaster.output.streams import Sink
 from bandmaster.platform.limits import start_thread
 
 __all__ = ["AgentKey", "RayAgents", "is_alive"]
@@ -123,10 +122,10 @@ class _RayHost(Host):
         self._local = LocalBackend(are_zygotes_kept=True)
         self._local.prepare(opening.modules)
 
-    def start(self, said: bytes, sink: Sink) -> tuple[RanksHere, Sequence[int]]:
+    def start(self, said: bytes, shows: ShowOutput) -> tuple[RanksHere, Sequence[int]]:
         """Fork the workers of some ranks."""
         launch, place = pickle.loads(said)
-        return self._local.start_ranks(launch, replace(place, address=self._address), (), sink), place.ranks
+        return self._local.start_ranks(launch, replace(place, address=self._address), (), shows), place.ranks
 
     def close(self) -> None:
         """End the zygotes and their workers: where nobody waits for orphans, they would stay as zombies."""

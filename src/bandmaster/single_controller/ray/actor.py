@@ -23,11 +23,11 @@ from bandmaster.codec import Payload, decode
 from bandmaster.contract import TIMED, Reply, Rows, Timed
 from bandmaster.debugging.breakpoints import install_breakpoints
 from bandmaster.errors.failure import Failure
-from bandmaster.output.worker import redirect, tame_bars
 from bandmaster.plan.binding import signature_without_self
 from bandmaster.platform.hardware import count_gpus
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.processes import end_descendants, host_identity
+from bandmaster.single_controller.ray.output import redirect, tame_bars
 from bandmaster.wire.control_page import WorkerIdentity
 from bandmaster.wire.kept import RowReader, RowReaders, kept_name
 from bandmaster.wire.lane import Lane

@@ -160,7 +160,7 @@ def _start_actor(launch: ActorLaunch, rank: int) -> Any:
     deadline = time.monotonic() + (RENAME_TIMEOUT_S if launch.is_again else 0.0)
     while True:
         try:
-            return actor.remote(launch.label(rank))
+            return actor.remote(f"[{launch.group} {rank}]")
         except ValueError as error:
             if time.monotonic() >= deadline:
                 raise UsageError(

@@ -1,4 +1,4 @@
-"""Standard output and error of a worker whose backend reads them from files: progress bars, and files of its own."""
+"""Standard output and error of a Ray actor, which Ray reads from files: progress bars, and files of its own."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import threading
 import time
 from typing import Any
 
-from bandmaster.output.terminal import TerminalLines
+from bandmaster.output.screen import SELDOM_S
+from bandmaster.output.streams import Lines
 
 __all__ = ["BarStream", "redirect", "tame_bars"]
-
-SELDOM_S = 10.0  # how often a line says how far a bar is
 
 
 class BarStream:
     """A text stream that writes a progress bar as one line when it has ended, and one every ten seconds until then.
 
-    What is written without ``\\r`` passes unchanged.
+    Text without ``\\r`` passes unchanged.
 
     Args:
         stream: The stream to write to.
@@ -26,13 +25,13 @@ class BarStream:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._lines = TerminalLines()
+        self._lines = Lines()
         self._lock = threading.RLock()
-        self._is_mid_line = False  # whether what has passed ended without the end of a line
+        self._is_mid_line = False  # whether the text that has passed ended without the end of a line
         self._told = 0.0
 
     def write(self, text: str) -> int:
-        """Write text, or keep what belongs to a bar."""
+        """Write text, or keep the part that belongs to a bar."""
         if "\r" not in text and self._lines.is_between_lines:
             self._is_mid_line = not text.endswith("\n") if text else self._is_mid_line
             return self._stream.write(text)  # type: ignore[no-any-return]
@@ -40,12 +39,12 @@ class BarStream:
             if self._is_mid_line:
                 self._stream.write("\n")
                 self._is_mid_line = False
-            if not self._lines.state:
+            if not self._lines.bar:
                 self._told = time.monotonic()
             lines = self._lines.feed(text.encode(errors="surrogatepass"))
-            if self._lines.state and time.monotonic() - self._told >= SELDOM_S:
+            if self._lines.bar and time.monotonic() - self._told >= SELDOM_S:
                 self._told = time.monotonic()
-                lines.append(self._lines.state)
+                lines.append(self._lines.bar)
             if lines:
                 self._stream.write("".join(f"{line}\n" for line in lines))
         return len(text)
@@ -65,7 +64,7 @@ def tame_bars() -> None:
 
 
 def redirect(path: str) -> None:
-    """Append all that this process and its children write to a file.
+    """Append all output of this process and its children to a file.
 
     Raises:
         OSError: The file or its directory cannot be made.

@@ -1,23 +1,34 @@
-"""Sends the log records of a worker to its controller, over a socket that keeps their borders; it never blocks."""
+"""Carries log records from a worker to the loggers of its controller, over a socket that keeps their borders.
+
+::
+
+    a worker's logger ── RecordSender ──► socket, JSON ──► WorkerOutput ──► pass_on ──► the controller's logger
+
+The worker never blocks: while the controller does not read, records are dropped once the socket is full.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
 
-__all__ = ["MAX_RECORD_NBYTES", "RecordSender", "send_records"]
+from bandmaster.contract import Written
+
+__all__ = ["MAX_RECORD_NBYTES", "RecordSender", "pass_on", "send_records"]
 
 MAX_RECORD_NBYTES = 128 * 1024  # a socket takes about 200 KiB
 _PLAIN = (str, int, float, bool, type(None))
 _NOT_SENT = {"args", "msg", "message", "exc_info", "exc_text", "stack_info"}  # they become text
+_log = logging.getLogger(__name__)
 
 
 class RecordSender(logging.Handler):
     """A handler whose records arrive in the loggers of the controller.
 
-    What is not a string or a number in a record's attributes stays behind. While the controller does not read, records
-    are dropped once the socket is full; the next one that is sent says how many.
+    Attributes of a record that are neither strings nor numbers are left out. The next record that is sent after some
+    were dropped says how many.
 
     Args:
         connection: The worker's end.
@@ -52,3 +63,24 @@ def send_records(fd: int, level: int) -> None:
     root = logging.getLogger()
     root.addHandler(RecordSender(socket.socket(fileno=fd), level))
     root.setLevel(level)
+
+
+def pass_on(written: Written) -> None:
+    """Have the controller's logger of the same name handle a record that a worker has sent, if it handles its level.
+
+    The message gets the prefix ``[group rank]``, and the record the attributes ``group`` and ``rank``.
+    """
+    group, rank = written.group, written.rank
+    try:
+        fields = json.loads(written.lines[0])
+        n_dropped = fields.pop("n_dropped", 0)
+        fields |= {"msg": f"{written.prefix}{fields['msg']}", "args": None, "group": group, "rank": rank}
+        record = logging.makeLogRecord(fields)
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+        if n_dropped:
+            _log.warning("%s%d log records are lost, as they were not read in time", written.prefix, n_dropped)
+    except Exception:  # a handler or a filter of the user's
+        with contextlib.suppress(Exception):  # it may be the root logger's
+            _log.exception("a log record of rank %d of %s cannot be handled", rank, group)
