@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from commands import MINE
 from ends import runs, wait_until_gone
 
 import bandmaster as bm
@@ -426,7 +427,7 @@ def test_a_group_is_shown_and_ended(make_pool, capsys):
     assert re.search(r"MiB  ([4-9]|1.) MiB  ", line_of(group.name, capsys.readouterr().out))
     del rows
 
-    assert main(["kill", group.name]) == 0
+    assert main(["kill", group.name, *MINE]) == 0
     assert f"group {group.name}@{os.getpid()}: ended {pids[0]} {pids[1]}\n" in capsys.readouterr().out
     with pytest.raises(bm.WorkerDied):
         group.pid()
@@ -452,7 +453,9 @@ def test_orphans(start_controller, capsys):
     assert "(gone)" not in line_of(living.group, out)
     assert "without a controller" in out and line_of(controller.zygote, out)
 
-    assert main(["kill", "--orphans"]) == 0
+    assert main(["kill", "--orphans", "--controller", str(living.process.pid)]) == 0
+    assert capsys.readouterr().out == "nothing to end\n"
+    assert main(["kill", "--orphans", "--controller", str(controller.process.pid)]) == 0
     out = capsys.readouterr().out
     assert f"group {controller.full_name}: ended {' '.join(map(str, controller.workers))}\n" in out
     assert "zygotes: ended " in out and str(controller.zygote) in out

@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+from commands import MINE
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -45,7 +46,7 @@ def waiting(make_pool):
 @pytest.mark.backends("local", "ray")
 def test_ranks_with_the_same_stack_are_shown_together(waiting, capsys):
     group, _ = waiting
-    assert main(["stack", group.name]) == 0
+    assert main(["stack", group.name, *MINE]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     first, second = out.split("--- stack of rank ")[1:]
@@ -63,18 +64,18 @@ def test_what_a_worker_tells_twice_of_its_tasks_is_shown_once():
 def test_one_rank_and_names_that_select_no_group(waiting, capsys):
     group, pids = waiting
     full_name = f"{group.name}@{os.getpid()}"
-    assert main(["stack", full_name, "1"]) == 0
+    assert main(["stack", full_name, "1", *MINE]) == 0
     out = capsys.readouterr().out
     assert out.count("--- stack of rank ") == 1 and "in wait_elsewhere" in out
 
-    assert main(["stack", group.name.lower()]) == 1
+    assert main(["stack", group.name.lower(), *MINE]) == 1
     assert capsys.readouterr().err.endswith(f"did you mean {group.name!r}\n")
-    assert main(["stack", group.name, "3"]) == 1
+    assert main(["stack", group.name, "3", *MINE]) == 1
     assert capsys.readouterr().err == f"bandmaster stack: group {full_name} has ranks 0 to 2, got rank 3\n"
 
     os.kill(pids[2], signal.SIGSTOP)
     try:
-        assert main(["stack", group.name]) == 1
+        assert main(["stack", group.name, *MINE]) == 1
     finally:
         os.kill(pids[2], signal.SIGCONT)
     out, err = capsys.readouterr()
@@ -148,7 +149,7 @@ def test_where_an_async_method_and_the_tasks_of_its_rank_wait(engine, capsys):
         assert method.endswith(", in generate\n    await asyncio.gather(self.episode(), self.episode())\n")
         assert others.index(", in episode\n") < others.index(", in call_tool\n    await asyncio.Event().wait()\n")
     assert "bandmaster/" not in str(error) and "waiter.acquire" not in str(error)
-    assert main(["stack", engine.name]) == 0
+    assert main(["stack", engine.name, *MINE]) == 0
     assert capsys.readouterr().out.startswith("--- stack of rank 0, 1 ---\n"), "ranks in the same place are together"
     call.cancel()
 
@@ -186,7 +187,7 @@ def test_the_tasks_of_an_idle_rank(engine, capsys):
     engine.watch()
     deadline = time.monotonic() + 30
     while True:
-        assert main(["stack", engine.name]) == 0
+        assert main(["stack", engine.name, *MINE]) == 0
         out = capsys.readouterr().out
         if out.startswith("--- stack of rank 0, 1 ---\n  idle: it runs no method\n  in another task:\n"):
             assert ", in call_tool\n" in out
