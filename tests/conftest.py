@@ -25,6 +25,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray's n
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job, and so in what tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+OBJECT_STORE_NBYTES = 200 << 20  # by default a third of the memory, of which several Rays would each want one
 N_FAKE_GPUS = 8  # what Ray is told it has, so that GPU placement can be tried anywhere
 
 
@@ -47,7 +48,14 @@ def ray_cluster():
     if ON_HOSTS:
         ray.init(log_to_driver=False)
     else:
-        ray.init("local", num_cpus=16, num_gpus=N_FAKE_GPUS, include_dashboard=False, log_to_driver=False)
+        ray.init(
+            "local",
+            num_cpus=16,
+            num_gpus=N_FAKE_GPUS,
+            object_store_memory=OBJECT_STORE_NBYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+        )
     yield ray
     ray.shutdown()
 
@@ -59,8 +67,21 @@ collect_ignore_glob += ["test_hosts.py", "test_bench_hosts.py"]  # need root, an
 BACKENDS = ["ray"] if ON_HOSTS else ["inprocess", "local", "ray"]
 
 
-def pytest_collection_modifyitems(items):
-    """Skip tests that look at processes or memory of ranks, where these are on other hosts."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Have ``pytest -n N`` keep the tests together that share groups."""
+    from schedule import Schedule  # pytest-xdist need not be installed
+
+    return Schedule(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Have the longest tests begin first where several processes run them. Skip some where ranks are on other hosts."""
+    if hasattr(config, "workerinput"):
+        from schedule import start_order
+
+        items.sort(key=lambda item: start_order(item.nodeid))
     for item in items:
         if ON_HOSTS and item.get_closest_marker("here"):
             item.add_marker(pytest.mark.skip(reason="the ranks are on other hosts"))
