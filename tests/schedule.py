@@ -2,10 +2,12 @@
 
 ::
 
-    collection, in each process ──► by `start_order` ──► units, by `unit_of` ──► the process that is free next
+    collection, in each process ──► by `start_order` ──► units, by `unit_of` ──► the process that is free next;
+                                                         units on Ray only to the first `MOST_RAYS` processes
 
-Tests of a file share groups, which are fixtures of its module, so that a file is not cut where that would start a
-group twice. `SEPARATE` names the tests that share nothing, each of which is a unit.
+Tests of a file share groups, which are fixtures of its module, so a file is cut only between backends. `SEPARATE` names
+tests that share nothing. A process that runs a test on Ray starts a Ray of its own, which takes seconds of processor
+time and half a gigabyte, so few processes do.
 """
 
 from __future__ import annotations
@@ -16,20 +18,53 @@ from xdist.scheduler import LoadScopeScheduling
 
 __all__ = ["Schedule", "start_order", "unit_of"]
 
-LONGEST_FIRST = ()
-SEPARATE = ()
+MOST_RAYS = 2
+ON_RAY = "on Ray"  # in the name of a unit that needs Ray in the process
+FILES_ON_RAY = (
+    "tests/test_ray.py",
+    "tests/test_ray_actors.py",
+    "tests/test_seeds.py",
+    "tests/test_single_controller.py",
+)
+SEPARATE = (
+    "tests/test_ray.py::test_programs",
+    "tests/test_tutorials.py",
+    "tests/test_soak.py",
+    "tests/test_benchmarks.py",
+)
+LONGEST_FIRST = (
+    "tests/test_benchmarks.py",
+    "tests/test_rlhf.py",
+    "tests/test_tutorials.py",
+    "tests/faults",
+    "tests/test_agents.py",
+    "tests/test_ray.py::test_programs",
+    "tests/test_contract.py",
+    "tests/test_cli.py",
+    "tests/test_top.py",
+)
 _backend = re.compile(r"\[(?:.*-)?(inprocess|local|ray)(?:-.*)?\]$")
 
 
 class Schedule(LoadScopeScheduling):
-    """Deals units, in the order in which the tests were collected."""
+    """Deals units in the order in which the tests were collected, those on Ray to the first processes alone."""
 
     def __init__(self, config, log=None):
         super().__init__(config, log)
-        config.option.loadscopereorder = False  # which would be by their number of tests
+        config.option.loadscopereorder = False  # which would be by the number of tests
 
     def _split_scope(self, nodeid):
         return unit_of(nodeid)
+
+    def _assign_work_unit(self, node):
+        may_have_ray = self.nodes.index(node) < MOST_RAYS
+        units = [unit for unit in self.workqueue if may_have_ray or ON_RAY not in unit]
+        if not units:
+            node.shutdown()
+            return
+        first = next((unit for unit in units if may_have_ray and ON_RAY in unit), units[0])
+        self.workqueue.move_to_end(first, last=False)
+        super()._assign_work_unit(node)
 
 
 def unit_of(nodeid):
@@ -38,14 +73,19 @@ def unit_of(nodeid):
     Example:
         >>> unit_of("tests/test_group.py::test_calls[local-2]"), unit_of("tests/test_mesh.py::test_axes[2]")
         ('tests/test_group.py local', 'tests/test_mesh.py')
+        >>> unit_of("tests/test_group.py::test_calls[ray-2]"), unit_of("tests/test_contract.py::TestRay::test_it")
+        ('tests/test_group.py on Ray', 'tests/test_contract.py::TestRay on Ray')
     """
     if nodeid.startswith(SEPARATE):
         return nodeid
-    found = _backend.search(nodeid)
-    return " ".join([nodeid.partition("::")[0], *(found.groups() if found else [])])
+    file, found, (test_class, *_) = nodeid.partition("::")[0], _backend.search(nodeid), nodeid.split("::")[1:]
+    if file == "tests/test_contract.py":
+        return f"{file}::{test_class}{f' {ON_RAY}' if 'Ray' in test_class else ''}"
+    if nodeid.startswith(FILES_ON_RAY) or (found and found[1] == "ray"):
+        return f"{file} {ON_RAY}"
+    return f"{file} {found[1]}" if found else file
 
 
 def start_order(nodeid):
     """Sort key: units that take longest come first, so that no process is left with one at the end."""
-    unit = unit_of(nodeid)
-    return next((n for n, name in enumerate(LONGEST_FIRST) if unit.startswith(name)), len(LONGEST_FIRST))
+    return next((n for n, name in enumerate(LONGEST_FIRST) if nodeid.startswith(name)), len(LONGEST_FIRST))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from clock import idle_time
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -421,11 +422,11 @@ def test_more_calls_than_a_busy_worker_takes_can_be_submitted_and_run_in_order(g
     group.echo(0)
     hanging = group.hang.submit()
     values = list(range(3000))
-    start = time.monotonic()
+    start = idle_time()
     futures = [group.echo.submit(value) for value in values]
     given_up = futures.pop()
     assert given_up.cancel()
-    assert time.monotonic() - start < 10, "nobody waits for the worker"
+    assert idle_time() - start < 10, "nobody waits for the worker"
     hanging.cancel()
     assert [future.result(timeout=20) for future in futures] == [[value] for value in values[:-1]]
 
