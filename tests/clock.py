@@ -8,7 +8,7 @@ from pathlib import Path
 def idle_time():
     """Seconds since some moment, without those in which a process on this machine waited for a processor.
 
-    On an idle machine it is `time.monotonic`. On a busy one, what is measured says more of the machine than of the library.
+    On an idle machine it is `time.monotonic`; on a busy one, what passes says more of the machine than of the library.
 
     Source: PSI, https://docs.kernel.org/accounting/psi.html; a kernel without it counts all seconds.
     """

@@ -11,6 +11,7 @@ import cloudpickle
 import pytest
 from hosts import ON_HOSTS, spread
 from hypothesis import settings
+from left_over import no_processes_left
 
 import bandmaster as bm
 from bandmaster.plan import batch
@@ -164,7 +165,7 @@ def nothing_is_left(request):
             yield
         _wait_until_ray_is_free()
     else:  # a group that others share may keep some segments for its next calls
-        with no_leaks(kinds=["threads", "processes", "descriptors"]):
+        with no_processes_left(), no_leaks(kinds=["threads", "descriptors"]):
             yield
 
 
