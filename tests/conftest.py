@@ -49,16 +49,21 @@ def ray_cluster():
     if ON_HOSTS:
         ray.init(log_to_driver=False)
     else:
-        ray.init(
-            "local",
-            num_cpus=16,
-            num_gpus=N_FAKE_GPUS,
-            object_store_memory=OBJECT_STORE_NBYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-        )
+        _start_ray(ray, num_cpus=16, num_gpus=N_FAKE_GPUS, object_store_memory=OBJECT_STORE_NBYTES)
     yield ray
     ray.shutdown()
+
+
+def _start_ray(ray, n_attempts=4, **resources):
+    """Start Ray, again if need be: it gives up after half a minute, which other tests beside it may make too little."""
+    for attempt in range(1, n_attempts + 1):
+        try:
+            ray.init("local", **resources, include_dashboard=False, log_to_driver=False)
+            break
+        except Exception as error:
+            ray.shutdown()
+            if attempt == n_attempts or "timed out during startup" not in str(error):
+                raise
 
 
 # Run in processes of their own, and must not be imported for their doctests.

@@ -32,8 +32,6 @@ from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
 from bandmaster.wire.channel import Closed
 
-pytestmark = pytest.mark.timeout(120)
-
 register_backend("three-hosts", lambda: SimulatedHosts(3))
 register_backend("hosts", SimulatedHosts)
 register_backend("encrypted", SimulatedHosts)

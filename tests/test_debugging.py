@@ -18,7 +18,7 @@ from bandmaster import Dispatch, register
 from bandmaster.cli import main
 from bandmaster.wire.debugging import debugger_of, pids_in_debuggers
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.backends("local", "ray"), pytest.mark.here]
+pytestmark = [pytest.mark.backends("local", "ray"), pytest.mark.here]
 
 
 class Model(bm.Worker):

@@ -37,7 +37,6 @@ def test_a_seed_is_a_program():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
 def test_a_planted_defect_is_found_and_shrunk_to_a_script(monkeypatch, tmp_path):
     monkeypatch.setattr(bm.Future, "repeat", lambda self, n: bm.concat([self[:0], *[self] * n]))  # in another order
     said = []

@@ -76,7 +76,6 @@ def screen(text):
     return [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n")]
 
 
-@pytest.mark.timeout(60)
 def test_a_terminal_shows_one_bar_at_the_bottom(tmp_path):
     os.mkfifo(fifo := tmp_path / "fifo")
     ours, theirs = pty.openpty()
@@ -105,7 +104,6 @@ def _rest(fd):
         data += more
 
 
-@pytest.mark.timeout(60)
 def test_a_pipe_gets_each_bar_when_it_has_ended(tmp_path):
     os.mkfifo(fifo := tmp_path / "fifo")
     command = [sys.executable, "-c", BARS, str(fifo)]

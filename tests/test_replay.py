@@ -11,7 +11,7 @@ import pytest
 import bandmaster as bm
 from bandmaster import Dispatch, register
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.here]
+pytestmark = pytest.mark.here
 
 
 class Model(bm.Worker):

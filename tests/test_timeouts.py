@@ -11,7 +11,6 @@ from clock import idle_time
 import bandmaster as bm
 from bandmaster import Dispatch, register
 
-pytestmark = pytest.mark.timeout(60)
 SHORT = {"timeout": 0.2}
 WAIT_OR_CANCEL = "wait again with error.future.result(), or cancel it with error.future.cancel()"
 

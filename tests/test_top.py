@@ -19,8 +19,6 @@ from bandmaster.cli.usage import GroupUsage, Moment, RankUsage
 from bandmaster.wire.activity import Activity
 from bandmaster.worker_process.activity import ActivityPage
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Busy(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)

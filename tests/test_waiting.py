@@ -10,8 +10,6 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.calls.pending import PendingCall
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Waits(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)

@@ -17,8 +17,6 @@ from clock import idle_time
 import bandmaster as bm
 from bandmaster import CallCancelled, CallTimeout, Dispatch, RemoteError, WorkerDied, register
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Unpicklable(Exception):
     def __init__(self, message, lock):

@@ -20,7 +20,6 @@ from bandmaster import Dispatch, register
 from bandmaster.testing import no_leaks
 from bandmaster.wire.client import WorkerClient
 
-pytestmark = pytest.mark.timeout(60)
 needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 
 SCRIPT = """

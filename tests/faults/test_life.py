@@ -21,7 +21,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, WorkerDied, register
 from bandmaster.wire.poller import Poller
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.backends("local", "ray")]
+pytestmark = pytest.mark.backends("local", "ray")
 
 
 def kill_oneself_after_a_look_into(path):

@@ -4,12 +4,9 @@ import os
 import subprocess
 import sys
 
-import pytest
 from clock import idle_time
 from ends import wait_until_gone
 from side_by_side import run_side_by_side
-
-pytestmark = pytest.mark.timeout(60)
 
 COMMON = """
 import os, signal, sys, threading, time
