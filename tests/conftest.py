@@ -115,6 +115,8 @@ def pytest_generate_tests(metafunc):
         marker = metafunc.definition.get_closest_marker("backends")
         wanted = [name for name in (marker.args if marker else BACKENDS) if name in BACKENDS]
         metafunc.parametrize("backend", wanted, indirect=True)
+    elif "ray_cluster" in metafunc.fixturenames:
+        metafunc.parametrize("only_backend", ["ray"])
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,11 @@ def backend(request):
     if request.param != "inprocess":
         request.getfixturevalue({"ray": "ray_cluster", "local": "zygote"}[request.param])
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def only_backend():
+    """Put "ray" into the names of tests that need Ray and have no backend: `schedule` knows nothing but names."""
 
 
 @pytest.fixture

@@ -19,18 +19,14 @@ from xdist.scheduler import LoadScopeScheduling
 __all__ = ["Schedule", "start_order", "unit_of"]
 
 MOST_RAYS = 2
-ON_RAY = "on Ray"  # in the name of a unit that needs Ray in the process
-FILES_ON_RAY = (
-    "tests/test_ray.py",
-    "tests/test_ray_actors.py",
-    "tests/test_seeds.py",
-    "tests/test_single_controller.py",
-)
+ON_RAY = " ray"  # ends the name of a unit
 SEPARATE = (
     "tests/test_ray.py::test_programs",
     "tests/test_tutorials.py",
     "tests/test_soak.py",
-    "tests/test_benchmarks.py",
+    "tests/test_benchmarks.py::test_a_benchmark_alone",
+    "tests/test_benchmarks.py::test_ways",
+    "tests/test_benchmarks.py::test_peers",
 )
 LONGEST_FIRST = (
     "tests/test_benchmarks.py",
@@ -58,11 +54,11 @@ class Schedule(LoadScopeScheduling):
 
     def _assign_work_unit(self, node):
         may_have_ray = self.nodes.index(node) < MOST_RAYS
-        units = [unit for unit in self.workqueue if may_have_ray or ON_RAY not in unit]
+        units = [unit for unit in self.workqueue if may_have_ray or not unit.endswith(ON_RAY)]
         if not units:
             node.shutdown()
             return
-        first = next((unit for unit in units if may_have_ray and ON_RAY in unit), units[0])
+        first = next((unit for unit in units if may_have_ray and unit.endswith(ON_RAY)), units[0])
         self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
 
@@ -73,17 +69,13 @@ def unit_of(nodeid):
     Example:
         >>> unit_of("tests/test_group.py::test_calls[local-2]"), unit_of("tests/test_mesh.py::test_axes[2]")
         ('tests/test_group.py local', 'tests/test_mesh.py')
-        >>> unit_of("tests/test_group.py::test_calls[ray-2]"), unit_of("tests/test_contract.py::TestRay::test_it")
-        ('tests/test_group.py on Ray', 'tests/test_contract.py::TestRay on Ray')
     """
     if nodeid.startswith(SEPARATE):
         return nodeid
-    file, found, (test_class, *_) = nodeid.partition("::")[0], _backend.search(nodeid), nodeid.split("::")[1:]
-    if file == "tests/test_contract.py":
-        return f"{file}::{test_class}{f' {ON_RAY}' if 'Ray' in test_class else ''}"
-    if nodeid.startswith(FILES_ON_RAY) or (found and found[1] == "ray"):
-        return f"{file} {ON_RAY}"
-    return f"{file} {found[1]}" if found else file
+    file, *names = nodeid.split("::")
+    found = _backend.search(nodeid)
+    shared = f"{file}::{names[0]}" if file == "tests/test_contract.py" else file
+    return f"{shared} {found[1]}" if found else shared
 
 
 def start_order(nodeid):
