@@ -5,9 +5,11 @@ import os
 import signal
 import sys
 import time
+import warnings
 from types import SimpleNamespace
 
 import cloudpickle
+import psutil
 import pytest
 from hosts import ON_HOSTS, spread
 from hypothesis import settings
@@ -57,13 +59,19 @@ def ray_cluster():
 def _start_ray(ray, n_attempts=4, **resources):
     """Start Ray, again if need be: it gives up after half a minute, which other tests beside it may make too little."""
     for attempt in range(1, n_attempts + 1):
+        before = psutil.Process().children(recursive=True)
         try:
             ray.init("local", **resources, include_dashboard=False, log_to_driver=False)
             break
         except Exception as error:
-            ray.shutdown()
             if attempt == n_attempts or "timed out during startup" not in str(error):
                 raise
+        ray.shutdown()
+        for process in set(psutil.Process().children(recursive=True)).difference(before):
+            process.kill()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # of the processes that Ray has left
+            gc.collect()
 
 
 # Run in processes of their own, and must not be imported for their doctests.
