@@ -416,14 +416,14 @@ def test_a_group_is_shown_and_ended(make_pool, capsys):
     group, other = bm.WorkerGroup(pool, Mine, name=f"mine-{os.getpid()}"), bm.WorkerGroup(pool, Mine)
     pids = group.pid()
 
-    assert main(["ps"]) == 0
+    assert main(["ps", *MINE]) == 0
     line = line_of(group.name, capsys.readouterr().out)
     assert f" {os.getpid()} " in line and " 0-1 of 2 " in line and " MiB " in line
     assert line.endswith(" ".join(map(str, pids)))
     assert "  -  " in line, "it holds no rows"
     rows = group.rows.submit([[0] * 1_000_000] * 4)
     assert len(rows) == 4
-    assert main(["ps"]) == 0
+    assert main(["ps", *MINE]) == 0
     assert re.search(r"MiB  ([4-9]|1.) MiB  ", line_of(group.name, capsys.readouterr().out))
     del rows
 

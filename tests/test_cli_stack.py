@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+from clock import idle_time
 from commands import MINE
 
 import bandmaster as bm
@@ -36,9 +37,9 @@ def waiting(make_pool):
     """A group of three ranks that are in a call: 0 and 2 at the same place."""
     group = bm.WorkerGroup(make_pool([3]), Waits)
     pids, call = group.pid(), group.wait_long.submit()
-    deadline = time.monotonic() + 30
+    deadline = idle_time() + 30
     while sum("time.sleep(60)" in stack for stack in stacks(pids).values()) < 3:
-        assert time.monotonic() < deadline, "the ranks have not come to where they wait"
+        assert idle_time() < deadline, "the ranks have not come to where they wait"
     yield group, pids
     call.cancel()
 
@@ -132,9 +133,9 @@ def engine(make_pool):
 
 def late(wait, pids):
     """The error of who waits for ranks that have come to `call_tool`."""
-    deadline = time.monotonic() + 30
+    deadline = idle_time() + 30
     while not all("in call_tool" in stacks([pid]).get(pid, "") for pid in pids):
-        assert time.monotonic() < deadline, "the ranks have not come to where they wait"
+        assert idle_time() < deadline, "the ranks have not come to where they wait"
     with pytest.raises(bm.CallTimeout) as caught:
         wait()
     return caught.value
@@ -185,11 +186,11 @@ def test_a_task_that_has_died_is_told_of_until_somebody_has_seen_why(engine, is_
 @pytest.mark.backends("local")
 def test_the_tasks_of_an_idle_rank(engine, capsys):
     engine.watch()
-    deadline = time.monotonic() + 30
+    deadline = idle_time() + 30
     while True:
         assert main(["stack", engine.name, *MINE]) == 0
         out = capsys.readouterr().out
         if out.startswith("--- stack of rank 0, 1 ---\n  idle: it runs no method\n  in another task:\n"):
             assert ", in call_tool\n" in out
             return
-        assert time.monotonic() < deadline, out
+        assert idle_time() < deadline, out

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pexpect
 import pytest
+from clock import idle_time
 from commands import MINE
 from debug_adapter import Ide
 
@@ -67,9 +68,9 @@ def group(backend):
 def wait_until_in_debugger(group, ranks):
     """Poll what the kernel shows, as there is nothing to wait on. The ranks of a group that are, and no others."""
     pids = [record.pid for record in group._ownership.workers().records]
-    deadline = time.monotonic() + 30
+    deadline = idle_time() + 30
     while (there := pids_in_debuggers(pids)) != {pids[rank] for rank in ranks}:
-        assert time.monotonic() < deadline, f"of {pids}, {there} are in debuggers"
+        assert idle_time() < deadline, f"of {pids}, {there} are in debuggers"
         time.sleep(0.02)
 
 

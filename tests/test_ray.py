@@ -22,7 +22,7 @@ def test_programs(program):
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     with tempfile.TemporaryDirectory(prefix="ray") as directory:  # where Ray notes the cluster that runs: one's own
         own = {**environment, "RAY_TMPDIR": directory}
-        run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=110, env=own)
+        run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=280, env=own)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
