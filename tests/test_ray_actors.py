@@ -319,11 +319,11 @@ def test_a_rank_that_is_busy_for_others_is_not_ended_with_a_call_that_failed(ray
     with pool_of(2) as pool:
         group = group_of(pool, Naps)
         assert group.nap_on(0, 0) == [0, 1]
-        busy = ray_cluster.get_actor(group.worker_names[1]).nap_once_told.remote(fifo, 2)
+        busy = ray_cluster.get_actor(group.worker_names[1]).nap_once_told.remote(fifo, 4)
         with open(fifo):  # once the worker opens it
             pass
         with pytest.raises(bm.RemoteError, match="rank 0"):
-            group.raise_on.options(grace=0.1)(0)
+            group.raise_on.options(grace=2)(0)  # less than the nap, and enough to reply in afterwards
         assert ray_cluster.get(busy, timeout=20) == 1
         assert group.nap_on(0, 0) == [0, 1]
 
