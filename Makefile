@@ -4,14 +4,24 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak fuzz bench bench-verl bench-rlhf bench-hosts dist docs clean
+.PHONY: demo test test-all test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak fuzz bench bench-verl bench-rlhf bench-hosts dist docs clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
 
-test: $(VENV)/.dev lint  ## install everything and run all tests, and random programs for a minute
-	$(BIN)/python -m pytest
+# Tests wait most of the time, so at least four processes run them. TEST_OPTIONS='-k mesh -n 0' chooses tests and processes.
+# Each of the many processes that tests start would compile our modules again, were Python told not to write bytecode.
+TEST_PROCESSES ?= $(shell n=$$(nproc); echo $$((n > 4 ? n : 4)))
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES)
+
+test: $(VENV)/.dev lint  ## install everything, and run the tests of all that a change can break in a few minutes
+	$(PYTEST) -m "not slow" $(TEST_OPTIONS)
+
+test-all: test  ## and the slow rest: tutorials, examples, benchmarks, soak, random programs, several hosts, verl's own tests
+	$(PYTEST) -m slow $(TEST_OPTIONS)
 	PYTHONPATH=tests $(BIN)/python -m fuzz
+	$(MAKE) test-hosts-fast
+	$(MAKE) test-verl-fast
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -5,12 +5,15 @@ import os
 import signal
 import sys
 import time
+import warnings
 from types import SimpleNamespace
 
 import cloudpickle
+import psutil
 import pytest
 from hosts import ON_HOSTS, spread
 from hypothesis import settings
+from left_over import no_processes_left
 
 import bandmaster as bm
 from bandmaster.plan import batch
@@ -25,6 +28,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray's n
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job, and so in what tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+OBJECT_STORE_NBYTES = 200 << 20  # by default a third of the memory, of which several Rays would each want one
 N_FAKE_GPUS = 8  # what Ray is told it has, so that GPU placement can be tried anywhere
 
 
@@ -47,9 +51,27 @@ def ray_cluster():
     if ON_HOSTS:
         ray.init(log_to_driver=False)
     else:
-        ray.init("local", num_cpus=16, num_gpus=N_FAKE_GPUS, include_dashboard=False, log_to_driver=False)
+        _start_ray(ray, num_cpus=16, num_gpus=N_FAKE_GPUS, object_store_memory=OBJECT_STORE_NBYTES)
     yield ray
     ray.shutdown()
+
+
+def _start_ray(ray, n_attempts=4, **resources):
+    """Start Ray, again if need be: it gives up after half a minute, which other tests beside it may make too little."""
+    for attempt in range(1, n_attempts + 1):
+        before = psutil.Process().children(recursive=True)
+        try:
+            ray.init("local", **resources, include_dashboard=False, log_to_driver=False)
+            break
+        except Exception as error:
+            if attempt == n_attempts or "timed out during startup" not in str(error):
+                raise
+        ray.shutdown()
+        for process in set(psutil.Process().children(recursive=True)).difference(before):
+            process.kill()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # of the processes that Ray has left
+            gc.collect()
 
 
 # Run in processes of their own, and must not be imported for their doctests.
@@ -59,8 +81,21 @@ collect_ignore_glob += ["test_hosts.py", "test_bench_hosts.py"]  # need root, an
 BACKENDS = ["ray"] if ON_HOSTS else ["inprocess", "local", "ray"]
 
 
-def pytest_collection_modifyitems(items):
-    """Skip tests that look at processes or memory of ranks, where these are on other hosts."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Have ``pytest -n N`` keep the tests together that share groups."""
+    from schedule import Schedule  # pytest-xdist need not be installed
+
+    return Schedule(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Have the longest tests begin first where several processes run them. Skip some where ranks are on other hosts."""
+    if hasattr(config, "workerinput"):
+        from schedule import start_order
+
+        items.sort(key=lambda item: start_order(item.nodeid))
     for item in items:
         if ON_HOSTS and item.get_closest_marker("here"):
             item.add_marker(pytest.mark.skip(reason="the ranks are on other hosts"))
@@ -88,6 +123,8 @@ def pytest_generate_tests(metafunc):
         marker = metafunc.definition.get_closest_marker("backends")
         wanted = [name for name in (marker.args if marker else BACKENDS) if name in BACKENDS]
         metafunc.parametrize("backend", wanted, indirect=True)
+    elif "ray_cluster" in metafunc.fixturenames:
+        metafunc.parametrize("only_backend", ["ray"])
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +133,11 @@ def backend(request):
     if request.param != "inprocess":
         request.getfixturevalue({"ray": "ray_cluster", "local": "zygote"}[request.param])
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def only_backend():
+    """Put "ray" into the names of tests that need Ray and have no backend: `schedule` knows nothing but names."""
 
 
 @pytest.fixture
@@ -143,7 +185,7 @@ def nothing_is_left(request):
             yield
         _wait_until_ray_is_free()
     else:  # a group that others share may keep some segments for its next calls
-        with no_leaks(kinds=["threads", "processes", "descriptors"]):
+        with no_processes_left(), no_leaks(kinds=["threads", "descriptors"]):
             yield
 
 

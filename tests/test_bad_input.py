@@ -595,7 +595,6 @@ def test_whatever_a_method_raises_becomes_a_remote_error(ledger, how, cause, wor
 
 
 @pytest.mark.backends("inprocess", "local")
-@pytest.mark.timeout(30)
 def test_async_methods_may_raise_anything_too(make_group):
     class Async(bm.Worker):
         @register(Dispatch.ONE_TO_ALL)
@@ -987,7 +986,6 @@ def test_pools_that_cannot_be_split_or_merged_so_are_refused(make_pool):
         bm.split_resource_pool(3, 1)
 
 
-@pytest.mark.timeout(30)
 def test_more_gpus_than_there_are_is_an_error_at_once(make_pool):
     pool = make_pool([1000], use_gpu=True, name_prefix="big")
     with pytest.raises(bm.PlacementError, match=r"pool 'big' cannot place 1000 GPU workers as \[1000\]"):
@@ -1002,7 +1000,6 @@ def test_a_machine_without_gpus_says_how_to_do_without(monkeypatch):
         bm.WorkerGroup(bm.ResourcePool([1], backend="inprocess", use_gpu=True), Fragile)
 
 
-@pytest.mark.timeout(30)
 def test_more_gpus_than_ray_has_says_what_every_node_has(ray_cluster):
     with pytest.raises(bm.PlacementError) as refused:
         bm.ResourcePool([9], backend="ray", use_gpu=True).reserve()

@@ -67,6 +67,7 @@ def page(tmp_path_factory):
     return SimpleNamespace(text=path.read_text(), rows=rows_of(next(results.glob("*.json"))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", EXPECTED)
 def test_the_page_has_a_figure_of_every_peer(question, page):
     assert f"## {question}" in page.text
@@ -90,6 +91,7 @@ def check_peers(rows, n_workers):
                 assert row["why_not"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", ["noop", "scaling"])
 def test_a_benchmark_alone_prints_its_figures(question, tmp_path):
     done = smoke(f"{question}.py", [*KEPT_HERE, "monarch"], "--json", str(tmp_path / "figures.json"))
@@ -104,6 +106,7 @@ def test_a_benchmark_alone_prints_its_figures(question, tmp_path):
         assert printed in done.stdout
 
 
+@pytest.mark.slow
 def test_ways_to_move_weights_are_compared(tmp_path):
     path = tmp_path / "figures.json"
     command = [sys.executable, str(BENCHMARKS / "weights.py"), "--smoke", "--json", str(path)]
@@ -120,6 +123,7 @@ def test_ways_to_move_weights_are_compared(tmp_path):
     assert "to tp=3" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_processor_time_of_a_controller_of_many_hosts_is_measured(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "hosts.py"), "--smoke", "--only", "many", "--results", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -138,6 +142,7 @@ def test_a_part_that_nobody_knows_is_refused():
     assert "no part is called nop" in done.stderr
 
 
+@pytest.mark.slow
 def test_peers_on_ray_do_the_same_work(tmp_path):
     done = smoke("split_concat.py", ["bandmaster_ray", "plain_ray"], "--json", str(tmp_path / "figures.json"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,8 +7,6 @@ import pytest
 import bandmaster as bm
 from bandmaster import Dispatch, register
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Slow(bm.Worker):
     def __init__(self):

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from commands import MINE
 from ends import runs, wait_until_gone
 
 import bandmaster as bm
@@ -415,18 +416,18 @@ def test_a_group_is_shown_and_ended(make_pool, capsys):
     group, other = bm.WorkerGroup(pool, Mine, name=f"mine-{os.getpid()}"), bm.WorkerGroup(pool, Mine)
     pids = group.pid()
 
-    assert main(["ps"]) == 0
+    assert main(["ps", *MINE]) == 0
     line = line_of(group.name, capsys.readouterr().out)
     assert f" {os.getpid()} " in line and " 0-1 of 2 " in line and " MiB " in line
     assert line.endswith(" ".join(map(str, pids)))
     assert "  -  " in line, "it holds no rows"
     rows = group.rows.submit([[0] * 1_000_000] * 4)
     assert len(rows) == 4
-    assert main(["ps"]) == 0
+    assert main(["ps", *MINE]) == 0
     assert re.search(r"MiB  ([4-9]|1.) MiB  ", line_of(group.name, capsys.readouterr().out))
     del rows
 
-    assert main(["kill", group.name]) == 0
+    assert main(["kill", group.name, *MINE]) == 0
     assert f"group {group.name}@{os.getpid()}: ended {pids[0]} {pids[1]}\n" in capsys.readouterr().out
     with pytest.raises(bm.WorkerDied):
         group.pid()
@@ -452,7 +453,9 @@ def test_orphans(start_controller, capsys):
     assert "(gone)" not in line_of(living.group, out)
     assert "without a controller" in out and line_of(controller.zygote, out)
 
-    assert main(["kill", "--orphans"]) == 0
+    assert main(["kill", "--orphans", "--controller", str(living.process.pid)]) == 0
+    assert capsys.readouterr().out == "nothing to end\n"
+    assert main(["kill", "--orphans", "--controller", str(controller.process.pid)]) == 0
     out = capsys.readouterr().out
     assert f"group {controller.full_name}: ended {' '.join(map(str, controller.workers))}\n" in out
     assert "zygotes: ended " in out and str(controller.zygote) in out

@@ -7,6 +7,8 @@ import signal
 import time
 
 import pytest
+from clock import idle_time
+from commands import MINE
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -35,9 +37,9 @@ def waiting(make_pool):
     """A group of three ranks that are in a call: 0 and 2 at the same place."""
     group = bm.WorkerGroup(make_pool([3]), Waits)
     pids, call = group.pid(), group.wait_long.submit()
-    deadline = time.monotonic() + 30
+    deadline = idle_time() + 30
     while sum("time.sleep(60)" in stack for stack in stacks(pids).values()) < 3:
-        assert time.monotonic() < deadline, "the ranks have not come to where they wait"
+        assert idle_time() < deadline, "the ranks have not come to where they wait"
     yield group, pids
     call.cancel()
 
@@ -45,7 +47,7 @@ def waiting(make_pool):
 @pytest.mark.backends("local", "ray")
 def test_ranks_with_the_same_stack_are_shown_together(waiting, capsys):
     group, _ = waiting
-    assert main(["stack", group.name]) == 0
+    assert main(["stack", group.name, *MINE]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     first, second = out.split("--- stack of rank ")[1:]
@@ -63,18 +65,18 @@ def test_what_a_worker_tells_twice_of_its_tasks_is_shown_once():
 def test_one_rank_and_names_that_select_no_group(waiting, capsys):
     group, pids = waiting
     full_name = f"{group.name}@{os.getpid()}"
-    assert main(["stack", full_name, "1"]) == 0
+    assert main(["stack", full_name, "1", *MINE]) == 0
     out = capsys.readouterr().out
     assert out.count("--- stack of rank ") == 1 and "in wait_elsewhere" in out
 
-    assert main(["stack", group.name.lower()]) == 1
+    assert main(["stack", group.name.lower(), *MINE]) == 1
     assert capsys.readouterr().err.endswith(f"did you mean {group.name!r}\n")
-    assert main(["stack", group.name, "3"]) == 1
+    assert main(["stack", group.name, "3", *MINE]) == 1
     assert capsys.readouterr().err == f"bandmaster stack: group {full_name} has ranks 0 to 2, got rank 3\n"
 
     os.kill(pids[2], signal.SIGSTOP)
     try:
-        assert main(["stack", group.name]) == 1
+        assert main(["stack", group.name, *MINE]) == 1
     finally:
         os.kill(pids[2], signal.SIGCONT)
     out, err = capsys.readouterr()
@@ -131,9 +133,9 @@ def engine(make_pool):
 
 def late(wait, pids):
     """The error of who waits for ranks that have come to `call_tool`."""
-    deadline = time.monotonic() + 30
+    deadline = idle_time() + 30
     while not all("in call_tool" in stacks([pid]).get(pid, "") for pid in pids):
-        assert time.monotonic() < deadline, "the ranks have not come to where they wait"
+        assert idle_time() < deadline, "the ranks have not come to where they wait"
     with pytest.raises(bm.CallTimeout) as caught:
         wait()
     return caught.value
@@ -148,7 +150,7 @@ def test_where_an_async_method_and_the_tasks_of_its_rank_wait(engine, capsys):
         assert method.endswith(", in generate\n    await asyncio.gather(self.episode(), self.episode())\n")
         assert others.index(", in episode\n") < others.index(", in call_tool\n    await asyncio.Event().wait()\n")
     assert "bandmaster/" not in str(error) and "waiter.acquire" not in str(error)
-    assert main(["stack", engine.name]) == 0
+    assert main(["stack", engine.name, *MINE]) == 0
     assert capsys.readouterr().out.startswith("--- stack of rank 0, 1 ---\n"), "ranks in the same place are together"
     call.cancel()
 
@@ -184,11 +186,11 @@ def test_a_task_that_has_died_is_told_of_until_somebody_has_seen_why(engine, is_
 @pytest.mark.backends("local")
 def test_the_tasks_of_an_idle_rank(engine, capsys):
     engine.watch()
-    deadline = time.monotonic() + 30
+    deadline = idle_time() + 30
     while True:
-        assert main(["stack", engine.name]) == 0
+        assert main(["stack", engine.name, *MINE]) == 0
         out = capsys.readouterr().out
         if out.startswith("--- stack of rank 0, 1 ---\n  idle: it runs no method\n  in another task:\n"):
             assert ", in call_tool\n" in out
             return
-        assert time.monotonic() < deadline, out
+        assert idle_time() < deadline, out

@@ -406,7 +406,7 @@ def test_what_an_object_refers_to_stays_the_same_as_what_lies_beside_it(large):
 PAIRS = {"list": lambda a: [a, a], "tuple": lambda a: (a, a), "dict": lambda a: {0: a, 1: a}}
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("innermost", [1, bytes(9 * N)], ids=["small", "large"])
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 def test_what_is_shared_in_many_ways_is_sent_once(pair, innermost):

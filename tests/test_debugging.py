@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pexpect
 import pytest
+from clock import idle_time
+from commands import MINE
 from debug_adapter import Ide
 
 import bandmaster as bm
@@ -17,7 +19,7 @@ from bandmaster import Dispatch, register
 from bandmaster.cli import main
 from bandmaster.wire.control_page import DEBUGGER, announcement, in_debuggers
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.backends("local", "ray"), pytest.mark.here]
+pytestmark = [pytest.mark.backends("local", "ray"), pytest.mark.here]
 
 
 class Model(bm.Worker):
@@ -66,9 +68,9 @@ def group(backend):
 def wait_until_in_debugger(group, ranks):
     """Poll what the kernel shows, as there is nothing to wait on. The ranks of a group that are, and no others."""
     pids = [record.pid for record in group._ownership.workers().records]
-    deadline = time.monotonic() + 30
+    deadline = idle_time() + 30
     while (there := in_debuggers(pids)) != {pids[rank] for rank in ranks}:
-        assert time.monotonic() < deadline, f"of {pids}, {there} are in debuggers"
+        assert idle_time() < deadline, f"of {pids}, {there} are in debuggers"
         time.sleep(0.02)
 
 
@@ -81,7 +83,8 @@ def step(child, n):
 
 def attached(*arguments):
     """``bandmaster debug`` on a terminal, at its first prompt behind `breakpoint()`, where Python 3.13 has one more."""
-    child = pexpect.spawn(sys.executable, ["-m", "bandmaster", "debug", *arguments], encoding="utf-8", timeout=20)
+    command = ["-m", "bandmaster", "debug", *arguments, *MINE]
+    child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=20)
     child.expect_exact("(Pdb) ")
     if "-> breakpoint()" in child.before:
         child.sendline("n")
@@ -99,7 +102,7 @@ def ended(child, said):
 def test_a_method_is_stepped_through_while_deadlines_wait(group, capsys):
     future = group.step.options(timeout=0.3, grace=0.1).submit(5, [1])
     wait_until_in_debugger(group, [1])
-    assert main(["top", "--once"]) == 0
+    assert main(["top", "--once", *MINE]) == 0
     assert re.search(r"  1 .*  step \(in a debugger\)  ", capsys.readouterr().out)
     child = attached(group.name)  # the rank that waits is found
     assert "doubled += self.rank" in child.before
@@ -172,7 +175,7 @@ def test_the_end_of_a_coroutine_ends_the_debugger(group):
 def test_each_rank_waits_for_a_terminal_of_its_own(group, capfd):
     future = group.step.submit(1, [0, 1])
     wait_until_in_debugger(group, [0, 1])
-    assert main(["debug", group.name]) == 1
+    assert main(["debug", group.name, *MINE]) == 1
     assert "ranks 0, 1" in capfd.readouterr().err
     for rank in "10":
         child = attached(group.name, rank)
@@ -240,7 +243,7 @@ def test_an_ide_attaches_while_deadlines_wait(backend, capfd):
             future = group.step.options(timeout=0.3, grace=0.1).submit(5, [1])
             wait_until_in_debugger(group, [1])
             address = announcement(pids[1], DEBUGGER)
-            assert main(["debug", group.name]) == 1
+            assert main(["debug", group.name, *MINE]) == 1
             assert f"waits for an IDE at {address}" in capfd.readouterr().err
             with Ide(int(address.rpartition(":")[2])) as ide:
                 stopped = ide.event("stopped")
@@ -257,13 +260,13 @@ def test_an_ide_attaches_while_deadlines_wait(backend, capfd):
 
 
 def test_who_does_not_wait_cannot_be_debugged(group, capsys):
-    assert main(["debug", group.name]) == 1
+    assert main(["debug", group.name, *MINE]) == 1
     assert capsys.readouterr().err == (
         f"bandmaster debug: no rank of {group.name} waits in a debugger on this host; call breakpoint() in a method\n"
     )
-    assert main(["debug", group.name, "1"]) == 1
+    assert main(["debug", group.name, "1", *MINE]) == 1
     assert f"rank 1 of {group.name} does not wait" in capsys.readouterr().err
-    assert main(["debug", f"{group.name}x"]) == 1
+    assert main(["debug", f"{group.name}x", *MINE]) == 1
     assert f"did you mean '{group.name}'" in capsys.readouterr().err
 
 

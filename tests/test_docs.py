@@ -10,6 +10,7 @@ import pytest
 PAGES = [page for page in sorted(Path(__file__).parents[1].glob("docs/**/*.md")) if "```python\n" in page.read_text()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page, tmp_path):
     code = "\n\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))

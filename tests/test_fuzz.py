@@ -36,7 +36,7 @@ def test_a_seed_is_a_program():
     assert list(map(str, expectations(program_of(7)))) == list(map(str, expectations(program_of(7))))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.slow
 def test_a_planted_defect_is_found_and_shrunk_to_a_script(monkeypatch, tmp_path):
     monkeypatch.setattr(bm.Future, "repeat", lambda self, n: bm.concat([self[:0], *[self] * n]))  # in another order
     said = []

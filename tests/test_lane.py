@@ -5,9 +5,9 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
+from clock import idle_time
 
 from bandmaster.wire.listener import LaneListener, connect
 
@@ -53,10 +53,10 @@ def talk(listener, worker, rank):
 @pytest.mark.parametrize("n_silent", [1, 300])
 def test_connections_that_say_nothing_hold_no_worker_up(listener, connected, n_silent):
     silent = [connected() for _ in range(n_silent)]
-    start = time.monotonic()
+    start = idle_time()
     with connect(listener.name, listener.introduction(3)) as worker:
         assert talk(listener, worker, 3)
-    assert time.monotonic() - start < 2
+    assert idle_time() - start < 2
     assert len(silent) == n_silent
 
 

@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from test_tutorials import OwnKernel, seen
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.slow
 
 DEFINE = """
 import sys
@@ -85,7 +85,8 @@ def test_a_notebook(run):
     _, first, second, shown, failed, bar, ended = run(
         DEFINE, MAKE, MAKE, "group", FAIL, "_ = group.show_bar()\ngroup.close()", "bm.close_all()\nprint(pool)"
     )
-    assert first == second == ["[2, 4, 6]"], "the cell can be run again"
+    for outputs in (first, second):  # the cell can be run again; it tells of a start that takes long, until it is over
+        assert seen("".join(outputs)).split() == ["[2,", "4,", "6]"]
     assert "<td>actor_0:1</td>" in shown[0] and "<td>double(rows)</td>" in shown[0] and "<th>pid</th>" in shown[0]
     lines = [line for line in seen("".join(bar)).splitlines() if line.strip()]  # streams are joined below a cell
     assert sorted(lines) == ["[actor 0] 100%", "[actor 1] 100%"], bar

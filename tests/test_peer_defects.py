@@ -283,7 +283,6 @@ def test_workers_of_a_split_pool_count_themselves_and_not_the_whole_node(make_po
     assert groups[1].place(os.getpid()) == [(0, 1, 0, 1, 0)]
 
 
-@pytest.mark.timeout(30)
 def test_a_pool_that_waits_for_cpus_gives_up_in_time_and_says_who_holds_them(ray_cluster):
     """verl waits for its placement groups without a deadline and without a word."""
     critic = bm.ResourcePool([16], backend="ray", name_prefix="critic", placement_timeout=0.5)
@@ -336,7 +335,6 @@ def test_merged_parts_keep_their_gpus(ray_cluster):
         assert bm.WorkerGroup(merged, Placed).gpu() == whole[::-1]
 
 
-@pytest.mark.timeout(60)
 def test_a_merged_pool_takes_its_share_of_every_place(make_pool):
     """Places that different numbers of groups may share are shared as each of them was made."""
     alone, shared = make_pool([1], max_colocate_count=1), make_pool([1], max_colocate_count=2)

@@ -13,8 +13,6 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import inprocess, machine, register_backend
 
-pytestmark = pytest.mark.timeout(60)
-
 N_GPUS, N_THREADS, N_ROUNDS = 4, 8, 20
 TIMEOUT_S = 20
 

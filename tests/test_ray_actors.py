@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from clock import idle_time
 from hosts import spread
 
 import bandmaster as bm
@@ -99,10 +100,10 @@ def test_an_actor_that_was_found_by_its_name_answers_while_the_group_uses_its_la
         for entry in range(1, 20):
             assert ray_cluster.get(found.note.remote(entry), timeout=20) == list(range(entry + 1))
         references = [found.note.remote(entry) for entry in range(20, 25)]
-        start = time.monotonic()
+        start = idle_time()
         while ray_cluster.wait(references, num_returns=5, timeout=0)[1]:
             group.note(None)  # the group's calls come all the time
-        assert time.monotonic() - start < 20
+        assert idle_time() - start < 20
         assert [entry for entry in group.note(25)[1] if entry is not None] == list(range(26))
         assert group.describe().count(" lane") == 2, "both workers still have a lane"
 
@@ -318,11 +319,11 @@ def test_a_rank_that_is_busy_for_others_is_not_ended_with_a_call_that_failed(ray
     with pool_of(2) as pool:
         group = group_of(pool, Naps)
         assert group.nap_on(0, 0) == [0, 1]
-        busy = ray_cluster.get_actor(group.worker_names[1]).nap_once_told.remote(fifo, 2)
+        busy = ray_cluster.get_actor(group.worker_names[1]).nap_once_told.remote(fifo, 4)
         with open(fifo):  # once the worker opens it
             pass
         with pytest.raises(bm.RemoteError, match="rank 0"):
-            group.raise_on.options(grace=0.1)(0)
+            group.raise_on.options(grace=2)(0)  # less than the nap, and enough to reply in afterwards
         assert ray_cluster.get(busy, timeout=20) == 1
         assert group.nap_on(0, 0) == [0, 1]
 

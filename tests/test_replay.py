@@ -12,7 +12,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.testing import record
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.here]
+pytestmark = pytest.mark.here
 
 
 class Model(bm.Worker):

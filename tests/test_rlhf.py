@@ -14,6 +14,9 @@ FOLDER = Path(__file__).parent.parent / "examples" / "rlhf"
 SHORT = {"warm_up": 40, "steps": 3, "n_prompts": 16, "n_samples": 8, "n_batches": 2, "eval_every": 2, "save_every": 0}
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs():
     """The modules of the programs, importable here and sent to workers by value."""

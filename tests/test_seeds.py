@@ -13,6 +13,8 @@ from bandmaster.single_controller.ray.base import (
     merge_resource_pool,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @ray.remote
 class GPUAccumulator(Worker):

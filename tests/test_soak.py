@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 SOAK = Path(__file__).with_name("soak.py")
 
 

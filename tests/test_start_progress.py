@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.timeout(60)
-
 PROGRAM = """
 import pathlib, sys, time
 import bandmaster as bm

@@ -14,8 +14,6 @@ import pytest
 import bandmaster as bm
 from bandmaster import Dispatch, register
 
-pytestmark = pytest.mark.timeout(100)
-
 
 class Looks(bm.Worker):
     """What its constructor finds."""

@@ -34,7 +34,7 @@ from bandmaster.testing import (
 from bandmaster.wire.segments import SegmentWriter
 from bandmaster.worker import registrations
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.backends("inprocess", "local")]
+pytestmark = pytest.mark.backends("inprocess", "local")
 
 
 class Plain(bm.Worker):

@@ -8,6 +8,8 @@ import time
 
 import pexpect
 import pytest
+from clock import idle_time
+from commands import MINE
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
@@ -17,8 +19,6 @@ from bandmaster.cli.top_view import HEADER, columns_that_fit, rows_of
 from bandmaster.cli.usage import GroupUsage, Moment, RankUsage
 from bandmaster.wire.activity import Activity
 from bandmaster.worker_process.activity import ActivityPage
-
-pytestmark = pytest.mark.timeout(120)
 
 
 class Busy(bm.Worker):
@@ -47,7 +47,7 @@ class Busy(bm.Worker):
 
 def lines_of(group, capsys):
     """The lines of one snapshot about a group, each split into its columns."""
-    assert main(["top", "--once"]) == 0
+    assert main(["top", "--once", *MINE]) == 0
     lines = capsys.readouterr().out.splitlines()
     first = next(n for n, line in enumerate(lines) if line.startswith(f"{group.name} "))
     shown = [line.removeprefix(group.name).split() for line in lines[first : first + group.world_size]]
@@ -56,14 +56,14 @@ def lines_of(group, capsys):
 
 def running(group):
     """The method that each rank runs."""
-    found = {identity.group: one.workers for one in discover().groups for identity, _ in one.workers}[group.name]
-    return [Activity.of(identity.pid).method for identity, _ in found]
+    (found,) = [one for one in discover(os.getpid()).groups if one.name == group.name]
+    return [Activity.of(identity.pid).method for identity, _ in found.workers]
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 30
+    deadline = idle_time() + 30
     while not condition():
-        assert time.monotonic() < deadline
+        assert idle_time() < deadline
         time.sleep(0.01)  # polling for other processes
 
 
@@ -124,7 +124,7 @@ def test_the_stack_of_an_idle_rank(make_group, capsys):
     group.pid()
 
     def is_shown():
-        assert main(["stack", group.name]) == 0
+        assert main(["stack", group.name, *MINE]) == 0
         return capsys.readouterr().out == "--- stack of rank 0, 1 ---\n  idle: it runs no method\n"
 
     wait_until(is_shown)
@@ -254,7 +254,7 @@ def terminal():
 def test_the_live_view_shows_changes_and_ends(make_group, terminal, key):
     group = make_group(2, Busy)
     group.pid()
-    top = terminal("top", "--interval", "0.1")
+    top = terminal("top", "--interval", "0.1", *MINE)
     top.expect("q ends")
     call = group.wait_long.submit()
     top.expect("wait_long")
@@ -283,24 +283,15 @@ def test_intervals_that_make_no_sense(capsys):
     assert capsys.readouterr().err == "bandmaster top: --interval must be at least 0.1 seconds, got 0\n"
 
 
-# `kill --all` would end the groups of other programs of this user as well: it finds only those of one controller here.
-KILL_ALL = """
-import sys
-from bandmaster.cli import main, processes
-from bandmaster.cli.discovery import Discovered, discover
-def mine():
-    return Discovered(tuple(group for group in discover().groups if group.controller == {controller}))
-processes.discover = mine
-sys.exit(main(["kill", "--all", *{arguments}]))
-"""
+# Without the option, the command would end the groups of other programs of this user as well.
+KILL_ALL = ["kill", "--all", *MINE]
 
 
 @pytest.mark.backends("local")
 def test_kill_all_asks_first(make_group, terminal):
     group, other = make_group(2, Busy), make_group(1, Busy)
-    program = KILL_ALL.format(controller=os.getpid(), arguments=[])
     for answer in ("n", "", "\x04", "\x03"):
-        kill = terminal(program=program)
+        kill = terminal(*KILL_ALL)
         kill.expect(r"end 2 groups \(3 workers\)\? \[y/N\] ")
         kill.send(answer) if answer in ("\x04", "\x03") else kill.sendline(answer)
         kill.expect("nothing was ended")
@@ -309,7 +300,7 @@ def test_kill_all_asks_first(make_group, terminal):
         assert kill.exitstatus == 1
     assert group.healthy and other.healthy
 
-    kill = terminal(program=program)
+    kill = terminal(*KILL_ALL)
     kill.expect(r"\[y/N\] ")
     kill.sendline("y")
     kill.expect(f"group {group.name}@{os.getpid()}: ended ")
@@ -325,8 +316,7 @@ def test_kill_all_without_a_terminal_needs_yes(make_group):
     group = make_group(1, Busy)
     runs = []
     for arguments in ([], ["--yes"]):
-        program = KILL_ALL.format(controller=os.getpid(), arguments=arguments)
-        command = [sys.executable, "-c", program]
+        command = [sys.executable, "-m", "bandmaster", *KILL_ALL, *arguments]
         runs.append(subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60))
     refused, ended = runs
     assert (refused.returncode, refused.stdout) == (2, "")
@@ -337,6 +327,7 @@ def test_kill_all_without_a_terminal_needs_yes(make_group):
 def test_a_name_that_is_almost_right(capsys, monkeypatch):
     from test_cli import made_up
 
-    monkeypatch.setattr("bandmaster.cli.processes.discover", lambda: Discovered((made_up("Critic", 1, False),)))
+    found = Discovered((made_up("Critic", 1, False),))
+    monkeypatch.setattr("bandmaster.cli.processes.discover", lambda controller: found)
     assert main(["kill", "Critc"]) == 1
     assert capsys.readouterr().err == "bandmaster kill: there is no group 'Critc'; did you mean 'Critic'\n"

@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
 CELL_TIMEOUT_S = 120
 
-pytestmark = pytest.mark.timeout(300)  # a run starts Ray, and up to 40 actors
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # a run starts Ray, and up to 40 actors
 
 
 class OwnKernel(AsyncKernelManager):

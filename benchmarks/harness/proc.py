@@ -97,7 +97,7 @@ def _is_same(pid: int, when: int) -> bool:
 
 def _stat(pid: int) -> list[int]:
     """State as a number, parent, and so on: what comes after the name in its stat."""
-    state, *rest = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    state, *rest = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     return [ord(state), *map(int, rest)]
 
 

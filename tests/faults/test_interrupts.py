@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from clock import idle_time
 from ends import wait_until_gone
 
 import bandmaster as bm
@@ -19,7 +20,6 @@ from bandmaster import Dispatch, register
 from bandmaster.testing import no_leaks
 from bandmaster.wire.client import WorkerClient
 
-pytestmark = pytest.mark.timeout(60)
 needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 
 SCRIPT = """
@@ -87,7 +87,7 @@ def test_a_script_that_is_interrupted(when, sign):
         while sum(sign in line for line in seen) < 2:
             seen.append(script.stdout.readline())
             assert seen[-1], seen
-        start = time.monotonic()
+        start = idle_time()
         script.send_signal(signal.SIGINT)
         if when == "close":
             while "closing" not in (line := script.stdout.readline()):
@@ -95,7 +95,7 @@ def test_a_script_that_is_interrupted(when, sign):
             script.send_signal(signal.SIGINT)
         rest = script.stdout.read()
         assert script.wait(timeout=20) == 0, rest
-        assert time.monotonic() - start < 5
+        assert idle_time() - start < 5
     assert ("usable after" if when == "and go on" else "interrupted") in rest
     workers = [int(line.split()[-1]) for line in seen if "worker" in line]
     assert len(workers) == 2
@@ -153,11 +153,11 @@ def test_an_interrupted_call_frees_the_workers(make_group, way):
     group = make_group(2, Slow)
     group.echo(1)
     interrupted_in(0.5)
-    start = time.monotonic()
+    start = idle_time()
     with pytest.raises(KeyboardInterrupt):
         WAYS_TO_CALL[way](group)
     assert group.echo(7) == [7, 7]
-    assert time.monotonic() - start < 5
+    assert idle_time() - start < 5
 
 
 @pytest.mark.backends("local", "ray")
@@ -185,10 +185,10 @@ def test_ctrl_c_tells_where_the_ranks_were(make_group, way):
     group = make_group(2, Slow)
     group.echo(1)
     interrupted_in(0.5)
-    start = time.monotonic()
+    start = idle_time()
     with pytest.raises(KeyboardInterrupt) as caught:
         WAYS_TO_WAIT[way](group)
-    assert time.monotonic() - start < 3
+    assert idle_time() - start < 3
     (note,) = caught.value.__notes__
     heading, ranks, *stack = note.split("\n")
     assert heading == "Slow.doze was interrupted before rank 0, 1 had replied"
@@ -205,19 +205,27 @@ def test_a_second_ctrl_c_does_not_wait_for_stacks(make_group):
     group = make_group(2, Slow)
     (_, stopped) = group.pid()
     for n_interrupts in (1, 2):
+        to_come = n_interrupts - 1
+
+        def interrupt(*arguments):
+            nonlocal to_come
+            if to_come:  # the next one comes when this one has been noticed, also where the machine is busy
+                to_come -= 1
+                interrupted_in(0.2)
+            signal.default_int_handler(*arguments)
+
         os.kill(stopped, signal.SIGSTOP)
         try:
             call = group.doze.submit()
             interrupted_in(0.2)
-            start = time.monotonic()
-            with pytest.raises(KeyboardInterrupt) as caught:
-                if n_interrupts == 2:
-                    interrupted_in(0.4)
+            start, start_idle = time.monotonic(), idle_time()
+            with handler(signal.SIGINT, interrupt), pytest.raises(KeyboardInterrupt) as caught:
                 call.result()
-            took_s = time.monotonic() - start
+            took_s, took_idle_s = time.monotonic() - start, idle_time() - start_idle
         finally:
             os.kill(stopped, signal.SIGCONT)
-        assert 0.4 < took_s < 0.65 if n_interrupts == 2 else 0.6 < took_s < 1.2
+        assert took_s > (0.4 if n_interrupts == 2 else 0.6)
+        assert took_idle_s < (0.65 if n_interrupts == 2 else 1.2)
         assert isinstance(caught.value.__context__, KeyboardInterrupt) == (n_interrupts == 2)
         call.cancel()
         assert group.echo(7) == [7, 7]
@@ -249,11 +257,11 @@ def test_a_signal_handler_that_uses_the_group_in_the_middle_of_a_call_is_refused
     ]
 
     def use(*_):
-        start = time.monotonic()
+        start = idle_time()
         for attempt in attempts:
             with pytest.raises(bm.UsageError, match="set a flag in the handler and call between steps"):
                 attempt()
-        seen.append(time.monotonic() - start)
+        seen.append(idle_time() - start)
 
     with handler(signal.SIGUSR1, use):
         threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
@@ -297,12 +305,12 @@ def test_calls_of_a_signal_handler_are_refused_or_made_as_any_other(make_group, 
         signal.setitimer(signal.ITIMER_PROF, 0.002, 0.002)
         try:
             n, until, slowest = 0, time.monotonic() + 2, 0.0
-            while (start := time.monotonic()) < until:
-                n += 1
+            while time.monotonic() < until:
+                n, start = n + 1, idle_time()
                 future = group.note.submit([("main", n)] * 2)
                 assert len(group.rows(array)) == len(array)
                 assert future.result() == [("main", n)] * 2
-                slowest = max(slowest, time.monotonic() - start)
+                slowest = max(slowest, idle_time() - start)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
             is_over = True

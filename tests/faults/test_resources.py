@@ -10,7 +10,7 @@ import pytest
 import bandmaster as bm
 from bandmaster import Dispatch, register
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.backends("local", "ray")]
+pytestmark = pytest.mark.backends("local", "ray")
 
 
 class Echo(bm.Worker):

@@ -2,7 +2,9 @@
 
 import os
 import re
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import ray
@@ -10,6 +12,9 @@ from ray.cluster_utils import Cluster
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+
+sys.path.append(str(Path(__file__).parents[1]))
+from clock import idle_time
 
 
 class Rows(bm.Worker):
@@ -52,7 +57,7 @@ def main():
         assert len(rows) == 10
         lost = makers.raylet().index(node.all_processes["raylet"][0].process.pid)
         cluster.remove_node(node, allow_graceful=False)
-        begun = time.monotonic()
+        begun = idle_time()
         while makers.healthy:
             time.sleep(0.01)
         start, host = 5 * lost, rows.where[lost].host
@@ -63,7 +68,7 @@ def main():
             lambda: readers.add.submit(rows[2:8]),
         ]:
             check_lost(lambda submit=submit: submit().result(timeout=60), f".*{of}")
-        assert time.monotonic() - begun < 60, "its agent hangs up"
+        assert idle_time() - begun < 60, "its agent hangs up"
         for future in [rows, rows[start + 1 : start + 3]]:
             check_lost(future.result, f".*{of}")
         assert sum(readers.total(rows[5 - start : 10 - start])) == 35 - 5 * start, "those of the other node are there"

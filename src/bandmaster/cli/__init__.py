@@ -55,11 +55,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "top":
         from bandmaster.cli.top import top
 
-        return top(arguments.once, arguments.interval)
+        return top(arguments.once, arguments.interval, arguments.controller)
     if arguments.command == "stack":
         from bandmaster.cli.stack import stack
 
-        return stack(arguments.group, arguments.rank)
+        return stack(arguments.group, arguments.rank, arguments.controller)
     if arguments.command == "replay":
         from bandmaster.cli.replay import replay
 
@@ -67,12 +67,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "debug":
         from bandmaster.cli.debug import debug
 
-        return debug(arguments.group, arguments.rank)
+        return debug(arguments.group, arguments.rank, arguments.controller)
     from bandmaster.cli.processes import kill, ps
 
-    return (
-        ps() if arguments.command == "ps" else kill(arguments.groups, arguments.all, arguments.orphans, arguments.yes)
-    )
+    if arguments.command == "ps":
+        return ps(arguments.controller)
+    return kill(arguments.groups, arguments.all, arguments.orphans, arguments.yes, arguments.controller)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"bandmaster {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_doctor(commands)
-    commands.add_parser("ps", help="list your worker groups on this machine")
+    _add_controller(commands.add_parser("ps", help="list your worker groups on this machine"))
     _add_top(commands)
     _add_stack(commands)
     _add_debug(commands)
@@ -90,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_kill(commands)
     _add_plan(commands)
     return parser
+
+
+def _add_controller(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--controller", type=int, metavar="PID", help="consider only the groups of this controller")
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -109,18 +113,21 @@ def _add_top(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     top.add_argument(
         "--interval", type=float, default=1.0, metavar="SECONDS", help="time between two updates; default: 1"
     )
+    _add_controller(top)
 
 
 def _add_stack(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     stack = commands.add_parser("stack", help="show where the ranks of a group are in their Python code")
     stack.add_argument("group", metavar="GROUP", help=GROUP)
     stack.add_argument("rank", metavar="RANK", nargs="?", type=int, help="show only this rank; default: all of them")
+    _add_controller(stack)
 
 
 def _add_debug(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     debug = commands.add_parser("debug", help="attach this terminal to a rank that waits at breakpoint()")
     debug.add_argument("group", metavar="GROUP", help=GROUP)
     debug.add_argument("rank", metavar="RANK", nargs="?", type=int, help="default: the one that waits")
+    _add_controller(debug)
 
 
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -141,6 +148,7 @@ def _add_kill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     kill.add_argument("--yes", action="store_true", help="with --all: end them without asking")
     which.add_argument("--orphans", action="store_true", help="end groups and zygotes whose controller has ended")
+    _add_controller(kill)
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -12,18 +12,19 @@ from bandmaster.wire.control_page import WorkerIdentity, in_debuggers
 __all__ = ["debug"]
 
 
-def debug(name: str, rank: int | None) -> int:
+def debug(name: str, rank: int | None, controller: int | None = None) -> int:
     """Attach to a rank.
 
     Args:
         name: The group's name; ``name@controller`` where groups of several controllers have it.
         rank: The rank; None for the one that waits.
+        controller: Pid of the only controller whose groups are considered.
 
     Returns:
         The exit status: 0, or 1 if there is no such rank, or it does not wait.
     """
     try:
-        identity = _chosen(_group(name), rank)
+        identity = _chosen(_group(name, controller), rank)
         state = attach(identity.pid)
     except (LookupError, OSError) as error:
         print(f"bandmaster debug: {error.args[0] if isinstance(error, LookupError) else error}", file=sys.stderr)
@@ -32,13 +33,13 @@ def debug(name: str, rank: int | None) -> int:
     return 0
 
 
-def _group(name: str) -> Group:
+def _group(name: str, controller: int | None) -> Group:
     """The group of a name.
 
     Raises:
         LookupError: There is none, or several controllers have one.
     """
-    discovered = discover()
+    discovered = discover(controller)
     if complaints := complaints_about([name], discovered):
         raise LookupError(complaints[0])
     (group,) = named([name], discovered)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,16 +92,23 @@ class Discovered:
     orphaned_zygotes: tuple[Process, ...] = ()
 
 
-def discover() -> Discovered:
-    """Find the groups and orphaned zygotes of this user on this machine."""
+def discover(controller: int | None = None) -> Discovered:
+    """Find the groups and orphaned zygotes of this user on this machine.
+
+    Args:
+        controller: Pid of the only controller whose groups are wanted. Nothing tells the controller of an orphaned
+            zygote but the workers that it has forked, so one without workers is left out. By default all controllers.
+    """
     members: dict[tuple[str, int, int], list[tuple[WorkerIdentity, Process]]] = {}
     for identity in find_all():
         process = Process.of(identity.pid)
-        if process is not None and _is_ours(identity.pid):
+        is_wanted = controller is None or identity.controller == controller
+        if is_wanted and process is not None and _is_ours(identity.pid):
             key = identity.group, identity.controller, identity.world_size
             members.setdefault(key, []).append((identity, process))
     groups = [_group(*key, members[key]) for key in sorted(members)]
-    return Discovered(tuple(groups), tuple(_orphaned_zygotes()))
+    zygotes = _orphaned_zygotes(pids() if controller is None else _parents_of(groups))
+    return Discovered(tuple(groups), tuple(zygotes))
 
 
 def _group(name: str, controller: int, world_size: int, members: list[tuple[WorkerIdentity, Process]]) -> Group:
@@ -117,8 +124,14 @@ def _group(name: str, controller: int, world_size: int, members: list[tuple[Work
     return Group(name, controller, world_size, is_orphan, workers, nbytes, agent_of, is_detached)
 
 
-def _orphaned_zygotes() -> Iterator[Process]:
-    yield from filter(None, map(Process.of, filter(is_orphaned_zygote, pids())))
+def _orphaned_zygotes(candidates: Iterable[int]) -> Iterator[Process]:
+    yield from filter(None, map(Process.of, filter(is_orphaned_zygote, candidates)))
+
+
+def _parents_of(groups: Sequence[Group]) -> list[int]:
+    """Pids of the processes that have forked the workers of groups, in order and once each."""
+    found = filter(None, (stat(process.pid) for group in groups for _, process in group.workers))
+    return sorted({worker.parent for worker in found})
 
 
 def is_orphaned_zygote(pid: int) -> bool:

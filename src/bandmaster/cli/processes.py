@@ -22,13 +22,15 @@ __all__ = ["chosen", "kill", "ps", "shown"]
 GONE_WITHIN_S = 2.0
 
 
-def ps() -> int:
-    """Print the user's groups on this machine. Returns the exit status 0."""
-    print(shown(discover()))
+def ps(controller: int | None = None) -> int:
+    """Print the user's groups on this machine, or only those of one controller. Returns the exit status 0."""
+    print(shown(discover(controller)))
     return 0
 
 
-def kill(names: Sequence[str], is_all: bool, is_orphans: bool, is_sure: bool = False) -> int:
+def kill(
+    names: Sequence[str], is_all: bool, is_orphans: bool, is_sure: bool = False, controller: int | None = None
+) -> int:
     """End groups, and print the pids of the ended processes.
 
     Args:
@@ -36,6 +38,7 @@ def kill(names: Sequence[str], is_all: bool, is_orphans: bool, is_sure: bool = F
         is_all: End all groups and orphaned zygotes instead.
         is_orphans: End only groups and zygotes whose controller has ended instead.
         is_sure: Whether ``is_all`` needs no confirmation by the user, who is asked in a terminal.
+        controller: Pid of the only controller whose groups are considered; see `discover`.
 
     Returns:
         The exit status: 0, or 1 if a name is unknown or ambiguous, the user did not confirm, or a process could not be
@@ -46,7 +49,7 @@ def kill(names: Sequence[str], is_all: bool, is_orphans: bool, is_sure: bool = F
     """
     if is_all and not is_sure and not sys.stdin.isatty():
         raise UsageError("--all asks before it ends groups, but standard input is no terminal; add --yes to end them")
-    discovered = discover()
+    discovered = discover(controller)
     if names and (complaints := complaints_about(names, discovered)):
         print("\n".join(f"bandmaster kill: {complaint}" for complaint in complaints), file=sys.stderr)
         return 1

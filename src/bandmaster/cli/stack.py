@@ -12,17 +12,18 @@ from bandmaster.wire.control_page import stacks
 __all__ = ["stack"]
 
 
-def stack(name: str, rank: int | None) -> int:
+def stack(name: str, rank: int | None, controller: int | None = None) -> int:
     """Print the Python stacks of a group's ranks on this machine, innermost frame last, grouped by equality.
 
     Args:
         name: Name of the group; ``name@controller`` where groups of several controllers have the same name.
         rank: The only rank to show; None for all ranks on this machine.
+        controller: Pid of the only controller whose groups are considered.
 
     Returns:
         The exit status: 0, or 1 if the name is unknown or ambiguous, or a rank is not here or gave no stack.
     """
-    discovered = discover()
+    discovered = discover(controller)
     complaints = complaints_about([name], discovered)
     if complaints:
         return _fail(complaints[0])

@@ -26,12 +26,13 @@ NO_GROUPS = "you have no groups on this machine"
 LINES_AROUND = 4  # the title, the header and its line, and the line below
 
 
-def top(is_once: bool, interval_s: float) -> int:
+def top(is_once: bool, interval_s: float, controller: int | None = None) -> int:
     """Show each rank of this user's groups on this machine: pid, running method, processor, memory, rows, device.
 
     Args:
         is_once: Print one snapshot as plain text; also if standard output is no terminal.
         interval_s: Seconds between two moments of the live view.
+        controller: Pid of the only controller whose groups are shown.
 
     Returns:
         The exit status: 0, or 1 if the live view needs a package that is not installed.
@@ -41,7 +42,7 @@ def top(is_once: bool, interval_s: float) -> int:
     """
     if not interval_s >= SHORTEST_INTERVAL_S:
         raise UsageError(f"--interval must be at least {SHORTEST_INTERVAL_S:g} seconds, got {interval_s:g}")
-    sampler = Sampler()
+    sampler = Sampler(controller)
     sampler.sample()
     if is_once or not sys.stdout.isatty():
         time.sleep(FIRST_LOOK_S)

@@ -74,14 +74,19 @@ class Moment:
 
 @dataclass
 class Sampler:
-    """Takes moments one after the other; the processor time of one is relative to the moment before."""
+    """Takes moments one after the other; the processor time of one is relative to the moment before.
 
+    Attributes:
+        controller: Pid of the only controller whose groups are sampled; None for all.
+    """
+
+    controller: int | None = None
     _ticks: dict[tuple[int, float], int] = field(default_factory=dict)
     _at: float = 0.0
 
     def sample(self) -> Moment:
         """Read what the ranks do and use now."""
-        discovered, now = discover(), time.monotonic()
+        discovered, now = discover(self.controller), time.monotonic()
         before, self._ticks = self._ticks, {}
         elapsed_s, self._at = now - self._at, now
         on_devices = _on_devices()
