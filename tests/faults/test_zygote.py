@@ -3,17 +3,19 @@
 import os
 import subprocess
 import sys
+import time
 
-from clock import idle_time
+import pytest
 from ends import wait_until_gone
 from side_by_side import run_side_by_side
+
+pytestmark = pytest.mark.timeout(60)
 
 COMMON = """
 import os, signal, sys, threading, time
 import psutil
 import bandmaster as bm
 from bandmaster import Dispatch, register
-from clock import idle_time
 from ends import runs, wait_until_gone
 
 class Echo(bm.Worker):
@@ -27,11 +29,11 @@ class Echo(bm.Worker):
         return subprocess.Popen(["sleep", "300"], start_new_session=True).pid
 
 def error_of(function, within):
-    start = idle_time()
+    start = time.monotonic()
     try:
         function()
     except BaseException as error:
-        assert idle_time() - start < within
+        assert time.monotonic() - start < within, time.monotonic() - start
         return error
     raise AssertionError("there was no error")
 
@@ -62,12 +64,11 @@ if case == "another thread":
     groups = []
     thread = threading.Thread(target=lambda: groups.append(waits()))
     thread.start()
-    error = error_of(lambda: waits(start_timeout=2.5), within=5)  # so long that the next group gets another one
+    error = error_of(lambda: waits(start_timeout=1), within=3)
     assert isinstance(error, bm.CallTimeout), error
     let_it_go_on()
     thread.join()
     assert groups[0].echo(1) == [1, 1]
-    threading.Thread(target=let_it_go_on).start()
     assert waits(start_timeout=30).echo(2) == [2, 2]
 if case == "exit":
     error_of(lambda: waits(start_timeout=0.1), within=3)
@@ -84,29 +85,38 @@ os.kill(zygote, signal.SIGSTOP)
 case = sys.argv[1]
 if case == "death":
     os.kill(pids[1], signal.SIGKILL)
-    error = error_of(lambda: group.echo(1), within=6)
+    error = error_of(lambda: group.echo(1), within=15)
     assert isinstance(error, bm.WorkerDied), error
-    assert "lost its process on rank 1" in str(error) and "killed by SIGKILL" in str(error), error
-    assert isinstance(error_of(lambda: group.echo(1), within=1), bm.WorkerDied)
-    assert other.echo(2) == [2, 2], "it has its workers still"
+    assert "lost its process on rank" in str(error), error
+    assert "killed, because the process that workers are forked from did not answer for 10 s" in str(error), error
+    wait_until_gone([zygote, *pids, *children])
+    assert isinstance(error_of(lambda: other.echo(2), within=2), bm.WorkerDied), "its workers are gone, too"
     group.restart()
     assert group.echo(3) == [3, 3]
-    wait_until_gone([*pids, *children])
-    assert other.echo(4) == [4, 4]
-    other.close()
-    wait_until_gone([zygote])
-if case == "start":
-    error = error_of(lambda: bm.WorkerGroup(pool, Echo, start_timeout=2.5), within=5)
+if case == "deadline":
+    error = error_of(lambda: bm.WorkerGroup(pool, Echo, start_timeout=1.5), within=4)
     assert isinstance(error, bm.CallTimeout), error
-    assert f"the process that workers are forked from (pid {zygote}) is stopped" in str(error), error
-    assert group.echo(1) == other.echo(1) == [1, 1]
+    assert f"the process that workers are forked from (pid {zygote}) has not answered yet" in str(error), error
+    os.kill(zygote, signal.SIGCONT)
+    assert group.echo(1) == other.echo(1) == bm.WorkerGroup(pool, Echo).echo(1) == [1, 1]
+if case == "start":
+    error = error_of(lambda: bm.WorkerGroup(pool, Echo), within=15)
+    assert isinstance(error, bm.PlacementError), error
+    assert f"forked from (pid {zygote}) did not answer for 10 s and was killed" in str(error), error
+    assert isinstance(error_of(lambda: group.echo(1), within=2), bm.WorkerDied)
     assert bm.WorkerGroup(pool, Echo).echo(2) == [2, 2]
 if case == "close":
-    start = idle_time()
+    start = time.monotonic()
     group.close()
-    assert idle_time() - start < 8
-    wait_until_gone([*pids, *children])
-    assert other.echo(1) == [1, 1]
+    assert time.monotonic() - start < 15
+    wait_until_gone([zygote, *pids, *children])
+if case == "killed":
+    os.kill(zygote, signal.SIGKILL)
+    error = error_of(lambda: [group.echo(1) for _ in range(1000)], within=4)
+    assert "killed, because the process that workers are forked from has ended" in str(error), error
+    assert bm.WorkerGroup(pool, Echo).echo(2) == [2, 2]
+    for child in children:
+        os.kill(child, signal.SIGKILL)  # in sessions of their own, these stay
 print("done", *pids, *children, zygote, flush=True)
 """
 
@@ -115,24 +125,25 @@ def run(script, case, folder, **environment):
     """Run a script that can import from a folder; how long that took, and the words of its last line."""
     paths = [str(folder), os.path.dirname(os.path.dirname(__file__)), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
-    start = idle_time()
+    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", COMMON + script, case], capture_output=True, text=True, timeout=50, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout, done.stderr
-    return idle_time() - start, done.stdout.splitlines()[-1].split()
+    return time.monotonic() - start, done.stdout.splitlines()[-1].split()
 
 
 MORE_MODULES = """
 pool = bm.ResourcePool([1])
 first = bm.WorkerGroup(pool, Echo)
 os.environ["BANDMASTER_PRELOAD"] = "numpy,colorsys"
-second, third = bm.WorkerGroup(pool, Echo), bm.WorkerGroup(pool, Echo)
+other_pool = bm.ResourcePool([1])
+second, third = bm.WorkerGroup(other_pool, Echo), bm.WorkerGroup(other_pool, Echo)
 zygotes = [psutil.Process(group.workers[0].pid).ppid() for group in (first, second, third)]
 assert zygotes[0] != zygotes[1] == zygotes[2], zygotes
 assert [group.echo(1) for group in (first, second, third)] == [[1]] * 3
-first.close()
+pool.close()
 wait_until_gone(zygotes[:1])
 assert second.echo(2) == [2]
 print("done", flush=True)
@@ -164,4 +175,4 @@ def test_a_process_that_is_stopped_holds_nobody_up(tmp_path):
         assert seconds < 25
         wait_until_gone(map(int, pids))
 
-    run_side_by_side(check, ["death", "start", "close", "exit"], n_at_once=4)
+    run_side_by_side(check, ["death", "deadline", "start", "close", "killed", "exit"], n_at_once=3)

@@ -118,7 +118,7 @@ class HostWorkers:
         self.put, self.wait, self.fetch, self.check = client.put, client.wait, client.fetch, client.check
         self.call, self.stacks, self.resume = client.call, client.stacks, client.resume
         try:
-            zygote.begin_use(self)
+            zygote.hold(self)
             began = time.monotonic()
             for rank in place.ranks:
                 self._start_process(rank, began)
@@ -194,7 +194,7 @@ class HostWorkers:
         except BaseException:  # Ctrl-C: kill the workers without waiting for them
             self._zygote.end(processes, 0.0)
             raise
-        self._zygote.end_use(self)
+        self._zygote.release(self)
         self._output.finish(timeout_s=2.0)
         self._is_ended = True
 

@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from bandmaster.backends.zygote import Zygote
 from bandmaster.errors import ResourceError, UsageError
 from bandmaster.platform.limits import cannot_start
+from bandmaster.platform.settings import preloaded_modules
 
 __all__ = ["Zygotes", "default_modules"]
 
-Key = tuple[tuple[str, ...] | None, tuple[tuple[str, str], ...]]
+Key = tuple[tuple[str, ...] | None, tuple[tuple[str, str], ...]]  # what pools ask for: ``preload`` and ``env``
 
 # Modules that take long to import, and start no threads: a zygote imports those that the controller
 # has loaded. A script that has loaded a module of the second column has workers that train, as a rule, and each of
@@ -44,14 +45,14 @@ class Zygotes:
     """
 
     def __init__(self, are_kept: bool = False) -> None:
-        self._zygotes: dict[Key, Zygote] = {}
+        self._zygotes: list[tuple[Key, Zygote]] = []  # of those for one key, groups use the last one
         self._lock = threading.Lock()  # held while a zygote is started
         self._are_kept = are_kept
 
     @property
     def lasting(self) -> Zygote | None:
         """The zygote of pools that ask for nothing; None if it was not needed yet."""
-        return self._zygotes.get((None, ()))
+        return self._last((None, ()))
 
     def get(
         self,
@@ -72,69 +73,79 @@ class Zygotes:
             UsageError: This process is a fork of the controller, or ``sys.executable`` is no program.
             ResourceError: The system allows no more processes or descriptors.
         """
-        if not all(zygote.is_ours for zygote in list(self._zygotes.values())):
+        if not all(zygote.is_ours for zygote in self._all()):
             raise UsageError(
                 "backend 'local' cannot start workers in this process, because it was forked from a controller that "
                 "has workers; create pools in that controller"
             )
         key, modules = (preload, tuple(sorted(variables.items()))), default if preload is None else preload
         with self._lock:
-            self._forget_those_that_ended()
-            while True:
-                zygote = self._zygotes[key] = self._usable(key, modules) or self._started(key, modules)
-                if all(zygote.keep_for(pool) for pool in pools):
-                    return zygote
+            self._close_those_that_ended()
+            zygote = self._last(key)
+            while zygote is None or _lacks(zygote, modules) or not all(zygote.hold(pool) for pool in pools):
+                zygote = self._add(key, modules)
+            return zygote
 
     def release(self, pool: object) -> None:
         """End the zygotes that no other pool uses."""
-        for zygote in list(self._zygotes.values()):
+        for zygote in self._all():
             if zygote.is_ours:
-                zygote.let_go(pool)
+                zygote.release(pool)
 
     def close(self) -> None:
         """End all zygotes, also those with workers."""
-        for zygote in list(self._zygotes.values()):
+        for zygote in self._all():
             zygote.close()
 
-    def _forget_those_that_ended(self) -> None:
-        for key, zygote in list(self._zygotes.items()):
+    def _all(self) -> list[Zygote]:
+        return [zygote for _, zygote in list(self._zygotes)]
+
+    def _last(self, key: Key) -> Zygote | None:
+        return next((zygote for known, zygote in reversed(self._zygotes) if known == key), None)
+
+    def _close_those_that_ended(self) -> None:
+        for zygote in self._all():
             if not zygote.is_alive:
                 zygote.close()
-                del self._zygotes[key]
+        self._zygotes = [(key, zygote) for key, zygote in self._zygotes if not zygote.is_ended]
 
-    def _usable(self, key: Key, modules: Sequence[str]) -> Zygote | None:
-        """The zygote that was started for this, unless it ends or lacks modules that are imported by default."""
-        zygote = self._zygotes.get(key)
-        if zygote is None or zygote.is_ended:
-            return None
-        needed = modules if "BANDMASTER_PRELOAD" in os.environ else NEEDED.intersection(modules)
-        if not set(needed) <= set(zygote.preload):
-            zygote.abandon()  # it has workers, which it must not neglect to import more
-        return None if zygote.is_abandoned else zygote
+    def _add(self, key: Key, modules: Sequence[str]) -> Zygote:
+        """Start a zygote, in place of one that lacks modules if there is one: that ends with the pools that use it."""
+        former = self._last(key)
+        known = () if former is None else former.modules  # else groups would take turns to start it
+        zygote = _started(tuple(dict.fromkeys([*known, *modules])), dict(key[1]), self._are_kept)
+        self._zygotes.append((key, zygote))
+        if self._are_kept or key == (None, ()):
+            zygote.hold(self)
+        if former is not None:
+            former.release(self)
+        return zygote
 
-    def _started(self, key: Key, modules: Sequence[str]) -> Zygote:
-        """Start a zygote.
 
-        Raises:
-            UsageError: ``sys.executable`` is not the path of an executable file.
-            ResourceError: The system allows no more processes or descriptors.
-        """
-        if not os.access(sys.executable or "", os.X_OK):
-            raise UsageError(
-                f"backend 'local' starts Python with sys.executable, but {sys.executable!r} is not an executable file; "
-                "set it to the path of a Python interpreter, or use backend 'inprocess'"
-            )
-        before = self._zygotes.get(key)
-        more = (
-            () if before is None or key[0] is not None else before.preload
-        )  # else groups would take turns to start it
-        try:
-            names, is_kept = tuple(dict.fromkeys([*more, *modules])), self._are_kept or key == (None, ())
-            return Zygote(names, dict(key[1]), is_kept, has_guard=self._are_kept)
-        except ResourceError:
-            raise
-        except (OSError, RuntimeError) as error:
-            raise cannot_start("the process that workers are forked from", error) from error
+def _lacks(zygote: Zygote, modules: Sequence[str]) -> bool:
+    """Whether a zygote was started without a module that workers need."""
+    needed = modules if preloaded_modules() is not None else NEEDED.intersection(modules)
+    return not set(needed) <= set(zygote.modules)
+
+
+def _started(modules: Sequence[str], variables: Mapping[str, str], has_guard: bool) -> Zygote:
+    """Start a zygote.
+
+    Raises:
+        UsageError: ``sys.executable`` is not the path of an executable file.
+        ResourceError: The system allows no more processes or descriptors.
+    """
+    if not os.access(sys.executable or "", os.X_OK):
+        raise UsageError(
+            f"backend 'local' starts Python with sys.executable, but {sys.executable!r} is not an executable file; "
+            "set it to the path of a Python interpreter, or use backend 'inprocess'"
+        )
+    try:
+        return Zygote(modules, variables, has_guard)
+    except ResourceError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise cannot_start("the process that workers are forked from", error) from error
 
 
 def default_modules(imports: Sequence[str] = ()) -> tuple[str, ...]:
@@ -143,9 +154,9 @@ def default_modules(imports: Sequence[str] = ()) -> tuple[str, ...]:
     Args:
         imports: Modules that the worker class imports.
     """
-    named = os.environ.get("BANDMASTER_PRELOAD")
+    named = preloaded_modules()
     if named is not None:
-        return tuple(name.strip() for name in named.split(",") if name.strip())
+        return named
     loaded = ["torch"] if "torch" in sys.modules else []
     long = [name for name, known in LONG_IMPORTS if any(one in sys.modules for one in known)]
     return tuple(dict.fromkeys(["numpy.random", *loaded, *imports, *long]))

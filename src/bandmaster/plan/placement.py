@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from bandmaster.errors import PlacementError
-from bandmaster.plan.node_choice import ANY_NODE, NodeChoice
-from bandmaster.plan.node_search import Bins, Item, search
+from bandmaster.errors import PlacementError, UsageError
 
-__all__ = ["RESERVING", "STRATEGIES", "Node", "Request", "assign_nodes", "cannot_place", "could_ever_fit"]
+__all__ = [
+    "ANY_NODE",
+    "RESERVING",
+    "STRATEGIES",
+    "Node",
+    "NodeChoice",
+    "Request",
+    "assign_nodes",
+    "cannot_place",
+    "could_ever_fit",
+    "node_choices",
+]
 
 RESERVING = (
     "a signal handler cannot reserve slots while another reservation is in progress; set a flag in the handler, and "
@@ -21,6 +32,38 @@ STRATEGIES = {  # of placement, and what a message says of each
     "strict_spread": ", each on a node of its own",
     "pack": "",
 }
+
+
+_FORMS = (
+    "give the address or the host name of a node, a dict of labels such as {'zone': 'a'} or {'zone': ['a', 'b']}, None "
+    "for any node, or a list with one of these for each node of the pool"
+)
+
+
+@dataclass(frozen=True)
+class NodeChoice:
+    """Nodes onto which an entry of a pool may go.
+
+    Attributes:
+        name: Address or host name of the only one; None if any name will do.
+        labels: The labels that it must have, and which values each may have.
+    """
+
+    name: str | None = None
+    labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def allows(self, names: Sequence[str], labels: Mapping[str, str]) -> bool:
+        """Whether a node of these names and labels will do."""
+        is_named = self.name is None or self.name in names
+        return is_named and all(labels.get(label) in values for label, values in self.labels)
+
+    def __str__(self) -> str:
+        if self.name is not None:
+            return f"node {self.name}"
+        return " and ".join(f"{label}={'|'.join(values)}" for label, values in self.labels) or "any node"
+
+
+ANY_NODE = NodeChoice()
 
 
 @dataclass(frozen=True)
@@ -127,6 +170,10 @@ class Request:
         """Whether an entry has to have a node of its own."""
         return self.strategy == "strict_spread" or entry >= len(self.workers) - self.n_spares
 
+    def kind(self, entry: int) -> object:
+        """Equal for entries that are alike."""
+        return self.workers[entry], self.choice(entry), self.is_alone(entry)
+
 
 def assign_nodes(request: Request, nodes: Sequence[Node], *, free: bool = True) -> tuple[int, ...] | None:
     """Choose a node for each entry of ``request.workers``.
@@ -135,9 +182,9 @@ def assign_nodes(request: Request, nodes: Sequence[Node], *, free: bool = True) 
     share nodes otherwise; the request's strategy may say otherwise. Entries that are alike follow the order of the
     nodes' addresses.
 
-    Whether a request fits is a bin packing problem, whose exact solution can take exponential time. The search stops
-    with None after 10,000 dead ends (about a second). It can therefore miss a solution if many entries of many
-    different sizes leave almost nothing free.
+    Whether a request fits is a bin packing problem. This places the entries one by one, those that the fewest nodes are
+    left to first, and does not revise a choice. Entries of different sizes that have to share nodes, and leave almost
+    nothing free there, may therefore not be placed although they fit.
 
     Args:
         request: The requested slots.
@@ -148,27 +195,55 @@ def assign_nodes(request: Request, nodes: Sequence[Node], *, free: bool = True) 
         An index into ``nodes`` for each entry; None if the request does not fit.
     """
     order = sorted(range(len(nodes)), key=lambda index: _address(nodes[index]))
-    room = [nodes[index].capacity(request, free=free) for index in order]
-    choices = list(dict.fromkeys(request.choice(entry) for entry in range(len(request.workers))))
-    bins = Bins(
-        tuple(sum(request.workers) if fits is None else fits for fits in room),
-        tuple(frozenset(k for k, choice in enumerate(choices) if nodes[index].allows(choice)) for index in order),
-        tuple(nodes[index].is_many for index in order),
-        request.strategy == "pack",
-    )
-    items = [
-        Item(size, choices.index(request.choice(entry)), request.is_alone(entry))
-        for entry, size in enumerate(request.workers)
-    ]
-    wanted = sorted(items, reverse=True)
-    found = search(tuple(wanted), bins)
+    rooms = [(nodes[index], nodes[index].capacity(request, free=free)) for index in order]
+    is_packed = request.strategy == "pack"
+    found = _placed(request, rooms, is_packed) or _placed(request, rooms, not is_packed)
     if found is None:
         return None
-    alike: dict[Item, list[int]] = {}
-    for item, position in zip(wanted, found, strict=True):
-        alike.setdefault(item, []).append(position)
-    queues = {item: iter(sorted(positions)) for item, positions in alike.items()}
-    return tuple(order[next(queues[item])] for item in items)
+    alike: dict[object, list[int]] = {}
+    for entry, position in found.items():
+        alike.setdefault(request.kind(entry), []).append(position)
+    queues = {kind: iter(sorted(positions)) for kind, positions in alike.items()}
+    return tuple(order[next(queues[request.kind(entry)])] for entry in range(len(found)))
+
+
+def _placed(request: Request, rooms: Sequence[tuple[Node, int | None]], packs: bool) -> dict[int, int] | None:
+    """Place entries one by one: on nodes of their own where ``packs`` is false, else on those that have some already.
+
+    Args:
+        request: The requested slots.
+        rooms: The nodes, and how many workers each has room for.
+        packs: Whether a node that has an entry already is preferred to one that has none.
+
+    Returns:
+        The position of the node of each entry; None if an entry finds none.
+    """
+    left = [sum(request.workers) if fits is None else fits for _, fits in rooms]
+    n_asked = Counter(map(request.choice, range(len(request.workers))))
+    open_to = {choice: [at for at, (node, _) in enumerate(rooms) if node.allows(choice)] for choice in n_asked}
+    wanted = Counter(at for choice, n in n_asked.items() for at in open_to[choice] * n)  # by how many entries
+    on: dict[int, list[int]] = {}  # the entries on each node
+
+    def takes(at: int, entry: int) -> bool:
+        is_apart = request.is_alone(entry) or any(map(request.is_alone, on.get(at, ())))
+        return left[at] >= request.workers[entry] and (at not in on or rooms[at][0].is_many or not is_apart)
+
+    def nodes_for(entry: int) -> list[int]:
+        return [at for at in open_to[request.choice(entry)] if takes(at, entry)]
+
+    def preference(at: int) -> tuple[bool, int, int]:
+        is_used = at in on
+        return is_used != packs, wanted[at], -left[at] if packs and not is_used else left[at]
+
+    n_fitting = [len(nodes_for(entry)) for entry in range(len(request.workers))]
+    urgency = [(n, not request.is_alone(e), -request.workers[e]) for e, n in enumerate(n_fitting)]
+    for entry in sorted(range(len(urgency)), key=urgency.__getitem__):
+        at = min(nodes_for(entry), key=preference, default=None)
+        if at is None:
+            return None
+        left[at] -= request.workers[entry]
+        on.setdefault(at, []).append(entry)
+    return {entry: at for at, entries in on.items() for entry in entries}
 
 
 def could_ever_fit(request: Request, nodes: Sequence[Node]) -> bool:
@@ -234,3 +309,45 @@ def _address(node: Node) -> tuple[int, int, str, str]:
     except ValueError:
         return 9, 0, node.name, node.key
     return address.version, int(address), "", node.key
+
+
+def node_choices(nodes: Any, n_entries: int, n_spares: int) -> tuple[NodeChoice, ...]:
+    """The choice of each entry and of each spare entry.
+
+    Args:
+        nodes: What the user says: one choice for all, or a list with one for each entry; spare entries may go onto any
+            node, unless the list goes on with one for each of them.
+        n_entries: Number of entries.
+        n_spares: Number of spare entries.
+
+    Raises:
+        UsageError: It is none of these.
+    """
+    n_all = n_entries + n_spares
+    if nodes is None or isinstance(nodes, str | Mapping):
+        return (_choice(nodes),) * n_all
+    if not isinstance(nodes, Sequence):
+        raise UsageError(f"nodes is {nodes!r}: {_FORMS}")
+    if len(nodes) not in (n_entries, n_all):
+        spares = f", or {n_all} with those of the spare nodes" if n_spares else ""
+        raise UsageError(f"nodes has {len(nodes)} items, but the pool has {n_entries} nodes{spares}: {_FORMS}")
+    return tuple(_choice(said) for said in nodes) + (ANY_NODE,) * (n_all - len(nodes))
+
+
+def _choice(said: Any) -> NodeChoice:
+    if said is None:
+        return ANY_NODE
+    if isinstance(said, str) and said:
+        return NodeChoice(said)
+    if isinstance(said, Mapping) and all(isinstance(label, str) for label in said):
+        return NodeChoice(labels=tuple((label, _values(label, value)) for label, value in said.items()))
+    raise UsageError(f"nodes has {said!r}: {_FORMS}")
+
+
+def _values(label: str, value: Any) -> tuple[str, ...]:
+    values = (value,) if isinstance(value, str) else value
+    if isinstance(values, Sequence) and values and all(isinstance(one, str) for one in values):
+        return tuple(values)
+    raise UsageError(
+        f"nodes has {value!r} for label {label!r}: give a string, or a list of strings any of which will do"
+    )

@@ -130,17 +130,23 @@ class Orphans:
         return bool(orphans)
 
 
-def end_descendants() -> None:
-    """Kill all descendants of this process, but for resource trackers, which end when this process does."""
+def end_descendants(of: int) -> bool:
+    """Kill all descendants of a process, but for resource trackers, which end when their parents do.
+
+    Returns:
+        Whether there was any.
+    """
     children: dict[int, list[Stat]] = {}
     for process in everyone():
         children.setdefault(process.parent, []).append(process)
-    found = children.get(os.getpid(), [])
+    found, has_killed = children.get(of, []), False
     while found:
         process = found.pop()
         found += children.get(process.pid, [])
-        if not _grace_s(process.pid):
+        if process.state not in "ZX" and not _grace_s(process.pid):
+            has_killed = True
             _kill(process)
+    return has_killed
 
 
 def _grace_s(pid: int) -> float:

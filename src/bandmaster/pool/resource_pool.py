@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from bandmaster.backends import get_backend
 from bandmaster.contract import Slot
 from bandmaster.errors import ClosedError, PlacementError, UsageError
-from bandmaster.plan.node_choice import node_choices
-from bandmaster.plan.placement import STRATEGIES, Request
+from bandmaster.plan.placement import STRATEGIES, Request, node_choices
 from bandmaster.plan.render import html_table
 from bandmaster.platform.forks import n_forks
 from bandmaster.pool.checks import check_amount, checked_env, checked_modules, checked_resources, checked_sizes

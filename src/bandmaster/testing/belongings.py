@@ -163,9 +163,9 @@ def _zygote() -> _Zygote:
     zygote = get_backend("local").lasting_zygote if module is not None else None  # type: ignore[attr-defined]
     if zygote is None or not zygote.is_ours:
         return _Zygote()
-    watched = f"Pid:\t{zygote._process.pid}\n"
+    watched = f"Pid:\t{zygote.pid}\n"
     descriptors = {fd for fd, target in _descriptors() if "[pidfd]" in target and watched in _information(fd)}
-    return _Zygote(zygote._process.pid, frozenset({*descriptors, zygote._control.fileno()}))
+    return _Zygote(zygote.pid, frozenset({*descriptors, zygote.control.fileno()}))
 
 
 def _information(fd: int) -> str:

@@ -282,7 +282,7 @@ def _end_after(controller: int) -> None:
     poll.register(controller, select.POLLIN)
     poll.poll()
     sys.setswitchinterval(1e-5)  # else a busy method delays this thread by 5 ms for each process that it reads
-    end_descendants()
+    end_descendants(os.getpid())
     os._exit(1)
 
 
