@@ -298,15 +298,17 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
             from bandmaster.debugging.breakpoints import install_breakpoints
 
             install_breakpoints(identity, page.hold)
-        listening = [socket.socket(fileno=fd) for fd in listening_fds]
-        rendezvous = Rendezvous(listening[0]) if listening else None
-        executor = Executor(page.hold, rendezvous, ActivityPage(is_shared=True))
+        executor = Executor(page.hold, ActivityPage(is_shared=True))
         executor.prepare(spawn.context)
+        rendezvous = [Rendezvous(socket.socket(fileno=fd)) for fd in listening_fds]
+        executor.after += [one.hand_over for one in rendezvous]
         page.told_of_tasks = executor.told_of_tasks
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())), is_only_reader=True)
         os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end
         serve(lane, executor, page)
         executor.close()
+        for one in rendezvous:
+            one.close()
     except BaseException:
         sys.excepthook(*sys.exc_info())
         os._exit(1)

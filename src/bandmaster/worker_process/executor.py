@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from time import monotonic, monotonic_ns
@@ -31,7 +30,6 @@ from bandmaster.contract import (
 from bandmaster.errors import BatchError
 from bandmaster.errors.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
 from bandmaster.plan.columns import facts_of
-from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.roles import Roles
 from bandmaster.wire.activity import RUNNING, SINCE
@@ -41,13 +39,13 @@ from bandmaster.worker_process.activity import ActivityPage
 from bandmaster.worker_process.control_page import Interrupted
 from bandmaster.worker_process.imports import importing, preload
 from bandmaster.worker_process.kept_rows import with_rows
-from bandmaster.worker_process.rendezvous import Rendezvous
 from bandmaster.worker_process.streams import END, Streams
-from bandmaster.worker_process.tasks import Tasks
+from bandmaster.worker_process.tasks import EventLoopThread
 
-__all__ = ["BeforeCall", "Executor"]
+__all__ = ["Executor", "Hook"]
 
-BeforeCall = Callable[[Worker, str, Sequence[Any], Mapping[str, Any]], object]  # worker, name of the method, arguments
+Arguments = Sequence[Payload] | memoryview  # encoded; a memoryview if they are a single pickle stream without buffers
+Hook = Callable[[Any, str, Sequence[Any], dict[Any, Any]], object]  # worker, name of the method, its arguments
 
 
 class Executor:
@@ -55,39 +53,38 @@ class Executor:
 
     Attributes:
         activity: Shows which method runs.
+        before: Called before each method runs; they may take keyword arguments away that are meant for them.
+        after: Called after each method has run, as long as it raised nothing.
         device: The worker's device, to which tensors are decoded that the sender had on a GPU.
         marks: Moments in ns of a call that is timed, until `times` is called; None if none is.
         hold: Returns a context manager that defers interrupts: `ControlPage.hold` if the worker has its own process,
             else a `SigintSafeLock`, which defers Ctrl-C.
-        rendezvous: The group's rendezvous, on rank 0 of workers with their own processes; else None.
-        before: Functions that are called with the worker, the method's name and the arguments before a method runs.
         worker: The user's object; None before it is constructed and after `close`.
     """
 
     def __init__(
         self,
         hold: Callable[[], AbstractContextManager[None]] = SigintSafeLock,
-        rendezvous: Rendezvous | None = None,
         activity: ActivityPage | None = None,
     ) -> None:
         self.device = "cpu"
         self.hold = hold
-        self.rendezvous = rendezvous
+        self.activity = activity or ActivityPage()
+        self.before: list[Hook] = []
+        self.after: list[Hook] = []
+        self.marks: list[int] | None = None
         self.worker: Worker | None = None
-        self.before: list[BeforeCall] = []
         self._context: WorkerContext | None = None
-        self._loop: _EventLoopThread | None = None
+        self._loop: EventLoopThread | None = None
         self._awaited: Coroutine[Any, Any, Any] | None = None
         self._streams = Streams()
-        self.marks: list[int] | None = None
-        self.activity = activity or ActivityPage()
 
     def prepare(self, context: WorkerContext) -> None:
         """Set the attributes that the worker has before its constructor runs."""
         self._context, self.device = context, context.device
 
     def call(
-        self, method: str, reply: int, parts: Sequence[Payload] | memoryview, rows: RowReaders = NO_ROWS
+        self, method: str, reply: int, parts: Arguments, rows: RowReaders = NO_ROWS
     ) -> Payload | Rows | Failure | None:
         """Run one call.
 
@@ -115,8 +112,6 @@ class Executor:
         try:
             try:
                 value = self._value(method, parts, rows)
-                if type(value) is CoroutineType or self.rendezvous is not None:
-                    value = self._settled(value)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # the user's code may raise anything, SystemExit included
@@ -155,32 +150,42 @@ class Executor:
             end = monotonic_ns()  # what came in between was mixed with other calls
             return Timed(outcome, (begun, begun, end, end))
         try:
-            value = self._value(method, parts, rows)
+            args, kwargs, value = self._begun(method, parts, rows)
             if type(value) is CoroutineType:
                 value = await value
-            if self.rendezvous is not None:
-                self._hand_over()
+            self._call_hooks(self.after, method, args, kwargs)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             return self.failure(error)
         return self._encoded(value, reply)
 
-    def _value(self, method: str, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
-        """What a method returns, a coroutine if it is async."""
-        if method in _OWN:
-            return _OWN[method](self, parts, rows)
+    def _value(self, method: str, parts: Arguments, rows: RowReaders) -> Any:
+        """The value of a method. An async method is awaited."""
+        args, kwargs, value = self._begun(method, parts, rows)
+        if type(value) is CoroutineType:
+            value = self._await(value)
+        if self.after:
+            self._call_hooks(self.after, method, args, kwargs)
+        return value
+
+    def _begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
+        """The arguments of a method, and what it returns: a coroutine if it is async."""
+        own = _OWN.get(method)
+        if own is not None:
+            return (), {}, own(self, parts, rows)
         args, kwargs = self._arguments(parts, rows)
         if self.marks is not None:
             self.marks.append(monotonic_ns())
-        for hook in self.before:
-            assert self.worker is not None, "it was constructed by the first call"
-            hook(self.worker, method, args, kwargs)
-        return getattr(self.worker, method)(*args, **kwargs)
+        if self.before:
+            self._call_hooks(self.before, method, args, kwargs)
+        return args, kwargs, getattr(self.worker, method)(*args, **kwargs)
 
-    def _arguments(
-        self, parts: Sequence[Payload] | memoryview, rows: RowReaders = NO_ROWS
-    ) -> tuple[list[Any], dict[Any, Any]]:
+    def _call_hooks(self, hooks: Sequence[Hook], method: str, args: Sequence[Any], kwargs: dict[Any, Any]) -> None:
+        for hook in tuple(hooks):  # one may remove itself
+            hook(self.worker, method, args, kwargs)
+
+    def _arguments(self, parts: Arguments, rows: RowReaders = NO_ROWS) -> tuple[list[Any], dict[Any, Any]]:
         """The arguments of a call, by position and by keyword."""
         args: list[Any] = []
         kwargs: dict[Any, Any] = {}
@@ -213,37 +218,37 @@ class Executor:
             what = f"the returned {type(value).__name__} cannot be pickled: {summary_of(error)}"
             return self.failure(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
 
-    def _preload(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> None:
+    def _preload(self, parts: Arguments, rows: RowReaders) -> None:
         with ClassLoading():
             preload(self._merge(parts))
 
-    def _construct(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> None:
+    def _construct(self, parts: Arguments, rows: RowReaders) -> None:
         assert self._context is not None, "it was set before the first call"
         with ClassLoading(), importing():
             cls, args, kwargs = self._merge(parts)
         self.worker = make_worker(cls, self._context, args, kwargs)
 
-    def _run(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> None:
+    def _run(self, parts: Arguments, rows: RowReaders) -> None:
         (function, *args), kwargs = self._arguments(parts)
         function(self, *args, **kwargs)
 
-    def _open_stream(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
+    def _open_stream(self, parts: Arguments, rows: RowReaders) -> Any:
         args, kwargs = self._arguments(parts, rows)
         stream, method = kwargs.pop(STREAM), kwargs.pop(METHOD)
         self.activity.rename(method)
         self._streams.open(stream, getattr(self.worker, method)(*args, **kwargs))
         return self._streams.next(stream)
 
-    def _next(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
+    def _next(self, parts: Arguments, rows: RowReaders) -> Any:
         (stream,), _ = self._arguments(parts)
         self.activity.rename(self._streams.method_of(stream))
         return self._streams.next(stream)
 
-    def _close_stream(self, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
+    def _close_stream(self, parts: Arguments, rows: RowReaders) -> Any:
         (stream,), _ = self._arguments(parts)
         return self._streams.close(stream)
 
-    def _merge(self, parts: Sequence[Payload] | memoryview) -> Sequence[Any]:
+    def _merge(self, parts: Arguments) -> Sequence[Any]:
         """The items of all parts: keyword arguments first, then positional arguments in order, as within each part."""
         if type(parts) is memoryview:
             parts = [Payload(parts)]
@@ -267,22 +272,20 @@ class Executor:
         """Run a method with plain arguments and return its plain value. An async method is awaited."""
         self.activity.begin(method)
         try:
-            return self._settled(getattr(self.worker, method)(*args, **kwargs))
+            self._call_hooks(self.before, method, args, kwargs)
+            value = getattr(self.worker, method)(*args, **kwargs)
+            if type(value) is CoroutineType:
+                value = self._await(value)
+            self._call_hooks(self.after, method, args, kwargs)
+            return value
         finally:
             self.activity.end()
-
-    def _settled(self, value: Any) -> Any:
-        if type(value) is CoroutineType:
-            value = self._await(value)
-        if self.rendezvous is not None:
-            self._hand_over()
-        return value
 
     def _await(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         future = None
         try:
             with self.hold():
-                self._loop = self._loop or _EventLoopThread(self.activity)
+                self._loop = self._loop or EventLoopThread(self.activity)
             with self.hold():  # an interrupt comes either before or after the coroutine is handed over
                 self._awaited, future = coroutine, self._loop.start(coroutine)
             error = future.exception()
@@ -303,23 +306,16 @@ class Executor:
         return '["", ""]' if self._loop is None else self._loop.tasks.told(self._awaited)
 
     def close(self) -> None:
-        """Stop the event loop, close the rendezvous and drop the worker."""
+        """Stop the event loop and drop the worker."""
         if self._loop is not None:
             self._loop.close()
-        if self.rendezvous is not None:
-            self.rendezvous.close()
         if isinstance(self.worker, Roles):
             self.worker.let_go()
-        self.worker = self._loop = self.rendezvous = None
+        self.worker = self._loop = None
         self._streams = Streams()
 
-    def _hand_over(self) -> None:
-        assert self.rendezvous is not None, "the caller has looked"
-        if self.rendezvous.hand_over():
-            self.rendezvous = None
 
-
-_OWN: dict[str, Callable[[Executor, Sequence[Payload] | memoryview, RowReaders], Any]] = {
+_OWN: dict[str, Callable[[Executor, Arguments, RowReaders], Any]] = {
     PRELOAD: Executor._preload,
     CONSTRUCT: Executor._construct,
     RUN: Executor._run,
@@ -334,38 +330,3 @@ def _follows_interruption(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return error is not None
-
-
-class _EventLoopThread:
-    """An event loop in a thread of its own.
-
-    Tasks that a method leaves behind continue between calls. It also works if the calling thread runs an event loop
-    itself, as in a notebook.
-    """
-
-    def __init__(self, activity: ActivityPage) -> None:
-        self._loop = asyncio.new_event_loop()
-        self.tasks = Tasks(self._loop, activity)
-        self._is_closed = False
-        try:
-            self._thread = start_thread("bandmaster-async-methods", self._serve)
-        except BaseException:
-            self._loop.close()
-            raise
-
-    def _serve(self) -> None:
-        while not self._is_closed:
-            with suppress(SystemExit, KeyboardInterrupt):  # of a coroutine, raised in its caller too: the loop goes on
-                self._loop.run_forever()
-
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
-        self._loop.close()

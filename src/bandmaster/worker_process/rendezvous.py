@@ -60,17 +60,11 @@ class Rendezvous:
         self._host, self.port = sock.getsockname()
         self._hook = AfterImport(_MODULE, self._start_store)
 
-    def hand_over(self) -> bool:
-        """Leave the store to the process group, if it is initialized. Cheap enough to call after every method.
-
-        Returns:
-            Whether the store was handed over.
-        """
+    def hand_over(self, *_: object) -> None:
+        """Leave the store to the process group, if it is initialized: a hook for `Executor.after`, which is cheap."""
         distributed = sys.modules.get("torch.distributed")
-        if self._store is None or distributed is None or not distributed.is_initialized():
-            return False
-        self._store = None
-        return True
+        if self._store is not None and distributed is not None and distributed.is_initialized():
+            self._store = None
 
     def close(self) -> None:
         """Close the store and the socket, unless the store was handed over."""

@@ -1,4 +1,4 @@
-"""The tasks of a worker's event loop: how many there are, where they wait, and what some of them have died of."""
+"""A worker's event loop in a thread of its own, and its tasks: how many, where they wait, and why some have died."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
+from bandmaster.platform.limits import start_thread
 from bandmaster.wire.activity import N_TASKS
 from bandmaster.worker_process.activity import ActivityPage
 
-__all__ = ["Tasks"]
+__all__ = ["EventLoopThread"]
 
 MOST_STACKS = 8  # that are told of other tasks
 MOST_DEAD = 8
@@ -26,7 +29,50 @@ _CHAIN = (("cr_frame", "cr_await"), ("ag_frame", "ag_await"), ("gi_frame", "gi_y
 _KINDS = (CoroutineType, AsyncGeneratorType, GeneratorType)
 
 
-class Tasks:
+class EventLoopThread:
+    """An event loop in a thread of its own.
+
+    Tasks that a method leaves behind continue between calls. It also works if the calling thread runs an event loop
+    itself, as in a notebook.
+
+    Attributes:
+        tasks: Tells where its tasks wait.
+
+    Args:
+        activity: Shows how many tasks there are.
+    """
+
+    def __init__(self, activity: ActivityPage) -> None:
+        self._loop = asyncio.new_event_loop()
+        self.tasks = _Tasks(self._loop, activity)
+        self._is_closed = False
+        try:
+            self._thread = start_thread("bandmaster-async-methods", self._serve)
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            with suppress(SystemExit, KeyboardInterrupt):  # of a coroutine, raised in its caller too: the loop goes on
+                self._loop.run_forever()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Cancel all tasks and end the thread."""
+        self._is_closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+
+class _Tasks:
     """Counts the tasks of an event loop, and tells where they wait.
 
     Args:

@@ -138,9 +138,11 @@ class WorkerActor:
         self._executor.activity = ActivityPage(is_shared=True)
         address = ray.util.get_node_ip_address()
         device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
+        port = 0
         if identity.rank == 0:
-            self._executor.rendezvous = Rendezvous(listening_socket(address))
-        port = self._executor.rendezvous.port if self._executor.rendezvous else 0
+            rendezvous = Rendezvous(listening_socket(address))
+            self._executor.after.append(rendezvous.hand_over)
+            port = rendezvous.port
         node, stderr = ray.get_runtime_context().get_node_id(), os.readlink("/proc/self/fd/2")
         self._is_detached = identity.is_detached
         name, pid = os.uname().nodename, os.getpid()
