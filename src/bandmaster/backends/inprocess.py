@@ -49,16 +49,13 @@ class InProcessBackend(MachineBackend):
                 "output= needs workers with processes of their own, but the pool is on backend 'inprocess', where all "
                 "output is that of the controller; leave output= out, or use backend 'local'"
             )
-        if len(launch.slots) > 1 or not self._may_be_alone():
+        held = self._environment.has("RANK")
+        if len(launch.slots) > 1 or ("RANK" in os.environ and not held):  # this process is a rank of something else
             return InProcessWorkers(launch, release=self._environment.hold(launch.group, launch.env))
-        if not self._environment.has("RANK"):
+        if not held:
             self._had_process_group = _has_process_group()
         release = self._environment.hold(launch.group, {**launch.env, **_ONE_RANK})
         return InProcessWorkers(launch, release=partial(self._release_alone, release))
-
-    def _may_be_alone(self) -> bool:
-        """Whether this process is no rank of torch.distributed by the environment that it was started with."""
-        return "RANK" not in os.environ or self._environment.has("RANK")
 
     def _release_alone(self, release: Callable[[], object]) -> None:
         """Put back the environment; the last group of one rank takes the process group along that they have made."""
