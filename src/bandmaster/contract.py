@@ -1,4 +1,4 @@
-"""The waist: what a backend is (4 methods), and what the running workers of a group are (10 methods, 4 facts).
+"""The waist: what a backend is (5 methods), and what the running workers of a group are (10 methods, 4 facts).
 
 The core plans calls and never sees a socket. A backend carries payloads and never sees an axis or a protocol::
 
@@ -494,7 +494,7 @@ class Backend(Protocol):
         """The nodes that there are and what is free on them."""
 
     def reserve(self, request: Request, timeout_s: float) -> Any:
-        """Reserve the slots of a pool.
+        """Reserve the slots of a pool. Returns the reservation, which is not None.
 
         Raises:
             PlacementError: The slots do not fit, or did not become free in time.

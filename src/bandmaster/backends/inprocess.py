@@ -25,6 +25,7 @@ from bandmaster.errors import UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held
 from bandmaster.wire.kept import RowReader
+from bandmaster.worker import Worker
 from bandmaster.worker_process.executor import Executor
 
 __all__ = ["InProcessBackend", "InProcessTicket", "InProcessWorkers"]
@@ -120,7 +121,7 @@ class InProcessWorkers:
         """Host, process and device of each rank. The handles return the worker objects."""
         host, pid = socket.gethostname(), os.getpid()
         return [
-            WorkerRecord(host, pid, one.device, "in process", partial(getattr, one, "worker"))
+            WorkerRecord(host, pid, one.device, "in process", partial(_worker_of, one))
             for one in self._executors.values()
         ]
 
@@ -138,7 +139,7 @@ class InProcessWorkers:
                     dead = self.deaths.get(rank)
                     tickets[rank] = InProcessTicket(dead) if dead is not None else self._run(rank, by_rank[rank])
         finally:
-            self._let_go_of_the_dead()
+            self._drop_the_dead()
 
     def _run(self, rank: int, call: Call) -> InProcessTicket:
         parts = [part.private() for part in call.parts]
@@ -168,14 +169,14 @@ class InProcessWorkers:
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
         """Discard the workers if ``kill_because`` is given; else do nothing, as no call is running."""
         if kill_because is not None:
-            self._let_go(tickets, kill_because)
+            self._discard(tickets, kill_because)
 
     def resume(self, tickets: Mapping[int, Any]) -> None:
         """Do nothing: the ranks run their parts of a call one after the other."""
 
     def replace(self, rank: int) -> None:
         """Discard the object of a rank. The next `CONSTRUCT` call makes a new one."""
-        self._let_go([rank], "ended by the controller, because it is being replaced")
+        self._discard([rank], "ended by the controller, because it is being replaced")
         self._executors[rank] = self._executor(rank)
         del self.deaths[rank]
 
@@ -191,14 +192,14 @@ class InProcessWorkers:
         """Discard all workers. A thread that is running a method discards them when the method returns."""
         self._check_idle()
         self._is_stopped = True
-        self._let_go(list(self._executors), why)
+        self._discard(list(self._executors), why)
         self._release()
 
-    def _let_go(self, ranks: Sequence[int] | Mapping[int, Any], why: str) -> None:
+    def _discard(self, ranks: Sequence[int] | Mapping[int, Any], why: str) -> None:
         self._check_idle()
         for rank in ranks:
             self.deaths[rank] = Failure(FailureKind.DIED, why)
-        self._let_go_of_the_dead()
+        self._drop_the_dead()
 
     def _check_idle(self) -> None:
         """Refuse a request by a worker's method or a signal handler while a method runs in this thread."""
@@ -208,7 +209,7 @@ class InProcessWorkers:
             "the group between steps (a worker cannot call its own group on any backend)",
         )
 
-    def _let_go_of_the_dead(self) -> None:
+    def _drop_the_dead(self) -> None:
         """Discard the objects of dead ranks. If another thread is running a method, that thread does so afterwards."""
         if self.deaths and self._running.acquire(blocking=False):
             try:
@@ -231,6 +232,11 @@ class InProcessTicket(contract.Ticket):
     def __init__(self, outcome: Payload | Kept | Failure | None) -> None:
         super().__init__()
         self.outcome = outcome
+
+
+def _worker_of(executor: Executor) -> Worker | None:
+    """The worker object; None before it is constructed and after it was discarded."""
+    return executor.worker
 
 
 def _private(part: Payload | Kept) -> Payload:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
@@ -36,15 +35,12 @@ class MachineBackend:
 
     def __init__(self) -> None:
         self._reserving = threading.RLock()  # one reservation at a time
-        self._holders: dict[int, Reservation] = {}  # the reservation of each GPU in use, by index of the GPU
-        self._released: deque[Reservation] = deque()  # released, but not yet removed from the holders
+        self._reserved: dict[Reservation, None] = {}
 
     def inventory(self) -> tuple[Node, ...]:
         """This machine as the only node."""
-        with self._reserving:
-            self._take_back()
-            n_gpus, holders = count_gpus(), list(self._holders.values())
-        names = tuple(sorted({f"pool {holder.name!r}" for holder in holders}))
+        n_gpus, holders = count_gpus(), self._holders()
+        names = tuple(sorted({f"pool {holder.name!r}" for holder in holders.values()}))
         return (Node("this machine", None, None, n_gpus, n_gpus - len(holders), names, is_many=True),)
 
     def reserve(self, request: Request, timeout_s: float) -> Reservation:
@@ -59,11 +55,12 @@ class MachineBackend:
             nodes = self.inventory()
             if assign_nodes(request, nodes) is None:
                 raise cannot_place(request, nodes)
-            free = (gpu for gpu in range(count_gpus()) if gpu not in self._holders)
+            holders = self._holders()
+            free = (gpu for gpu in range(count_gpus()) if gpu not in holders)
             each = request.gpus_per_worker
             gpus = tuple(tuple(tuple(islice(free, each)) for _ in range(size)) for size in request.workers)
             reservation = Reservation(request.name, gpus)
-            self._holders.update({gpu: reservation for on_node in gpus for slot in on_node for gpu in slot})
+            self._reserved[reservation] = None
         return reservation
 
     def nodes(self, reservation: Reservation) -> list[Node | None]:
@@ -72,10 +69,8 @@ class MachineBackend:
 
     def release(self, reservation: Reservation) -> None:
         """Release the GPUs of a reservation."""
-        self._released.append(reservation)
+        self._reserved.pop(reservation, None)
 
-    def _take_back(self) -> None:
-        """Remove released reservations from the holders."""
-        while self._released:
-            released = self._released.popleft()
-            self._holders = {gpu: holder for gpu, holder in self._holders.items() if holder is not released}
+    def _holders(self) -> dict[int, Reservation]:
+        """The reservation of each GPU in use, by index of the GPU."""
+        return {gpu: one for one in list(self._reserved) for node in one.gpus for slot in node for gpu in slot}

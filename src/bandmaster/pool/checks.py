@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from bandmaster.errors import UsageError
 
-__all__ = ["check_amount", "checked_env", "checked_modules", "checked_resources", "checked_sizes"]
+__all__ = ["check_amount", "check_count", "checked_env", "checked_modules", "checked_resources", "checked_sizes"]
 
 _SET_FOR_EACH_RANK = "bandmaster sets it in each worker, so that torch.distributed finds the other ranks"
 _REFUSED = {  # environment variables, and why a pool does not set them
@@ -23,6 +23,12 @@ def check_amount(what: str, amount: object) -> None:
     """Raise `UsageError` unless it is a number of at least 0."""
     if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
         raise UsageError(f"{what} must be a non-negative number, got {amount!r}")
+
+
+def check_count(what: str, count: object, meaning: str = "") -> None:
+    """Raise `UsageError` unless it is an integer of at least 1."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UsageError(f"{what} must be an integer of at least 1{meaning}, got {count!r}")
 
 
 def checked_resources(resources: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:

@@ -57,13 +57,12 @@ class Lease:
         self.max_colocate_count = max_colocate_count
         self.holders: dict[tuple[int, int], dict[object, str]] = {}  # group names, by (node, index) and then by holder
         self.groups: weakref.WeakSet[Closes] = weakref.WeakSet()
-        self.reservation: Any = None
-        self.is_adopted = False  # whether somebody else has reserved the slots
+        self.reservation: Any = None  # as long as the slots are not reserved
         self.is_closed = False
         self._set_entries()
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # held while the backend reserves the slots
-        self._release: weakref.finalize[Any, Lease] | None = None
+        self._release: weakref.finalize[Any, Lease] | None = None  # also if the slots belong to others
 
     def _set_entries(self) -> None:
         n_used = len(self.request.workers) - self.request.n_spares
@@ -75,18 +74,18 @@ class Lease:
         ClassLoading.check()
         check_not_held(self._lock, RESERVING)
         with self._lock:
-            if self._release is None:
+            if not self.is_reserved:
                 backend = get_backend(self.backend)
-                self.reservation = backend.reserve(self.request, self._timeout_s)
-                self._release = weakref.finalize(self, backend.release, self.reservation)
+                reservation = backend.reserve(self.request, self._timeout_s)
+                self._release = weakref.finalize(self, backend.release, reservation)
+                self.reservation = reservation
             if self.is_closed:  # another thread closed it meanwhile
                 self._end()
 
     def give_back(self) -> None:
         """Release the slots until `open` reserves some again, unless a group is on them or they belong to others."""
         with self._lock, occupying:
-            is_own = self._release is not None and not self.is_adopted
-            if is_own and not self.is_closed and not any(self.holders.values()):
+            if self._release is not None and not self.is_closed and not any(self.holders.values()):
                 self._end()
                 self._release = self.reservation = None
                 self._set_entries()
@@ -95,13 +94,12 @@ class Lease:
         """Use what was reserved elsewhere, and is released by whoever reserved it."""
         with self._lock:
             self._end()
-            self.reservation, self.is_adopted = reservation, True
-            self._release = weakref.finalize(self, _nothing)
+            self.reservation, self._release = reservation, None
 
     @property
     def is_reserved(self) -> bool:
         """Whether the slots are reserved."""
-        return self._release is not None
+        return self.reservation is not None
 
     def entry(self, node: int) -> int:
         """The entry of the request that a node of the pool is now."""
@@ -176,10 +174,6 @@ class Lease:
 
 
 Place = tuple[Lease, int, int]  # what identifies a slot: node of the pool, and index there
-
-
-def _nothing() -> None:
-    """What is to be done about slots that somebody else releases."""
 
 
 @dataclass(frozen=True)

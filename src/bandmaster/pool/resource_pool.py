@@ -13,7 +13,14 @@ from bandmaster.errors import ClosedError, PlacementError, UsageError
 from bandmaster.plan.placement import STRATEGIES, Request, node_choices
 from bandmaster.plan.render import html_table
 from bandmaster.platform.forks import n_forks
-from bandmaster.pool.checks import check_amount, checked_env, checked_modules, checked_resources, checked_sizes
+from bandmaster.pool.checks import (
+    check_amount,
+    check_count,
+    checked_env,
+    checked_modules,
+    checked_resources,
+    checked_sizes,
+)
 from bandmaster.pool.lease import Closes, Lease, Part, Place, WorkerStart, close_all, free, occupying
 from bandmaster.pool.plan import PlannedNode, PoolPlan
 
@@ -94,20 +101,14 @@ class ResourcePool:
     ) -> None:
         sizes = checked_sizes(process_on_nodes, "process_on_nodes", "node")
         spare_sizes = () if spares in ((), []) else checked_sizes(spares, "spares", "spare node")
-        is_count = isinstance(max_colocate_count, int) and not isinstance(max_colocate_count, bool)
-        if not is_count or max_colocate_count < 1:
-            raise UsageError(
-                "max_colocate_count must be an integer of at least 1, the number of groups that may share a slot, "
-                f"got {max_colocate_count!r}"
-            )
+        check_count("max_colocate_count", max_colocate_count, ", the number of groups that may share a slot")
+        check_count("gpus_per_worker", gpus_per_worker)
         for what, amount in (("cpus_per_worker", cpus_per_worker), ("placement_timeout", placement_timeout)):
             check_amount(what, amount)
         if strategy not in STRATEGIES:
             raise UsageError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
         if not isinstance(use_gpu, bool):
             raise UsageError(f"use_gpu must be True (GPUs for every slot) or False (none), got {use_gpu!r}")
-        if not isinstance(gpus_per_worker, int) or isinstance(gpus_per_worker, bool) or gpus_per_worker < 1:
-            raise UsageError(f"gpus_per_worker must be an integer of at least 1, got {gpus_per_worker!r}")
         if gpus_per_worker > 1 and not use_gpu:
             raise UsageError(f"gpus_per_worker={gpus_per_worker} needs use_gpu=True")
         if not isinstance(name_prefix, str | None):
@@ -344,17 +345,14 @@ class ResourcePool:
 
     def _check_room(self, holder: object, name: str) -> None:
         """Raise `PlacementError` if a slot of the pool holds more than ``max_colocate_count`` groups."""
-        for part in self._parts:
-            for index in part.indices:
-                holders = dict(part.lease.holders[part.node, index])
-                del holders[holder]
-                if len(holders) >= part.lease.max_colocate_count:
-                    names = ", ".join(holders.values())
-                    raise PlacementError(
-                        f"{self!r} has no room for group {name!r}: slot {index} of node {part.node} holds "
-                        f"{len(holders)} groups of at most {part.lease.max_colocate_count} ({names}); "
-                        "close one of them, or create the pool with a larger max_colocate_count"
-                    )
+        for lease, node, index in self._places:
+            others = [other for key, other in list(lease.holders[node, index].items()) if key is not holder]
+            if len(others) >= lease.max_colocate_count:
+                raise PlacementError(
+                    f"{self!r} has no room for group {name!r}: slot {index} of node {node} holds {len(others)} groups "
+                    f"of at most {lease.max_colocate_count} ({', '.join(others)}); close one of them, or create the "
+                    "pool with a larger max_colocate_count"
+                )
 
     def _slots(self) -> Iterator[Slot]:
         for node_rank, part in enumerate(self._parts):

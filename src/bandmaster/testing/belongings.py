@@ -10,10 +10,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from bandmaster.backends import get_backend
 from bandmaster.platform.proc import Stat, everyone
+
+if TYPE_CHECKING:
+    from bandmaster.backends.local import LocalBackend
 
 __all__ = ["KINDS", "HeldResources", "held_resources", "is_connected_to_ray"]
 
@@ -159,8 +162,9 @@ class _Zygote(NamedTuple):
 
 def _zygote() -> _Zygote:
     """The zygote that stays, with the descriptors that this process holds for it; pid 0 if there is none."""
-    module = sys.modules.get("bandmaster.backends.local")
-    zygote = get_backend("local").lasting_zygote if module is not None else None  # type: ignore[attr-defined]
+    zygote = None
+    if "bandmaster.backends.local" in sys.modules:
+        zygote = cast("LocalBackend", get_backend("local")).lasting_zygote
     if zygote is None or not zygote.is_ours:
         return _Zygote()
     watched = f"Pid:\t{zygote.pid}\n"
