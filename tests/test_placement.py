@@ -13,7 +13,6 @@ from bandmaster.plan.placement import (
     Request,
     assign_nodes,
     cannot_place,
-    could_ever_fit,
 )
 
 
@@ -87,8 +86,7 @@ def test_what_is_held_may_become_free():
 
     assert assign_nodes(gpus(8), nodes) is None
     assert assign_nodes(gpus(8), nodes, free=False) == (0,)
-    assert could_ever_fit(gpus(8), nodes)
-    assert not could_ever_fit(gpus(9), nodes)
+    assert assign_nodes(gpus(9), nodes, free=False) is None
 
 
 @given(st.integers(1, 6), st.integers(1, 8), st.lists(st.integers(0, 8), max_size=4))
@@ -177,7 +175,8 @@ def test_custom_resources_count_like_others():
     request = Request("pool", (2,), 1, 0, resources_per_worker=(("trainer", 1.0),))
 
     assert assign_nodes(request, nodes) == (2,)
-    assert could_ever_fit(Request("pool", (4, 4, 4), 1, 0, resources_per_worker=(("trainer", 1.0),)), nodes)
+    wants_all = Request("pool", (4, 4, 4), 1, 0, resources_per_worker=(("trainer", 1.0),))
+    assert assign_nodes(wants_all, nodes, free=False) is not None
     assert assign_nodes(Request("pool", (2,), 1, 0, resources_per_worker=(("other", 1.0),)), nodes) is None
 
 

@@ -19,7 +19,6 @@ __all__ = [
     "Request",
     "assign_nodes",
     "cannot_place",
-    "could_ever_fit",
     "node_choices",
 ]
 
@@ -244,11 +243,6 @@ def _placed(request: Request, rooms: Sequence[tuple[Node, int | None]], packs: b
         left[at] -= request.workers[entry]
         on.setdefault(at, []).append(entry)
     return {entry: at for at, entries in on.items() for entry in entries}
-
-
-def could_ever_fit(request: Request, nodes: Sequence[Node]) -> bool:
-    """Whether the request fits on these nodes when no resource is reserved."""
-    return assign_nodes(request, nodes, free=False) is not None
 
 
 def cannot_place(

@@ -26,13 +26,15 @@ from bandmaster.backends.zygotes import default_modules
 from bandmaster.contract import Launch
 from bandmaster.errors import UsageError
 from bandmaster.hosts.workers import AgentWorkers
-from bandmaster.plan.placement import Node, Request
+from bandmaster.plan.placement import Node, Request, assign_nodes, cannot_place
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.proc import Stat, stat
+from bandmaster.platform.settings import CONTROLLERS_RAY
 from bandmaster.wire.listener import peer_pid
 
 __all__ = ["RayBackend"]
 
+POLL_S = 0.1  # Ray has no event for "a resource became free"
 LOOK_S = 0.5  # how often to look whether the user has left Ray, or it has ended, of which Ray tells nobody
 _BY_POOL = (
     "the pool decides about it: use_gpu=, gpus_per_worker=, cpus_per_worker= and resources_per_worker= of ResourcePool"
@@ -88,8 +90,7 @@ class RayBackend:
             UsageError: The cluster can only be reached through Ray Client.
         """
         with self.connection.staying():
-            self.connection.connect()
-            reservation = placement.reserve(request, timeout_s, self.connection.is_embedded, self._reserved)
+            reservation = self._waited_for(request, timeout_s)
             self.connection.hold(reservation, reservation.session)
             here = ray.get_runtime_context().get_node_id()
             far = [AgentKey(node) for node in dict.fromkeys(reservation.nodes) if node != here]
@@ -97,8 +98,39 @@ class RayBackend:
                 self.agents.prepare(reservation, far)
         return reservation
 
+    def _waited_for(self, request: Request, timeout_s: float) -> Reservation:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            nodes = self.inventory()
+            if assign_nodes(request, nodes, free=False) is None:
+                raise cannot_place(request, nodes, free=False)
+            assigned = assign_nodes(request, nodes)
+            if assigned is not None:
+                reservation = self._reserved(request, [nodes[index].key for index in assigned], deadline)
+                if reservation is not None:
+                    return reservation
+            if time.monotonic() >= deadline:
+                raise cannot_place(request, nodes, waited_s=timeout_s)
+            time.sleep(POLL_S)
+
     def _reserved(self, request: Request, keys: Sequence[str], deadline: float) -> Reservation | None:
-        return placement.reserved(request, keys, deadline, self.connection.is_embedded)
+        """Create a placement group with one bundle for each entry; None if resources were taken meanwhile.
+
+        Args:
+            request: The slots.
+            keys: Ray's id of the node of each entry.
+            deadline: Until when to wait for the placement groups, as `time.monotonic`.
+        """
+        names = [placement.name_of(request.name, size) for size in request.workers]
+        bundles = [[placement.bundle_of(request, size, self.connection.is_embedded)] for size in request.workers]
+        groups = placement.placed(names, bundles, keys, deadline)
+        if groups is None:
+            return None
+        try:
+            return Reservation(request.name, groups, tuple(keys), placement.gpus_of(groups, request), RaySession())
+        except BaseException:
+            placement.release(groups)
+            raise
 
     def _remove(self, reservation: Reservation) -> None:
         placement.release(reservation.groups)
@@ -171,7 +203,7 @@ def _environment(asked: Mapping[str, Any] | None) -> tuple[dict[str, str], dict[
     hook = merged.pop(SETUP_HOOK) if is_name(merged.get(SETUP_HOOK)) else None
     rest = {name: value for name, value in merged.items() if name not in ("env_vars", "_ray_commit") and value}
     said = {"namespace": context.namespace, "runtime_env": dict(context.runtime_env), "hook": hook}
-    found = {"RAY_ADDRESS": context.gcs_address, "BANDMASTER_RAY": json.dumps(said)}
+    found = {"RAY_ADDRESS": context.gcs_address, CONTROLLERS_RAY: json.dumps(said)}
     return {**found, **variables}, rest
 
 

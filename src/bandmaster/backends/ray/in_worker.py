@@ -12,6 +12,7 @@ from typing import Any
 
 from bandmaster.codec import add_reducer
 from bandmaster.platform.after_import import AfterImport
+from bandmaster.platform.settings import controllers_ray
 
 __all__ = ["SETUP_HOOK", "connect_when_used", "is_name", "teach_codec"]
 
@@ -27,7 +28,7 @@ def connect_when_used() -> None:
     names. The namespace, in which named actors are found, and the ``runtime_env`` of tasks and actors would be those of
     another program; ``BANDMASTER_RAY`` has those of the controller. If it is not set, this does nothing.
     """
-    said = os.environ.get("BANDMASTER_RAY")
+    said = controllers_ray()
     if said is not None:
         defaults = json.loads(said)
         hook = defaults.pop("hook")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -15,27 +15,23 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bandmaster.backends.ray.session import PLACE, RaySession
-from bandmaster.plan.placement import Node, Request, assign_nodes, cannot_place, could_ever_fit
+from bandmaster.plan.placement import Node, Request
 
 __all__ = [
-    "POLL_S",
     "START_TIMEOUT_S",
     "Reservation",
     "bundle_of",
     "device_key",
+    "gpus_of",
     "gpus_of_bundle",
     "inventory",
     "name_of",
     "node_of",
     "placed",
     "release",
-    "reserve",
-    "reserved",
 ]
 
-POLL_S = 0.1  # Ray has no event for "a resource became free"
 START_TIMEOUT_S = 300.0  # for Ray to start a process
-Attempt = Callable[[Request, Sequence[str], float], "Reservation | None"]
 _UNIQUE = " #"  # begins the suffix that makes the name of a placement group unique; messages omit the suffix
 
 
@@ -93,50 +89,6 @@ def inventory(is_embedded: bool) -> tuple[Node, ...]:
             )
         )
     return tuple(nodes)
-
-
-def reserve(request: Request, timeout_s: float, is_embedded: bool, attempt: Attempt) -> Reservation:
-    """Reserve slots on the nodes that are chosen for a request.
-
-    Waits at most ``timeout_s`` seconds for resources that others hold.
-
-    Args:
-        request: The slots.
-        timeout_s: Seconds to wait.
-        is_embedded: Whether Ray is a private instance.
-        attempt: Reserves the slots of each entry on a given node until a moment of `time.monotonic`; returns None if
-            resources were taken meanwhile.
-
-    Raises:
-        PlacementError: The request can never fit, or the resources did not become free in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        nodes = inventory(is_embedded)
-        if not could_ever_fit(request, nodes):
-            raise cannot_place(request, nodes, free=False)
-        assigned = assign_nodes(request, nodes)
-        if assigned is not None:
-            reservation = attempt(request, [nodes[index].key for index in assigned], deadline)
-            if reservation is not None:
-                return reservation
-        if time.monotonic() >= deadline:
-            raise cannot_place(request, nodes, waited_s=timeout_s)
-        time.sleep(POLL_S)
-
-
-def reserved(request: Request, keys: Sequence[str], deadline: float, is_embedded: bool) -> Reservation | None:
-    """Create a placement group with one bundle for the slots of each entry; None if resources were taken meanwhile."""
-    names = [name_of(request.name, size) for size in request.workers]
-    bundles = [[bundle_of(request, size, is_embedded)] for size in request.workers]
-    groups = placed(names, bundles, keys, deadline)
-    if groups is None:
-        return None
-    try:
-        return Reservation(request.name, groups, tuple(keys), _gpus(groups, request), RaySession())
-    except BaseException:
-        release(groups)
-        raise
 
 
 def name_of(pool: str, n_slots: int) -> str:
@@ -198,7 +150,7 @@ def bundle_of(request: Request, n_slots: int, is_embedded: bool) -> dict[str, fl
     return found or {"CPU": 0.01}
 
 
-def _gpus(groups: Sequence[PlacementGroup], request: Request) -> tuple[tuple[tuple[str, ...], ...], ...]:
+def gpus_of(groups: Sequence[PlacementGroup], request: Request) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """The GPUs of each slot, in the order of their numbers, which only a task in a bundle can read."""
     each = request.gpus_per_worker
     if not each:

@@ -15,8 +15,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from bandmaster.backends import get_backend
 from bandmaster.backends.host_workers import HostWorkers
 from bandmaster.backends.ray import placement
-from bandmaster.backends.ray.backend import RayBackend
-from bandmaster.backends.ray.placement import POLL_S, START_TIMEOUT_S, Reservation, device_key
+from bandmaster.backends.ray.backend import POLL_S, RayBackend
+from bandmaster.backends.ray.placement import START_TIMEOUT_S, Reservation, device_key
 from bandmaster.backends.ray.session import RaySession
 from bandmaster.contract import Launch
 from bandmaster.errors import UsageError
