@@ -130,7 +130,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Launch:
-    """Everything a backend needs to start a group's workers, and to replace one of them later.
+    """A request to start a group's workers, with all that a backend needs, also to replace one of them later.
 
     Attributes:
         group: The group's name.
@@ -189,7 +189,7 @@ class Launch:
 
     @property
     def constructor(self) -> str:
-        """What messages call the construction of the workers."""
+        """The name of the constructor in messages."""
         return f"{self.class_name}.__init__"
 
     def sent(self) -> Launch:
@@ -203,7 +203,7 @@ class Launch:
 
 
 class WorkerRecord(NamedTuple):
-    """Where one running worker is.
+    """The location of one running worker.
 
     Attributes:
         host: Name or address of its host.
@@ -238,7 +238,7 @@ class WorkerProcess:
 
 
 class Reply(IntEnum):
-    """What happens to the value that a method returns."""
+    """The fate of the value that a method returns."""
 
     DROP = 0  # the worker does not even encode it
     RETURN = 1  # the controller fetches it
@@ -290,7 +290,7 @@ class Kept(Protocol):
 
     @property
     def facts(self) -> RowFacts | None:
-        """What is known of them; None for a value that has no rows."""
+        """The facts about the rows; None for a value that has none."""
 
     def payload(self, timeout_s: float | None = None) -> Payload:
         """The encoded rows, in memory of the reader's own.
@@ -320,7 +320,7 @@ class KeptCopy:
 
     @property
     def facts(self) -> RowFacts | None:
-        """What is known of the rows; None for a value that has none."""
+        """The facts about the rows; None for a value that has none."""
         if self._facts is None:
             self._facts = facts_of(decode(self.payload()), self._payload.nbytes)
         return self._facts
@@ -331,7 +331,7 @@ class KeptCopy:
 
 
 class Call(NamedTuple):
-    """What some ranks are asked to do, all of them the same.
+    """One call of one method on some ranks.
 
     Attributes:
         ranks: The ranks.
@@ -358,7 +358,7 @@ class Call(NamedTuple):
 
     @property
     def how(self) -> tuple[int, bool, bool]:
-        """What agents are told besides method and arguments: reply, ``is_timed`` and ``is_fenced``."""
+        """The part of the call that agents need besides method and arguments: reply, ``is_timed`` and ``is_fenced``."""
         return int(self.reply), self.is_timed, self.is_fenced
 
     @property
@@ -404,7 +404,7 @@ class Workers(Protocol):
 
     @property
     def records(self) -> Sequence[WorkerRecord]:
-        """Where each rank's worker is."""
+        """The location of each rank's worker."""
 
     @property
     def arrivals(self) -> int | None:
@@ -488,7 +488,7 @@ class Workers(Protocol):
 
 
 class Backend(Protocol):
-    """Where workers run."""
+    """A place for workers to run in."""
 
     def inventory(self) -> tuple[Node, ...]:
         """The nodes that there are and what is free on them."""

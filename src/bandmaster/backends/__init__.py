@@ -1,4 +1,4 @@
-"""Where workers run: the registry of backends, and the backends that come with bandmaster.
+"""The registry of backends, and the backends that come with bandmaster.
 
 `get_backend` returns a backend by name, and `register_backend` adds one. `bandmaster.contract` defines what a backend
 must provide.

@@ -45,7 +45,7 @@ END_GRACE_S = 0.5  # time for workers to exit by themselves before they are kill
 
 @dataclass(frozen=True)
 class Place:
-    """What one host gives to the ranks of a group that run there.
+    """The share of one host in a group: the ranks that run there, with their address, GPUs and variables.
 
     Attributes:
         ranks: The ranks.
@@ -146,7 +146,7 @@ class HostWorkers:
         return self._client.is_stopped
 
     def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> Payload:
-        """As `WorkerClient.reserve`."""
+        """A payload whose bytes are still to be written, as `WorkerClient.reserve` makes it."""
         return self._client.reserve(sizes, is_kept)
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:

@@ -49,7 +49,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Spawn:
-    """What a new worker takes over from the controller, as if it had been forked from the controller itself.
+    """The state that a new worker takes over from the controller, as if it had been forked from the controller itself.
 
     Attributes:
         identity: The worker's identity, without its pid.

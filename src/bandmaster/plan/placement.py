@@ -98,7 +98,7 @@ class Node:
     is_many: bool = False
 
     def capacity(self, request: Request, *, free: bool = True) -> int | None:
-        """How many workers of ``request`` fit on this node; None if the request needs nothing that is counted.
+        """The number of workers of ``request`` that fit on this node; None if nothing that it needs is counted.
 
         Args:
             request: The resources per worker.
@@ -286,7 +286,7 @@ def _describe(node: Node, fits: int | None, request: Request, free: bool) -> str
 
 
 def _labels(node: Node, request: Request) -> str:
-    """What a node has of the labels that a request asks for."""
+    """The values that a node has for the labels of a request."""
     asked = dict.fromkeys(label for choice in request.choices for label, _ in choice.labels)
     said = [f"{label}={node.labels.get(label, '(none)')}" for label in asked]
     return f" ({', '.join(said)})" if said else ""

@@ -1,4 +1,4 @@
-"""How long is left to wait."""
+"""A deadline on the monotonic clock, or none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Deadline"]
 
 
 class Deadline:
-    """A moment until which is waited.
+    """A deadline on the monotonic clock, or none.
 
     Attributes:
         timeout_s: Seconds from when this was made; None for no limit.

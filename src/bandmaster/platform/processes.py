@@ -34,7 +34,7 @@ TRACKER_GRACE_S = 1.0  # time for a resource tracker of `multiprocessing` to unl
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended.
+    """The end of a process.
 
     Attributes:
         status: Wait status as `os.wait4` returns it.

@@ -1,4 +1,4 @@
-"""How pools are merged and split."""
+"""Functions that merge and split pools."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ occupying = threading.RLock()  # one group at a time occupies slots; re-entrant,
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What the pool asks for of the processes of workers on it.
+    """The options of a pool for the processes of its workers.
 
     Attributes:
         preload: Names of the modules that are imported first; None if the backend chooses them.

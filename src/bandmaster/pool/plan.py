@@ -1,4 +1,4 @@
-"""Where the nodes of a pool are, or would be, as a table."""
+"""A table of the hosts on which the nodes of a pool are, or would be."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlannedNode:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """Which host has which ranks of a group on a pool; prints as a table, also in a notebook.
+    """The hosts of the ranks of a group on a pool; prints as a table, also in a notebook.
 
     Attributes:
         pool: The pool, in words.

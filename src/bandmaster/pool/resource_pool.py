@@ -170,12 +170,12 @@ class ResourcePool:
 
     @property
     def max_colocate_count(self) -> int:
-        """How many groups may share a slot. A merged pool has the smallest value of its source pools."""
+        """The number of groups that may share a slot. A merged pool has the smallest value of its source pools."""
         return min(part.lease.max_colocate_count for part in self._parts)
 
     @property
     def gpus_per_worker(self) -> int:
-        """How many GPUs each slot has; 0 without ``use_gpu``."""
+        """The number of GPUs of each slot; 0 without ``use_gpu``."""
         return self._lease.request.gpus_per_worker
 
     @property
@@ -230,7 +230,7 @@ class ResourcePool:
         return self
 
     def plan(self) -> PoolPlan:
-        """Where the ranks are, or, as long as nothing is reserved, where they would be now; prints as a table.
+        """Return the hosts of the ranks, or, as long as nothing is reserved, those where they would be now.
 
         Raises:
             PlacementError: The slots are not reserved, and do not fit now.
@@ -299,7 +299,7 @@ class ResourcePool:
 
     @property
     def _places(self) -> list[Place]:
-        """What identifies each slot, in rank order: merged and split pools share slots."""
+        """The identity of each slot, in rank order: merged and split pools share slots."""
         return [(part.lease, part.node, index) for part in self._parts for index in part.indices]
 
     @property

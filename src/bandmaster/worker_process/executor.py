@@ -124,7 +124,7 @@ class Executor:
             activity.words[RUNNING] = 0
 
     def times(self) -> tuple[int, int, int, int]:
-        """Those of `Timed`, of the call that has run last and was timed.
+        """Return the times of the last call, as in `Timed`; that call must have been timed.
 
         A call that has failed, or is not one of a method of the user's, has no moments in between.
         """
@@ -137,7 +137,7 @@ class Executor:
     async def call_beside(
         self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
     ) -> Payload | Rows | Failure | Timed | None:
-        """As `call`, on the event loop of the caller, where calls of async methods overlap."""
+        """Run one call on the event loop of the caller, where calls of async methods overlap."""
         with self.activity.beside(method):
             return await self._call_beside(method, reply, parts, rows)
 
@@ -302,7 +302,7 @@ class Executor:
         return future.result()
 
     def told_of_tasks(self) -> str:
-        """As `Tasks.told`, of the event loop of async methods and the coroutine that the running call waits for."""
+        """Tell where the coroutine of the running call waits, and of the other tasks: two texts, as JSON."""
         return '["", ""]' if self._loop is None else self._loop.tasks.told(self._awaited)
 
     def close(self) -> None:

@@ -88,7 +88,7 @@ class _Tasks:
         loop.set_exception_handler(self._is_collected)
 
     def told(self, awaited: Coroutine[Any, Any, Any] | None) -> str:
-        """Where a coroutine waits, and what there is to say of the other tasks: two texts, as JSON. From any thread.
+        """Tell where a coroutine waits, and of the other tasks: two texts, as JSON. Any thread may call this.
 
         Tasks that wait at the same place are counted. Those that have died are told of as long as nobody has seen why.
         """

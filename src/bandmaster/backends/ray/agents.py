@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class AgentKey(NamedTuple):
-    """What identifies an agent of a controller.
+    """The identity of an agent of a controller.
 
     Attributes:
         node: Ray's id of its node.
@@ -63,7 +63,7 @@ class AgentKey(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """What an agent is told of its controller.
+    """The facts about a controller that its agents need.
 
     Attributes:
         secret: What both ends of a link prove.
@@ -81,7 +81,7 @@ class Opening(NamedTuple):
 
 
 class AgentFacts(NamedTuple):
-    """Where an agent is.
+    """The location of an agent.
 
     Attributes:
         address: Where it listens.
@@ -241,7 +241,7 @@ class RayAgents:
         self._opened[key] = self._actors[key].bandmaster_open.remote(opening)
 
     def lost_nodes(self) -> set[str]:
-        """Those of the nodes whose agents are gone, though nobody has ended them, that cannot be reached either."""
+        """The nodes that cannot be reached, of those whose agents have ended by themselves."""
         has_link = set() if self._fabric is None else set(self._fabric.agents)
         gone = {key.node for key in self._actors.keys() - has_link - self._opened.keys()}
         now = time.monotonic()

@@ -92,7 +92,7 @@ def inventory(is_embedded: bool) -> tuple[Node, ...]:
 
 
 def name_of(pool: str, n_slots: int) -> str:
-    """What messages call the placement group of some slots of a pool."""
+    """The name that messages give to the placement group of some slots of a pool."""
     return f"pool {pool!r} ({n_slots} slots)"
 
 
@@ -175,7 +175,7 @@ def gpus_of_bundle() -> list[str]:
 
 
 def device_key(gpu: str) -> tuple[int, str]:
-    """What GPUs are sorted by: their numbers, where they have such."""
+    """The sort key of a GPU: its number, if it has one."""
     return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 
