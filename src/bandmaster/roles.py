@@ -46,8 +46,8 @@ class Roles(Worker):
             context = replace(WorkerContext.of(self), mesh=mesh, meshes=meshes)
             workers[name] = make_worker(cls, context, args, kwargs, workers)
 
-    def let_go(self) -> None:
-        """Let go of the workers, which refer to each other: this frees them at once."""
+    def drop_workers(self) -> None:
+        """Drop the workers, which refer to each other: this frees them at once."""
         if isinstance(self.roles, dict):
             self.roles.clear()
 

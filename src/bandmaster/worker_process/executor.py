@@ -310,7 +310,7 @@ class Executor:
         if self._loop is not None:
             self._loop.close()
         if isinstance(self.worker, Roles):
-            self.worker.let_go()
+            self.worker.drop_workers()
         self.worker = self._loop = None
         self._streams = Streams()
 

@@ -135,7 +135,7 @@ class _RayHost(Host):
 class RayAgents:
     """The agents of this controller. They end when no pool has slots, no group ranks and no future rows on their nodes.
 
-    Any thread may call its methods. Finalizers may call `release` and `let_go` at any moment: these wait for no lock.
+    Any thread may call its methods. Finalizers may call `release` and `end_unneeded` at any moment, which take no lock.
     """
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class RayAgents:
     def release(self, reservation: object) -> None:
         """End the agents that were started for a reservation, unless they are needed for more."""
         self._held.pop(reservation, None)
-        self.let_go()
+        self.end_unneeded()
 
     def start(self, launch: Launch, places: Mapping[AgentKey, Place]) -> AgentWorkers:
         """Start the workers of a group by the agents of their nodes.
@@ -224,7 +224,7 @@ class RayAgents:
         if self._session is None or not self._session.is_current:
             self._close()
             self._actors, self._opened, self._session = {}, {}, RaySession()
-        self._fabric = self._fabric or Fabric(self.let_go)
+        self._fabric = self._fabric or Fabric(self.end_unneeded)
         return self._fabric
 
     def _open(self, fabric: Fabric, key: AgentKey) -> None:
@@ -253,7 +253,7 @@ class RayAgents:
         self._lost_at |= dict.fromkeys(lost, now)
         return known | lost
 
-    def let_go(self) -> None:
+    def end_unneeded(self) -> None:
         """End the agents that are not needed, now or when a thread that starts or ends some has done so."""
         self._is_due = True
         self._look_if_due()
@@ -262,11 +262,11 @@ class RayAgents:
         while self._is_due and self._lock.acquire(blocking=False):
             try:
                 self._is_due = False
-                self._end_unneeded()
+                self._end_those()
             finally:
                 self._lock.release()
 
-    def _end_unneeded(self) -> None:
+    def _end_those(self) -> None:
         if self._fabric is None:
             return
         held = {key for keys in list(self._held.values()) for key in keys}

@@ -69,8 +69,7 @@ class RayConnection:
 
     def __init__(self) -> None:
         self.is_embedded = False  # whether Ray is a private instance
-        self._is_made_here = False
-        self._session: RaySession | None = None
+        self._session: RaySession | None = None  # that was made here last
         self._holds: dict[object, RaySession | None] = {}  # None while a reservation is being made
         self._connecting = threading.RLock()  # held while this connects or disconnects; re-entrant for finalizers
 
@@ -108,10 +107,9 @@ class RayConnection:
             if ray.is_initialized():
                 if ray.util.client.ray.is_connected():
                     raise UsageError(_NO_CLIENT)
-                if self._session is None or not self._session.is_current:  # the user has replaced our connection
-                    self._is_made_here = self.is_embedded = False
+                self.is_embedded = self.is_embedded and self._is_ours  # else the user has replaced our connection
                 return
-            self._is_made_here, self.is_embedded = True, False
+            self.is_embedded = False
             working_directory()  # raises if it was removed; ray.init needs it
             cluster = running_cluster()
             if cluster is not None:
@@ -121,16 +119,20 @@ class RayConnection:
                 self.is_embedded = True
             self._session = RaySession()
 
+    @property
+    def _is_ours(self) -> bool:
+        """Whether the present connection was made here."""
+        return self._session is not None and self._session.is_current
+
     def _disconnect_if_idle(self) -> None:
         """Disconnect if nothing is reserved. If another thread connects, which is to reserve slots, it looks later."""
         if not self._connecting.acquire(blocking=False):
             return
         try:
             is_used = any(session is None or session.is_current for session in list(self._holds.values()))
-            if self._is_made_here and not is_used:
-                if self._session is not None and self._session.is_current:
-                    ray.shutdown()
-                self._is_made_here = self.is_embedded = False
+            if self._is_ours and not is_used:
+                ray.shutdown()
+                self.is_embedded = False
         finally:
             self._connecting.release()
 
