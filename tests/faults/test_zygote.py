@@ -163,7 +163,7 @@ def test_slow_imports_hold_nobody_up(tmp_path):
         (folder / "slow.py").write_text(f"import os, signal\n{interrupt}\n{until_it_is_opened_to_write}\n")
         seconds, words = run(SLOW, case, folder, BANDMASTER_PRELOAD="slow", FIFO=str(folder / "fifo"))
         assert words == ["done"]
-        assert seconds < 20
+        assert seconds < 60
 
     run_side_by_side(check, ["interrupt", "deadline", "another thread", "exit"], n_at_once=4)
 
@@ -172,7 +172,7 @@ def test_a_process_that_is_stopped_holds_nobody_up(tmp_path):
     def check(case):
         seconds, (word, *pids) = run(STOPPED, case, tmp_path, BANDMASTER_PRELOAD="numpy")
         assert word == "done"
-        assert seconds < 45
+        assert seconds < 80
         wait_until_gone(map(int, pids))
 
     run_side_by_side(check, ["death", "deadline", "start", "close", "killed", "exit"], n_at_once=6)
