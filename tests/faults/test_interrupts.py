@@ -558,7 +558,7 @@ def interrupts_at(monkeypatch, owner, name, is_meant=lambda self: True):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a file that nobody has closes itself
-@pytest.mark.parametrize("where", [("__init__", "eventfd"), ("__init__", "pidfd_open"), ("begin_use", "add")])
+@pytest.mark.parametrize("where", [("__init__", "eventfd"), ("__init__", "pidfd_open"), ("hold", "add")])
 def test_ctrl_c_as_a_group_and_its_zygote_start_leaves_nothing(where):
     def press(frame, event, function):
         if event == "c_return" and (frame.f_code.co_name, function.__name__) == where:
