@@ -38,7 +38,7 @@ ROOMS = {
     "rl": "plan __init__",
     "single_controller": "codec errors plan worker contract platform calls wire debugging output hosts roles "
     "worker_process backends lifecycle pool turns groups",
-    "testing": "codec errors plan worker contract platform calls output hosts worker_process backends pool groups "
+    "testing": "codec errors plan worker contract platform calls hosts worker_process backends pool groups "
     "registration",
     "cli": "errors plan worker platform wire debugging backends lifecycle pool groups registration __init__ testing",
     "__main__": "cli",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
+import itertools
 import pdb
 import shlex
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -51,11 +53,8 @@ class Debugger(pdb.Pdb):
         super().set_trace(frame)  # the last step, as every new frame is traced from then on
 
     def _note_callers(self, frame: FrameType) -> None:
-        self._callers, caller = [], frame.f_back
-        while caller is not None:
-            if self._callers or _is_library(caller):
-                self._callers.append(caller)
-            caller = caller.f_back
+        frames = [caller for caller, _ in traceback.walk_stack(frame.f_back)]
+        self._callers = list(itertools.dropwhile(lambda caller: not _is_library(caller), frames))
 
     def interaction(self, frame: FrameType | None, *args: Any) -> None:
         """Ask for commands."""
