@@ -13,7 +13,7 @@ import psutil
 import pytest
 from hosts import ON_HOSTS, spread
 from hypothesis import settings
-from left_over import no_processes_left
+from left_over import no_handler_left, no_processes_left
 
 import bandmaster as bm
 from bandmaster.plan import batch
@@ -89,6 +89,17 @@ def pytest_xdist_make_scheduler(config, log):
     return Schedule(config, log)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Have no garbage looked for while modules are imported, nor among their objects afterwards: there are millions."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Have the longest tests begin first where several processes run them. Skip some where ranks are on other hosts."""
@@ -122,7 +133,11 @@ def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("backends")
         wanted = [name for name in (marker.args if marker else BACKENDS) if name in BACKENDS]
-        metafunc.parametrize("backend", wanted, indirect=True)
+        slow = metafunc.definition.get_closest_marker("slow_on")
+        marks = dict.fromkeys(slow.args, pytest.mark.slow) if slow else {}
+        metafunc.parametrize(
+            "backend", [pytest.param(name, marks=marks.get(name, ())) for name in wanted], indirect=True
+        )
     elif "ray_cluster" in metafunc.fixturenames:
         metafunc.parametrize("only_backend", ["ray"])
 
@@ -181,11 +196,11 @@ def make_group(make_pool):
 def nothing_is_left(request):
     """After the test there are no more threads, processes, descriptors or Ray placements than before."""
     if _is_on_ray(request.node) or "Ray" in request.node.nodeid:
-        with no_leaks(kinds=["placements"]):
+        with no_handler_left(), no_leaks(kinds=["placements"]):
             yield
         _wait_until_ray_is_free()
     else:  # a group that others share may keep some segments for its next calls
-        with no_processes_left(), no_leaks(kinds=["threads", "descriptors"]):
+        with no_handler_left(), no_processes_left(), no_leaks(kinds=["threads", "descriptors"]):
             yield
 
 

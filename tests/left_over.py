@@ -9,6 +9,7 @@
 import contextlib
 import gc
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -16,6 +17,17 @@ from bandmaster.testing.belongings import held_resources
 
 GONE_S = 10.0
 COLLECT_S = 0.5  # a collection with torch loaded takes a fifth of a second
+
+
+@contextlib.contextmanager
+def no_handler_left():
+    """Check that the block leaves SIGINT as it was: tests after it would wait for an interrupt that nobody notices."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    after = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert after == before, f"SIGINT is handled by {after}, no longer by {before}"
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "SIGINT is blocked"
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ SEPARATE = (
     "tests/test_benchmarks.py::test_peers",
 )
 LONGEST_FIRST = (
+    "tests/test_table.py",
     "tests/test_benchmarks.py",
     "tests/test_rlhf.py",
     "tests/test_tutorials.py",

@@ -14,10 +14,13 @@ import ray
 import bandmaster as bm
 from bandmaster import Dispatch, register
 
-PROGRAMS = sorted((Path(__file__).parent / "ray_programs").glob("*.py"))
+PROGRAMS = [
+    pytest.param(path, id=path.stem, marks=() if path.stem.endswith(("killed", "lost", "ended")) else pytest.mark.slow)
+    for path in sorted((Path(__file__).parent / "ray_programs").glob("*.py"))
+]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_programs(program):
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     with tempfile.TemporaryDirectory(prefix="ray") as directory:  # where Ray notes the cluster that runs: one's own

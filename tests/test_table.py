@@ -9,6 +9,8 @@ from fuzz.table import MESHES, program_of_type, types_of_rows
 
 TYPES = types_of_rows()
 
+pytestmark = pytest.mark.slow_on("inprocess", "ray")  # which have the same codec and tables as `local`
+
 
 @pytest.fixture(scope="module")
 def groups(backend):
