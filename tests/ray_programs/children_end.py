@@ -32,7 +32,7 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_
 cluster.add_node(num_cpus=1)
 cluster.wait_for_nodes()
 try:
-    for _ in range(3):  # it is a matter of who is first
+    for _ in range(2):  # it is a matter of who is first
         command, environment = [sys.executable, "-c", CONTROLLER], {**os.environ, "RAY_ADDRESS": cluster.address}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as controller:
             line = next(line for line in controller.stdout if line.startswith("pids"))
