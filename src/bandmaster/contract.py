@@ -40,7 +40,6 @@ __all__ = [
     "RUN",
     "START_ADVICE",
     "STREAM",
-    "TIMED",
     "TIMES",
     "Backend",
     "Call",
@@ -53,7 +52,6 @@ __all__ = [
     "ShowOutput",
     "Slot",
     "Ticket",
-    "Timed",
     "WorkerProcess",
     "WorkerRecord",
     "Workers",
@@ -130,7 +128,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Launch:
-    """Everything a backend needs to start a group's workers, and to replace one of them later.
+    """A request to a backend to start a group's workers, and to replace one of them later.
 
     Attributes:
         group: The group's name.
@@ -189,7 +187,7 @@ class Launch:
 
     @property
     def constructor(self) -> str:
-        """What messages call the construction of the workers."""
+        """The name of the construction of the workers in messages."""
         return f"{self.class_name}.__init__"
 
     def sent(self) -> Launch:
@@ -203,7 +201,7 @@ class Launch:
 
 
 class WorkerRecord(NamedTuple):
-    """Where one running worker is.
+    """The host, process and device of one running worker.
 
     Attributes:
         host: Name or address of its host.
@@ -238,30 +236,16 @@ class WorkerProcess:
 
 
 class Reply(IntEnum):
-    """What happens to the value that a method returns."""
+    """The fate of the value that a method returns."""
 
     DROP = 0  # the worker does not even encode it
     RETURN = 1  # the controller fetches it
     KEEP = 2  # it stays on the worker's host until somebody reads its rows; a small one, or one without rows, comes
 
 
-TIMED = 16  # added to a `Reply`: the outcome is to come as a `Timed`
-
-
-TIMES = struct.Struct("<QQQQ")  # those of a `Timed`
-
-
-class Timed(NamedTuple):
-    """An outcome, and when a worker was done with what led to it.
-
-    Attributes:
-        outcome: The outcome.
-        times: Moments in ns by the host's monotonic clock: the call was begun, its arguments were decoded, the method
-            had run, the outcome was encoded.
-    """
-
-    outcome: Any
-    times: tuple[int, int, int, int]
+# The times of a call that is timed, in ns by the monotonic clock of its host: the call was begun, its arguments were
+# decoded, the method had run, the outcome was encoded.
+TIMES = struct.Struct("<QQQQ")
 
 
 class Rows(NamedTuple):
@@ -290,7 +274,7 @@ class Kept(Protocol):
 
     @property
     def facts(self) -> RowFacts | None:
-        """What is known of them; None for a value that has no rows."""
+        """The facts about the rows; None for a value that has no rows."""
 
     def payload(self, timeout_s: float | None = None) -> Payload:
         """The encoded rows, in memory of the reader's own.
@@ -320,7 +304,7 @@ class KeptCopy:
 
     @property
     def facts(self) -> RowFacts | None:
-        """What is known of the rows; None for a value that has none."""
+        """The facts about the rows; None for a value that has none."""
         if self._facts is None:
             self._facts = facts_of(decode(self.payload()), self._payload.nbytes)
         return self._facts
@@ -331,7 +315,7 @@ class KeptCopy:
 
 
 class Call(NamedTuple):
-    """What some ranks are asked to do, all of them the same.
+    """A request to some ranks to run one method.
 
     Attributes:
         ranks: The ranks.
@@ -341,7 +325,7 @@ class Call(NamedTuple):
         rows: Kept rows as `Workers.put` returned them, by the labels that arguments refer to them by.
         is_timed: Whether the tickets are to tell the times.
         needed: For some of the ranks, by label, the numbers of the kept rows that they need; None if that is not known.
-        there: The numbers of the kept rows that are there, by label, where these are not all.
+        present: The numbers of the kept rows that are present, by label, where these are not all.
         is_fenced: Whether other ranks run it as well, so that a rank which fails it waits for `Workers.resume` before
             it begins another call.
     """
@@ -353,18 +337,8 @@ class Call(NamedTuple):
     rows: tuple[tuple[int, Any], ...] = ()
     is_timed: bool = False
     needed: Callable[[Sequence[int]], Mapping[Any, Any]] | None = None
-    there: Mapping[int, Any] = MappingProxyType({})
+    present: Mapping[int, Any] = MappingProxyType({})
     is_fenced: bool = False
-
-    @property
-    def how(self) -> tuple[int, bool, bool]:
-        """What agents are told besides method and arguments: reply, ``is_timed`` and ``is_fenced``."""
-        return int(self.reply), self.is_timed, self.is_fenced
-
-    @property
-    def reply_code(self) -> int:
-        """The reply as workers are told, with `TIMED` where they are to tell the times."""
-        return self.reply + TIMED if self.is_timed else self.reply
 
 
 class Ticket:
@@ -374,7 +348,7 @@ class Ticket:
         is_done: Whether it has its reply; False where only `Workers.wait` tells.
         is_dropped: Whether the rank never gets it.
         on_done: If it is set, the thread that receives the reply calls it; it must not block.
-        times: Those of `Timed`, packed as `TIMES`, and when the reply was received; only of calls that are
+        times: The times of the worker, packed as `TIMES`, and when the reply was received; only of calls that are
             timed, once they are done.
     """
 
@@ -404,7 +378,7 @@ class Workers(Protocol):
 
     @property
     def records(self) -> Sequence[WorkerRecord]:
-        """Where each rank's worker is."""
+        """The record of each rank's worker."""
 
     @property
     def arrivals(self) -> int | None:
@@ -488,7 +462,7 @@ class Workers(Protocol):
 
 
 class Backend(Protocol):
-    """Where workers run."""
+    """A place where workers run."""
 
     def inventory(self) -> tuple[Node, ...]:
         """The nodes that there are and what is free on them."""

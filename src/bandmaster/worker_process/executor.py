@@ -23,10 +23,8 @@ from bandmaster.contract import (
     PRELOAD,
     RUN,
     STREAM,
-    TIMED,
     Reply,
     Rows,
-    Timed,
 )
 from bandmaster.errors import BatchError
 from bandmaster.errors.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
@@ -34,11 +32,9 @@ from bandmaster.plan.columns import facts_of
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.roles import Roles
-from bandmaster.wire.activity import RUNNING, SINCE
-from bandmaster.wire.kept import NO_ROWS, RowReaders
+from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
+from bandmaster.wire.status_page import RUNNING, SINCE, ActivityWords, Interrupted
 from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
-from bandmaster.worker_process.activity import ActivityPage
-from bandmaster.worker_process.control_page import Interrupted
 from bandmaster.worker_process.imports import importing, preload
 from bandmaster.worker_process.kept_rows import with_rows
 from bandmaster.worker_process.rendezvous import Rendezvous
@@ -57,7 +53,7 @@ class Executor:
         activity: Shows which method runs.
         device: The worker's device, to which tensors are decoded that the sender had on a GPU.
         marks: Moments in ns of a call that is timed, until `times` is called; None if none is.
-        hold: Returns a context manager that defers interrupts: `ControlPage.hold` if the worker has its own process,
+        hold: Returns a context manager that defers interrupts: `StatusPage.hold` if the worker has its own process,
             else a `SigintSafeLock`, which defers Ctrl-C.
         rendezvous: The group's rendezvous, on rank 0 of workers with their own processes; else None.
         before: Functions that are called with the worker, the method's name and the arguments before a method runs.
@@ -68,7 +64,7 @@ class Executor:
         self,
         hold: Callable[[], AbstractContextManager[None]] = SigintSafeLock,
         rendezvous: Rendezvous | None = None,
-        activity: ActivityPage | None = None,
+        activity: ActivityWords | None = None,
     ) -> None:
         self.device = "cpu"
         self.hold = hold
@@ -80,24 +76,29 @@ class Executor:
         self._awaited: Coroutine[Any, Any, Any] | None = None
         self._streams = Streams()
         self.marks: list[int] | None = None
-        self.activity = activity or ActivityPage()
+        self.activity = activity or ActivityWords()
 
     def prepare(self, context: WorkerContext) -> None:
         """Set the attributes that the worker has before its constructor runs."""
         self._context, self.device = context, context.device
 
     def call(
-        self, method: str, reply: int, parts: Sequence[Payload] | memoryview, rows: RowReaders = NO_ROWS
+        self,
+        method: str,
+        reply: int,
+        parts: Sequence[Payload] | memoryview,
+        rows: RowReaders = NO_ROWS,
+        is_timed: bool = False,
     ) -> Payload | Rows | Failure | None:
         """Run one call.
 
         Args:
             method: Name of the method, or what `bandmaster.contract` names in place of one.
-            reply: What happens to the returned value, a `bandmaster.contract.Reply`; with `TIMED` added, `times` is
-                to be called afterwards.
+            reply: What happens to the returned value, a `bandmaster.contract.Reply`.
             parts: The encoded arguments, in memory that the worker owns; a memoryview if they are a single pickle
                 stream without buffers.
             rows: What reads the kept rows that arguments refer to, by label.
+            is_timed: Whether `times` is called afterwards.
 
         Returns:
             The encoded value, with what is known of its rows if they are kept; None if the value is dropped; or the
@@ -110,8 +111,8 @@ class Executor:
         activity = self.activity
         activity.times[SINCE] = monotonic()
         activity.words[RUNNING] = activity.indices[method]
-        if reply >= TIMED:
-            self.marks, reply = [monotonic_ns()], reply - TIMED
+        if is_timed:
+            self.marks = [monotonic_ns()]
         try:
             try:
                 value = self._value(method, parts, rows)
@@ -129,7 +130,7 @@ class Executor:
             activity.words[RUNNING] = 0
 
     def times(self) -> tuple[int, int, int, int]:
-        """Those of `Timed`, of the call that has run last and was timed.
+        """The times as in `bandmaster.contract.TIMES` of the call that has run last and was timed.
 
         A call that has failed, or is not one of a method of the user's, has no moments in between.
         """
@@ -141,19 +142,14 @@ class Executor:
 
     async def call_beside(
         self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
-    ) -> Payload | Rows | Failure | Timed | None:
-        """As `call`, on the event loop of the caller, where calls of async methods overlap."""
+    ) -> Payload | Rows | Failure | None:
+        """Run one call on the event loop of the caller, where calls of async methods overlap; see `call`."""
         with self.activity.beside(method):
             return await self._call_beside(method, reply, parts, rows)
 
     async def _call_beside(
         self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
-    ) -> Payload | Rows | Failure | Timed | None:
-        if reply >= TIMED:
-            begun = monotonic_ns()
-            outcome = await self._call_beside(method, reply - TIMED, parts, rows)
-            end = monotonic_ns()  # what came in between was mixed with other calls
-            return Timed(outcome, (begun, begun, end, end))
+    ) -> Payload | Rows | Failure | None:
         try:
             value = self._value(method, parts, rows)
             if type(value) is CoroutineType:
@@ -167,7 +163,7 @@ class Executor:
         return self._encoded(value, reply)
 
     def _value(self, method: str, parts: Sequence[Payload] | memoryview, rows: RowReaders) -> Any:
-        """What a method returns, a coroutine if it is async."""
+        """The value that a method returns, a coroutine if it is async."""
         if method in _OWN:
             return _OWN[method](self, parts, rows)
         args, kwargs = self._arguments(parts, rows)
@@ -299,7 +295,7 @@ class Executor:
         return future.result()
 
     def told_of_tasks(self) -> str:
-        """As `Tasks.told`, of the event loop of async methods and the coroutine that the running call waits for."""
+        """The text of `Tasks.told` for the event loop of async methods, and the coroutine that is waited for."""
         return '["", ""]' if self._loop is None else self._loop.tasks.told(self._awaited)
 
     def close(self) -> None:
@@ -343,7 +339,7 @@ class _EventLoopThread:
     itself, as in a notebook.
     """
 
-    def __init__(self, activity: ActivityPage) -> None:
+    def __init__(self, activity: ActivityWords) -> None:
         self._loop = asyncio.new_event_loop()
         self.tasks = Tasks(self._loop, activity)
         self._is_closed = False

@@ -13,8 +13,7 @@ from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
-from bandmaster.wire.activity import N_TASKS
-from bandmaster.worker_process.activity import ActivityPage
+from bandmaster.wire.status_page import N_TASKS, ActivityWords
 
 __all__ = ["Tasks"]
 
@@ -34,7 +33,7 @@ class Tasks:
         activity: Shows how many tasks there are.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, activity: ActivityPage) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, activity: ActivityWords) -> None:
         self._loop, self._words = loop, activity.words
         self._failed: deque[weakref.ref[asyncio.Task[Any]]] = deque(maxlen=MOST_DEAD)
         self._collected: deque[str] = deque(maxlen=MOST_DEAD)  # what is known of those that are gone
@@ -42,7 +41,7 @@ class Tasks:
         loop.set_exception_handler(self._is_collected)
 
     def told(self, awaited: Coroutine[Any, Any, Any] | None) -> str:
-        """Where a coroutine waits, and what there is to say of the other tasks: two texts, as JSON. From any thread.
+        """Two texts as JSON: the place where a coroutine waits, and the state of the other tasks. From any thread.
 
         Tasks that wait at the same place are counted. Those that have died are told of as long as nobody has seen why.
         """

@@ -28,8 +28,7 @@ from bandmaster.errors import UsageError
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.plan.placement import Node, Request
 from bandmaster.platform.limits import start_thread
-from bandmaster.platform.proc import Stat, stat
-from bandmaster.wire.listener import peer_pid
+from bandmaster.platform.proc import Stat, peer_of, stat
 
 __all__ = ["RayBackend"]
 
@@ -181,7 +180,7 @@ def _raylet(node: str) -> Stat | None:
     name = next(known["RayletSocketName"] for known in ray.nodes() if known["NodeID"] == node)
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
         sock.connect(name)
-        return stat(peer_pid(sock))
+        return stat(peer_of(sock)[0])
     return None
 
 
