@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import get_backend, register_backend
+from bandmaster.hosts.connection import FOR_MESSAGES, FOR_ROWS
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
-from bandmaster.hosts.link import Link, Raw, awaited, flush
-from bandmaster.hosts.messages import FOR_MESSAGES, FOR_ROWS
+from bandmaster.hosts.link import Link, Raw, await_frame, flush
 from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
-from bandmaster.wire.channel import Closed
+from bandmaster.wire.messages import Closed
 
 register_backend("three-hosts", lambda: SimulatedHosts(3))
 register_backend("hosts", SimulatedHosts)
@@ -93,7 +93,7 @@ ROWS = {"x": np.random.default_rng(0).random((N, 4)), "i": np.arange(N)}
 
 
 def agents():
-    return get_backend("hosts")._fabric.agents
+    return get_backend("hosts")._links.agents
 
 
 def test_ranks_of_a_host_are_called_together(group):
@@ -256,7 +256,7 @@ class Odd(Maker):
 @pytest.fixture
 def tree(monkeypatch):
     """Seven hosts, three of which pass calls on to the others."""
-    monkeypatch.setattr("bandmaster.hosts.workers.TREE_FROM", 4)
+    monkeypatch.setenv("BANDMASTER_TREE_FROM", "4")
     with bm.ResourcePool([2, 1, 2, 1, 2, 1, 2], backend="hosts") as pool:
         yield bm.WorkerGroup(pool, Odd)
 
@@ -366,7 +366,7 @@ def test_what_a_connection_is_for_cannot_be_changed_on_the_way():
 
 def test_a_second_controller_is_not_served(group):
     with connected() as sock:
-        trusted, _ = greet(sock, get_backend("hosts")._fabric.secret, FOR_MESSAGES)
+        trusted, _ = greet(sock, get_backend("hosts")._links.secret, FOR_MESSAGES)
         assert is_closed(trusted)
     assert len(group.process()) == 5
 
@@ -374,7 +374,7 @@ def test_a_second_controller_is_not_served(group):
 def test_a_frame_that_is_not_authentic_ends_the_connection(group, tmp_path):
     bomb = pickle.dumps(Bomb(tmp_path / "made"))
     with connected() as sock:
-        trusted, _ = greet(sock, get_backend("hosts")._fabric.secret, FOR_ROWS)
+        trusted, _ = greet(sock, get_backend("hosts")._links.secret, FOR_ROWS)
         trusted.sendall(struct.pack("<II", len(bomb), 0) + bytes(16) + bomb)
         assert is_closed(trusted)
     assert not (tmp_path / "made").exists()
@@ -410,7 +410,7 @@ def test_with_encryption_nothing_can_be_read_or_said_without_it(monkeypatch):
         made = group.make.submit(ROWS)
         assert (group.use.submit(made.shuffle(seed=1).shuffle(seed=2)).result()["y"].shape) == (N, 4)
         assert (made.result()["x"] == ROWS["x"] * 2).all()
-        agent = next(iter(get_backend("encrypted")._fabric.agents.values()))
+        agent = next(iter(get_backend("encrypted")._links.agents.values()))
         with socket.create_connection(agent.address, timeout=10) as sock:
             sock.sendall(MAGIC + bytes(32))
             assert is_closed(sock)
@@ -420,6 +420,25 @@ def test_with_encryption_nothing_can_be_read_or_said_without_it(monkeypatch):
 # --- links ---
 
 
+def awaited(link):
+    """The next frame of a link: head and chunks."""
+    while (head := link.receive()) is None:
+        await_frame(link, 10)
+    return head, [bytes(chunk) for chunk in link.placed]
+
+
+def place_in(link):
+    """Remember where the chunks of a frame of a link are."""
+    link.placed = []
+
+    def place(_, sizes):
+        link.placed = [memoryview(bytearray(size)) for size in sizes]
+        return link.placed
+
+    link.place = place
+    return link
+
+
 def link_pair(secret=None):
     secret = secret or Secret.new()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -427,8 +446,8 @@ def link_pair(secret=None):
         accepted, _ = server.accept()
     with ThreadPoolExecutor(1) as threads:
         welcomed = threads.submit(welcome, accepted, secret)
-        mine = Link(*greet(client, secret, FOR_MESSAGES))
-        theirs = Link(*welcomed.result()[:2])
+        mine = Link(*greet(client, secret, FOR_MESSAGES), place=None)
+        theirs = place_in(Link(*welcomed.result()[:2], place=None))
     return mine, theirs
 
 
@@ -448,9 +467,10 @@ def test_frames_arrive_as_they_were_sent(is_encrypted, frames):
         found = []
         while len(found) < len(sent):
             mine.pump()
-            frame = theirs.receive()
-            if frame is not None:
-                found.append((frame.head, [bytes(chunk) for chunk in frame.chunks]))
+            head = theirs.receive()
+            if head is not None:
+                found.append((head, [bytes(chunk) for chunk in theirs.placed]))
+                theirs.placed = []
         assert found == sent
     finally:
         mine.close()
@@ -465,10 +485,10 @@ def test_chunks_that_are_not_raw_are_authenticated(is_raw):
         mine._sent = lambda views: send([bytes(view).replace(b"good", b"evil") for view in views])
         mine.send(b"head", [b"pickled", Raw(b"good") if is_raw else b"good"])
         if is_raw:
-            assert bytes(awaited(theirs, 10).chunks[1]) == b"evil"
+            assert awaited(theirs)[1][1] == b"evil"
         else:
-            with pytest.raises(Closed, match="not authentic"):
-                awaited(theirs, 10)
+            with pytest.raises(Closed, match="frame authentication failed"):
+                awaited(theirs)
     finally:
         mine.close()
         theirs.close()
@@ -479,15 +499,15 @@ def test_a_frame_cannot_be_sent_twice():
     try:
         mine.send(b"once")
         copy = mine._socket.dup()
-        assert awaited(theirs, 10).head == b"once"
+        assert awaited(theirs)[0] == b"once"
         sent = struct.pack("<II", 4, 0)
         mac = mine._mac_out.copy()
         mac.update(struct.pack("<Q", 0) + sent + b"once")  # as an eavesdropper has seen it
         copy.setblocking(True)
         copy.sendall(sent + mac.digest() + b"once")
         copy.close()
-        with pytest.raises(Closed, match="not authentic"):
-            awaited(theirs, 10)
+        with pytest.raises(Closed, match="frame authentication failed"):
+            awaited(theirs)
     finally:
         mine.close()
         theirs.close()
@@ -499,7 +519,7 @@ def test_flush_sends_everything():
         mine.send(b"head", [bytes(1000)])
         flush([mine], 10.0)
         assert not mine.has_unsent
-        assert awaited(theirs, 10).head == b"head"
+        assert awaited(theirs)[0] == b"head"
     finally:
         mine.close()
         theirs.close()

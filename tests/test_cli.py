@@ -22,7 +22,7 @@ from bandmaster.cli.findings import judge
 from bandmaster.cli.processes import chosen, shown
 from bandmaster.plan.placement import Node
 from bandmaster.platform.cgroups import Cgroups, Limit
-from bandmaster.wire.control_page import WorkerIdentity
+from bandmaster.wire.status_page import WorkerIdentity
 
 GiB = 1 << 30
 
@@ -481,16 +481,16 @@ def test_names_that_do_not_say_which_group(start_controller, capsys):
 
 
 EVIL_NAMES = [
-    "bandmaster-worker a b c d e",
+    "bandmaster-worker-2 a b c d e",
     "bandmaster-worker",
-    "bandmaster-worker 1 2 3",
-    f"bandmaster-worker {10**24} 1 0 1 x",
-    f"bandmaster-worker PID {10**24} 0 1 x",
-    f"bandmaster-worker PID 1 {10**24} {10**25} x",
-    "bandmaster-worker PID 1 5 4 x",
-    "bandmaster-worker PID -1 0 1 x",
-    "bandmaster-worker PID ٣ 0 1 x",
-    "bandmaster-worker PID 4 0 1 \x1b[31mred\nline \u202e\xff",
+    "bandmaster-worker-2 1 2 3",
+    f"bandmaster-worker-2 {10**24} 1 0 1 x",
+    f"bandmaster-worker-2 PID {10**24} 0 1 x",
+    f"bandmaster-worker-2 PID 1 {10**24} {10**25} x",
+    "bandmaster-worker-2 PID 1 5 4 x",
+    "bandmaster-worker-2 PID -1 0 1 x",
+    "bandmaster-worker-2 PID ٣ 0 1 x",
+    "bandmaster-worker-2 PID 4 0 1 \x1b[31mred\nline \u202e\xff",
 ]
 HAS_NAMES = """
 import ctypes, os, sys

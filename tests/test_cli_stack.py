@@ -13,8 +13,8 @@ from commands import MINE
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.cli import main
-from bandmaster.wire.control_page import stacks
 from bandmaster.wire.stacks import TASKS, readable
+from bandmaster.wire.status_page import stacks
 
 
 class Waits(bm.Worker):

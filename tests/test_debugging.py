@@ -17,7 +17,7 @@ from debug_adapter import Ide
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.cli import main
-from bandmaster.wire.control_page import DEBUGGER, announcement, in_debuggers
+from bandmaster.wire.status_page import DEBUGGER, announcement, in_debuggers
 
 pytestmark = [pytest.mark.backends("local", "ray"), pytest.mark.here]
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from clock import idle_time
 
-from bandmaster.wire.listener import LaneListener, connect
+from bandmaster.single_controller.ray.listener import LaneListener, connect
 
 ANOTHER_USER = 65533
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start another user's processes")

@@ -15,6 +15,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import get_backend, register_backend
 from bandmaster.backends.inprocess import InProcessBackend, InProcessTicket, InProcessWorkers
+from bandmaster.codec import Payload
 from bandmaster.contract import Reply
 from bandmaster.testing import (
     BackendContract,
@@ -341,7 +342,8 @@ def test_descriptors_and_segments_are_found():
         os.close(fd)
 
     writer = SegmentWriter()
-    left, segment = left_by(lambda: writer.write([bytes(100)]))
+    left, shared = left_by(lambda: writer.put(Payload(bytes(100))))
+    segment = shared.segment
     assert list(left) == ["segments"]
     for where in (segment.fd, segment.memory.address):
         assert f"{where} -> /memfd:bandmaster (deleted)" in left["segments"]

@@ -17,8 +17,7 @@ from bandmaster.cli import main
 from bandmaster.cli.discovery import Discovered, discover
 from bandmaster.cli.top_view import HEADER, columns_that_fit, rows_of
 from bandmaster.cli.usage import GroupUsage, Moment, RankUsage
-from bandmaster.wire.activity import Activity
-from bandmaster.worker_process.activity import ActivityPage
+from bandmaster.wire.status_page import Activity, ActivityWords
 
 
 class Busy(bm.Worker):
@@ -157,8 +156,9 @@ def test_names_are_shown_whatever_they_are_and_however_many():
 
 
 MANY_NAMES = """
-from bandmaster.worker_process.activity import ActivityPage
-page = ActivityPage(is_shared=True)
+import os
+from bandmaster.wire.status_page import StatusPage, WorkerIdentity
+page = StatusPage(WorkerIdentity(os.getpid(), 0, 0, 1, "many")).activity
 for name in ("first", "x" * 300, "line\\nred\\x1b", None, "first", ""):
     if name is None:
         for number in range(5000):
@@ -178,7 +178,7 @@ def test_a_process_without_such_a_page_shows_nothing():
 
 
 def test_a_page_of_the_in_process_backend_is_not_shown_to_others():
-    page = ActivityPage()
+    page = ActivityWords()
     page.begin("method")
     assert Activity.of(os.getpid()) is None
 

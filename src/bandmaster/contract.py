@@ -40,7 +40,6 @@ __all__ = [
     "RUN",
     "START_ADVICE",
     "STREAM",
-    "TIMED",
     "TIMES",
     "Backend",
     "Call",
@@ -53,7 +52,6 @@ __all__ = [
     "ShowOutput",
     "Slot",
     "Ticket",
-    "Timed",
     "WorkerProcess",
     "WorkerRecord",
     "Workers",
@@ -203,7 +201,7 @@ class Launch:
 
 
 class WorkerRecord(NamedTuple):
-    """The location of one running worker.
+    """The host, process and device of one running worker.
 
     Attributes:
         host: Name or address of its host.
@@ -245,23 +243,9 @@ class Reply(IntEnum):
     KEEP = 2  # it stays on the worker's host until somebody reads its rows; a small one, or one without rows, comes
 
 
-TIMED = 16  # added to a `Reply`: the outcome is to come as a `Timed`
-
-
-TIMES = struct.Struct("<QQQQ")  # those of a `Timed`
-
-
-class Timed(NamedTuple):
-    """An outcome, and when a worker was done with what led to it.
-
-    Attributes:
-        outcome: The outcome.
-        times: Moments in ns by the host's monotonic clock: the call was begun, its arguments were decoded, the method
-            had run, the outcome was encoded.
-    """
-
-    outcome: Any
-    times: tuple[int, int, int, int]
+# The times of a call that is timed, in ns by the monotonic clock of its host: the call was begun, its arguments were
+# decoded, the method had run, the outcome was encoded.
+TIMES = struct.Struct("<QQQQ")
 
 
 class Rows(NamedTuple):
@@ -342,7 +326,7 @@ class Call(NamedTuple):
         rows: Kept rows as `Workers.put` returned them, by the labels that arguments refer to them by.
         is_timed: Whether the tickets are to tell the times.
         needed: For some of the ranks, by label, the numbers of the kept rows that they need; None if that is not known.
-        there: The numbers of the kept rows that are there, by label, where these are not all.
+        present: The numbers of the kept rows that are present, by label, where these are not all.
         is_fenced: Whether other ranks run it as well, so that a rank which fails it waits for `Workers.resume` before
             it begins another call.
     """
@@ -354,18 +338,8 @@ class Call(NamedTuple):
     rows: tuple[tuple[int, Any], ...] = ()
     is_timed: bool = False
     needed: Callable[[Sequence[int]], Mapping[Any, Any]] | None = None
-    there: Mapping[int, Any] = MappingProxyType({})
+    present: Mapping[int, Any] = MappingProxyType({})
     is_fenced: bool = False
-
-    @property
-    def how(self) -> tuple[int, bool, bool]:
-        """The part of the call that agents need besides method and arguments: reply, ``is_timed`` and ``is_fenced``."""
-        return int(self.reply), self.is_timed, self.is_fenced
-
-    @property
-    def reply_code(self) -> int:
-        """The reply as workers are told, with `TIMED` where they are to tell the times."""
-        return self.reply + TIMED if self.is_timed else self.reply
 
 
 class Ticket:
@@ -375,7 +349,7 @@ class Ticket:
         is_done: Whether it has its reply; False where only `Workers.wait` tells.
         is_dropped: Whether the rank never gets it.
         on_done: If it is set, the thread that receives the reply calls it; it must not block.
-        times: Those of `Timed`, packed as `TIMES`, and when the reply was received; only of calls that are
+        times: The times of the worker, packed as `TIMES`, and when the reply was received; only of calls that are
             timed, once they are done.
     """
 
@@ -405,7 +379,7 @@ class Workers(Protocol):
 
     @property
     def records(self) -> Sequence[WorkerRecord]:
-        """The location of each rank's worker."""
+        """The record of each rank's worker."""
 
     @property
     def arrivals(self) -> int | None:

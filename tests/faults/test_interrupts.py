@@ -18,7 +18,7 @@ from ends import wait_until_gone
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.testing import no_leaks
-from bandmaster.wire.client import WorkerClient
+from bandmaster.wire.lanes import LaneClient
 
 needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 
@@ -587,7 +587,7 @@ def test_callbacks_run_although_ctrl_c_came_as_their_thread_began(make_group, mo
 @pytest.mark.backends("local")
 def test_a_stream_that_is_interrupted_as_it_is_sent_holds_no_call_up(make_group, monkeypatch):
     group = make_group(2, Slow)
-    interrupts_at(monkeypatch, WorkerClient, "send_calls", lambda client: True)
+    interrupts_at(monkeypatch, LaneClient, "send_calls", lambda client: True)
     with pytest.raises(KeyboardInterrupt):
         group.nap.stream(60)
     assert group.echo.options(timeout=20)(1) == [1, 1]

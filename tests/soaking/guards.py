@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 
 from bandmaster.testing import held_resources
-from bandmaster.wire import control_page
+from bandmaster.wire import status_page
 
 REPORT_S = 10.0
 N_STACKS = 8
@@ -78,7 +78,7 @@ class Watchdog:
         """What is known about something that went wrong."""
         print(f"FAILED: {why}\nwhat was done before:", *self.recent, sep="\n  ", flush=True)
         faulthandler.dump_traceback(all_threads=True)
-        for pid, stack in control_page.stacks(self.worker_pids[:N_STACKS]).items():
+        for pid, stack in status_page.stacks(self.worker_pids[:N_STACKS]).items():
             print(f"worker {pid} is at\n{stack}", file=sys.stderr)
         print("processes:", *held_resources().processes.values(), sep="\n  ", file=sys.stderr, flush=True)
 

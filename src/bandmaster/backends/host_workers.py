@@ -3,7 +3,7 @@
 ::
 
     HostWorkers(launch, zygote, place) ──► Zygote.spawn, once per rank ──► worker processes: worker_process.loop
-         └── WorkerClient ◄─ one lane each ──────────────────────────────────┘
+         └── LaneClient ◄─ one lane each ──────────────────────────────────┘
          └── WorkerOutput ◄─ their standard output and error
 
 The controller has one of these for the ranks of its own host, and the agent of each other host one for those there.
@@ -32,9 +32,9 @@ from bandmaster.platform.hardware import count_cores, has_gpus
 from bandmaster.platform.limits import working_directory
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.math_threads import THREAD_VARIABLES
-from bandmaster.wire.client import WorkerClient
-from bandmaster.wire.control_page import WorkerIdentity
-from bandmaster.wire.lane import Lane, lane_pair
+from bandmaster.wire.lane import lane_pair
+from bandmaster.wire.lanes import LaneClient
+from bandmaster.wire.status_page import WorkerIdentity
 from bandmaster.worker_process.rendezvous import listening_socket, rendezvous_environment
 
 __all__ = ["LOOPBACK", "HostWorkers", "Place"]
@@ -113,7 +113,7 @@ class HostWorkers:
         self._output = _output_of(launch, shows)
         self.rendezvous: Mapping[str, str] = {}  # the variables by which workers find the rendezvous on rank 0
         self._is_ended, self._why_stopped = False, ""
-        self._client = client = WorkerClient(self._how_it_died)
+        self._client = client = LaneClient(self._how_it_died)
         self.deaths: Mapping[int, Failure] = client.deaths
         self.put, self.wait, self.fetch, self.check = client.put, client.wait, client.fetch, client.check
         self.call, self.stacks, self.resume = client.call, client.stacks, client.resume
@@ -146,11 +146,11 @@ class HostWorkers:
         return self._client.is_stopped
 
     def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> Payload:
-        """A payload whose bytes are still to be written, as `WorkerClient.reserve` makes it."""
+        """A payload whose bytes are still to be written, as `LaneClient.reserve` makes it."""
         return self._client.reserve(sizes, is_kept)
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
-        """Interrupt calls through the control page of each rank.
+        """Interrupt calls through the status page of each rank.
 
         Args:
             tickets: The calls, by rank.
@@ -183,11 +183,11 @@ class HostWorkers:
         """Close the lanes, so that the workers exit; kill those that do not exit in time."""
         if not self._is_ended:
             self._why_stopped = self._why_stopped or why
-            self._client.close_channels(why)
+            self._client.close(why)
             self._close(END_GRACE_S)
 
     def _close(self, grace_s: float) -> None:
-        self._client.close_channels()
+        self._client.close()
         processes = list(self._client.processes.values())
         try:
             self._zygote.end(processes, grace_s)
@@ -239,7 +239,7 @@ class HostWorkers:
                 ) from error
             with SigintSafeLock():
                 if_it_fails.pop_all()
-                self._client.add(rank, Lane(mine, self._client.writer, rank, blocks=False), pid)
+                self._client.add(rank, mine, pid)
 
     def _spawn_of(self, rank: int) -> Spawn:
         launch, place = self._launch, self._place

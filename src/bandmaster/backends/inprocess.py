@@ -24,7 +24,7 @@ from bandmaster.contract import CLOSED, TIMES, Call, Kept, KeptCopy, Launch, Row
 from bandmaster.errors import UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held
-from bandmaster.wire.kept import RowReader
+from bandmaster.wire.segment_reader import RowReader
 from bandmaster.worker import Worker
 from bandmaster.worker_process.executor import Executor
 
@@ -143,9 +143,9 @@ class InProcessWorkers:
 
     def _run(self, rank: int, call: Call) -> InProcessTicket:
         parts = [part.private() for part in call.parts]
-        rows = {label: RowReader(partial(_private, part), there=call.there.get(label)) for label, part in call.rows}
+        rows = {label: RowReader(partial(_private, part), present=call.present.get(label)) for label, part in call.rows}
         executor = self._executors[rank]
-        outcome = executor.call(call.method, call.reply_code, parts, rows)
+        outcome = executor.call(call.method, call.reply, parts, rows, call.is_timed)
         times = None if executor.marks is None else executor.times()
         if isinstance(outcome, Rows):
             ticket = InProcessTicket(KeptCopy(outcome.payload.private(), outcome.facts))

@@ -24,13 +24,11 @@ from typing import Any
 from bandmaster.backends.ray.in_worker import connect_when_used
 from bandmaster.platform.math_threads import set_threads
 from bandmaster.platform.processes import Ended, MemoryPressure, Orphans, prctl
-from bandmaster.wire.control_page import WorkerIdentity
-from bandmaster.wire.kept import kept_name
 from bandmaster.wire.lane import Lane
+from bandmaster.wire.segment_reader import kept_name
 from bandmaster.wire.segments import SegmentWriter
+from bandmaster.wire.status_page import StatusPage, WorkerIdentity
 from bandmaster.worker import WorkerContext
-from bandmaster.worker_process.activity import ActivityPage
-from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import serve
 from bandmaster.worker_process.rendezvous import Rendezvous
@@ -293,17 +291,17 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
 
             send_records(other_fds[0], spawn.log_level)
         identity = replace(spawn.identity, pid=os.getpid())
-        page = ControlPage(identity)
+        page = StatusPage(identity)
         with contextlib.suppress(ModuleNotFoundError):  # the room `debugging` may be removed
             from bandmaster.debugging.breakpoints import install_breakpoints
 
             install_breakpoints(identity, page.hold)
-        executor = Executor(page.hold, ActivityPage(is_shared=True))
+        executor = Executor(page.hold, page.activity)
         executor.prepare(spawn.context)
         rendezvous = [Rendezvous(socket.socket(fileno=fd)) for fd in listening_fds]
         executor.after += [one.hand_over for one in rendezvous]
         page.told_of_tasks = executor.told_of_tasks
-        lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())), is_only_reader=True)
+        lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())))
         os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end
         serve(lane, executor, page)
         executor.close()

@@ -6,7 +6,7 @@ them with pure functions, and prints the result. A command's module is imported 
     doctor:    gather ──► Facts ──► findings.judge ──► text
     ps, kill:  discovery ──► Discovered ──► processes ──► text, signals
     top:       discovery ──► usage.Moment ──► top_view ──► text, live with rich
-    stack:     discovery ──► Discovered ──► control pages ──► text
+    stack:     discovery ──► Discovered ──► status pages ──► text
     debug:     discovery ──► the socket of a rank's debugger ◄──► terminal
     replay:    a recorded call ──► its method in this process ──► text, pdb
     plan:      arguments ──► pool, mesh, protocol ──► text

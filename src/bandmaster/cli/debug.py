@@ -7,7 +7,7 @@ import sys
 from bandmaster.cli.discovery import Group, discover
 from bandmaster.cli.names import complaints_about, named
 from bandmaster.debugging.terminal import attach
-from bandmaster.wire.control_page import WorkerIdentity, in_debuggers
+from bandmaster.wire.status_page import WorkerIdentity, in_debuggers
 
 __all__ = ["debug"]
 

@@ -2,7 +2,7 @@
 
 ::
 
-    /proc/<pid>/fd ── control pages ──► workers ──► Group, one per name and controller
+    /proc/<pid>/fd ── status pages ──► workers ──► Group, one per name and controller
     /proc/<pid>/cmdline, fdinfo ───────────────► Zygote: its pidfd of the controller shows whether the controller runs
 """
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bandmaster.platform.proc import pids, stat
-from bandmaster.wire.control_page import AGENT, WorkerIdentity, announcement, find_all
-from bandmaster.wire.kept import held_nbytes
+from bandmaster.wire.segment_reader import held_nbytes
+from bandmaster.wire.status_page import AGENT, WorkerIdentity, announcement, find_all
 
 __all__ = ["Discovered", "Group", "Process", "discover"]
 

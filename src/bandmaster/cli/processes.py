@@ -15,7 +15,7 @@ from bandmaster.cli.discovery import Discovered, Group, Process, age_s, discover
 from bandmaster.cli.names import complaints_about, named, ranges
 from bandmaster.errors import UsageError
 from bandmaster.plan.render import text_table
-from bandmaster.wire.control_page import WorkerIdentity, find
+from bandmaster.wire.status_page import WorkerIdentity, find
 
 __all__ = ["chosen", "kill", "ps", "shown"]
 

@@ -7,7 +7,7 @@ import sys
 from bandmaster.cli.discovery import Group, discover
 from bandmaster.cli.names import complaints_about, named, ranges
 from bandmaster.errors.failure import stacks_by_equality
-from bandmaster.wire.control_page import stacks
+from bandmaster.wire.status_page import stacks
 
 __all__ = ["stack"]
 

@@ -2,7 +2,7 @@
 
 ::
 
-    discovery ──► groups ──► activity pages, /proc, NVML ──► Moment ──► top_view ──► text
+    discovery ──► groups ──► status pages, /proc, NVML ──► Moment ──► top_view ──► text
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 from bandmaster.cli.discovery import Discovered, Group, Process, discover
 from bandmaster.platform.proc import stat
-from bandmaster.wire.activity import Activity
-from bandmaster.wire.control_page import in_debuggers
-from bandmaster.wire.kept import held_nbytes
+from bandmaster.wire.segment_reader import held_nbytes
+from bandmaster.wire.status_page import Activity, in_debuggers
 
 __all__ = ["GroupUsage", "Moment", "RankUsage", "Sampler"]
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-from bandmaster.wire.control_page import WorkerIdentity
+from bandmaster.wire.status_page import WorkerIdentity
 
 __all__ = ["install_breakpoints"]
 

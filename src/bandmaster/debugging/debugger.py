@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, TextIO, cast
 
 from bandmaster.debugging.terminal import Terminal, say_where
-from bandmaster.wire.control_page import WorkerIdentity
+from bandmaster.wire.status_page import WorkerIdentity
 
 __all__ = ["Debugger"]
 

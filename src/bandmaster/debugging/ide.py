@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from types import FrameType, ModuleType
 
 from bandmaster.debugging.terminal import say_where
-from bandmaster.wire.control_page import DEBUGGER, announce
+from bandmaster.wire.status_page import DEBUGGER, announce
 
 __all__ = ["Ide"]
 

@@ -21,7 +21,7 @@ import sys
 from types import FrameType
 from typing import TextIO
 
-from bandmaster.wire.control_page import DEBUGGER, announce, announcement
+from bandmaster.wire.status_page import DEBUGGER, announce, announcement
 
 __all__ = ["Terminal", "attach", "say_where"]
 

@@ -3,10 +3,11 @@
 ::
 
     controller                               another host
-    AgentWorkers ── Fabric ──── link ────► AgentServer ── Hosted ── lanes ──► workers
+    AgentWorkers ── AgentLinks ── link ──► AgentServer ── HostRanks ── lanes ──► workers
       (a group)     (all links)              (a process)   (a group)
-                                             RowServer ◄── link ── agents of other hosts, which fetch rows
+                                             RowServer ◄── connections of agents of other hosts, which fetch rows
 
-A call is one message for each host, whatever the number of its ranks; the replies of a host come together. Nothing here
-knows what started the workers: that is `bandmaster.backends.ray.agents`, or in tests anything else.
+A call is one message for each host, whatever the number of its ranks; the replies of a host come together. The bytes of
+calls and replies are those of lanes (`bandmaster.wire.messages`). Nothing here knows what started the workers: that is
+`bandmaster.backends.ray.agents`, or in tests anything else.
 """

@@ -1,4 +1,4 @@
-"""How both ends of a new connection between hosts prove that they know a secret, before either looks into anything.
+"""The handshake by which both ends of a new connection between hosts prove that they know a secret.
 
 ::
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import os
 import secrets
 import socket
 import ssl
@@ -25,22 +24,23 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from bandmaster.hosts.dh_parameters import FFDHE2048
+from bandmaster.platform.settings import is_link_encrypted
 
 __all__ = ["HANDSHAKE_TIMEOUT_S", "Keys", "Refused", "Secret", "greet", "welcome"]
 
-MAGIC = b"bandmaster-link-2"  # another number whenever the format of frames changes
+MAGIC = b"bandmaster-link-3"  # another number whenever the format of frames changes
 NONCE_NBYTES = PROOF_NBYTES = 32
 HANDSHAKE_TIMEOUT_S = 5.0
 _CIPHERS = "ADH-AES128-GCM-SHA256:@SECLEVEL=0"  # OpenSSL counts ciphers without certificates as level 0
 
 
 class Refused(Exception):
-    """The other end has not proved that it knows the secret."""
+    """Raised when the other end has not proved that it knows the secret."""
 
 
 @dataclass(frozen=True)
 class Secret:
-    """What both ends have to know.
+    """The secret that both ends have to know.
 
     Attributes:
         key: Random bytes.
@@ -52,9 +52,8 @@ class Secret:
 
     @classmethod
     def new(cls) -> Secret:
-        """A new secret, encrypted if ``BANDMASTER_TLS`` or Ray's own ``RAY_USE_TLS`` is 1."""
-        wants_tls = any(os.environ.get(name) == "1" for name in ("BANDMASTER_TLS", "RAY_USE_TLS"))
-        return cls(secrets.token_bytes(32), wants_tls)
+        """A new secret; `bandmaster.platform.settings` says whether links are encrypted."""
+        return cls(secrets.token_bytes(32), is_link_encrypted())
 
 
 @dataclass(frozen=True)

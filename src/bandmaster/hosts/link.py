@@ -26,9 +26,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from bandmaster.hosts.handshake import Keys
-from bandmaster.wire.channel import Closed
+from bandmaster.wire.messages import Closed
 
-__all__ = ["Frame", "Link", "LinkStalled", "Place", "Raw", "awaited", "flush", "fresh"]
+__all__ = ["Link", "LinkStalled", "Place", "Raw", "await_frame", "flush"]
 
 MAC_NBYTES = 16
 DIGEST_NBYTES = 32
@@ -36,10 +36,10 @@ MAX_HEAD_NBYTES = 1 << 30
 MAX_CHUNKS = 1 << 20
 MAX_VIEWS = 64  # of one system call
 SMALL_NBYTES = 64 * 1024  # chunks up to this size are copied behind the head
-_BUFFER_NBYTES = 256 * 1024
 _START = struct.Struct("<II")
 _START_NBYTES = _START.size + MAC_NBYTES
 _NUMBER = struct.Struct("<Q")
+_NOT_AUTHENTIC = "frame authentication failed"
 _RAW = 1 << 63  # the bit of a chunk's size that says that the digest is not of it, too
 
 # How the kernel finds out that the other host is gone, although nothing is sent: after 2 + 3 * 2 s.
@@ -48,7 +48,7 @@ USER_TIMEOUT_MS = 9_000  # what was sent is acknowledged in this time, or the co
 
 
 class LinkStalled(Exception):
-    """The other end takes nothing of what is sent."""
+    """Raised when the other end takes or sends nothing for too long."""
 
 
 class Raw(NamedTuple):
@@ -61,24 +61,7 @@ class Raw(NamedTuple):
     buffer: Any
 
 
-class Frame(NamedTuple):
-    """What has arrived.
-
-    Attributes:
-        head: The head, authenticated.
-        chunks: The chunks, where the receiver wanted them; authenticated, but for those that were sent as `Raw`.
-    """
-
-    head: bytes
-    chunks: Sequence[memoryview]
-
-
 Place = Callable[[bytes, Sequence[int]], Sequence[memoryview]]  # where the chunks of these sizes are to be received
-
-
-def fresh(_: bytes, sizes: Sequence[int]) -> list[memoryview]:
-    """Memory of their own for chunks."""
-    return [memoryview(bytearray(size)) for size in sizes]
 
 
 class Link:
@@ -96,7 +79,7 @@ class Link:
         place: As the attribute.
     """
 
-    def __init__(self, sock: socket.socket, keys: Keys, place: Place = fresh) -> None:
+    def __init__(self, sock: socket.socket, keys: Keys, place: Place) -> None:
         self._socket = sock
         self._is_encrypted = isinstance(sock, ssl.SSLSocket)
         sock.setblocking(False)
@@ -111,14 +94,14 @@ class Link:
         self._n_sent = self._n_received = 0
         self._out: deque[memoryview] = deque()
         self._is_held_up = False  # the other end did not take all at once
-        self._memory = bytearray(_BUFFER_NBYTES)
-        self._view = memoryview(self._memory)
-        self._from = self._to = 0  # what is in the buffer and was not looked at
-        self._head: bytes | None = None  # of the frame whose chunks are being received
+        self._start = bytearray(_START_NBYTES)
+        self._rest = bytearray()  # of a frame whose start is there, up to its chunks
+        self._head = b""
         self._chunks: Sequence[memoryview] = ()
         self._are_raw: list[bool] = []  # of the chunks
-        self._digest = b""
-        self._open: deque[memoryview] = deque()  # chunks, or the rest of one, that are not there
+        self._open: deque[memoryview] = deque()  # the memory that is to be filled
+        self._step: Callable[[], bytes | None]  # what is done once it is full
+        self._next([memoryview(self._start)], self._read_start)
         self.heard_at = time.monotonic()
         self.received_nbytes = 0
 
@@ -208,116 +191,78 @@ class Link:
 
     # --- receiving ---
 
-    def receive(self) -> Frame | None:
-        """The next frame; None if it is not all there.
+    def receive(self) -> bytes | None:
+        """The head of the next frame, whose chunks lie where `place` has put them; None if it is not all there.
 
         Raises:
-            Closed: The other end is gone, or what it has sent is not authentic.
+            Closed: The other end is gone, or the frame is not authentic.
         """
-        while True:
-            if self._head is None:
-                self._begin()
-            if self._head is not None and not self._open:
-                if self._chunks and not hmac.compare_digest(_digest(self._chunks, self._are_raw), self._digest):
-                    raise Closed("what has come is not authentic")
-                frame = Frame(self._head, self._chunks)
-                self._head, self._chunks = None, ()
-                return frame
-            if not self._fill():
-                return None
+        while self._fill():
+            head = self._step()
+            if head is not None:
+                return head
+        return None
 
     def _fill(self) -> bool:
-        """Receive something; False if there is nothing now."""
-        if self._open and self._from == self._to:
-            into = self._open[0]
-        else:
-            self._make_room()
-            into = self._view[self._to :]
-        try:
-            n = self._socket.recv_into(into)
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return False
-        except OSError as error:
-            raise Closed(_why(error)) from error
-        if not n:
-            raise Closed("it hung up")
-        self.heard_at = time.monotonic()
-        self.received_nbytes += n
-        if self._open and self._from == self._to:
-            self._filled(n)
-        else:
-            self._to += n
-            self._take_chunks()
+        """Fill the memory that is open; False if not all is there."""
+        while self._open:
+            try:
+                n = self._socket.recv_into(self._open[0])
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return False
+            except OSError as error:
+                raise Closed(_why(error)) from error
+            if not n:
+                raise Closed("the peer closed the connection")
+            self.heard_at = time.monotonic()
+            self.received_nbytes += n
+            if self._open[0].nbytes == n:
+                self._open.popleft()
+            else:
+                self._open[0] = self._open[0][n:]
         return True
 
-    def _filled(self, n: int) -> None:
-        if self._open[0].nbytes == n:
-            self._open.popleft()
-        else:
-            self._open[0] = self._open[0][n:]
-
-    def _take_chunks(self) -> None:
-        """Copy what is in the buffer to where it belongs."""
-        while self._open and self._from < self._to:
-            n = min(self._open[0].nbytes, self._to - self._from)
-            self._open[0][:n] = self._view[self._from : self._from + n]
-            self._from += n
-            self._filled(n)
-
-    def _make_room(self) -> None:
-        """Have free space in the buffer."""
-        if self._from == self._to:
-            self._from = self._to = 0
-            if len(self._memory) > _BUFFER_NBYTES:
-                self._memory = bytearray(_BUFFER_NBYTES)
-                self._view = memoryview(self._memory)
-        if self._to == len(self._memory):
-            used = self._view[self._from : self._to]
-            wanted = max(_BUFFER_NBYTES, 2 * len(used))
-            if wanted > len(self._memory) or not self._from:
-                self._memory = bytearray(wanted)
-            self._memory[: len(used)] = bytes(used)
-            self._from, self._to = 0, len(used)
-            self._view = memoryview(self._memory)
-
-    def _begin(self) -> None:
-        """Begin with the next frame, if its head is there."""
-        there = self._to - self._from
-        if there < _START_NBYTES:
-            return
-        n_head, n_chunks = _START.unpack_from(self._view, self._from)
+    def _read_start(self) -> None:
+        """Open the memory of the part of a frame before its chunks."""
+        n_head, n_chunks = _START.unpack_from(self._start)
         if n_head > MAX_HEAD_NBYTES or n_chunks > MAX_CHUNKS:
-            raise Closed("what has come is not a frame")
-        n_sizes = 8 * n_chunks
-        n_described = n_sizes + DIGEST_NBYTES if n_chunks else 0
-        n_all = _START_NBYTES + n_described + n_head
-        if there < n_all:
-            self._want(n_all)
-            return
-        whole = bytes(self._view[self._from : self._from + n_all])
-        self._from += n_all
-        body = whole[_START_NBYTES:]
-        mac = self._mac_in.copy()
-        mac.update(_NUMBER.pack(self._n_received) + whole[: _START.size] + body)
-        if not hmac.compare_digest(mac.digest(), whole[_START.size : _START_NBYTES]):
-            raise Closed("what has come is not authentic")
-        self._n_received += 1
-        said = struct.unpack_from(f"<{n_chunks}Q", body)
-        self._are_raw = [bool(size & _RAW) for size in said]
-        self._digest = body[n_sizes:n_described]
-        self._head = head = body[n_described:]
-        self._chunks = self.place(head, [size & ~_RAW for size in said]) if said else ()
-        self._open = deque(chunk for chunk in self._chunks if chunk.nbytes)
-        self._take_chunks()
+            raise Closed("invalid frame header")
+        self._rest = bytearray(_described_nbytes(n_chunks) + n_head)
+        self._next([memoryview(self._rest)], self._read_rest)
 
-    def _want(self, n_bytes: int) -> None:
-        """Have room in the buffer for a head that is larger."""
-        if self._from + n_bytes > len(self._memory):
-            used = bytes(self._view[self._from : self._to])
-            self._memory = bytearray(max(_BUFFER_NBYTES, n_bytes + SMALL_NBYTES))
-            self._memory[: len(used)] = used
-            self._view = memoryview(self._memory)
-            self._from, self._to = 0, len(used)
+    def _read_rest(self) -> None:
+        """Authenticate a frame up to its chunks, and open the memory of these."""
+        _, n_chunks = _START.unpack_from(self._start)
+        mac = self._mac_in.copy()
+        mac.update(_NUMBER.pack(self._n_received) + self._start[: _START.size] + self._rest)
+        if not hmac.compare_digest(mac.digest(), self._start[_START.size :]):
+            raise Closed(_NOT_AUTHENTIC)
+        self._n_received += 1
+        sizes = struct.unpack_from(f"<{n_chunks}Q", self._rest)
+        self._are_raw = [bool(size & _RAW) for size in sizes]
+        self._head = bytes(self._rest[_described_nbytes(n_chunks) :])
+        self._chunks = self.place(self._head, [size & ~_RAW for size in sizes]) if sizes else ()
+        self._next(self._chunks, self._read_chunks)
+
+    def _read_chunks(self) -> bytes:
+        """Authenticate the chunks of a frame, and open the memory of the next one; returns the head."""
+        n_sizes = 8 * len(self._chunks)
+        said = self._rest[n_sizes : n_sizes + DIGEST_NBYTES]
+        if self._chunks and not hmac.compare_digest(_digest(self._chunks, self._are_raw), said):
+            raise Closed(_NOT_AUTHENTIC)
+        self._chunks, self._rest = (), bytearray()
+        self._next([memoryview(self._start)], self._read_start)
+        return self._head
+
+    def _next(self, views: Sequence[memoryview], step: Callable[[], bytes | None]) -> None:
+        """Have memory filled, and something done once it is full."""
+        self._open.extend(view for view in views if view.nbytes)
+        self._step = step
+
+
+def _described_nbytes(n_chunks: int) -> int:
+    """Bytes of the sizes and the digest of chunks."""
+    return 8 * n_chunks + DIGEST_NBYTES if n_chunks else 0
 
 
 def _digest(chunks: Sequence[memoryview], are_raw: Sequence[bool]) -> bytes:
@@ -352,16 +297,13 @@ def _why(error: OSError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def awaited(link: Link, timeout_s: float) -> Frame:
-    """The next frame of a link.
+def await_frame(link: Link, timeout_s: float) -> None:
+    """Wait until something has come over a link.
 
     Raises:
-        Closed: The other end is gone.
         LinkStalled: Nothing has come for so long.
     """
-    while (frame := link.receive()) is None:
-        poll = select.poll()
-        poll.register(link.fileno(), select.POLLIN)
-        if not poll.poll(timeout_s * 1000):
-            raise LinkStalled
-    return frame
+    poll = select.poll()
+    poll.register(link.fileno(), select.POLLIN)
+    if not poll.poll(timeout_s * 1000):
+        raise LinkStalled

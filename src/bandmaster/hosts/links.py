@@ -4,84 +4,74 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import pickle
 import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
-
-import numpy as np
 
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED
 from bandmaster.errors import BandmasterError, ClosedError
 from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.hosts.connection import Connection, Kind, Message
 from bandmaster.hosts.handshake import Secret
-from bandmaster.hosts.link import Frame, Link
-from bandmaster.hosts.messages import Kind, dumped
-from bandmaster.hosts.row_links import RowLinks
+from bandmaster.hosts.rows import RowKey, RowLinks
 from bandmaster.platform.limits import start_thread
-from bandmaster.wire.channel import Closed
-from bandmaster.wire.poller import HAS_ROOM, Event, Poller
-from bandmaster.wire.receiver import ChannelTicket, Receiver
+from bandmaster.platform.settings import host_timeout_s
+from bandmaster.wire.client import Client, MessageTicket
+from bandmaster.wire.messages import Closed
+from bandmaster.wire.poller import HAS_ROOM, Poller
 
-__all__ = ["Agent", "Fabric", "host_timeout_s"]
+__all__ = ["Agent", "AgentLinks", "revived"]
 
-BEAT_S = 1.0  # how often somebody looks whether the hosts are there
-IDLE_S = 3.0  # after which links are closed that rows were fetched by
+BEAT_S = 1.0  # how often a thread looks whether the hosts are there
 SILENCE_S = 2.0  # after which a host that owes a reply is asked for a sign of life
 
 
-def host_timeout_s() -> float:
-    """Seconds without a sign of life after which a host is lost: ``BANDMASTER_HOST_TIMEOUT``, 10 by default."""
-    return float(os.environ.get("BANDMASTER_HOST_TIMEOUT", "10"))
-
-
 class Group(Protocol):
-    """What a link needs to know of a group."""
+    """A group that has ranks on other hosts, as links need to know it. The lock is held in each method."""
 
-    def take_replies(
-        self, agent: Agent, replies: Sequence[Any], payloads: Sequence[Any], chunks: Sequence[Any]
-    ) -> None:
-        """Replies of ranks on a host; the lock is held."""
+    def take_replies(self, message: Message) -> None:
+        """Take replies of ranks on a host."""
 
     def take_deaths(self, deaths: Mapping[int, Failure]) -> None:
-        """Ranks have died; the lock is held."""
+        """Take the deaths of ranks."""
 
     def host_is_lost(self, agent: Agent, why: str) -> None:
-        """The agent of a host is gone, and all ranks with it; the lock is held."""
+        """Take the end of the agent of a host, and of all ranks with it."""
 
-    def has_pending(self, agent: Agent) -> bool:
+    def is_owed(self, agent: Agent) -> bool:
         """Whether ranks of a host owe a reply."""
 
 
 class Agent:
-    """The agent of one host, as the controller sees it.
+    """The agent of one host, on the controller's side.
 
     Attributes:
         link: The link to it.
-        key: What identifies it among the agents of this controller.
+        key: The key of the agent among those of this controller.
         host: Name of its host.
-        address: Where it listens.
+        address: The address at which it listens.
         pid: Its process, on its host.
         groups: The groups that have ranks on its host.
         lost: Why it is gone; None as long as it is not.
-        kept: Numbers of rows that futures of this controller refer to.
-        released: Numbers of rows that nobody refers to any more, and that it was not told of.
+        kept: Keys of rows that futures of this controller refer to.
+        released: Keys of rows that nothing refers to any more, and that it was not told of.
         awaits_release: Whether it is to end as soon as it is not needed.
+        pinged_at: When it was asked for a sign of life.
     """
 
-    def __init__(self, link: Link, key: Hashable, host: str, address: tuple[str, int], pid: int) -> None:
+    def __init__(self, link: Connection, key: Hashable, host: str, address: tuple[str, int], pid: int) -> None:
         self.link, self.key, self.host, self.address, self.pid = link, key, host, address, pid
         self.groups: dict[str, Group] = {}
         self.lost: str | None = None
-        self.kept: set[int] = set()
-        self.released: deque[int] = deque()
+        self.kept: set[RowKey] = set()
+        self.released: deque[RowKey] = deque()
         self.awaits_release = False
-        self.asked: dict[int, ChannelTicket] = {}
         self.pinged_at = 0.0
 
     @property
@@ -90,7 +80,7 @@ class Agent:
         return bool(self.groups or self.kept)
 
     def await_end(self, timeout_s: float) -> None:
-        """Wait until its process has ended, which somebody has killed."""
+        """Wait until its process, which was killed, has ended."""
         poll = select.poll()
         if self.lost is None:
             poll.register(self.link.fileno(), select.POLLRDHUP)
@@ -100,48 +90,39 @@ class Agent:
         return f"<agent on {self.host} ({self.address[0]}:{self.address[1]}, pid {self.pid})>"
 
 
-class Fabric(Receiver):
-    """All links of a controller. Any thread may call it.
+class AgentLinks(Client):
+    """All links of a controller, and the questions that agents have not answered. Any thread may call it.
 
     Attributes:
-        secret: What agents know.
+        secret: The secret that agents know.
         agents: The agents, by their keys.
-        row_links: Links to them that rows are fetched by.
+        row_links: Connections to them that rows are fetched by.
+        poller: Waits for what arrives over all links.
+        numbers: The numbers of calls and questions.
 
     Args:
-        let_go: Ends the agents that are not needed; called from a thread, some time after one has become so that awaits
-            its release.
+        release: Ends the agents that are not needed. A thread calls it, some time after one that awaits its release has
+            become so.
     """
 
-    def __init__(self, let_go: Callable[[], object] = lambda: None) -> None:
-        super().__init__(Poller())
+    def __init__(self, release: Callable[[], object] = lambda: None) -> None:
+        self.poller, self.numbers = Poller(), itertools.count(1)
+        super().__init__(self.poller, self.numbers)
         self.secret = Secret.new()
         self.agents: dict[Hashable, Agent] = {}
         self.row_links = RowLinks(self.secret)
-        self._by_fd: dict[int, Agent] = {}
-        self._numbers = itertools.count(1)
-        self._let_go = let_go
-        self._heart: threading.Thread | None = None
-        self._stop_beating = threading.Event()
-
-    def numbered(self) -> int:
-        """A number for a call or a question."""
-        return next(self._numbers)
-
-    @property
-    def poller(self) -> Poller:
-        """Where all that arrives is waited for."""
-        return self._poller
+        self._release = release
+        self._stop_beating: threading.Event | None = None  # of the thread that looks whether hosts are there
 
     def add(self, agent: Agent) -> None:
         """Serve a new link."""
         with self.lock:
             self.agents[agent.key] = agent
-            self._by_fd[agent.link.fileno()] = agent
-            self._poller.watch(agent.link.fileno())
-            if self._heart is None:
-                self._stop_beating.clear()
-                self._heart = start_thread("bandmaster-heartbeat", self._beat, self._stop_beating)
+            self._open[id(agent)] = {}
+            self.poller.watch(agent.link.fileno(), partial(self._receive_from, agent))
+            if self._stop_beating is None:
+                self._stop_beating = threading.Event()
+                start_thread("bandmaster-heartbeat", self._beat, self._stop_beating)
 
     def remove(self, agent: Agent) -> None:
         """Close a link."""
@@ -154,40 +135,35 @@ class Fabric(Receiver):
             self.remove(agent)
         self.row_links.close()
         with self.lock:
-            self._poller.close()
+            self.poller.close()
 
     # --- sending ---
 
-    def send(self, agent: Agent, content: tuple[Any, ...], chunks: Sequence[Any] = ()) -> None:
-        """Send a frame, or its beginning; `flush` sends the rest. The lock is held."""
+    def send(self, agent: Agent, kind: Kind, *content: Any, large: Mapping[int, Any] | None = None) -> None:
+        """Send a message, or its beginning; `flush` sends the rest. The lock is held."""
         if agent.lost is not None:
             return
         try:
             if agent.released:
-                agent.link.send(dumped((Kind.RELEASE, _drained(agent.released))))
-            agent.link.send(dumped(content), chunks)
+                agent.link.send_message(Kind.RELEASE, _drained(agent.released))
+            agent.link.send_message(kind, *content, large=large or {})
         except Closed as error:
             self._lose(agent, str(error))
 
     def flush(self, agents: Sequence[Agent]) -> None:
         """Wait until all was sent to some agents; one that takes nothing for too long is lost."""
-        waiting = self._unsent(agents)
-        while waiting:
+        waiting = agents
+        while waiting := [agent for agent in waiting if agent.link.has_unsent]:
+            with self.lock:
+                waiting = [agent for agent in waiting if agent.lost is None and not self._pump(agent)]
             poll = select.poll()
             for fd in [agent.link.fileno() for agent in waiting]:
                 if fd >= 0:  # else it was lost just now
                     poll.register(fd, select.POLLOUT)
-            if not poll.poll(host_timeout_s() * 1000):
+            if waiting and not poll.poll(host_timeout_s() * 1000):
                 with self.lock:
                     for agent in waiting:
                         self._lose(agent, f"it has taken nothing for {host_timeout_s():g} s")
-            waiting = self._unsent(waiting)
-
-    def _unsent(self, agents: Sequence[Agent]) -> list[Agent]:
-        if not any(agent.link.has_unsent for agent in agents):
-            return []
-        with self.lock:
-            return [agent for agent in agents if agent.lost is None and not self._pump(agent)]
 
     def _pump(self, agent: Agent) -> bool:
         try:
@@ -196,23 +172,23 @@ class Fabric(Receiver):
             self._lose(agent, str(error))
             return True
 
-    def ask(self, agent: Agent, what: str, *args: Any) -> ChannelTicket:
-        """Ask an agent for something; `answers` waits for what it says."""
-        ticket = ChannelTicket(self.numbered())
+    def ask(self, agent: Agent, what: str, *args: Any) -> MessageTicket:
+        """Ask an agent for something; `answers` waits for its answer."""
+        ticket = MessageTicket(next(self.numbers))
         with self.lock:
             if agent.lost is None:
-                agent.asked[ticket.number] = ticket
-                self.send(agent, (Kind.ASK, ticket.number, what, *args))
-            if agent.lost is not None:
-                self._finish(ticket, Failure(FailureKind.DIED, f"the agent on {agent.host} is gone: {agent.lost}"))
+                self._open[id(agent)][ticket.number] = ticket
+                self.send(agent, Kind.ASK, ticket.number, what, *args)
+            else:
+                self._finish(ticket, _gone(agent))
         self.flush([agent])
         return ticket
 
-    def answers(self, tickets: Sequence[ChannelTicket], timeout_s: float | None = None) -> list[Any]:
-        """What agents have answered.
+    def answers(self, tickets: Sequence[MessageTicket], timeout_s: float | None = None) -> list[Any]:
+        """The answers of agents.
 
         Raises:
-            TimeoutError: They have not in time.
+            TimeoutError: They have not answered in time.
             Exception: That of the first that has failed; ClosedError if it is gone.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -222,113 +198,85 @@ class Fabric(Receiver):
                 if left is not None and left <= 0:
                     raise TimeoutError(f"an agent has not answered within {timeout_s:g} s")
                 self.wait([ticket], left)
-        outcomes = [ticket.outcome for ticket in tickets]
+        outcomes: list[Any] = [ticket.outcome for ticket in tickets]
         for outcome in outcomes:
             if isinstance(outcome, Failure):
                 raise outcome.exception or ClosedError(outcome.summary)
-        return [None if outcome is None else pickle.loads(outcome.head) for outcome in outcomes]  # type: ignore[union-attr]
+        return [None if outcome is None else pickle.loads(outcome.head) for outcome in outcomes]
 
-    # --- receiving ---
+    # --- receiving; the lock is held ---
 
     def check(self) -> None:
-        """Take what has arrived."""
+        """Take everything that has arrived."""
         with self.lock:
-            self._receive_all()
+            self.poller.receive_all()
 
-    def _receive(self, ready: Sequence[Event]) -> None:
-        if not ready:
+    def _receive_from(self, agent: Agent, events: int) -> None:
+        if events == HAS_ROOM:
             return
         try:
-            for fd, events in ready:
-                agent = self._by_fd.get(fd)
-                if agent is not None and events != HAS_ROOM:
-                    self._receive_from(agent)
-        finally:
-            self._poller.wake_if_blocked()
-
-    def _receive_from(self, agent: Agent) -> None:
-        try:
-            while agent.lost is None and (frame := agent.link.receive()) is not None:
-                self._take(agent, frame)
+            while agent.lost is None and (message := agent.link.receive_message()) is not None:
+                self._take(agent, message)
         except Closed as error:
             self._lose(agent, str(error))
 
-    def _take(self, agent: Agent, frame: Frame) -> None:
-        content = pickle.loads(frame.head)
-        kind = content[0]
-        if kind == Kind.REPLIES:
-            group = agent.groups.get(content[1])
-            if group is not None:
-                group.take_replies(agent, content[2], content[3], frame.chunks)
-        elif kind == Kind.DEATHS:
-            group = agent.groups.get(content[1])
-            if group is not None:
-                group.take_deaths({rank: revived(failure) for rank, failure in content[2].items()})
+    def _take(self, agent: Agent, message: Message) -> None:
+        kind, content, _ = message
+        group = agent.groups.get(content[0]) if kind in (Kind.REPLIES, Kind.DEATHS) else None
+        if kind == Kind.REPLIES and group is not None:
+            group.take_replies(message)
+        elif kind == Kind.DEATHS and group is not None:
+            group.take_deaths({rank: revived(failure) for rank, failure in content[1].items()})
         elif kind == Kind.OUTPUT:
             from bandmaster.output.screen import show
 
-            show(content[1])
+            show(content[0])
         elif kind == Kind.ANSWER:
-            _, number, is_error, pickled = content
-            ticket = agent.asked.pop(number, None)
+            number, is_error, pickled = content
+            ticket = self._open[id(agent)].pop(number, None)
             if ticket is not None:
                 self._finish(ticket, _error(pickled) if is_error else Payload(pickled))
 
     def _lose(self, agent: Agent, why: str) -> None:
-        """An agent is gone; the lock is held."""
+        """Take the end of an agent."""
         if agent.lost is not None:
             return
         agent.lost = why
-        fd = agent.link.fileno()
-        self._poller.ignore(fd)
-        del self._by_fd[fd]
+        self.poller.ignore(agent.link.fileno())
         if self.agents.get(agent.key) is agent:
             del self.agents[agent.key]
         agent.link.close()
-        for ticket in agent.asked.values():
-            self._finish(ticket, Failure(FailureKind.DIED, f"the agent on {agent.host} is gone: {why}"))
-        agent.asked.clear()
+        self._fail_open(id(agent), _gone(agent))
+        del self._open[id(agent)]
         for group in list(agent.groups.values()):
             group.host_is_lost(agent, why)
-        if not self.agents:
+        if not self.agents and self._stop_beating is not None:
             self._stop_beating.set()
-            self._heart, self._stop_beating = None, threading.Event()
-            self.row_links.close_idle(0.0)  # which the heartbeat did
-        self._poller.wake_if_blocked()
+            self._stop_beating = None
+            self.row_links.close()
 
     # --- signs of life ---
 
     def _beat(self, is_over: threading.Event) -> None:
-        """Ask hosts for signs of life while they owe replies, and tell them of rows that nobody needs."""
+        """Ask hosts for signs of life while they owe replies, and tell them of rows that are not needed any more."""
         while not is_over.wait(BEAT_S):
             with contextlib.suppress(BandmasterError), self.lock:
-                self._receive_all()  # before anything is concluded: nobody may have waited for what has come
+                self.poller.receive_all()  # before anything is concluded: no thread may have waited for what has come
                 for agent in list(self.agents.values()):
                     self._look_after(agent)
-            self.row_links.close_idle(IDLE_S)
             if any(agent.awaits_release and not agent.is_needed for agent in list(self.agents.values())):
-                self._let_go()
+                self._release()
 
     def _look_after(self, agent: Agent) -> None:
         now, limit_s = time.monotonic(), host_timeout_s()
         silent_s = now - agent.link.heard_at
-        is_owed = bool(agent.asked) or any(group.has_pending(agent) for group in agent.groups.values())
+        is_owed = bool(self._open[id(agent)]) or any(group.is_owed(agent) for group in agent.groups.values())
         is_asked = agent.pinged_at > agent.link.heard_at
         if is_owed and is_asked and silent_s >= limit_s - BEAT_S and now - agent.pinged_at >= limit_s / 2:
             self._lose(agent, f"it has given no sign of life for {silent_s:.0f} s")
         elif agent.released or (is_owed and not is_asked and silent_s >= SILENCE_S):
             agent.pinged_at = now
-            self.send(agent, (Kind.PING,))
-
-
-def link_of(sock: Any, keys: Any) -> Link:
-    """The controller's end of a link."""
-    return Link(sock, keys, _unwritten)
-
-
-def _unwritten(_: bytes, sizes: Sequence[int]) -> list[memoryview]:
-    """Memory for chunks, which is not cleared first."""
-    return [np.empty(size, np.uint8).data for size in sizes]
+            self.send(agent, Kind.PING)
 
 
 def revived(pickled: bytes) -> Failure:
@@ -347,9 +295,13 @@ def _error(pickled: bytes) -> Failure:
         return Failure.of(error)
 
 
-def _drained(numbers: deque[int]) -> list[int]:
+def _gone(agent: Agent) -> Failure:
+    return Failure(FailureKind.DIED, f"the agent on {agent.host} is gone: {agent.lost}")
+
+
+def _drained(keys: deque[RowKey]) -> list[RowKey]:
     found = []
     with contextlib.suppress(IndexError):
         while True:
-            found.append(numbers.popleft())
+            found.append(keys.popleft())
     return found

@@ -68,16 +68,16 @@ class SigintSafeLock:
         self._is_interrupted = False
 
     @property
-    def has_to_let_go(self) -> bool:
+    def must_be_left(self) -> bool:
         """Whether SIGINT is deferred and this is the main thread, which must leave the lock to receive it."""
         return self._is_interrupted and get_ident() == self._main
 
-    def let_go(self) -> Any:
+    def release(self) -> Any:
         """Release the lock without leaving its context. Returns the state that `own` needs to take it again."""
         return self.lock._release_save()  # type: ignore[attr-defined]
 
     def own(self, taken: Any) -> None:
-        """Take the lock again, unless `let_go` was interrupted by an exception and this thread still holds it."""
+        """Take the lock again, unless `release` was interrupted by an exception and this thread still holds it."""
         if not self.lock._is_owned():  # type: ignore[attr-defined]
             self.lock._acquire_restore(taken or (1, get_ident()))  # type: ignore[attr-defined]
 
@@ -124,11 +124,11 @@ class SigintSafeLock:
             self._on_interrupt()
 
 
-def _let_go_in_child() -> None:
+def _restore_in_child() -> None:
     """Restore the SIGINT handler in a process that was forked while the main thread held such locks."""
     while isinstance(holder := getattr(_handler(_SIGINT), "__self__", None), SigintSafeLock):
         _set_handler(_SIGINT, holder._before)
         holder._before, holder._is_entered = None, False
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_restore_in_child)

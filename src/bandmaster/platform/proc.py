@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Stat", "descriptors", "everyone", "pids", "running_children_of", "stat"]
+__all__ = ["Stat", "descriptors", "everyone", "peer_of", "pids", "running_children_of", "stat"]
 
 
 class Stat(NamedTuple):
@@ -67,3 +69,9 @@ def everyone() -> Iterator[Stat]:
 def running_children_of(pid: int) -> list[Stat]:
     """The children of process ``pid`` that have not ended: zombies are left out."""
     return [process for process in everyone() if process.parent == pid and process.state not in "ZX"]
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end of a Unix socket; process 0 is one of another pid namespace."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid

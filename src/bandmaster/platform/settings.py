@@ -1,13 +1,21 @@
-"""The environment variables that bandmaster reads. Each function reads its own when it is called.
+"""The environment variables that tune bandmaster. Each function reads its own when it is called.
 
-``BANDMASTER_FULL_TRACEBACKS`` alone is read elsewhere, in `bandmaster.errors`, which imports no other room.
+``BANDMASTER_FULL_TRACEBACKS`` alone is read elsewhere, in `bandmaster.errors`, which imports no other room. Variables
+that belong to others are read where they are used.
 """
 
 from __future__ import annotations
 
 import os
 
-__all__ = ["CONTROLLERS_RAY", "controllers_ray", "preloaded_modules"]
+__all__ = [
+    "CONTROLLERS_RAY",
+    "controllers_ray",
+    "host_timeout_s",
+    "is_link_encrypted",
+    "preloaded_modules",
+    "tree_from",
+]
 
 CONTROLLERS_RAY = "BANDMASTER_RAY"
 
@@ -24,3 +32,18 @@ def controllers_ray() -> str | None:
     Backend ``"ray"`` sets it for its workers; no user does.
     """
     return os.environ.get(CONTROLLERS_RAY)
+
+
+def host_timeout_s() -> float:
+    """Seconds without a sign of life after which a host is lost: ``BANDMASTER_HOST_TIMEOUT``, 10 by default."""
+    return float(os.environ.get("BANDMASTER_HOST_TIMEOUT", "10"))
+
+
+def is_link_encrypted() -> bool:
+    """Whether links between hosts are encrypted: ``BANDMASTER_TLS`` or Ray's own ``RAY_USE_TLS`` is 1."""
+    return any(os.environ.get(name) == "1" for name in ("BANDMASTER_TLS", "RAY_USE_TLS"))
+
+
+def tree_from() -> int:
+    """Number of hosts of a group from which on agents form a tree: ``BANDMASTER_TREE_FROM``, 32 by default."""
+    return int(os.environ.get("BANDMASTER_TREE_FROM", "32"))

@@ -22,7 +22,7 @@ __all__ = ["KINDS", "HeldResources", "held_resources", "is_connected_to_ray"]
 
 KINDS = ("threads", "processes", "descriptors", "segments", "placements")
 
-_SEGMENTS = "/memfd:bandmaster ", "/memfd:bandmaster-rows "  # a control page has another name
+_SEGMENTS = "/memfd:bandmaster ", "/memfd:bandmaster-rows "  # a status page has another name
 _ZYGOTE_WATCH = "bandmaster-zygote-watch"
 _LEASES = "bandmaster-leases"  # threads of open groups
 

@@ -27,10 +27,9 @@ from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
 from bandmaster.contract import Launch, ShowOutput
 from bandmaster.hosts.agent import AgentServer, Host
+from bandmaster.hosts.connection import FOR_MESSAGES, Connection, in_memory
 from bandmaster.hosts.handshake import Secret, greet
-from bandmaster.hosts.links import Agent, Fabric, link_of
-from bandmaster.hosts.messages import FOR_MESSAGES
-from bandmaster.hosts.row_links import in_memory
+from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
 
 __all__ = ["SimulatedHosts"]
@@ -48,22 +47,22 @@ class SimulatedHosts(MachineBackend):
     def __init__(self, n_hosts: int | None = None) -> None:
         super().__init__()
         self._n_hosts = n_hosts
-        self._made: Fabric | None = None
+        self._made: AgentLinks | None = None
         self._parent: subprocess.Popen[str] | None = None  # of the agents
         self._names = itertools.count()
         self._n_reserved = 0
 
     def reserve(self, request: Any, timeout_s: float) -> Any:
-        """As `MachineBackend.reserve`."""
+        """Reserve slots; see `MachineBackend.reserve`."""
         self._n_reserved += 1
         return super().reserve(request, timeout_s)
 
     def release(self, reservation: Any) -> None:
-        """As `MachineBackend.release`; the processes end with the last one."""
+        """Release slots; the processes end with the last reservation."""
         super().release(reservation)
         self._n_reserved -= 1
         if not self._n_reserved and self._parent is not None:
-            self._fabric.close()
+            self._links.close()
             self._made = None
             assert self._parent.stdin is not None, "it was started with pipes"
             self._parent.stdin.close()
@@ -73,28 +72,28 @@ class SimulatedHosts(MachineBackend):
             self._parent = None
 
     @property
-    def _fabric(self) -> Fabric:
-        self._made = self._made or Fabric()
+    def _links(self) -> AgentLinks:
+        self._made = self._made or AgentLinks()
         return self._made
 
     def start(self, launch: Launch) -> AgentWorkers:
         """Start the ranks of each node in the process of its agent."""
         hosts = [slot.node_rank if self._n_hosts is None else slot.local_rank % self._n_hosts for slot in launch.slots]
         nodes = [str(host) for host in hosts]
-        missing = [node for node in dict.fromkeys(nodes) if node not in self._fabric.agents]
+        missing = [node for node in dict.fromkeys(nodes) if node not in self._links.agents]
         for node, (address, pid) in zip(missing, self._started(len(missing)), strict=True):
             sock = socket.create_connection(address, timeout=PATIENCE_S)
-            trusted, keys = greet(sock, self._fabric.secret, FOR_MESSAGES)
-            self._fabric.add(Agent(link_of(trusted, keys), node, f"host{node}", address, pid))
-        agents = [self._fabric.agents[node] for node in nodes]
-        workers = AgentWorkers(f"{launch.group} {next(self._names)}", self._fabric, agents)
+            trusted, keys = greet(sock, self._links.secret, FOR_MESSAGES)
+            self._links.add(Agent(Connection(trusted, keys), node, f"host{node}", address, pid))
+        agents = [self._links.agents[node] for node in nodes]
+        workers = AgentWorkers(f"{launch.group} {next(self._names)}", self._links, agents)
         workers.begin(launch, lambda ranks: pickle.dumps((launch.sent(), tuple(ranks))))
         return workers
 
     def _started(self, n: int) -> list[tuple[tuple[str, int], int]]:
         """Address and process of new agents."""
         if n and self._parent is None:
-            secret = self._fabric.secret
+            secret = self._links.secret
             command = [sys.executable, "-m", __name__, secret.key.hex(), str(int(secret.is_encrypted)), *sys.path]
             self._parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if not n:
@@ -116,7 +115,7 @@ class _SimulatedHost(Host):
 class _Ranks(InProcessWorkers):
     @property
     def rendezvous(self) -> Mapping[str, str]:
-        """None: the ranks have no processes."""
+        """Always empty: the ranks have no processes."""
         return {}
 
     def announce(self, rendezvous: Mapping[str, str]) -> None:
@@ -124,7 +123,7 @@ class _Ranks(InProcessWorkers):
 
     def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> Payload:
         """Memory of this process."""
-        return in_memory(sizes)
+        return in_memory(0, (), sizes)
 
 
 def _agent(secret: Secret) -> None:

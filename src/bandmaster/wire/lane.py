@@ -5,7 +5,7 @@ same for many workers and is then encoded once, behind a small part for this wor
 
     message   = length of control (4 bytes) │ control │ body        + descriptors
     control   = (ids that the body names, segments new to the reader, ids closed by the writer,
-                 ids the sender has nothing left in, the same, but a fork of it may have, ids it could not open)
+                 ids that the sender has nothing left in, ids that it must not be sent again)
     body      = whatever the two ends agree on (see `bandmaster.wire.messages`)
 
 Small payloads travel inside the body; larger ones lie in segments, which the body names by number: the head of a
@@ -17,22 +17,23 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
-import fcntl
 import os
 import pickle
 import socket
 import struct
-import termios
 from collections.abc import Sequence
 from typing import Any
 
 from bandmaster.codec import Payload
-from bandmaster.wire.channel import INLINE_NBYTES, Buffer, Closed, inline
-from bandmaster.wire.segments import Lease, Segment, SegmentReader, SegmentWriter
+from bandmaster.contract import RowFacts
+from bandmaster.wire.messages import INLINE_NBYTES, MAX_MESSAGE_NBYTES, Closed, inline
+from bandmaster.wire.segment_reader import KeptSegment, SegmentReader
+from bandmaster.wire.segments import Segment, SegmentWriter, SharedPayload
 
-__all__ = ["LENGTH_NBYTES", "Lane", "lane_pair", "set_buffer"]
+__all__ = ["LENGTH_NBYTES", "TELL_S", "Buffer", "Lane", "lane_pair", "set_buffer"]
 
 BUFFER_NBYTES = 208 * 1024  # of a socket: the largest message, and what the kernel adds to it
+TELL_S = 0.5  # how often each end looks for leases that have ended and that no message has told of
 MAX_DESCRIPTORS = 64  # in one message
 MAX_IDS = 512  # of segments, of each kind, in the control part of one message
 
@@ -86,47 +87,51 @@ def set_buffer(sock: socket.socket) -> None:
         )
 
 
+class Buffer:
+    """Memory that messages are received in."""
+
+    __slots__ = ("memory", "view")
+
+    def __init__(self) -> None:
+        self.memory = [bytearray(MAX_MESSAGE_NBYTES)]  # as `socket.recvmsg_into` takes it
+        self.view = memoryview(self.memory[0])
+
+
 class Lane:
-    """One end of a lane.
+    """One end of a lane: the worker's, or the controller's, which has more lanes.
+
+    The worker's end waits while the other end does not read, and closes the descriptor of a segment once it was sent.
 
     Args:
         sock: The socket; it is owned from here on.
-        writer: The segments of this side, which other lanes may share.
-        reader_id: How the other end is known to ``writer``.
-        blocks: Whether sending waits while the other end does not read.
-        is_only_reader: Whether no other lane shares ``writer``: then a segment's descriptor is closed once the other
-            end has it.
+        writer: The segments of this side; the lanes of a controller share them.
+        rank: The rank of the worker at the other end, at the controller's end; None at the worker's.
+        buffer: The memory that messages are received in, which lanes of one thread may share; by default its own.
+
+    Attributes:
+        body: The body that was received last.
     """
 
-    shares_memory = True
-
     def __init__(
-        self,
-        sock: socket.socket,
-        writer: SegmentWriter,
-        reader_id: int = 0,
-        blocks: bool = True,
-        is_only_reader: bool = False,
+        self, sock: socket.socket, writer: SegmentWriter, rank: int | None = None, buffer: Buffer | None = None
     ) -> None:
         self.socket = sock
         self.reader = SegmentReader()
         self.writer = writer
-        self._reader_id = reader_id
+        self._is_worker, self._reader_id = rank is None, rank or 0
         self._attached: set[int] = set()
         writer.on_close.append(self._segment_closed)
         self._closed_ids: list[int] = []
         self._returned: list[int] = []  # segments in which nothing lies any more, as the other end is to be told
-        self._forked: list[int] = []  # the same, but forks of this process may read them
-        self._unusable: list[int] = []  # segments of the other end's that could not be opened
-        self._news = self._closed_ids, self._returned, self._forked, self._unusable
+        self._spoiled: list[int] = []  # the same, but forks of this process may read them, or they cannot be opened
+        self._news = self._closed_ids, self._returned, self._spoiled
         self._claims: dict[int, Any] = {}  # on segments that the last body names, until they are taken
-        self._unopened = ""  # why segments of the next body could not be opened
-        self._is_only_reader = is_only_reader
-        self.body: memoryview | None = None  # what was received last
+        self._why_unopened = ""  # why a segment could not be opened
+        self.body: memoryview | None = None
         self._received: list[Any] = []  # at most one message, which lies in the buffer
         self._patience_s: float | None = None
-        self._send_flags = _SEND_FLAGS | (0 if blocks else _DONT_WAIT)
-        self._buffer: Buffer | None = None
+        self._send_flags = _SEND_FLAGS | (0 if self._is_worker else _DONT_WAIT)
+        self._buffer = buffer or Buffer()
 
     def fileno(self) -> int:
         """The socket's descriptor."""
@@ -141,10 +146,7 @@ class Lane:
             )
             self._patience_s = seconds
 
-    def waiting_nbytes(self) -> int:
-        """Bytes that were sent to this end and that it has not received."""
-        answer = fcntl.ioctl(self.socket, termios.FIONREAD, bytes(4))
-        return int.from_bytes(answer, "little")
+    # --- sending ---
 
     def send(self, message: bytes, segments: Sequence[Segment] = ()) -> None:
         """Send a message: a body with four zero bytes before it. The segments that it names are leased already.
@@ -154,7 +156,6 @@ class Lane:
             BlockingIOError: The other end does not read, and this one does not wait; the lane is as it was.
             OSError: The message could not be sent; the lane is as it was.
         """
-        new = [segment for segment in segments if segment.id not in self._attached] if segments else segments
         if not (segments or self._claims or self.reader.leases.has_records or any(self._news)):
             try:
                 self.socket.send(message, self._send_flags)
@@ -163,6 +164,7 @@ class Lane:
             return
         self._claims = {}  # this end is done with what it has received
         self._note_returned()
+        new = [segment for segment in segments if segment.id not in self._attached]
         while len(new) > MAX_DESCRIPTORS:
             self._send_with_control(_NO_BODY, new[:MAX_DESCRIPTORS])
             new = new[MAX_DESCRIPTORS:]
@@ -182,27 +184,27 @@ class Lane:
         for ids in self._news:
             del ids[:MAX_IDS]
         self._attached.update([segment.id for segment in new])
-        if self._is_only_reader:
+        if self._is_worker:
             for segment in new:
                 segment.close_descriptor()
 
-    def _note_returned(self) -> None:
-        """Note ended leases; segments that a fork of this process may read must not be used again."""
-        for number in self.reader.leases.drain():
-            (self._forked if self.reader.was_forked(number) else self._returned).append(number)
+    def pack(self, payload: Payload, is_kept: bool = False) -> tuple[Any, SharedPayload | None]:
+        """Make the part of a body that names a payload: its bytes, or the number of the segment that it is written to.
 
-    @property
-    def has_leases(self) -> bool:
-        """Whether this end has leases that the other one takes for such."""
-        return bool(self.reader.leases)
+        Args:
+            payload: The payload.
+            is_kept: Whether the other end is to hold the segment, rather than to map it.
 
-    def tell(self) -> bool:
-        """Tell the other end of leases that have ended, if it reads; False if no lease was left, ended or not."""
-        has_leases = self.has_leases or any(self._news)
-        with contextlib.suppress(Closed, OSError):
-            while self.reader.leases.has_records or any(self._news):
-                self.send(_NO_BODY)
-        return has_leases
+        Returns:
+            The part, and the owner of its segment, which has to exist until the message was sent.
+
+        Raises:
+            OSError: There is no memory or no descriptor for it.
+        """
+        if payload.nbytes <= INLINE_NBYTES:
+            return inline(payload), None
+        shared = self.writer.put(payload, is_kept)
+        return shared.segment.id, shared
 
     def lease(self, segments: Sequence[Segment]) -> None:
         """Note the other end's leases on segments that it is about to be sent."""
@@ -213,28 +215,17 @@ class Lane:
         """End leases of the other end on segments that it was not sent."""
         self.writer.end_leases([segment.id for segment in segments], self._reader_id)
 
-    def _segment_closed(self, number: int) -> None:
-        """Have the other end unmap a closed segment; the next message tells it."""
-        if number in self._attached:
-            self._attached.remove(number)
-            self._closed_ids.append(number)
+    # --- receiving ---
 
-    def receive(self, block: bool = True, buffer: Buffer | None = None) -> memoryview | None:
+    def receive(self, block: bool = True) -> memoryview | None:
         """The next body, valid until the next one is received; None when there is none in time, or if not ``block``.
 
         An exception that a signal handler raises here loses no message: the next call returns it.
 
-        Args:
-            block: Whether to wait for it.
-            buffer: Where it is to lie; by default in one that this lane keeps.
-
         Raises:
             Closed: The other end is gone.
-            OSError: A segment that came with it cannot be opened here; `body` is there nevertheless.
         """
-        flags = _RECEIVE_FLAGS if block else _RECEIVE_NOW_FLAGS
-        if buffer is None:
-            buffer = self._buffer = self._buffer or Buffer()
+        flags, buffer = _RECEIVE_FLAGS if block else _RECEIVE_NOW_FLAGS, self._buffer
         while True:
             while not self._received:
                 try:  # one call of C code reads and stores, so that an exception of a handler loses no message
@@ -254,65 +245,54 @@ class Lane:
             if n_control:
                 self._take_control(buffer.view[LENGTH_NBYTES : LENGTH_NBYTES + n_control], ancillary, message_flags)
             if len(body):
-                if self._unopened:
-                    self._refuse()
                 return body
             self.tell()  # which segments were closed because of that
 
-    def pack(self, payload: Payload, is_kept: bool = False) -> tuple[Any, list[Segment]]:
-        """Make the part of a body that names a payload: its bytes, or the number of the segment that it is written to.
-
-        Args:
-            payload: The payload.
-            is_kept: Whether the other end is to hold the segment, rather than to map it.
+    def unpack(self, part: Any) -> Payload:
+        """The payload that a part of the last body names, in memory of this end's own.
 
         Raises:
-            OSError: There is no memory or no descriptor for it.
+            OSError: Its segment cannot be opened here.
         """
-        if payload.nbytes <= INLINE_NBYTES:
-            return inline(payload), []
-        segment = self.writer.write([payload.head, *payload.buffers], is_kept)
-        return segment.id, [segment]
+        return self.reader.payload(part, self.claim(part)) if type(part) is int else Payload(*part)
 
-    def unpack(self, part: Any) -> Payload:
-        """The payload that a part of a body names, in memory of this end's own."""
-        if type(part) is int:
-            head, *buffers = self.reader.chunks(part, self._claims.pop(part))
-            return Payload(head, tuple(buffers))
-        return Payload(*part)
+    def claim(self, part: int) -> Any:
+        """The claim on the segment that a part of the last body names: its memory, or the `Lease` on a kept one.
 
-    def claim(self, part: int) -> Lease:
-        """The claim on the kept segment that a part of a body names."""
-        lease: Lease = self._claims.pop(part)
-        return lease
+        Raises:
+            OSError: The segment cannot be opened here.
+        """
+        claim = self._claims.pop(part)
+        if claim is None:
+            raise OSError(errno.EMFILE, f"a segment of shared memory cannot be opened: {self._why_unopened}")
+        return claim
 
-    def close(self) -> None:
-        """Close this end. Arrays that came by it stay as they are."""
-        self.socket.close()
-        self.reader.close()
-        if self._segment_closed in self.writer.on_close:
-            self.writer.on_close.remove(self._segment_closed)
-        self.writer.forget_reader(self._reader_id)
+    def kept(self, part: int, facts: RowFacts) -> KeptSegment:
+        """The kept rows in the segment that a part of the last body names.
+
+        Raises:
+            OSError: The segment cannot be opened here.
+        """
+        return KeptSegment(self.claim(part), facts)
 
     def _take_control(self, control: memoryview, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
         """Take what a message tells of segments, the new ones, and the claims on those that it names."""
-        named, new, closed, returned, forked, unusable = pickle.loads(control)
+        named, new, closed, returned, spoiled = pickle.loads(control)
         self.writer.end_leases(returned, self._reader_id)
-        self._attached.difference_update(unusable)
-        self.writer.end_leases([*forked, *unusable], self._reader_id, is_spoiled=True)
+        self._attached.difference_update(spoiled)
+        self.writer.end_leases(spoiled, self._reader_id, is_spoiled=True)
         self.reader.forget(closed)
         if new:
             self._attach(new, ancillary, flags)
         for number in named:
-            if self.reader.knows(number):
-                self._claims[number] = self.reader.lease(number)
-            else:  # it could not be opened
-                self._unusable.append(number)
+            self._claims[number] = claim = self.reader.lease(number)
+            if claim is None:
+                self._spoiled.append(number)
 
     def _attach(
         self, new: Sequence[tuple[int, int, bool]], ancillary: Sequence[tuple[int, int, bytes]], flags: int
     ) -> None:
-        """Take segments that are new, or the reason why they cannot be opened."""
+        """Take segments that are new, all or none of them, or note why they cannot be opened."""
         descriptors = _descriptors(ancillary)
         is_truncated = flags & _TRUNCATED or len(descriptors) != len(new)
         reason = "no descriptor is left for it; raise the limit on open files (ulimit -n)" if is_truncated else ""
@@ -327,12 +307,41 @@ class Lane:
                 reason = f"{error}; keep fewer arrays, or raise the limit on mappings (sysctl vm.max_map_count)"
         if reason:
             self.reader.forget([number for number, _, _ in new])
-            self._unopened = reason
+            self._why_unopened = reason
 
-    def _refuse(self) -> None:
-        """Raise OSError: segments that have come with this body, or before it, could not be opened."""
-        reason, self._unopened = self._unopened, ""
-        raise OSError(errno.EMFILE, f"a segment of shared memory cannot be opened: {reason}")
+    # --- leases ---
+
+    def _note_returned(self) -> None:
+        """Note ended leases; segments that a fork of this process may read must not be used again."""
+        for number in self.reader.leases.drain():
+            (self._spoiled if self.reader.was_forked(number) else self._returned).append(number)
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether this end has leases that the other one takes for such."""
+        return bool(self.reader.leases)
+
+    def tell(self) -> bool:
+        """Tell the other end of leases that have ended, if it reads; False if no lease was left, ended or not."""
+        has_leases = self.has_leases or any(self._news)
+        with contextlib.suppress(Closed, OSError):
+            while self.reader.leases.has_records or any(self._news):
+                self.send(_NO_BODY)
+        return has_leases
+
+    def _segment_closed(self, number: int) -> None:
+        """Have the other end unmap a closed segment; the next message tells it."""
+        if number in self._attached:
+            self._attached.remove(number)
+            self._closed_ids.append(number)
+
+    def close(self) -> None:
+        """Close this end. Arrays that came by it stay as they are."""
+        self.socket.close()
+        self.reader.close()
+        if self._segment_closed in self.writer.on_close:
+            self.writer.on_close.remove(self._segment_closed)
+        self.writer.forget_reader(self._reader_id)
 
 
 def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The format of what a channel carries: messages to a worker, and the worker's replies.
+"""The format of what lanes and links carry: messages to workers, and the workers' replies.
 
 ::
 
@@ -6,7 +6,9 @@
     reply    = kind (1 byte) │ number of the message that it replies to │ what the kind says
 
 A reply names its message by number, so that it never goes to the wrong call, whatever was interrupted at whatever
-moment. A payload is named by a *part*: its bytes, or the number of the shared segment that they lie in.
+moment. A payload is named by a *part*: its bytes, or a number: over a lane, that of the shared segment that they lie
+in; over a link, that of the chunks of the frame. Kept rows are named in the same way, or over a link by their key: the
+number of the call that has made them, and the rank.
 """
 
 from __future__ import annotations
@@ -18,25 +20,32 @@ from typing import Any, Protocol
 
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import TIMES, Kept, RowFacts
-from bandmaster.errors.failure import Failure
-from bandmaster.wire.kept import NO_ROWS, KeptSegment, RowReader, RowReaders
-from bandmaster.wire.segments import Lease
+from bandmaster.errors.failure import Failure, FailureKind
 
 __all__ = [
     "HEADER_NBYTES",
+    "INLINE_NBYTES",
+    "MAX_MESSAGE_NBYTES",
+    "MAX_PARTS_NBYTES",
     "TIMES_NBYTES",
-    "UNANSWERED",
+    "CallContent",
+    "Closed",
     "Kind",
+    "Receiver",
     "ReplyKind",
-    "Times",
-    "Unpacks",
     "call_message",
     "control_message",
     "header_of",
+    "inline",
     "read_call",
     "read_reply",
+    "read_small_call",
     "reply_message",
 ]
+
+INLINE_NBYTES = 64 * 1024  # larger payloads go into a segment, which takes longer for smaller ones
+MAX_MESSAGE_NBYTES = 160 * 1024
+MAX_PARTS_NBYTES = 144 * 1024  # of all parts of one message together
 
 _HEADER = struct.Struct("<BQ")  # of a body: kind and number
 _START = struct.Struct("<IBQ")  # of what is sent: no control, and the header
@@ -44,109 +53,110 @@ _SMALL_START = struct.Struct("<IBQBB")
 HEADER_NBYTES = _HEADER.size
 TIMES_NBYTES = TIMES.size  # behind the rest of a reply, if its kind has `ReplyKind.TIMED` added
 _SMALL_NBYTES = HEADER_NBYTES + 2  # kind and number, then reply and length of the method's name
-UNANSWERED = 0  # number of messages that no reply is sent to
+_UNANSWERED = 0  # number of messages that no reply is sent to
 header_of = _HEADER.unpack_from  # kind and number of a body
 
 
+# The content of a message with a call: name of the method, what happens to its value, parts of its arguments, the parts
+# of kept rows by label, and the part of the numbers of the rows that are present, by label.
+CallContent = tuple[str, int, Sequence[Any], Sequence[tuple[int, Any]], Any]
+
+
+class Closed(Exception):
+    """Raised when the other end is gone."""
+
+
 class Kind:
-    """What a message asks for, and what follows its number."""
+    """The request of a message, and what follows its number."""
 
     SMALL_CALL = 0  # reply, length of the method's name, the name, the pickle stream of the one small part
-    CALL = (
-        1  # pickled: method, reply, parts, kept rows by their labels, the part with the numbers of those that are there
-    )
+    CALL = 1  # pickled: method, reply, parts, kept rows by their labels, the part with the numbers of those present
     ENVIRONMENT = 2  # pickled: variables that have changed
-    PAUSE = 3  # nothing: the worker leaves the channel once it has done what came before
+    PAUSE = 3  # nothing: the worker leaves the lane once it has done what came before
+    TIMED = 64  # added to that of a call whose reply is to have times
     FENCED = 128  # added to that of a call after whose failure the worker waits, see `contract.Workers.resume`
 
 
-_SMALL_CALL = Kind.SMALL_CALL
-
-
 class ReplyKind:
-    """What a reply says, and what follows its number."""
+    """The kind of a reply, and what follows its number."""
 
     NOTHING = 0  # nothing: the value was dropped
     VALUE = 1  # the value's pickle stream
     PART = 2  # pickled: the part that names the value's payload
-    ROWS = 4  # pickled: the number of the kept segment with the value's payload, and its `RowFacts`
+    ROWS = 4  # pickled: the part that names the value's payload, which is kept, and its `RowFacts`
     FAILURE = 3  # pickled: the part that names the payload of a `Failure`
     TIMED = 128  # added to the others: the times of the worker are behind what they say
 
 
-class Unpacks(Protocol):
-    """What can turn a part into the payload that it names: a channel."""
+class Receiver(Protocol):
+    """The end of a lane or link that has received a message, and knows what its parts name."""
 
     def unpack(self, part: Any) -> Payload:
-        """The payload, in memory of this end's own."""
+        """The payload that a part names, in memory of this end's own.
 
-    def claim(self, part: int) -> Lease:
-        """The claim on a kept segment."""
+        Raises:
+            OSError: The segment that it lies in cannot be opened here.
+        """
+
+    def kept(self, part: Any, facts: RowFacts) -> Kept:
+        """The kept rows that a part names.
+
+        Raises:
+            OSError: The segment that they lie in cannot be opened here.
+        """
 
 
-def call_message(
-    number: int,
-    method: str,
-    reply: int,
-    parts: Sequence[Any],
-    rows: Sequence[tuple[int, Any]] = (),
-    there: Any = None,
-    is_fenced: bool = False,
-) -> bytes:
-    """A call, as `Lane.send` takes it: with four zero bytes before the body."""
-    fence = Kind.FENCED if is_fenced else 0
+def inline(payload: Payload) -> tuple[bytes, tuple[bytearray, ...]]:
+    """A payload as part of a body. Its buffers arrive as memory of the receiver's own, which may be written to."""
+    return payload.head, tuple(map(bytearray, payload.buffers)) if payload.buffers else ()
+
+
+def call_message(number: int, content: CallContent, flags: int = 0) -> bytes:
+    """A call, as `Lane.send` takes it: with four zero bytes before the body.
+
+    Args:
+        number: Number of the call.
+        content: The call.
+        flags: `Kind.TIMED`, `Kind.FENCED`, or both.
+    """
+    method, reply, parts, rows, _ = content
     if not rows and len(parts) == 1 and type(parts[0]) is tuple and not parts[0][1]:
         name = method.encode()
         if len(name) < 256:
             stream: bytes = parts[0][0]
-            return _SMALL_START.pack(0, Kind.SMALL_CALL | fence, number, reply, len(name)) + name + stream
-    return _START.pack(0, Kind.CALL | fence, number) + pickle.dumps(
-        (method, int(reply), parts, tuple(rows), there), protocol=5
-    )
+            return _SMALL_START.pack(0, Kind.SMALL_CALL | flags, number, reply, len(name)) + name + stream
+    return _START.pack(0, Kind.CALL | flags, number) + pickle.dumps(content, protocol=5)
 
 
 def control_message(kind: int, content: Mapping[str, str] | None = None) -> bytes:
     """A message that no reply is sent to: `Kind.ENVIRONMENT` or `Kind.PAUSE`."""
-    return _START.pack(0, kind, UNANSWERED) + (b"" if content is None else pickle.dumps(dict(content)))
+    return _START.pack(0, kind, _UNANSWERED) + (b"" if content is None else pickle.dumps(dict(content)))
 
 
 _names: dict[bytes, str] = {}  # so that a method's name is the same object every time, which Python finds sooner
 
 
-def read_call(
-    kind: int, body: memoryview, channel: Unpacks
-) -> tuple[str, int, Sequence[Payload] | memoryview, RowReaders]:
-    """The worker's end of `call_message`: method, reply, the parts' payloads, and what reads kept rows, by label.
-
-    In place of the payloads it is the pickle stream of the only one where that has no buffers.
-    """
-    if kind == _SMALL_CALL:
-        end = _SMALL_NBYTES + body[HEADER_NBYTES + 1]
-        name = bytes(body[_SMALL_NBYTES:end])
-        return _names.get(name) or _names.setdefault(name, name.decode()), body[HEADER_NBYTES], body[end:], NO_ROWS
-    method, reply, parts, rows, there = pickle.loads(body[HEADER_NBYTES:])
-    known = {} if there is None else decode(channel.unpack(there))
-    readers = {at: _kept(part, channel, known.get(at)) for at, part in rows}
-    return method, reply, [channel.unpack(part) for part in parts], readers
+def read_call(body: memoryview) -> CallContent:
+    """Read the content of a `Kind.CALL`."""
+    content: CallContent = pickle.loads(body[HEADER_NBYTES:])
+    return content
 
 
-def _kept(part: Any, channel: Unpacks, there: Any) -> RowReader:
-    if type(part) is tuple:
-        return RowReader(Payload(*part).private, there=there)
-    return RowReader.of(channel.claim(part), there)
+def read_small_call(body: memoryview) -> tuple[str, int, memoryview]:
+    """Read the content of a `Kind.SMALL_CALL`: method, reply, and the pickle stream of its part."""
+    end = _SMALL_NBYTES + body[HEADER_NBYTES + 1]
+    name = bytes(body[_SMALL_NBYTES:end])
+    return _names.get(name) or _names.setdefault(name, name.decode()), body[HEADER_NBYTES], body[end:]
 
 
-Times = tuple[int, int, int, int] | None  # those of a call that is timed
-
-
-def reply_message(number: int, kind: int, content: Any, times: Times = None) -> bytes:
+def reply_message(number: int, kind: int, content: Any, times: bytes | None = None) -> bytes:
     """A reply, as `Lane.send` takes it.
 
     Args:
         number: Number of the call.
         kind: A `ReplyKind`.
         content: The pickle stream of a value, else what is to be pickled.
-        times: Those of a call that was timed.
+        times: The times of a call that was timed, packed as `bandmaster.contract.TIMES`.
     """
     if kind == ReplyKind.VALUE:
         said: bytes = content
@@ -154,11 +164,11 @@ def reply_message(number: int, kind: int, content: Any, times: Times = None) -> 
         said = b"" if content is None else pickle.dumps(content, protocol=5)
     if times is None:
         return _START.pack(0, kind, number) + said
-    return _START.pack(0, kind | ReplyKind.TIMED, number) + said + TIMES.pack(*times)
+    return _START.pack(0, kind | ReplyKind.TIMED, number) + said + times
 
 
-def read_reply(kind: int, body: memoryview, channel: Unpacks) -> Payload | Kept | Failure | None:
-    """The controller's end of `reply_message`, but for a `ReplyKind.VALUE`, whose content is the payload's head.
+def read_reply(kind: int, body: memoryview, receiver: Receiver) -> Payload | Kept | Failure | None:
+    """Read a reply that is no `ReplyKind.VALUE`.
 
     Returns:
         The encoded value, the failure, or None for a value that was dropped.
@@ -166,11 +176,16 @@ def read_reply(kind: int, body: memoryview, channel: Unpacks) -> Payload | Kept 
     if kind == ReplyKind.NOTHING:
         return None
     content = pickle.loads(body[HEADER_NBYTES:])
-    if kind == ReplyKind.ROWS:
-        part, facts = content
-        return KeptSegment(channel.claim(part), RowFacts(*facts))
-    payload = channel.unpack(content)
+    try:
+        if kind == ReplyKind.ROWS:
+            return receiver.kept(content[0], RowFacts(*content[1]))
+        payload = receiver.unpack(content)
+    except OSError as error:  # the reply came, but there was no descriptor left for what it is in
+        return Failure.of(error, FailureKind.UNRECEIVED)
     if kind == ReplyKind.PART:
         return payload
-    failure: Failure = decode(payload)
+    try:
+        failure: Failure = decode(payload)
+    except BaseException as error:  # the user's exceptions may do anything when they are unpickled
+        return Failure.of(error)
     return failure

@@ -2,8 +2,8 @@
 
 ::
 
-    wait ── no other thread is blocked ──► epoll ──► events, perhaps for other threads too
-      └──── another thread is blocked ───► a condition, until that thread returns: it may have read this thread's data
+    receive ── no other thread is blocked ──► epoll ──► the function of each ready socket, perhaps for other threads too
+      └─────── another thread is blocked ───► a condition, until that thread returns: it may have read this one's data
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import os
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bandmaster.platform.locks import SigintSafeLock
 
-__all__ = ["HAS_ROOM", "Event", "Poller"]
+__all__ = ["HAS_ROOM", "Poller"]
 
 ARRIVED, HAS_ROOM = int(select.EPOLLIN), int(select.EPOLLOUT)
 CLOSE_TIMEOUT_S = 5.0
 
-Event = tuple[int, int]  # a descriptor, and what can be done with it
+_Events = Sequence[tuple[int, int]]  # a descriptor, and what can be done with it
 
 
 class Poller:
-    """Waits for events on a set of descriptors.
+    """Waits for events on a set of descriptors, and calls the function of each descriptor that has one.
 
     Attributes:
-        lock: Held by the caller of every method but `wake`. `wait` releases it while the thread is blocked, and Ctrl-C
-            wakes that thread.
+        lock: Held by the caller of every method but `wake`, and while functions are called. `receive` releases it while
+            the thread is blocked, and Ctrl-C wakes that thread.
     """
 
     def __init__(self) -> None:
@@ -41,6 +41,7 @@ class Poller:
         self._wake = self._wake_file.fileno()
         self._poll = select.epoll()
         self._poll.register(self._wake, ARRIVED)
+        self._takers: dict[int, Callable[[int], object]] = {}  # by descriptor
         self._is_back = threading.Condition(self.lock.lock)  # notified when the blocked thread has returned
         self._blocked: int | None = None  # the thread that is blocked in the kernel
         self._n_waiting = 0  # threads that wait for that one
@@ -54,54 +55,73 @@ class Poller:
         """A descriptor that is readable when something has arrived."""
         return self._poll.fileno()
 
-    def watch(self, fd: int) -> None:
-        """Add a descriptor to the set."""
+    def watch(self, fd: int, take: Callable[[int], object]) -> None:
+        """Add a descriptor to the set.
+
+        Args:
+            fd: The descriptor.
+            take: Called with the events of the descriptor, 0 where it is to look without one.
+        """
+        self._takers[fd] = take
         self._poll.register(fd, ARRIVED)
 
     def ignore(self, fd: int) -> None:
         """Remove a descriptor from the set."""
-        self._poll.unregister(fd)
+        if self._takers.pop(fd, None) is not None:
+            self._poll.unregister(fd)
 
     def ask_for_room(self, fd: int, is_asked: bool) -> None:
         """Report also, or no longer, when a descriptor can be written to."""
         self._poll.modify(fd, ARRIVED | HAS_ROOM if is_asked else ARRIVED)
 
-    def wait(self, timeout_s: float | None) -> Sequence[Event]:
-        """Block until something has arrived, another thread has read something, or the time is over.
+    def receive(self, timeout_s: float | None) -> None:
+        """Block until something was received, another thread has received something, or the time is over.
 
         Args:
             timeout_s: How long; None for as long as it takes.
         """
         if self._blocked is not None:
             self._await_the_blocked(timeout_s)
-            return ()
-        ready: Sequence[Event] = ()
+            return
+        ready: _Events = ()
         taken = None
         try:
             self._blocked = threading.get_ident()
-            taken = self.lock.let_go()
+            taken = self.lock.release()
             ready = self._poll.poll(timeout_s)
         finally:
             self.lock.own(taken)
             self._blocked = None
             if self._n_waiting:
                 self._is_back.notify_all()  # one of the threads that waited for this one goes on in its place
-        if self._poll.closed:
-            return ()
-        for event in ready:
-            if event[0] == self._wake:
-                self._acknowledge()
-                return [event for event in ready if event[0] != self._wake]
-        return ready
+        self._dispatch(ready)
 
-    def now(self) -> Sequence[Event]:
-        """The events that have arrived, without waiting."""
-        if self._poll.closed:
-            return []
-        ready = self._poll.poll(0)
-        if self._blocked is None and any(event[0] == self._wake for event in ready):
-            self._acknowledge()  # or the descriptor of this object would stay readable
-        return [event for event in ready if event[0] != self._wake]
+    def receive_all(self) -> bool:
+        """Receive everything that has arrived, without blocking; whether that was anything."""
+        has_received = False
+        while not self._poll.closed and (ready := self._poll.poll(0)):
+            if self._blocked is not None:  # that thread acknowledges being woken
+                ready = [event for event in ready if event[0] != self._wake]
+            if not self._dispatch(ready):
+                break
+            has_received = True
+        return has_received
+
+    def _dispatch(self, ready: _Events) -> int:
+        """Call the functions of the ready descriptors; returns the number of descriptors that were ready."""
+        n_ready = 0
+        try:
+            for fd, events in ready:
+                if fd == self._wake:
+                    with contextlib.suppress(OSError):  # nothing was written, or it was closed
+                        os.eventfd_read(fd)
+                elif fd in self._takers:  # it may have been removed since
+                    n_ready += 1
+                    self._takers[fd](events)
+        finally:
+            if n_ready and self._blocked is not None:
+                self.wake()
+        return n_ready
 
     def wake_if_blocked(self) -> None:
         """Have the thread that is blocked in the kernel return, if there is one: something was read, or has changed."""
@@ -121,6 +141,7 @@ class Poller:
             self._await_the_blocked(left)
         self._is_back.notify_all()
         self._wake = -1
+        self._takers.clear()
         self._wake_file.close()
         self._poll.close()
 
@@ -131,7 +152,3 @@ class Poller:
             self._is_back.wait(timeout_s)
         finally:
             self._n_waiting -= 1
-
-    def _acknowledge(self) -> None:
-        with contextlib.suppress(OSError):  # nothing was written, or it was closed
-            os.eventfd_read(self._wake)

@@ -63,7 +63,7 @@ def _threads(text: str) -> Iterator[tuple[str, list[re.Match[str]]]]:
 
 
 def _waits(frames: list[re.Match[str]]) -> str:
-    """What is shown of a thread that waits for the next call, or until it may begin one, or for a task of Ray."""
+    """The text for a thread that waits for the next call, or until it may begin one, or for a task of Ray."""
     innermost = _places(frames[-2:])
     if innermost.endswith(_AT_THE_FENCE):
         return _WAITS

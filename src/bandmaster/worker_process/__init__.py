@@ -4,7 +4,7 @@
 
     controller ── lane ──► loop ── one call ──► executor ── constructs the worker, runs its methods
                ◄─ lane ───┘ ◄───── reply ──────┘
-               ── signal ──► control_page: interrupts the running call, writes its stacks
+               ── signal ──► status_page: interrupts the running call, writes its stacks
     any process ◄─ memory ── activity: which method runs, and since when
     other ranks ── TCP ────► rendezvous: the port of torch.distributed, on rank 0
 """

@@ -22,21 +22,17 @@ from bandmaster.contract import (
     PRELOAD,
     RUN,
     STREAM,
-    TIMED,
     Reply,
     Rows,
-    Timed,
 )
 from bandmaster.errors import BatchError
 from bandmaster.errors.failure import Failure, FailureKind, reraise_if_from_signal, summary_of
 from bandmaster.plan.columns import facts_of
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.roles import Roles
-from bandmaster.wire.activity import RUNNING, SINCE
-from bandmaster.wire.kept import NO_ROWS, RowReaders
+from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
+from bandmaster.wire.status_page import RUNNING, SINCE, ActivityWords, Interrupted
 from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
-from bandmaster.worker_process.activity import ActivityPage
-from bandmaster.worker_process.control_page import Interrupted
 from bandmaster.worker_process.imports import importing, preload
 from bandmaster.worker_process.kept_rows import with_rows
 from bandmaster.worker_process.streams import END, Streams
@@ -57,7 +53,7 @@ class Executor:
         after: Called after each method has run, as long as it raised nothing.
         device: The worker's device, to which tensors are decoded that the sender had on a GPU.
         marks: Moments in ns of a call that is timed, until `times` is called; None if none is.
-        hold: Returns a context manager that defers interrupts: `ControlPage.hold` if the worker has its own process,
+        hold: Returns a context manager that defers interrupts: `StatusPage.hold` if the worker has its own process,
             else a `SigintSafeLock`, which defers Ctrl-C.
         worker: The user's object; None before it is constructed and after `close`.
     """
@@ -65,11 +61,11 @@ class Executor:
     def __init__(
         self,
         hold: Callable[[], AbstractContextManager[None]] = SigintSafeLock,
-        activity: ActivityPage | None = None,
+        activity: ActivityWords | None = None,
     ) -> None:
         self.device = "cpu"
         self.hold = hold
-        self.activity = activity or ActivityPage()
+        self.activity = activity or ActivityWords()
         self.before: list[Hook] = []
         self.after: list[Hook] = []
         self.marks: list[int] | None = None
@@ -84,17 +80,17 @@ class Executor:
         self._context, self.device = context, context.device
 
     def call(
-        self, method: str, reply: int, parts: Arguments, rows: RowReaders = NO_ROWS
+        self, method: str, reply: int, parts: Arguments, rows: RowReaders = NO_ROWS, is_timed: bool = False
     ) -> Payload | Rows | Failure | None:
         """Run one call.
 
         Args:
             method: Name of the method, or what `bandmaster.contract` names in place of one.
-            reply: What happens to the returned value, a `bandmaster.contract.Reply`; with `TIMED` added, `times` is
-                to be called afterwards.
+            reply: What happens to the returned value, a `bandmaster.contract.Reply`.
             parts: The encoded arguments, in memory that the worker owns; a memoryview if they are a single pickle
                 stream without buffers.
             rows: What reads the kept rows that arguments refer to, by label.
+            is_timed: Whether `times` is called afterwards.
 
         Returns:
             The encoded value, with what is known of its rows if they are kept; None if the value is dropped; or the
@@ -107,8 +103,8 @@ class Executor:
         activity = self.activity
         activity.times[SINCE] = monotonic()
         activity.words[RUNNING] = activity.indices[method]
-        if reply >= TIMED:
-            self.marks, reply = [monotonic_ns()], reply - TIMED
+        if is_timed:
+            self.marks = [monotonic_ns()]
         try:
             try:
                 value = self._value(method, parts, rows)
@@ -124,7 +120,7 @@ class Executor:
             activity.words[RUNNING] = 0
 
     def times(self) -> tuple[int, int, int, int]:
-        """Return the times of the last call, as in `Timed`; that call must have been timed.
+        """The times as in `bandmaster.contract.TIMES` of the call that has run last and was timed.
 
         A call that has failed, or is not one of a method of the user's, has no moments in between.
         """
@@ -136,19 +132,14 @@ class Executor:
 
     async def call_beside(
         self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
-    ) -> Payload | Rows | Failure | Timed | None:
-        """Run one call on the event loop of the caller, where calls of async methods overlap."""
+    ) -> Payload | Rows | Failure | None:
+        """Run one call on the event loop of the caller, where calls of async methods overlap; see `call`."""
         with self.activity.beside(method):
             return await self._call_beside(method, reply, parts, rows)
 
     async def _call_beside(
         self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
-    ) -> Payload | Rows | Failure | Timed | None:
-        if reply >= TIMED:
-            begun = monotonic_ns()
-            outcome = await self._call_beside(method, reply - TIMED, parts, rows)
-            end = monotonic_ns()  # what came in between was mixed with other calls
-            return Timed(outcome, (begun, begun, end, end))
+    ) -> Payload | Rows | Failure | None:
         try:
             args, kwargs, value = self._begun(method, parts, rows)
             if type(value) is CoroutineType:

@@ -17,8 +17,7 @@ from typing import Any
 from bandmaster.codec import Payload, decode
 from bandmaster.plan.batch import Batch, as_batch, copies_rows, learn_batch_type
 from bandmaster.rows.table import Elsewhere, JoinPath, assemble
-from bandmaster.wire.kept import RowReader, RowReaders
-from bandmaster.wire.segments import KeptFile, chunks_in, start_of
+from bandmaster.wire.segment_reader import KeptFile, RowReader, RowReaders, chunks_in, start_of
 
 __all__ = ["with_rows"]
 
@@ -50,14 +49,14 @@ def with_rows(
     def value_at(label: Any, _: JoinPath) -> Any:
         return decode(rows[label].payload())
 
-    def there(label: Any) -> Any:
-        return rows[label].there
+    def present(label: Any) -> Any:
+        return rows[label].present
 
     for key, argument in items:
         if type(argument) is Elsewhere:
             for pickled in argument.batch_types:
                 _learn(pickled)
-            yield key, assemble(argument.share(rank), cache(value_at), view_of, there)
+            yield key, assemble(argument.share(rank), cache(value_at), view_of, present)
         else:
             yield key, argument
 
@@ -93,7 +92,7 @@ class _View:
 
 
 def _batch_in(payload: Payload) -> Batch | None:
-    """What to copy rows out of; None if what is copied might share something with it."""
+    """The batch that rows are copied out of; None if what is copied might share something with it."""
     value = decode(payload)
     return as_batch(value) if copies_rows(value) else None
 

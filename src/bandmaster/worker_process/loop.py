@@ -8,16 +8,27 @@ import os
 import pickle
 import select
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from bandmaster.codec import Payload, encode
-from bandmaster.contract import Rows
+from bandmaster.codec import Payload, decode, encode
+from bandmaster.contract import TIMES, Rows
 from bandmaster.errors.failure import Failure
-from bandmaster.wire.channel import INLINE_NBYTES, TELL_S, Closed
-from bandmaster.wire.lane import LENGTH_NBYTES, Lane
-from bandmaster.wire.messages import HEADER_NBYTES, Kind, ReplyKind, Times, header_of, read_call, reply_message
-from bandmaster.wire.segments import OWNER, Segment
-from bandmaster.worker_process.control_page import ControlPage
+from bandmaster.wire.lane import LENGTH_NBYTES, TELL_S, Lane
+from bandmaster.wire.messages import (
+    HEADER_NBYTES,
+    INLINE_NBYTES,
+    Closed,
+    Kind,
+    ReplyKind,
+    header_of,
+    read_call,
+    read_small_call,
+    reply_message,
+)
+from bandmaster.wire.segment_reader import NO_ROWS, RowReader, RowReaders
+from bandmaster.wire.segments import SharedPayload
+from bandmaster.wire.status_page import StatusPage
 from bandmaster.worker_process.executor import Executor
 
 __all__ = ["serve"]
@@ -29,7 +40,7 @@ _log = logging.getLogger(__name__)
 def serve(
     lane: Lane,
     executor: Executor,
-    page: ControlPage,
+    page: StatusPage,
     patience_s: float | None = None,
     most_s: float = math.inf,
     most_nbytes: float = math.inf,
@@ -39,7 +50,7 @@ def serve(
     Args:
         lane: The lane to the controller.
         executor: Runs the calls.
-        page: The control page of this worker.
+        page: The status page of this worker.
         patience_s: Seconds to wait for each message; None for no limit.
         most_s: Seconds after which no new message is read.
         most_nbytes: Number of bytes of messages after which no new message is read.
@@ -62,7 +73,7 @@ class _Loop:
         self,
         lane: Lane,
         executor: Executor,
-        page: ControlPage,
+        page: StatusPage,
         patience_s: float | None,
         deadline: float,
         most_nbytes: float,
@@ -89,7 +100,7 @@ class _Loop:
                 self._error = error
 
     def _run(self) -> bool:
-        lane, executor, page, deadline = self._lane, self._executor, self._page, self._deadline
+        lane, executor, deadline = self._lane, self._executor, self._deadline
         if self._error is not None:
             self._reply_with_the_error()
         if self._failed:
@@ -110,10 +121,8 @@ class _Loop:
                 os.environ.update(pickle.loads(message[HEADER_NBYTES:]))
                 lane.body = None
                 continue
-            page.begin(number)
-            outcome = executor.call(*read_call(kind & ~Kind.FENCED, message, lane))
-            page.end()
-            times = None if executor.marks is None else executor.times()
+            outcome = self._called(kind, number, message)
+            times = None if executor.marks is None else TIMES.pack(*executor.times())
             if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
                 lane.send(reply_message(number, ReplyKind.VALUE, outcome.head, times))  # the common case
             else:
@@ -127,6 +136,32 @@ class _Loop:
                     self._wait_at_the_fence()
             lane.body = None
         return True
+
+    def _called(self, kind: int, number: int, message: memoryview) -> Payload | Rows | Failure | None:
+        """Run a call. It can be interrupted once its parts are claimed, so that no lease on a segment is lost."""
+        parts: Sequence[Payload] | memoryview
+        readers = NO_ROWS
+        if kind & Kind.CALL:
+            method, reply, parts, readers = self._claimed(message)
+        else:
+            method, reply, parts = read_small_call(message)
+        self._page.begin(number)
+        outcome = self._executor.call(method, reply, parts, readers, kind & Kind.TIMED != 0)
+        self._page.end()
+        return outcome
+
+    def _claimed(self, message: memoryview) -> tuple[str, int, list[Payload], RowReaders]:
+        """The content of a call: method, reply, the parts in memory of this process, and what reads kept rows."""
+        method, reply, parts, rows, present = read_call(message)
+        unpack = self._lane.unpack
+        known = {} if present is None else decode(unpack(present))
+        readers = {label: self._reader(part, known.get(label)) for label, part in rows}
+        return method, reply, [unpack(part) for part in parts], readers
+
+    def _reader(self, part: Any, present: Any) -> RowReader:
+        if type(part) is tuple:
+            return RowReader(Payload(*part).private, present=present)
+        return RowReader.of(self._lane.claim(part), present)
 
     def _reply_with_the_error(self) -> None:
         """Fail the call during which an error was raised, for example because it was interrupted or memory ran out."""
@@ -159,13 +194,16 @@ class _Loop:
         self._failed = 0
 
 
-def _reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | None], times: Times = None) -> None:
+def _reply(
+    lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | None], times: bytes | None = None
+) -> None:
     """Remove the only outcome from the list and send it.
 
     If a signal handler raises just after the reply was sent, the call is replied to again. The controller uses the
     first reply.
     """
-    kind, content, segments = _packed(lane, outcomes.pop())
+    kind, content, shared = _packed(lane, outcomes.pop())
+    segments = [] if shared is None else [shared.segment]
     lane.lease(segments)
     try:
         lane.send(reply_message(number, kind, content, times), segments)
@@ -173,22 +211,22 @@ def _reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | No
         lane.end_leases(segments)
         kind, content, _ = _packed(lane, Failure.of(error))
         lane.send(reply_message(number, kind, content))
-    for segment in segments:
-        lane.writer.end_leases([segment.id], OWNER)
+    del shared
+    lane.writer.release()
 
 
-def _packed(lane: Lane, outcome: Payload | Rows | Failure | None) -> tuple[int, Any, list[Segment]]:
-    """Kind and content of the reply with an outcome, and the segments that it names.
+def _packed(lane: Lane, outcome: Payload | Rows | Failure | None) -> tuple[int, Any, SharedPayload | None]:
+    """Kind and content of the reply with an outcome, and the owner of the segment that it names.
 
     The caller keeps no reference to the arguments or the outcome, so that leases on their segments end with the reply.
     """
     if outcome is None:
-        return ReplyKind.NOTHING, None, []
+        return ReplyKind.NOTHING, None, None
     if isinstance(outcome, Payload | Rows):
         try:
             if isinstance(outcome, Rows):
-                part, segments = lane.pack(outcome.payload, is_kept=True)
-                return ReplyKind.ROWS, (part, tuple(outcome.facts)), segments
+                part, shared = lane.pack(outcome.payload, is_kept=True)
+                return ReplyKind.ROWS, (part, tuple(outcome.facts)), shared
             return ReplyKind.PART, *lane.pack(outcome)
         except OSError as error:
             outcome = Failure.of(error)

@@ -16,8 +16,7 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from bandmaster.platform.limits import start_thread
-from bandmaster.wire.activity import N_TASKS
-from bandmaster.worker_process.activity import ActivityPage
+from bandmaster.wire.status_page import N_TASKS, ActivityWords
 
 __all__ = ["EventLoopThread"]
 
@@ -42,7 +41,7 @@ class EventLoopThread:
         activity: Shows how many tasks there are.
     """
 
-    def __init__(self, activity: ActivityPage) -> None:
+    def __init__(self, activity: ActivityWords) -> None:
         self._loop = asyncio.new_event_loop()
         self.tasks = _Tasks(self._loop, activity)
         self._is_closed = False
@@ -80,7 +79,7 @@ class _Tasks:
         activity: Shows how many tasks there are.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, activity: ActivityPage) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, activity: ActivityWords) -> None:
         self._loop, self._words = loop, activity.words
         self._failed: deque[weakref.ref[asyncio.Task[Any]]] = deque(maxlen=MOST_DEAD)
         self._collected: deque[str] = deque(maxlen=MOST_DEAD)  # what is known of those that are gone

@@ -28,16 +28,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from bandmaster.backends.host_workers import Place
 from bandmaster.backends.local import LocalBackend
 from bandmaster.backends.ray.placement import START_TIMEOUT_S
+from bandmaster.backends.ray.probes import answering
 from bandmaster.backends.ray.session import RaySession
 from bandmaster.backends.zygotes import default_modules
 from bandmaster.contract import Launch, ShowOutput
 from bandmaster.errors import ClosedError, PlacementError
 from bandmaster.hosts.agent import AgentServer, Host
+from bandmaster.hosts.connection import FOR_MESSAGES, Connection
 from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet
-from bandmaster.hosts.hosted import RanksHere
-from bandmaster.hosts.links import Agent, Fabric, link_of
-from bandmaster.hosts.messages import FOR_MESSAGES
-from bandmaster.hosts.probes import answering
+from bandmaster.hosts.links import Agent, AgentLinks
+from bandmaster.hosts.ranks import WorkersHere
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.limits import start_thread
 
@@ -122,7 +122,7 @@ class _RayHost(Host):
         self._local = LocalBackend(are_zygotes_kept=True)
         self._local.prepare(opening.modules)
 
-    def start(self, said: bytes, shows: ShowOutput) -> tuple[RanksHere, Sequence[int]]:
+    def start(self, said: bytes, shows: ShowOutput) -> tuple[WorkersHere, Sequence[int]]:
         """Fork the workers of some ranks."""
         launch, place = pickle.loads(said)
         return self._local.start_ranks(launch, replace(place, address=self._address), (), shows), place.ranks
@@ -135,13 +135,13 @@ class _RayHost(Host):
 class RayAgents:
     """The agents of this controller. They end when no pool has slots, no group ranks and no future rows on their nodes.
 
-    Any thread may call its methods. Finalizers may call `release` and `end_unneeded` at any moment, which take no lock.
+    Any thread may call its methods. Finalizers may call `release` and `release_agents` at any moment: neither blocks.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held while agents are started or ended
         self._is_due = False  # to look which ones are not needed
-        self._fabric: Fabric | None = None
+        self._links: AgentLinks | None = None
         self._actors: dict[AgentKey, Any] = {}
         self._opened: dict[AgentKey, Any] = {}  # the ObjectRef of the facts of agents without a link
         self._held: dict[object, Sequence[AgentKey]] = {}  # by reservation
@@ -153,15 +153,15 @@ class RayAgents:
         """Start agents for a reservation, without waiting for them; they stay until it is released."""
         with self._lock:
             self._held[reservation] = keys
-            fabric = self._begin()
+            links = self._begin()
             for key in keys:
-                self._open(fabric, key)
+                self._open(links, key)
         self._look_if_due()
 
     def release(self, reservation: object) -> None:
         """End the agents that were started for a reservation, unless they are needed for more."""
         self._held.pop(reservation, None)
-        self.end_unneeded()
+        self.release_agents()
 
     def start(self, launch: Launch, places: Mapping[AgentKey, Place]) -> AgentWorkers:
         """Start the workers of a group by the agents of their nodes.
@@ -179,9 +179,9 @@ class RayAgents:
 
         with self._lock:
             reached = self._reach(list(places))
-            assert self._fabric is not None, "agents were reached by it"
+            assert self._links is not None, "agents were reached by it"
             name = f"{launch.group} {next(self._numbers)}"
-            workers = AgentWorkers(name, self._fabric, [reached[key] for key in keys])
+            workers = AgentWorkers(name, self._links, [reached[key] for key in keys])
         self._look_if_due()
         workers.begin(launch, said, lambda rank: self._again(keys[rank], rank))
         return workers
@@ -206,34 +206,34 @@ class RayAgents:
         Raises:
             PlacementError: One cannot be started or be reached.
         """
-        fabric = self._begin()
+        links = self._begin()
         for key in keys:
-            self._open(fabric, key)
+            self._open(links, key)
         for key in [key for key in keys if key in self._opened]:
             facts: AgentFacts | None = None
             try:
                 facts = ray.get(self._opened.pop(key), timeout=START_TIMEOUT_S)
-                fabric.add(_connected(key, facts, fabric.secret))
+                links.add(_connected(key, facts, links.secret))
             except (RayError, OSError, Refused) as error:
                 self._is_due = True
                 raise _unreachable(key, facts, error) from error
-        return {key: fabric.agents[key] for key in keys}
+        return {key: links.agents[key] for key in keys}
 
-    def _begin(self) -> Fabric:
+    def _begin(self) -> AgentLinks:
         """The links of the present session of Ray; those of a former one are closed."""
         if self._session is None or not self._session.is_current:
             self._close()
             self._actors, self._opened, self._session = {}, {}, RaySession()
-        self._fabric = self._fabric or Fabric(self.end_unneeded)
-        return self._fabric
+        self._links = self._links or AgentLinks(self.release_agents)
+        return self._links
 
-    def _open(self, fabric: Fabric, key: AgentKey) -> None:
+    def _open(self, links: AgentLinks, key: AgentKey) -> None:
         """Start an agent, unless there is one."""
-        if key in fabric.agents or key in self._opened:
+        if key in links.agents or key in self._opened:
             return
         me = f"pid {os.getpid()} on {socket.gethostname()}"
         paths, modules = tuple(sys.path), default_modules()
-        opening = Opening(fabric.secret, me, paths, tuple(sys.argv), modules)
+        opening = Opening(links.secret, me, paths, tuple(sys.argv), modules)
         strategy = NodeAffinitySchedulingStrategy(key.node, soft=False)
         more = {"runtime_env": json.loads(key.runtime_env)} if key.runtime_env else {}
         made = ray.remote(BandmasterAgent).options(num_cpus=0, scheduling_strategy=strategy, max_restarts=0, **more)
@@ -241,8 +241,8 @@ class RayAgents:
         self._opened[key] = self._actors[key].bandmaster_open.remote(opening)
 
     def lost_nodes(self) -> set[str]:
-        """The nodes that cannot be reached, of those whose agents have ended by themselves."""
-        has_link = set() if self._fabric is None else set(self._fabric.agents)
+        """The nodes that cannot be reached, of those whose agents are gone although they were not ended."""
+        has_link = set() if self._links is None else set(self._links.agents)
         gone = {key.node for key in self._actors.keys() - has_link - self._opened.keys()}
         now = time.monotonic()
         known = {node for node, found_at in self._lost_at.items() if node in gone and now - found_at < NOTICED_AFTER_S}
@@ -253,7 +253,7 @@ class RayAgents:
         self._lost_at |= dict.fromkeys(lost, now)
         return known | lost
 
-    def end_unneeded(self) -> None:
+    def release_agents(self) -> None:
         """End the agents that are not needed, now or when a thread that starts or ends some has done so."""
         self._is_due = True
         self._look_if_due()
@@ -262,16 +262,16 @@ class RayAgents:
         while self._is_due and self._lock.acquire(blocking=False):
             try:
                 self._is_due = False
-                self._end_those()
+                self._end_unneeded()
             finally:
                 self._lock.release()
 
-    def _end_those(self) -> None:
-        if self._fabric is None:
+    def _end_unneeded(self) -> None:
+        if self._links is None:
             return
         held = {key for keys in list(self._held.values()) for key in keys}
         for key, actor in list(self._actors.items()):
-            agent = self._fabric.agents.get(key)
+            agent = self._links.agents.get(key)
             if key in held or (agent is not None and agent.is_needed):
                 if agent is not None:
                     agent.awaits_release = key not in held and not agent.groups
@@ -280,19 +280,19 @@ class RayAgents:
             self._opened.pop(key, None)
             if agent is not None:
                 with contextlib.suppress(ClosedError, TimeoutError):
-                    self._fabric.answers([self._fabric.ask(agent, "end")], END_TIMEOUT_S)
+                    self._links.answers([self._links.ask(agent, "end")], END_TIMEOUT_S)
             if self._session is not None and self._session.is_current:
                 ray.kill(actor)  # before its link ends, at which it would end by itself: Ray would report that
             if agent is not None:
                 agent.await_end(END_TIMEOUT_S)
-                self._fabric.remove(agent)
+                self._links.remove(agent)
         if not self._actors:
             self._close()
 
     def _close(self) -> None:
-        fabric, self._fabric = self._fabric, None
-        if fabric is not None:
-            fabric.close()
+        links, self._links = self._links, None
+        if links is not None:
+            links.close()
 
 
 def _connected(key: AgentKey, facts: AgentFacts, secret: Secret) -> Agent:
@@ -302,7 +302,7 @@ def _connected(key: AgentKey, facts: AgentFacts, secret: Secret) -> Agent:
     except BaseException:
         sock.close()
         raise
-    return Agent(link_of(trusted, keys), key, facts.host, facts.address, facts.pid)
+    return Agent(Connection(trusted, keys), key, facts.host, facts.address, facts.pid)
 
 
 def _unreachable(key: AgentKey, facts: AgentFacts | None, error: Exception) -> PlacementError:

@@ -28,9 +28,8 @@ from bandmaster.errors import UsageError
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.plan.placement import Node, Request, assign_nodes, cannot_place
 from bandmaster.platform.limits import start_thread
-from bandmaster.platform.proc import Stat, stat
+from bandmaster.platform.proc import Stat, peer_of, stat
 from bandmaster.platform.settings import CONTROLLERS_RAY
-from bandmaster.wire.listener import peer_pid
 
 __all__ = ["RayBackend"]
 
@@ -213,7 +212,7 @@ def _raylet(node: str) -> Stat | None:
     name = next(known["RayletSocketName"] for known in ray.nodes() if known["NodeID"] == node)
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
         sock.connect(name)
-        return stat(peer_pid(sock))
+        return stat(peer_of(sock)[0])
     return None
 
 

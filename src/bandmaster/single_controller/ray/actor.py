@@ -8,34 +8,36 @@ frees the actor. All calls therefore run in submission order, on either channel,
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import inspect
 import math
 import os
 import select
 import sys
+import termios
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import ray
 
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import TIMED, Reply, Rows, Timed
+from bandmaster.contract import Reply, Rows
 from bandmaster.debugging.breakpoints import install_breakpoints
 from bandmaster.errors.failure import Failure
 from bandmaster.plan.binding import signature_without_self
 from bandmaster.platform.hardware import count_gpus
 from bandmaster.platform.limits import start_thread
+from bandmaster.platform.proc import peer_of
 from bandmaster.platform.processes import end_descendants, host_identity
+from bandmaster.single_controller.ray.listener import connect
 from bandmaster.single_controller.ray.output import redirect, tame_bars
-from bandmaster.wire.control_page import WorkerIdentity
-from bandmaster.wire.kept import RowReader, RowReaders, kept_name
 from bandmaster.wire.lane import Lane
-from bandmaster.wire.listener import connect, peer_pid
+from bandmaster.wire.segment_reader import RowReader, RowReaders, kept_name
 from bandmaster.wire.segments import SegmentWriter
+from bandmaster.wire.status_page import StatusPage, WorkerIdentity
 from bandmaster.worker import WorkerContext
-from bandmaster.worker_process.activity import ActivityPage
-from bandmaster.worker_process.control_page import ControlPage
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import serve
 from bandmaster.worker_process.rendezvous import Rendezvous, listening_socket
@@ -58,7 +60,20 @@ SHORT_S, LONG_S = 0.05, 5.0  # how long a lane is served before other actor task
 SHARED_S = 0.25  # the longest of these where handles of the actor were handed out
 Labels = Sequence[tuple[int, Any]]
 REFERRED = 8  # in place of a `Reply`: the user reads the value by `ray.get`, which raises what the method has raised
+How = tuple[int, bool]  # a `Reply` or `REFERRED`, and whether the outcome is to come as a `Timed`
 A_TICK_S = 1e-5  # the kernel rounds it up to one clock tick
+
+
+class Timed(NamedTuple):
+    """The outcome of a call that is timed.
+
+    Attributes:
+        outcome: The outcome.
+        times: The times as in `bandmaster.contract.TIMES`.
+    """
+
+    outcome: Any
+    times: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -103,7 +118,7 @@ class WorkerActor:
         self._label = label
         self._executor = Executor()
         self._lane: Lane | None = None
-        self._page: ControlPage
+        self._page: StatusPage
         self._patience_s = SHORT_S  # how long the lane is served before other actor tasks get a turn
         self._is_away = False  # whether the lane is to be served again after that
         self._n_left = 0
@@ -116,7 +131,7 @@ class WorkerActor:
     def bandmaster_begin(
         self, uses_gpu: bool, identity: WorkerIdentity, controllers_host: str, output: str | None
     ) -> ActorInfo:
-        """Open the control page and, on rank 0, the rendezvous.
+        """Open the status page and, on rank 0, the rendezvous.
 
         Args:
             uses_gpu: Whether the worker's slot has a GPU.
@@ -132,10 +147,10 @@ class WorkerActor:
         tame_bars()
         controller = identity.controller if controllers_host == host_identity() else 0
         identity = replace(identity, pid=os.getpid(), controller=controller)
-        self._page = ControlPage(identity)
+        self._page = StatusPage(identity)
         install_breakpoints(identity, self._page.hold)
         self._executor.hold, self._page.told_of_tasks = self._page.hold, self._executor.told_of_tasks
-        self._executor.activity = ActivityPage(is_shared=True)
+        self._executor.activity = self._page.activity
         address = ray.util.get_node_ip_address()
         device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
         port = 0
@@ -159,34 +174,34 @@ class WorkerActor:
         os.environ.update(environment)
         sys.path.extend(path for path in paths if path not in sys.path and os.path.isdir(path))
 
-    def bandmaster_call(self, number: int, method: str, reply: int, labels: Labels, *parts: Payload) -> Any:
+    def bandmaster_call(self, number: int, method: str, how: How, labels: Labels, *parts: Payload) -> Any:
         """Run a call. A failure is returned to the controller, but raised for users of an ObjectRef.
 
         Args:
             number: By which it can be interrupted.
             method: Name of the method.
-            reply: A `Reply`, or `REFERRED`. For `Reply.KEEP` there are two results: what the controller reads, and the
-                rows.
+            how: A `Reply` or `REFERRED`, and whether to tell the times. For `Reply.KEEP` there are two results: the
+                answer to the controller, and the rows.
             labels: Of kept rows, which are the last of the parts, and the numbers of those that are there if not all.
             *parts: The parts of the arguments, and the kept rows.
         """
         self._catch_up()
-        return self._called(number, method, reply, labels, parts)
+        return self._called(number, method, how, labels, parts)
 
-    def bandmaster_call_of_others(self, number: int, method: str, reply: int, labels: Labels, *parts: Payload) -> Any:
+    def bandmaster_call_of_others(self, number: int, method: str, how: How, labels: Labels, *parts: Payload) -> Any:
         """As `bandmaster_call`, for a group that others have attached to this actor."""
         self._catch_up_with_what_is_there()
         self._patience_s = SHORT_S
-        return self._called(number, method, reply, labels, parts)
+        return self._called(number, method, how, labels, parts)
 
-    def _called(self, number: int, method: str, reply: int, labels: Labels, parts: Sequence[Payload]) -> Any:
-        return self._as_asked(self._run(number, method, reply, *arguments(labels, parts)), reply)
+    def _called(self, number: int, method: str, how: How, labels: Labels, parts: Sequence[Payload]) -> Any:
+        return self._as_asked(self._run(number, method, how, *arguments(labels, parts)), how[0])
 
     @staticmethod
     def _as_asked(outcome: Payload | Rows | Failure | Timed | None, reply: int) -> Any:
         if isinstance(outcome, Timed):
-            asked = WorkerActor._as_asked(outcome.outcome, reply - TIMED)
-            if reply - TIMED == Reply.KEEP:
+            asked = WorkerActor._as_asked(outcome.outcome, reply)
+            if reply == Reply.KEEP:
                 return outcome._replace(outcome=asked[0]), asked[1]
             return outcome._replace(outcome=asked)
         if reply == Reply.KEEP:
@@ -207,9 +222,9 @@ class WorkerActor:
         sock = connect(name, introduction)
         if sock is not None:
             os.register_at_fork(after_in_child=sock.close)
-            self._lane = Lane(sock, SegmentWriter(kept_name(os.getpid())), is_only_reader=True)
+            self._lane = Lane(sock, SegmentWriter(kept_name(os.getpid())))
             if not self._is_detached:
-                _end_with(peer_pid(sock))
+                _end_with(peer_of(sock)[0])
         return sock is not None
 
     def bandmaster_serve(self, n_left: int, longest_s: float) -> None:
@@ -241,20 +256,20 @@ class WorkerActor:
     def _catch_up_with_what_is_there(self) -> None:
         """Before a direct Ray call, for which the lane was not paused: run the calls that have arrived on it so far."""
         if self._is_away and self._lane is not None:
-            self._serve(A_TICK_S, most_nbytes=self._lane.waiting_nbytes())
+            self._serve(A_TICK_S, most_nbytes=_waiting_nbytes(self._lane))
 
     def _serve(self, patience_s: float | None, most_s: float = math.inf, most_nbytes: float = math.inf) -> None:
         assert self._lane is not None, "it was connected"
         self._is_away = serve(self._lane, self._executor, self._page, patience_s, most_s, most_nbytes)
 
     def _run(
-        self, number: int, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
+        self, number: int, method: str, how: How, parts: Sequence[Payload], rows: RowReaders
     ) -> Payload | Rows | Failure | Timed | None:
         """Run a call so that it can be interrupted by its number."""
         with self._page.announce(number):
             try:
                 self._page.begin(number)
-                outcome = self._executor.call(method, reply, parts, rows)
+                outcome = self._executor.call(method, how[0], parts, rows, how[1])
                 self._page.end()
                 return outcome if self._executor.marks is None else Timed(outcome, self._executor.times())
             except KeyboardInterrupt as error:  # interrupted, or raised by the method
@@ -264,12 +279,17 @@ class WorkerActor:
                 return self._executor.failure(error)
 
 
+def _waiting_nbytes(lane: Lane) -> int:
+    """Bytes that were sent to this end of a lane and that it has not received."""
+    return int.from_bytes(fcntl.ioctl(lane.fileno(), termios.FIONREAD, bytes(4)), "little")
+
+
 def arguments(labels: Labels, parts: Sequence[Payload]) -> tuple[list[Payload], RowReaders]:
     """The parts of a call's arguments, in memory of this process, and what reads its kept rows."""
     n = len(parts) - len(labels)
     return [part.private() for part in parts[:n]], {
-        label: RowReader(part.private, shared=part.shared, there=there)
-        for (label, there), part in zip(labels, parts[n:], strict=True)
+        label: RowReader(part.private, shared=part.shared, present=present)
+        for (label, present), part in zip(labels, parts[n:], strict=True)
     }
 
 
@@ -297,9 +317,13 @@ class OverlappingActor(WorkerActor):
 
     overlaps = True
 
-    async def bandmaster_call(self, number: int, method: str, reply: int, labels: Labels, *parts: Payload) -> Any:
+    async def bandmaster_call(self, number: int, method: str, how: How, labels: Labels, *parts: Payload) -> Any:
         """As `WorkerActor.bandmaster_call`."""
-        outcome = await self._executor.call_beside(method, reply, *arguments(labels, parts))
+        (reply, is_timed), begun = how, time.monotonic_ns()
+        outcome: Any = await self._executor.call_beside(method, reply, *arguments(labels, parts))
+        if is_timed:
+            end = time.monotonic_ns()  # in between, it was mixed with other calls
+            outcome = Timed(outcome, (begun, begun, end, end))
         return self._as_asked(outcome, reply)
 
     bandmaster_call_of_others = bandmaster_call

@@ -32,20 +32,18 @@ from bandmaster.contract import (
     Kept,
     Reply,
     RowFacts,
-    Timed,
     WorkerRecord,
 )
 from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, UsageError, WorkerDied
 from bandmaster.errors.failure import N_LAST_LINES, Failure, FailureKind
 from bandmaster.platform.processes import host_identity
-from bandmaster.single_controller.ray.actor import FIRST_NUMBER, LONG_S, OTHERS, REFERRED, SHARED_S, ActorInfo
+from bandmaster.single_controller.ray.actor import FIRST_NUMBER, LONG_S, OTHERS, REFERRED, SHARED_S, ActorInfo, Timed
 from bandmaster.single_controller.ray.launch import ActorLaunch
-from bandmaster.wire import control_page
-from bandmaster.wire.client import WorkerClient
-from bandmaster.wire.control_page import WorkerIdentity
-from bandmaster.wire.lane import Lane
-from bandmaster.wire.listener import LaneListener
-from bandmaster.wire.receiver import ChannelTicket
+from bandmaster.single_controller.ray.listener import LaneListener
+from bandmaster.wire import status_page
+from bandmaster.wire.client import MessageTicket
+from bandmaster.wire.lanes import LaneClient
+from bandmaster.wire.status_page import WorkerIdentity
 from bandmaster.worker_process.rendezvous import rendezvous_environment
 
 __all__ = ["ActorWorkers", "AttachedWorkers", "RayTicket"]
@@ -83,7 +81,7 @@ class RayTicket(contract.Ticket):
 
 
 class ActorWorkers:
-    """The actors of one group. A ticket is a `RayTicket` or a `ChannelTicket`.
+    """The actors of one group. A ticket is a `RayTicket` or a `MessageTicket`.
 
     Attributes:
         actors: The actor handle of each rank.
@@ -107,7 +105,7 @@ class ActorWorkers:
         self.actors: dict[int, Any] = {}
         self._infos: dict[int, ActorInfo] = {}  # what the actors that run have reported, by rank
         self._here = host_identity()
-        self._client = WorkerClient(self._how_it_died)
+        self._client = LaneClient(self._how_it_died)
         self.deaths: Mapping[int, Failure] = self._client.deaths
         self._has_lane: set[int] = set()  # ranks that are called over their lanes
         self._is_left = False  # whether an actor handle was handed out
@@ -201,7 +199,7 @@ class ActorWorkers:
             )
             return
         for rank, sock in sockets.items():
-            self._client.add(rank, Lane(sock, self._client.writer, rank, blocks=False), self._infos[rank].pid)
+            self._client.add(rank, sock, self._infos[rank].pid)
         with self._lock:
             self._has_lane.update(sockets)
 
@@ -321,15 +319,15 @@ class ActorWorkers:
 
     def _by_task(self, rank: int, call: Call, is_referred: bool) -> RayTicket:
         """Submit a call as an actor task."""
-        labels = [(label, call.there.get(label)) for label, _ in call.rows]
+        labels = [(label, call.present.get(label)) for label, _ in call.rows]
         references = [part.on_ray() for part in (*call.parts, *(part for _, part in call.rows))]
         number = self._first_number + self._n_called[rank]
         self._n_called[rank] += 1
         method = self._method(self.actors[rank])
         if call.reply is Reply.KEEP:
             method = method.options(num_returns=2)
-        code = REFERRED if is_referred else int(call.reply_code)
-        done = method.remote(number, call.method, code, labels, *references)
+        how = REFERRED if is_referred else int(call.reply), call.is_timed
+        done = method.remote(number, call.method, how, labels, *references)
         reference, rows = done if call.reply is Reply.KEEP else (done, None)
         return RayTicket(reference, rank, number, rows, [part.origin for _, part in call.rows if part.is_far])
 
@@ -348,10 +346,10 @@ class ActorWorkers:
 
         If some of the calls are actor tasks, this polls every `POLL_S` seconds.
         """
-        by_lane = [ticket for ticket in tickets if isinstance(ticket, ChannelTicket)]
+        by_lane = [ticket for ticket in tickets if isinstance(ticket, MessageTicket)]
         if len(by_lane) == len(tickets):
             return self._client.wait(by_lane, timeout_s)
-        by_reference = {ticket.reference: ticket for ticket in tickets if not isinstance(ticket, ChannelTicket)}
+        by_reference = {ticket.reference: ticket for ticket in tickets if not isinstance(ticket, MessageTicket)}
         references = list(by_reference)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self._can_call_ray():
@@ -366,7 +364,7 @@ class ActorWorkers:
 
     def fetch(self, ticket: Any) -> Any:
         """The reply of a ticket. Exceptions that Ray raises are returned as failures."""
-        if isinstance(ticket, ChannelTicket):
+        if isinstance(ticket, MessageTicket):
             return self._client.fetch(ticket)
         if not self._can_call_ray():
             why = CLOSED if self._client.is_stopped else self._session.ended(self._group)
@@ -391,7 +389,7 @@ class ActorWorkers:
             return Failure.of(error)
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
-        """Interrupt calls through the control page of each rank, on its own node; Ray cancels those that overlap.
+        """Interrupt calls through the status page of each rank, on its own node; Ray cancels those that overlap.
 
         Args:
             tickets: The calls, by rank.
@@ -401,35 +399,35 @@ class ActorWorkers:
             self._kill([rank for rank, t in tickets.items() if t is None or self._is_at(rank, t)], kill_because)
             return
         for rank, ticket in tickets.items():
-            if isinstance(ticket, ChannelTicket):
+            if isinstance(ticket, MessageTicket):
                 self._client.interrupt({rank: ticket})
             elif isinstance(ticket, RayTicket) and self._infos[rank].overlaps:
                 ray.cancel(ticket.reference)
             elif isinstance(ticket, RayTicket):
-                self._on_its_node(rank, control_page.interrupt, self._infos[rank].pid, ticket.number)
+                self._on_its_node(rank, status_page.interrupt, self._infos[rank].pid, ticket.number)
 
     def resume(self, tickets: Mapping[int, Any]) -> None:
-        """As `contract.Workers.resume`; actor tasks do not wait for it."""
-        self._client.resume({rank: ticket for rank, ticket in tickets.items() if isinstance(ticket, ChannelTicket)})
+        """Let ranks begin their next calls; actor tasks do not wait for this. See `contract.Workers.resume`."""
+        self._client.resume({rank: ticket for rank, ticket in tickets.items() if isinstance(ticket, MessageTicket)})
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
-        """The Python stacks of ranks, read from their control pages on their own nodes."""
+        """The Python stacks of ranks, read from their status pages on their own nodes."""
         texts = {}
         for rank, ticket in tickets.items():
             if rank in self._infos:
                 pid, queued = self._infos[rank].pid, "" if self._is_at(rank, ticket) else QUEUED
-                found = self._on_its_node(rank, control_page.stacks, [pid]) or {}
+                found = self._on_its_node(rank, status_page.stacks, [pid]) or {}
                 if pid in found:
                     texts[rank] = queued + found[pid]
         return texts
 
     def _is_at(self, rank: int, ticket: Any) -> bool:
         """Whether an actor is running a call, or has not started. A running call is announced."""
-        if isinstance(ticket, ChannelTicket):
-            return self._client.is_at(rank, ticket) and control_page.announced(self._infos[rank].pid) != OTHERS
+        if isinstance(ticket, MessageTicket):
+            return self._client.is_at(rank, ticket) and status_page.announced(self._infos[rank].pid) != OTHERS
         if rank not in self._infos or self._infos[rank].overlaps:
             return True  # it has not started yet, or runs several
-        return bool(ticket.number == self._on_its_node(rank, control_page.announced, self._infos[rank].pid))
+        return bool(ticket.number == self._on_its_node(rank, status_page.announced, self._infos[rank].pid))
 
     def check(self, is_thorough: bool = True) -> bool:
         """Read the lanes and, if ``is_thorough``, ask Ray about each actor. False once `stop` was called."""
@@ -441,7 +439,7 @@ class ActorWorkers:
 
     def stop(self, why: str = CLOSED) -> None:
         """Close the lanes and kill the actors, but for those that outlive the group."""
-        self._client.close_channels(why)
+        self._client.close(why)
         for rank in self.actors:
             self._client.deaths.setdefault(rank, Failure(FailureKind.DIED, why))
         self._has_lane.clear()
@@ -554,14 +552,14 @@ def _in_short(error: RayError) -> str:
 class Part:
     """A payload or kept rows that were passed to `ActorWorkers.put`, in the forms that lanes and actor tasks need."""
 
-    def __init__(self, payload: Payload | Kept, client: WorkerClient) -> None:
+    def __init__(self, payload: Payload | Kept, client: LaneClient) -> None:
         self._payload = payload
         self._client = client
         self._by_lane: Any = None
         self._by_ray: Any = None
 
     def on_lane(self) -> Any:
-        """The payload as `WorkerClient.put` returns it. The caller holds the client's lock."""
+        """The payload as `LaneClient.put` returns it. The caller holds the client's lock."""
         if self._by_lane is None:
             self._by_lane = self._client.place(self._payload)
         return self._by_lane

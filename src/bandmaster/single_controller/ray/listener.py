@@ -1,4 +1,4 @@
-"""How a worker that the controller did not fork gets a lane: it connects to an abstract Unix socket."""
+"""Gives lanes to workers that the controller did not fork: they connect to an abstract Unix socket."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import os
 import secrets
 import select
 import socket
-import struct
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
 
+from bandmaster.platform.proc import peer_of
 from bandmaster.wire.lane import set_buffer
 
-__all__ = ["LaneListener", "connect", "peer_pid"]
+__all__ = ["LaneListener", "connect"]
 
 MAX_UNKNOWN = 256  # connections of this user's that have not said who they are
 LOOK_S = 0.1  # how often to ask for workers that cannot connect
@@ -98,7 +98,7 @@ class LaneListener:
     def _let_in(self) -> None:
         """Accept a connection, and close it if its process belongs to another user."""
         sock, _ = self._socket.accept()
-        if _peer(sock)[1] != os.geteuid():
+        if peer_of(sock)[1] != os.geteuid():
             self._n_others += 1
             sock.close()
             return
@@ -123,7 +123,7 @@ def connect(name: str, introduction: bytes) -> socket.socket | None:
     try:
         set_buffer(sock)
         sock.connect(f"\0{name}")
-        if _peer(sock)[1] != os.geteuid():
+        if peer_of(sock)[1] != os.geteuid():
             raise PermissionError("another user now owns the name of the controller's socket")
         sock.send(introduction)
     except OSError as error:
@@ -131,14 +131,3 @@ def connect(name: str, introduction: bytes) -> socket.socket | None:
         sock.close()
         return None
     return sock
-
-
-def peer_pid(sock: socket.socket) -> int:
-    """Pid of the process at the other end of a Unix socket; 0 if it is in another pid namespace."""
-    return _peer(sock)[0]
-
-
-def _peer(sock: socket.socket) -> tuple[int, int]:
-    """Pid and user id of the process at the other end."""
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, uid

@@ -1,0 +1,346 @@
+"""The ranks of a group that run on one host, on the side of that host's agent.
+
+::
+
+    connection ── calls ──► QueuedCalls, until their rows are here ──► Workers.call ──► ranks
+               ◄─ replies that differ, with their ranks ◄── the replies of the ranks, and those of the hosts below
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from bandmaster.codec import Payload, encode
+from bandmaster.contract import Call, Kept, KeptCopy, Reply, Workers
+from bandmaster.errors import RowsLost
+from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.hosts.connection import Connection, Message
+from bandmaster.hosts.rows import PendingFetch, RowStore
+from bandmaster.wire.messages import (
+    INLINE_NBYTES,
+    Kind,
+    ReplyKind,
+    header_of,
+    inline,
+    read_call,
+    read_small_call,
+    reply_message,
+)
+
+__all__ = ["HostRanks", "Replies", "WorkersHere"]
+
+PATIENCE_S = 0.002  # for the other replies of this host to a call, which then come in one message
+
+
+class WorkersHere(Workers, Protocol):
+    """The workers of some ranks of a group on the host of an agent."""
+
+    @property
+    def rendezvous(self) -> Mapping[str, str]:
+        """The environment variables by which ranks find the rendezvous; empty as long as rank 0 is on another host."""
+
+    def announce(self, rendezvous: Mapping[str, str]) -> None:
+        """Have the ranks here find a rendezvous that rank 0 has opened."""
+
+    def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> Payload:
+        """A payload whose head and buffers of these sizes are still to be written, where the workers can read it.
+
+        Args:
+            sizes: Bytes of the head and of each buffer.
+            is_kept: Whether calls are to name it as kept rows.
+
+        Raises:
+            ResourceError: There is no memory or no descriptor for it.
+            ClosedError: The workers were stopped.
+        """
+
+
+class _Queued(NamedTuple):
+    """One call that waits for its rows.
+
+    Attributes:
+        number: Number of the call.
+        call: The call, whose parts are payloads.
+        rows: The kept rows that it takes, by label, some of which may be on their way.
+    """
+
+    number: int
+    call: Call
+    rows: Mapping[int, Kept | PendingFetch]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all rows are here, or lost."""
+        return all(rows.done() for rows in self.rows.values() if isinstance(rows, Future))
+
+
+class Replies(NamedTuple):
+    """Replies that are to be sent.
+
+    Attributes:
+        said: The ranks and the reply, for each reply that differs.
+        large: The large payloads that they name, by number.
+    """
+
+    said: list[tuple[tuple[int, ...], bytes]]
+    large: dict[int, Payload]
+
+
+class _Unsent:
+    """The replies to one call that were not sent yet.
+
+    Attributes:
+        is_urgent: Whether a rank has failed.
+    """
+
+    def __init__(self) -> None:
+        self.is_urgent = False
+        self._ranks: dict[tuple[bytes, int | None], list[int]] = {}
+        self._large: dict[int, Payload] = {}
+
+    def add(self, ranks: Sequence[int], body: bytes, large: Mapping[int, Payload]) -> None:
+        """Add a reply. Ranks that have replied the same come together, but for those that have failed."""
+        has_failed = header_of(body)[0] & ~ReplyKind.TIMED == ReplyKind.FAILURE
+        self.is_urgent |= has_failed
+        self._ranks.setdefault((body, ranks[0] if has_failed else None), []).extend(ranks)
+        self._large.update(large)
+
+    def move_to(self, replies: Replies) -> None:
+        """Have the replies sent."""
+        replies.said.extend((tuple(ranks), body) for (body, _), ranks in self._ranks.items())
+        replies.large.update(self._large)
+
+
+class HostRanks:
+    """The ranks of one group on this host.
+
+    Attributes:
+        workers: Their workers.
+        ranks: The ranks.
+        home: The connection that calls come by, and replies go back by.
+        below: The connections to agents that calls for all hosts are passed on to.
+        n_below: The number of ranks that these have, and those below them.
+
+    Args:
+        workers: The workers.
+        ranks: Their ranks.
+        store: Keeps rows that calls leave here.
+    """
+
+    def __init__(self, workers: WorkersHere, ranks: Sequence[int], store: RowStore) -> None:
+        self.workers, self.ranks = workers, tuple(ranks)
+        self._store = store
+        self.home: Connection | None = None
+        self.below: list[Connection] = []
+        self.n_below = 0
+        self._queue: deque[_Queued] = deque()  # calls that wait for rows, and calls behind them
+        self._open: dict[int, dict[int, Any]] = {rank: {} for rank in ranks}  # tickets by rank and number
+        self._n_missing: dict[int, int] = {}  # by number of the call: the replies that are still to come
+        self._done: deque[tuple[int, int]] = deque()  # ranks that have replied, and numbers of the calls
+        self._unsent: dict[int, _Unsent] = {}  # by number of the call
+        self._since = 0.0  # when the first of these replies came
+        self._failed: dict[int, tuple[int, Any]] = {}  # by rank, number and ticket of the call that it has failed last
+        self._n_deaths = 0
+
+    # --- calls ---
+
+    def take(self, message: Message, is_passed_on: bool) -> None:
+        """Send the calls of a message behind those that came before, once their rows are here.
+
+        Args:
+            message: The message.
+            is_passed_on: Whether the hosts below have got the calls, too, so that their replies come here.
+        """
+        for ranks, body in message.content[1]:
+            flags, number = header_of(body)
+            call, names = self._read(flags, memoryview(body), message)
+            rows, present = {}, {}
+            for label, name in names:
+                found = self._rows(name, message)
+                if found is not None:  # else the ranks here do not need them
+                    rows[label], numbers = found
+                    if numbers is not None:
+                        present[label] = numbers
+            call = call._replace(ranks=self.ranks if ranks is None else ranks, present=present)
+            self._n_missing[number] = len(call.ranks) + (self.n_below if is_passed_on else 0)
+            self._queue.append(_Queued(number, call, rows))
+        self.advance()
+
+    def _read(self, flags: int, body: memoryview, message: Message) -> tuple[Call, Sequence[tuple[int, Any]]]:
+        """A call, and the names of the rows that it takes, by label."""
+        names: Sequence[tuple[int, Any]] = ()
+        if flags & Kind.CALL:
+            method, reply, named, names, _ = read_call(body)
+            parts = tuple(map(message.unpack, named))
+        else:
+            method, reply, stream = read_small_call(body)
+            parts = (Payload(bytes(stream)),)
+        is_timed, is_fenced = bool(flags & Kind.TIMED), bool(flags & Kind.FENCED)
+        return Call((), method, parts, Reply(reply), is_timed=is_timed, is_fenced=is_fenced), names
+
+    def _rows(self, name: Any, message: Message) -> tuple[Kept | PendingFetch, Any] | None:
+        """The kept rows that a message names by their key or as a part, and the numbers of those that are present."""
+        if type(name) is tuple and type(name[0]) is int:
+            return self._store.get(name)
+        return KeptCopy(message.unpack(name)), None
+
+    def advance(self) -> None:
+        """Send the calls whose rows are here, in their order."""
+        while self._queue and self._queue[0].is_ready:
+            queued = self._queue.popleft()
+            sent: dict[int, Any] = {}
+            why: Failure | None = None
+            try:
+                self.workers.call([self._placed(queued)], sent)
+            except Exception as error:  # rows are gone, there is no memory, or the group was stopped
+                why = Failure(FailureKind.LOST, str(error)) if isinstance(error, RowsLost) else Failure.of(error)
+            for rank, ticket in sent.items():
+                self._await(queued.number, rank, ticket)
+            if why is not None:
+                self._fail(queued.number, [rank for rank in queued.call.ranks if rank not in sent], why)
+
+    def _placed(self, queued: _Queued) -> Call:
+        """A call whose parts and rows are where the workers can read them."""
+        rows = [rows.result() if isinstance(rows, Future) else rows for rows in queued.rows.values()]
+        placed, n = self.workers.put([*queued.call.parts, *rows]), len(queued.call.parts)
+        labelled = tuple(zip(queued.rows, placed[n:], strict=True))
+        return queued.call._replace(parts=tuple(placed[:n]), rows=labelled)
+
+    def _await(self, number: int, rank: int, ticket: Any) -> None:
+        self._open[rank][number] = ticket
+        ticket.on_done = partial(self._done.append, (rank, number))
+        if ticket.is_done:
+            self._done.append((rank, number))
+
+    # --- replies ---
+
+    def check(self) -> None:
+        """Take everything that has arrived."""
+        self.workers.check(is_thorough=False)
+
+    def _fail(self, number: int, ranks: Iterable[int], why: Failure) -> None:
+        for rank in ranks:
+            self._add([rank], reply_message(number, ReplyKind.FAILURE, _failure_part(why))[4:], {})
+
+    def _add(self, ranks: Sequence[int], body: bytes, large: Mapping[int, Payload]) -> None:
+        """Add a reply to those that are to be sent."""
+        number = header_of(body)[1]
+        self._since = self._since if self._unsent else time.monotonic()
+        self._unsent.setdefault(number, _Unsent()).add(ranks, body, large)
+        self._n_missing[number] = max(0, self._n_missing.get(number, 0) - len(ranks))
+
+    def take_replies(self, message: Message) -> None:
+        """Take replies of ranks on hosts below, which go on together with those of this host."""
+        for ranks, body in message.content[1]:
+            self._add(ranks, body, message.large)
+
+    def replies(self, is_flushed: bool = False) -> Replies:
+        """Remove and return the replies that are to be sent now.
+
+        Args:
+            is_flushed: Whether to return all, also those to calls that only some ranks have replied to.
+        """
+        while self._done:
+            rank, number = self._done.popleft()
+            ticket = self._open[rank].pop(number, None)
+            if ticket is not None:
+                self._add([rank], *self._reply(rank, number, ticket))
+        replies = Replies([], {})
+        is_flushed = is_flushed or time.monotonic() - self._since >= PATIENCE_S
+        for number, unsent in list(self._unsent.items()):
+            is_whole = not self._n_missing[number]
+            if is_whole or is_flushed or unsent.is_urgent:
+                unsent.move_to(replies)
+                del self._unsent[number]
+            if is_whole:
+                del self._n_missing[number]
+        return replies
+
+    def _reply(self, rank: int, number: int, ticket: Any) -> tuple[bytes, Mapping[int, Payload]]:
+        """The reply of a rank, and the large payload that it names."""
+        try:
+            outcome = self.workers.fetch(ticket)
+        except Exception as error:  # that of unpickling
+            outcome = Failure.of(error)
+        large: dict[int, Payload] = {}
+        if outcome is None:
+            kind, content = ReplyKind.NOTHING, None
+        elif isinstance(outcome, Failure):
+            kind, content = ReplyKind.FAILURE, _failure_part(outcome)
+            if not ticket.is_dropped:
+                self._failed[rank] = number, ticket
+        elif not isinstance(outcome, Payload):
+            assert outcome.facts is not None, "a value without rows is returned"
+            kind, content = ReplyKind.ROWS, ((number, rank), tuple(outcome.facts))
+            self._store.keep((number, rank), outcome)
+        elif not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
+            kind, content = ReplyKind.VALUE, bytes(outcome.head)
+        elif outcome.nbytes <= INLINE_NBYTES:
+            kind, content = ReplyKind.PART, inline(outcome)
+        else:
+            name = number << 24 | rank  # no other reply has this one, nor one of another host
+            kind, content, large = ReplyKind.PART, name, {name: outcome}
+        times = getattr(ticket, "times", None)  # a slot, which is empty if the call is not timed
+        return reply_message(number, kind, content, times and times[0])[4:], large
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there may be something to send."""
+        return bool(self._done or self._unsent) or len(self.workers.deaths) != self._n_deaths
+
+    @property
+    def due_s(self) -> float | None:
+        """Seconds after which replies are to be sent; None if there are none."""
+        return max(0.0, self._since + PATIENCE_S - time.monotonic()) if self._unsent else None
+
+    def deaths(self) -> dict[int, bytes]:
+        """Ranks that have died since this was called last, and how, pickled."""
+        if len(self.workers.deaths) == self._n_deaths:
+            return {}
+        known = dict(self.workers.deaths)
+        self._n_deaths = len(known)
+        return {rank: pickle.dumps(failure) for rank, failure in known.items()}
+
+    def forget_deaths(self) -> None:
+        """A rank has come back."""
+        self._n_deaths = len(self.workers.deaths)
+
+    # --- interrupting ---
+
+    def interrupt(self, numbers: Mapping[int, int | None]) -> None:
+        """Interrupt calls by their numbers; see `contract.Workers.interrupt`."""
+        given_up = [queued for queued in self._queue if queued.number in numbers.values()]
+        self._queue = deque(queued for queued in self._queue if queued.number not in numbers.values())
+        for queued in given_up:
+            self._fail(queued.number, queued.call.ranks, Failure(FailureKind.CANCELLED, "cancelled before it was sent"))
+        self.workers.interrupt(self.tickets(numbers))
+
+    def resume(self, numbers: Mapping[int, int]) -> None:
+        """Let ranks begin their next calls, by the numbers of calls; see `contract.Workers.resume`."""
+        failed = {rank: self._failed.get(rank, (0, None)) for rank in numbers}
+        self.workers.resume({rank: ticket for rank, (number, ticket) in failed.items() if number == numbers[rank]})
+
+    def stacks(self, numbers: Mapping[int, int | None]) -> dict[int, str]:
+        """The stacks of ranks, by the numbers of calls; see `contract.Workers.stacks`."""
+        return dict(self.workers.stacks(self.tickets(numbers)))
+
+    def tickets(self, numbers: Mapping[int, int | None]) -> dict[int, Any]:
+        """The tickets of calls that ranks have not replied to; None stands for whatever a rank is doing."""
+        return {
+            rank: None if number is None else self._open[rank][number]
+            for rank, number in numbers.items()
+            if number is None or number in self._open[rank]
+        }
+
+
+def _failure_part(failure: Failure) -> Any:
+    try:
+        return inline(encode(failure))
+    except Exception as error:  # the user's exceptions may do anything when they are pickled
+        return inline(encode(Failure(FailureKind.RAISED, f"{failure.summary} (which cannot be pickled: {error})")))

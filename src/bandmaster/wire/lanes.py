@@ -1,0 +1,423 @@
+"""The client of the ranks of a group on this host, each of which is reached over a lane.
+
+::
+
+    call ── the same body for all ranks that get the same ──► lane of each rank ──► bandmaster.worker_process.loop
+      └── large payloads ──► segments, which the lanes share
+    wait ◄── bandmaster.wire.client ◄────── replies, in order ── lanes
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from bandmaster.codec import Payload, encode
+from bandmaster.contract import CLOSED, QUEUED, Call, Kept
+from bandmaster.errors import ClosedError, ResourceError
+from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.platform.limits import start_thread
+from bandmaster.wire import status_page
+from bandmaster.wire.client import Client, MessageTicket
+from bandmaster.wire.lane import TELL_S, Buffer, Lane
+from bandmaster.wire.messages import (
+    INLINE_NBYTES,
+    MAX_MESSAGE_NBYTES,
+    MAX_PARTS_NBYTES,
+    Closed,
+    Kind,
+    ReplyKind,
+    call_message,
+    control_message,
+    header_of,
+    inline,
+)
+from bandmaster.wire.poller import HAS_ROOM, Poller
+from bandmaster.wire.segment_reader import KeptSegment
+from bandmaster.wire.segments import Segment, SegmentPayload, SegmentWriter, SharedPayload
+
+__all__ = ["LaneClient"]
+
+MAX_UNANSWERED = min(256, status_page.N_SLOTS // 2)  # messages to one worker: each needs a slot on its status page
+MAX_NUMBERS_NBYTES = MAX_MESSAGE_NBYTES - MAX_PARTS_NBYTES - 8 * 1024  # of rows, in a message
+
+_T = TypeVar("_T")
+
+# A message, the segments that it names, and the ticket of its reply if it has one.
+_Outgoing = tuple[bytes, Sequence[Segment], MessageTicket | None]
+
+
+class LaneClient(Client):
+    """Sends messages to the ranks of a group on this host and hands out their replies. Any thread may call it.
+
+    Attributes:
+        is_stopped: Whether `close` was called.
+        processes: The process of each rank that has a lane.
+        lock: Guards all state. The messages of one call are sent while it is held, so that all ranks get the calls of
+            several threads in one order.
+
+    Args:
+        how_it_died: Says how a rank ended whose lane broke.
+    """
+
+    def __init__(self, how_it_died: Callable[[int], Failure]) -> None:
+        super().__init__(Poller(), itertools.count(1))
+        self.processes: dict[int, int] = {}
+        self.is_stopped, self._why_closed = False, CLOSED
+        self._how_it_died = how_it_died
+        self._killed_because: dict[int, str] = {}
+        self._writer = SegmentWriter()
+        self._buffer = Buffer()
+        self._lanes: dict[int, Lane] = {}
+        self._queues: dict[int, deque[_Outgoing]] = {}  # messages that a worker that is busy has not taken yet
+        self._sender: threading.Thread | None = None
+        self._teller: threading.Thread | None = None  # as long as there are leases
+        self._is_over = threading.Event()  # set with `is_stopped`
+
+    # --- sending ---
+
+    def put(self, payloads: Sequence[Payload | Kept]) -> list[Any]:
+        """Make parts of payloads: small ones as they are, and a shared segment for each large one."""
+        parts: list[Any] = []
+        for payload in payloads:
+            if type(payload) is not Payload:
+                parts.append(None)
+            elif not payload.buffers and len(payload.head) <= INLINE_NBYTES:  # as most are
+                parts.append((payload.head, ()))
+            else:
+                parts.append(inline(payload) if payload.nbytes <= INLINE_NBYTES else None)
+        if None in parts:
+            with self.lock:
+                parts = [part or self.place(payload) for part, payload in zip(parts, payloads, strict=True)]
+        return parts
+
+    def place(self, payload: Payload | Kept) -> Any:
+        """The part of one payload, or of kept rows; the lock is held.
+
+        Raises:
+            ClosedError: The lanes were closed.
+            ResourceError: There is no memory or no descriptor for it.
+        """
+        if isinstance(payload, KeptSegment):
+            return self._writer.adopt(payload.lease)
+        if isinstance(payload, SegmentPayload):
+            is_ours = payload.owner is self._writer
+            return payload.placed if is_ours else self._share(payload, payload.is_kept)
+        if not isinstance(payload, Payload):
+            rows = payload.payload()
+            return inline(rows) if rows.nbytes <= INLINE_NBYTES else self._share(rows, is_kept=True)
+        return inline(payload) if payload.nbytes <= INLINE_NBYTES else self._share(payload)
+
+    def _share(self, payload: Payload, is_kept: bool = False) -> SharedPayload:
+        return self._with_room(payload.nbytes, partial(self._writer.put, payload, is_kept))
+
+    def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> SegmentPayload:
+        """A payload in a segment, whose head and buffers of these sizes the caller writes before it is put.
+
+        Args:
+            sizes: Bytes of the head and of each buffer.
+            is_kept: Whether calls are to name it as kept rows.
+
+        Raises:
+            ClosedError: The lanes were closed.
+            ResourceError: There is no memory or no descriptor for it.
+        """
+        with self.lock:
+            self._have_leases_ended()
+            return self._with_room(sum(sizes), partial(self._writer.reserve, sizes, is_kept))
+
+    def _with_room(self, nbytes: int, make: Callable[[], _T]) -> _T:
+        if self.is_stopped:
+            raise ClosedError(self._why_closed)
+        try:
+            return make()
+        except OSError as error:
+            raise ResourceError(
+                f"cannot share {nbytes:,} bytes with the workers ({error}); free memory, or raise the limit on open "
+                "files (ulimit -n)"
+            ) from error
+
+    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+        """Send calls; see `contract.Workers.call`."""
+        with self.lock:
+            self.send_calls(calls, tickets)
+
+    def send_calls(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+        """Send calls; the lock is held."""
+        if self._writer.collected:
+            self._writer.release()
+        fitting = list(calls)
+        for at, call in enumerate(calls):
+            if len(call.parts) > 1 or call.rows:
+                fitting[at] = self._that_fits(call)
+        for call in fitting:
+            self._send_call(call, tickets)
+
+    def change_environment(self, rank: int, variables: Mapping[str, str]) -> None:
+        """Set variables in a worker's environment, once it has done what was sent before."""
+        with self.lock:
+            self._send_control(rank, control_message(Kind.ENVIRONMENT, variables))
+
+    def pause(self, rank: int) -> None:
+        """Have a worker leave its lane, once it has done what was sent before; the lock is held."""
+        self._send_control(rank, control_message(Kind.PAUSE))
+
+    def _send_control(self, rank: int, message: bytes) -> None:
+        if rank not in self.deaths:
+            self._queues[rank].append((message, (), None))
+            self._flush(rank)
+
+    def _send_call(self, call: Call, tickets: dict[int, Any]) -> None:
+        """Send one call to its ranks; where the worker is gone, the ticket says so. The lock is held."""
+        number = next(self._numbers)
+        ranks = self._living(call.ranks, number, tickets) if self.deaths else call.ranks
+        if not ranks:
+            return  # nor is there a segment any more, if the lanes were closed
+        segments: list[Segment] = []
+        parts = call.parts
+        if len(parts) != 1 or type(parts[0]) is SharedPayload:  # else it is small, as most are
+            parts = tuple([_named(part, segments) for part in parts])
+        rows = [(label, _named(part, segments)) for label, part in call.rows] if call.rows else ()
+        present = _named(self._numbers_of(call.present), segments) if call.present else None
+        if segments:
+            self._have_leases_ended()
+        flags = (Kind.FENCED if call.is_fenced else 0) | (Kind.TIMED if call.is_timed else 0)
+        message = call_message(number, (call.method, int(call.reply), parts, rows, present), flags)
+        for rank in ranks:
+            open_here, queue = self._open[rank], self._queues[rank]
+            open_here[number] = tickets[rank] = ticket = MessageTicket(number)
+            for segment in segments:
+                self._writer.lease(segment, rank)
+            if not queue and len(open_here) <= MAX_UNANSWERED:
+                try:
+                    self._lanes[rank].send(message, segments)
+                    continue
+                except (Closed, OSError):  # `_flush` meets it again
+                    pass
+            queue.append((message, segments, ticket))
+            self._flush(rank)
+
+    def _numbers_of(self, present: Mapping[int, Any]) -> Any:
+        """The part of the numbers of rows, which may take more than a message has room for."""
+        payload = encode(dict(present))
+        return inline(payload) if payload.nbytes <= MAX_NUMBERS_NBYTES else self._share(payload)
+
+    def _that_fits(self, call: Call) -> Call:
+        """A call that fits into one message: of parts that are too large together, the largest go into segments."""
+        n, labels = len(call.parts), [label for label, _ in call.rows]
+        parts = [*call.parts, *(part for _, part in call.rows)]
+        sizes = [0 if isinstance(part, SharedPayload) else Payload(*part).nbytes for part in parts]
+        while sum(sizes) > MAX_PARTS_NBYTES:
+            largest = sizes.index(max(sizes))
+            parts[largest] = self._share(Payload(*parts[largest]), is_kept=largest >= n)
+            sizes[largest] = 0
+        return call._replace(parts=tuple(parts[:n]), rows=tuple(zip(labels, parts[n:], strict=True)))
+
+    def _flush(self, rank: int) -> None:
+        """Send the queued messages of a rank, as far as it reads and replies; a thread sends the rest."""
+        queue, lane = self._queues[rank], self._lanes[rank]
+        while queue and len(self._open[rank]) - len(queue) < MAX_UNANSWERED:
+            try:
+                lane.send(queue[0][0], queue[0][1])
+            except BlockingIOError:  # there will be an event when it has read
+                self._poller.ask_for_room(lane.fileno(), True)
+                break
+            except Closed:
+                queue.clear()
+                self._read_to_the_end(rank)
+                return
+            except OSError as error:
+                self._drop(rank, queue[0], Failure.of(error))
+            queue.popleft()
+        if queue and self._sender is None:
+            self._sender = start_thread("bandmaster-sender", self._send_queued)
+
+    def _drop(self, rank: int, outgoing: _Outgoing, why: Failure) -> None:
+        """Fail a message that was not sent and will not be: replies come in order, and none comes for this one."""
+        _, segments, ticket = outgoing
+        self._writer.end_leases([segment.id for segment in segments], rank)
+        if ticket is not None:
+            del self._open[rank][ticket.number]
+            ticket.is_dropped = True
+            self._finish(ticket, why)
+            self._poller.wake_if_blocked()
+
+    def _send_queued(self) -> None:
+        """Send queued messages from a thread, though no other thread may wait for anything.
+
+        It goes on until all is replied to: a worker whose replies nobody reads stops as well.
+        """
+        with self.lock:
+            while any(self._open.values()) and not self._poller.is_closed:
+                self._poller.receive(None)
+            self._sender = None
+
+    # --- receiving ---
+
+    def check(self, is_thorough: bool = True) -> bool:
+        """Read everything that has arrived; a lane that was hung up tells of a death. False once `close` was called."""
+        with self.lock:
+            self._poller.receive_all()
+        return not self.is_stopped
+
+    def _take(self, rank: int, events: int) -> None:
+        """Take one reply of a rank, if there is one, and send what waits for it; it may be that of another thread."""
+        if rank in self.deaths:
+            return
+        lane = self._lanes[rank]
+        if events & HAS_ROOM:
+            self._poller.ask_for_room(lane.fileno(), False)
+        try:
+            body = lane.receive(block=False)
+        except Closed:
+            self._note_death(rank)
+            return
+        if body is not None:
+            if not self._take_reply((rank,), body, lane):  # a worker that was interrupted as it replied replies twice
+                status_page.resume(self.processes[rank], header_of(body)[1])
+            if body[0] > ReplyKind.VALUE and lane.has_leases:
+                self._have_leases_ended()
+        if self._queues[rank]:
+            self._flush(rank)
+
+    # --- leases ---
+
+    def _have_leases_ended(self) -> None:
+        """Tell of leases that end, though no message may be sent that does; the lock is held."""
+        if self._teller is None and not self.is_stopped:
+            with suppress(ResourceError):
+                self._teller = start_thread("bandmaster-leases", self._tell_of_leases)
+
+    def _tell_of_leases(self) -> None:
+        """In a thread, as long as there are leases: tell workers of those that have ended, and hear of theirs."""
+        while not self._is_over.wait(TELL_S):
+            with self.lock:
+                if self.is_stopped:
+                    return
+                if self._poller.receive_all():
+                    self._poller.wake()  # a thread that waits for `arrivals` looks at what this one has taken
+                self._writer.release()
+                has_more = [lane.tell() for rank, lane in self._lanes.items() if rank not in self.deaths]
+                if not (any(has_more) or self._writer.has_leases):
+                    self._teller = None
+                    return
+
+    # --- interrupting ---
+
+    def interrupt(self, tickets: Mapping[int, MessageTicket]) -> None:
+        """Interrupt calls; see `contract.Workers.interrupt`."""
+        with self.lock:
+            sent = {rank: ticket for rank, ticket in tickets.items() if not ticket.is_done}
+            for rank, ticket in list(sent.items()):
+                for outgoing in [queued for queued in self._queues[rank] if queued[2] is ticket]:
+                    self._queues[rank].remove(outgoing)
+                    self._drop(rank, outgoing, Failure(FailureKind.CANCELLED, "cancelled before it was sent"))
+                    del sent[rank]
+        for rank, ticket in sent.items():
+            status_page.interrupt(self.processes[rank], ticket.number)
+
+    def resume(self, tickets: Mapping[int, MessageTicket]) -> None:
+        """Let ranks begin their next calls; see `contract.Workers.resume`."""
+        for rank, ticket in tickets.items():
+            if rank not in self.deaths and not ticket.is_dropped:  # it may not have seen the last one's number yet
+                status_page.resume(self.processes[rank], ticket.number)
+
+    def stacks(self, tickets: Mapping[int, MessageTicket]) -> dict[int, str]:
+        """The stacks of ranks; see `contract.Workers.stacks`."""
+        queued = {rank: "" if self.is_at(rank, ticket) else QUEUED for rank, ticket in tickets.items()}
+        texts = status_page.stacks([self.processes[rank] for rank in tickets])
+        pids = {rank: self.processes[rank] for rank in tickets}
+        return {rank: queued[rank] + texts[pid] for rank, pid in pids.items() if pid in texts}
+
+    # --- workers that come and go ---
+
+    def add(self, rank: int, sock: socket.socket, pid: int) -> None:
+        """Reach a rank by a lane from here on, in place of the one that it may have had before it died.
+
+        Args:
+            rank: The rank.
+            sock: This end of the lane; it is owned from here on.
+            pid: The process of the worker.
+        """
+        with self.lock:
+            before = self._lanes.pop(rank, None)
+            if before is not None:
+                self._poller.ignore(before.fileno())
+                del self.processes[rank]
+                before.close()
+            self._lanes[rank] = Lane(sock, self._writer, rank, self._buffer)
+            self.processes[rank] = pid
+            self._open[rank], self._queues[rank] = {}, deque()
+            self._poller.watch(sock.fileno(), partial(self._take, rank))
+            self._forget_death(rank)
+
+    def forget_death(self, rank: int) -> None:
+        """There is a new worker for a rank that has died."""
+        with self.lock:
+            self._forget_death(rank)
+
+    def _forget_death(self, rank: int) -> None:
+        self.deaths.pop(rank, None)
+        self._killed_because.pop(rank, None)
+
+    def is_killed(self, rank: int, because: str) -> None:
+        """The process of a rank is about to be killed: when its lane breaks, this is the reason."""
+        self._killed_because.setdefault(rank, because)
+
+    def note_death(self, rank: int) -> None:
+        """Note the death of a rank that its lane has not told of yet, or that has no lane."""
+        with self.lock:
+            self._note_death(rank)
+
+    def close(self, why: str = CLOSED) -> None:
+        """Hang up on every worker; threads that wait are told that the workers are gone."""
+        with self.lock:
+            if self.is_stopped:
+                return
+            self.is_stopped, self._why_closed = True, why
+            self._is_over.set()
+            for rank, lane in self._lanes.items():
+                if rank not in self.deaths:
+                    self.deaths[rank] = Failure(FailureKind.DIED, why)
+                    self._hang_up(rank)
+                lane.close()
+            self._poller.close()
+            self._writer.close()
+
+    def _read_to_the_end(self, rank: int) -> None:
+        """Take what a worker replied before it hung up; nothing is queued for it any more."""
+        n_open = len(self._open[rank]) + 1
+        while rank not in self.deaths and len(self._open[rank]) < n_open:
+            n_open = len(self._open[rank])
+            self._take(rank, 0)
+        self._note_death(rank)
+
+    def _note_death(self, rank: int) -> None:
+        if rank not in self.deaths:
+            failure = self._how_it_died(rank)
+            if rank in self._killed_because:
+                failure = replace(failure, kind=FailureKind.CANCELLED, summary=self._killed_because[rank])
+            self.deaths[rank] = failure
+            if rank in self._lanes:
+                self._poller.ignore(self._lanes[rank].fileno())
+                self._hang_up(rank)
+
+    def _hang_up(self, rank: int) -> None:
+        self._writer.forget_reader(rank)
+        self._queues[rank].clear()
+        self._fail_open(rank, self.deaths[rank])
+
+
+def _named(part: Any, segments: list[Segment]) -> Any:
+    """The part as a message names it; its segment, if it has one, is added to the list."""
+    if not isinstance(part, SharedPayload):
+        return part
+    segments.append(part.segment)
+    return part.segment.id

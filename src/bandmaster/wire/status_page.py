@@ -1,0 +1,502 @@
+"""The status page of a worker: shared memory that shows what the worker runs, and by which others interrupt it.
+
+::
+
+    worker: StatusPage(identity)                         any process of the same user on its host
+      a memfd whose name says who the worker is       ◄── find(pid), find_all() look among descriptors in /proc
+      words: the method that runs, and since when      ──► Activity.of(pid)
+      word: the call that runs, if it is announced     ──► announced(pid)
+      word: the failed call after which it may go on  ◄── resume(pid, number)
+      words: numbers of calls to interrupt            ◄── interrupt(pid, number), then a signal
+      the names of methods
+      behind the page: stacks, by faulthandler         ──► stacks(pids), after a signal: also where C code is stuck
+      behind those: tasks of the event loop                after the signal of interrupt, if Python code can run
+
+The page needs no thread and no socket, so it works whatever the worker does, and nothing is left when the worker
+is gone. The version of the layout is in the name, so that processes with another version do not misread the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import mmap
+import os
+import re
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import FrameType
+
+from bandmaster.contract import CONSTRUCT
+from bandmaster.errors.failure import IN_DEBUGGER
+from bandmaster.platform.limits import start_thread
+from bandmaster.platform.proc import descriptors, pids
+from bandmaster.wire.stacks import TASKS, can_tell_of_tasks, readable, tells_of_tasks
+
+__all__ = [
+    "AGENT",
+    "DEBUGGER",
+    "INTERRUPT_SIGNAL",
+    "N_SLOTS",
+    "N_TASKS",
+    "RUNNING",
+    "SINCE",
+    "STACKS_SIGNAL",
+    "Activity",
+    "ActivityWords",
+    "Interrupted",
+    "StatusPage",
+    "WorkerIdentity",
+    "announce",
+    "announced",
+    "announcement",
+    "find",
+    "find_all",
+    "in_debuggers",
+    "interrupt",
+    "resume",
+    "stacks",
+]
+
+_LAST_SIGNAL = int(getattr(signal, "SIGRTMAX", 64))  # there is none on systems where no worker has its own process
+INTERRUPT_SIGNAL = _LAST_SIGNAL - 7
+STACKS_SIGNAL = _LAST_SIGNAL - 8
+
+# The layout: words of 8 bytes, then the names of methods, each followed by a zero byte; the first name has the index 1.
+RUNNING, SINCE, N_MORE, N_TASKS, ANNOUNCED, RESUMED = range(6)
+N_SLOTS = 512  # words for the numbers of calls to interrupt; fewer calls than that are on their way to one worker
+_SLOTS_AT = 8
+_NAMES_AT = (_SLOTS_AT + N_SLOTS) * 8
+PAGE_NBYTES = 16 * 1024
+_ACTIVITY = struct.Struct("<QdQQ")  # the first words
+
+MAX_NAME_NBYTES = 200  # of an identity, of which the kernel takes 249, and of a method
+STACKS_TIMEOUT_S = 0.5
+AGENT, DEBUGGER = "bandmaster-agent", "bandmaster-in-debugger"  # marks of `announce`
+AGAIN_S = 0.02  # after an interrupt that was put off
+IMPORTS = "<frozen importlib._bootstrap>"  # the file of the frames of an import
+_SETTLED_S = 0.01  # stacks that have not grown for so long are whole
+_MOST_READS = 8
+
+_MARK = "bandmaster-worker-2"
+_DETACHED = "bandmaster-detached-2"  # in place of it
+_MEMFD, _DELETED = "/memfd:", " (deleted)"  # around the name of an anonymous file in /proc
+_NUMBERS = "([0-9]+) ([0-9]+) ([0-9]+) ([0-9]+)"
+_NAME = re.compile(rf"{_MEMFD}({_MARK}|{_DETACHED}) {_NUMBERS} (.*) \(deleted\)", re.DOTALL)
+_MAX_PID = 1 << 22
+_MAX_SIZE = 1 << 31
+
+
+# --- who a worker is ---
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """The identity of a worker, as any process of the same user can read it in /proc.
+
+    Attributes:
+        pid: Its process.
+        controller: The process of its controller, 0 when that is on another host.
+        rank: Its rank in its group.
+        world_size: Number of ranks of the group.
+        group: The group's name.
+        is_detached: Whether the worker outlives its controller.
+    """
+
+    pid: int
+    controller: int
+    rank: int
+    world_size: int
+    group: str
+    is_detached: bool = False
+
+    def __str__(self) -> str:
+        mark = _DETACHED if self.is_detached else _MARK
+        return _file_name(f"{mark} {self.pid} {self.controller} {self.rank} {self.world_size} {self.group}")
+
+    @classmethod
+    def read(cls, name: str) -> WorkerIdentity | None:
+        """Parse the name of a descriptor in /proc; None if it is not that of a status page."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            return None
+        pid, controller, rank, world_size = map(int, found.groups()[1:5])
+        if not (0 < pid <= _MAX_PID and controller <= _MAX_PID and rank < world_size < _MAX_SIZE):
+            return None
+        group = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found[6])
+        return cls(pid, controller, rank, world_size, group, found[1] == _DETACHED)
+
+
+def _file_name(text: str) -> str:
+    return text.replace("/", "|").encode()[:MAX_NAME_NBYTES].decode(errors="ignore")
+
+
+def announce(mark: str, text: str) -> int:
+    """Show a text to other processes under a mark, as long as the returned descriptor is open, which the caller owns.
+
+    It is the name of an anonymous file: other users can neither read nor change it.
+    """
+    return os.memfd_create(_file_name(f"{mark} {text}"), os.MFD_CLOEXEC)
+
+
+def announcement(pid: int, mark: str) -> str | None:
+    """Return the text that a process of this host shows under a mark; None if it shows none."""
+    for _, name in descriptors(pid):
+        if name.startswith(f"{_MEMFD}{mark} "):
+            return "".join(c for c in name.partition(" ")[2].removesuffix(_DELETED) if c.isprintable())
+    return None
+
+
+def in_debuggers(pids: Iterable[int]) -> set[int]:
+    """Return those of some processes of this host whose debuggers wait, or are attached to."""
+    return {pid for pid in pids if announcement(pid, DEBUGGER) is not None}
+
+
+def find_all() -> Iterator[WorkerIdentity]:
+    """The workers of this user on this host, whoever their controllers are."""
+    yield from (found[0] for found in map(find, pids()) if found is not None)
+
+
+def find(pid: int) -> tuple[WorkerIdentity, str] | None:
+    """A worker's identity and the path to its page; None if there is no such worker or it is not ours to see."""
+    for path, name in descriptors(pid):
+        identity = WorkerIdentity.read(name)
+        if identity is not None and identity.pid == pid:  # a fork of a worker has its page too
+            return identity, path
+    return None
+
+
+# --- the side of other processes ---
+
+
+@contextlib.contextmanager
+def _opened(pid: int, mode: str) -> Iterator[int | None]:
+    """The descriptor of a worker's page within the block; None if there is no such worker."""
+    found = find(pid)
+    if found is None:
+        yield None
+    else:
+        with open(found[1], mode, buffering=0) as page:
+            yield page.fileno()
+
+
+def interrupt(pid: int, number: int) -> bool:
+    """Interrupt a worker's call, or have the worker skip it if it has not begun; whether the worker could be told."""
+    with contextlib.suppress(OSError):
+        if _write(pid, _SLOTS_AT + number % N_SLOTS, number):
+            _signal(pid, INTERRUPT_SIGNAL)
+            return True
+    return False
+
+
+def resume(pid: int, number: int) -> None:
+    """Let a worker begin the next call that has failed a call, which all ranks have ended."""
+    with contextlib.suppress(OSError):
+        _write(pid, RESUMED, number)
+
+
+def _write(pid: int, word: int, number: int) -> bool:
+    """Write a number to a worker's page; whether there is such a worker."""
+    with _opened(pid, "r+b") as page:
+        return page is not None and bool(os.pwrite(page, number.to_bytes(8, "little"), word * 8))
+
+
+def announced(pid: int) -> int:
+    """Number of the call that a worker has announced that it runs; 0 if it has announced none, or is not there."""
+    with contextlib.suppress(OSError), _opened(pid, "rb") as page:
+        if page is not None:
+            return int.from_bytes(os.pread(page, 8, ANNOUNCED * 8), "little")
+    return 0
+
+
+def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int, str]:
+    """The Python stacks of workers, innermost frame last, as far as they could be had in time."""
+    with contextlib.ExitStack() as close_all:
+        pages: dict[int, int] = {}
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                page = close_all.enter_context(_opened(pid, "r+b"))
+                if page is not None:
+                    os.ftruncate(page, PAGE_NBYTES)
+                    _signal(pid, STACKS_SIGNAL)
+                    pages[pid] = page
+        deadline = time.monotonic() + timeout_s
+        texts = _settled(pages, deadline)
+        waiting = {pid: page for pid, page in pages.items() if can_tell_of_tasks(texts[pid])}
+        for pid in waiting:
+            with contextlib.suppress(OSError):
+                _signal(pid, INTERRUPT_SIGNAL)
+        while not all(map(tells_of_tasks, (told := _texts(waiting)).values())) and time.monotonic() < deadline:
+            time.sleep(_SETTLED_S)
+        texts.update(told)
+        for page in pages.values():  # an interrupt is not to tell of tasks
+            os.ftruncate(page, PAGE_NBYTES)
+    shown = {pid: readable(text) for pid, text in texts.items() if text}
+    heading = f"{IN_DEBUGGER}: bandmaster debug attaches to it, and deadlines wait\n"
+    return {**shown, **{pid: heading + shown.get(pid, "") for pid in in_debuggers(pids)}}
+
+
+def _signal(pid: int, number: int) -> None:
+    """Signal the main thread: one that is sent to the process may reach another thread, and leave this one waiting."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.tgkill(pid, pid, number):
+        raise OSError(ctypes.get_errno(), "tgkill")
+
+
+def _settled(pages: dict[int, int], deadline: float) -> dict[int, str]:
+    """The text behind each page, once nothing more is added."""
+    sizes: dict[int, int] = {}
+    while time.monotonic() < deadline:
+        before, sizes = sizes, {pid: os.fstat(page).st_size for pid, page in pages.items()}
+        if before == sizes and all(size > PAGE_NBYTES for size in sizes.values()):
+            break
+        time.sleep(_SETTLED_S)  # a signal handler writes there: there is nothing to wait on
+    return _texts(pages)
+
+
+def _texts(pages: dict[int, int]) -> dict[int, str]:
+    """The text behind each page."""
+    return {
+        pid: os.pread(page, os.fstat(page).st_size, PAGE_NBYTES).decode(errors="replace") for pid, page in pages.items()
+    }
+
+
+@dataclass(frozen=True)
+class Activity:
+    """The activity of a worker at one moment.
+
+    Attributes:
+        method: Name of the running method, with its role if it has one; "" if the worker waits for calls.
+        seconds: How long the method has been running; 0 if none is.
+        n_more: Number of calls that run besides, where async methods overlap.
+        n_tasks: Number of tasks of the event loop of async methods.
+    """
+
+    method: str
+    seconds: float = 0.0
+    n_more: int = 0
+    n_tasks: int = 0
+
+    @classmethod
+    def of(cls, pid: int) -> Activity | None:
+        """Read the page of a worker; None if the process is gone, not ours to see, or has no such page."""
+        with contextlib.suppress(OSError), _opened(pid, "rb") as page:
+            if page is not None:
+                return cls._read(page)
+        return None
+
+    @classmethod
+    def _read(cls, page: int) -> Activity | None:
+        """Read the words until two readings agree: the worker writes them one after the other."""
+        words = os.pread(page, _ACTIVITY.size, 0)
+        for _ in range(_MOST_READS):
+            before, words = words, os.pread(page, _ACTIVITY.size, 0)
+            if before == words:
+                break
+        running, since, n_more, n_tasks = _ACTIVITY.unpack(words)
+        if not running:
+            return cls("", n_tasks=n_tasks)
+        names = os.pread(page, PAGE_NBYTES - _NAMES_AT, _NAMES_AT).split(b"\0")
+        if running > len(names):
+            return None
+        method = names[running - 1].decode(errors="replace")
+        shown = "".join(c if c.isprintable() else "?" for c in method)
+        return cls(shown, max(0.0, time.monotonic() - since), n_more, n_tasks)
+
+
+# --- the side of the worker ---
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised in the running method of a worker when the controller interrupts its call."""
+
+
+class StatusPage:
+    """The status page of this worker. Calls can be interrupted if the main thread makes it, which then runs them.
+
+    Args:
+        identity: The worker's identity, which the name of the page's descriptor shows to other processes.
+
+    Attributes:
+        activity: Shows which method runs.
+        running: Number of the call that may be interrupted; 0 between calls and while interrupts are deferred.
+        told_of_tasks: Returns the text about tasks that follows stacks; see `bandmaster.worker_process.tasks`.
+    """
+
+    told_of_tasks: Callable[[], str]
+
+    def __init__(self, identity: WorkerIdentity) -> None:
+        self.running = 0
+        self._put_off: SimpleQueue[None] | None = None  # an item for each interrupt that has to come again
+        self._fd = os.memfd_create(str(identity), os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, PAGE_NBYTES)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)  # stacks are appended after the page
+        page = memoryview(mmap.mmap(self._fd, PAGE_NBYTES))
+        self._words, self.activity = page.cast("Q"), ActivityWords(page)
+        faulthandler.register(STACKS_SIGNAL, file=self._fd, all_threads=True, chain=False)
+        if threading.current_thread() is threading.main_thread():  # where Python handles signals
+            signal.signal(INTERRUPT_SIGNAL, self._signalled)
+        else:
+            ctypes.CDLL(None).signal(INTERRUPT_SIGNAL, ctypes.c_void_p(signal.SIG_IGN))
+
+    def begin(self, number: int) -> None:
+        """Allow a call to be interrupted from now on.
+
+        Args:
+            number: Number of the call.
+
+        Raises:
+            Interrupted: The controller interrupted the call, perhaps before it began. A signal handler may raise this
+                at any moment until `end`.
+        """
+        self.running = number
+        if self._words[_SLOTS_AT + number % N_SLOTS] == number:
+            self._interrupt()
+
+    @contextlib.contextmanager
+    def announce(self, number: int) -> Iterator[None]:
+        """Show other processes, until the block is left, that this call is running.
+
+        Replies over a lane show it by their order; replies of actor tasks do not.
+        """
+        self._words[ANNOUNCED] = number
+        try:
+            yield
+        finally:
+            self._words[ANNOUNCED] = 0
+
+    def end(self) -> None:
+        """Stop allowing the call to be interrupted."""
+        self.running = 0
+
+    def is_resumed(self, number: int) -> bool:
+        """Whether all ranks have ended a call that has failed here."""
+        return self._words[RESUMED] == number
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Defer interrupts until the block is left.
+
+        Raises:
+            Interrupted: The call was interrupted before or within the block.
+        """
+        number, self.running = self.running, 0
+        try:
+            yield
+        finally:
+            if number and not self.running:  # else another thread has held back a call that has ended since
+                self.begin(number)
+
+    def _signalled(self, _: int, frame: FrameType | None) -> None:
+        if os.fstat(self._fd).st_size > PAGE_NBYTES:  # somebody reads stacks
+            with contextlib.suppress(Exception):  # stacks can do without
+                os.write(self._fd, f"{TASKS}{self.told_of_tasks()}\n".encode())
+        self._interrupt(frame)
+
+    def _interrupt(self, frame: FrameType | None = None) -> None:
+        number = self.running
+        if number and self._words[_SLOTS_AT + number % N_SLOTS] == number:
+            while frame is not None:
+                # Python lets no exception out of a finalizer, and a module that is imported in part cannot be used
+                # later: try again until it is over.
+                if frame.f_code.co_name == "__del__" or frame.f_code.co_filename == IMPORTS:
+                    self._signal_again()
+                    return
+                frame = frame.f_back
+            self.running = 0  # so that the call is interrupted only once
+            raise Interrupted("the controller cancelled the call")
+
+    def _signal_again(self) -> None:
+        """Signal this thread again in a moment, by one thread for good: stacks are written while no thread is new."""
+        if self._put_off is None:
+            self._put_off = SimpleQueue()
+            start_thread("bandmaster-interrupts", _signal_later, self._put_off, threading.get_ident())
+        self._put_off.put(None)
+
+
+def _signal_later(put_off: SimpleQueue[None], thread: int) -> None:
+    while True:
+        put_off.get()
+        time.sleep(AGAIN_S)
+        signal.pthread_kill(thread, INTERRUPT_SIGNAL)
+
+
+class ActivityWords:
+    """Shows which method runs. `Executor.call` writes the words itself, since a call of a method takes as long again.
+
+    Attributes:
+        words: Word `RUNNING` is the index of the running method, 0 if none runs.
+        times: The same memory; word `SINCE` is the moment at which the method began, by `time.monotonic`. It is
+            written first.
+        indices: The index of each method by its name; a name that is looked up for the first time gets one.
+
+    Args:
+        page: The memory of a status page; by default memory that nobody else reads.
+    """
+
+    __slots__ = ("_beside", "indices", "times", "words")
+
+    def __init__(self, page: memoryview | None = None) -> None:
+        page = memoryview(bytearray(PAGE_NBYTES)) if page is None else page
+        self.words, self.times = page.cast("Q"), page.cast("d")
+        self.indices = _Indices(page)
+        self._beside: dict[object, tuple[str, float]] = {}
+
+    def begin(self, method: str) -> None:
+        """Show that a method runs from now on."""
+        self.times[SINCE] = time.monotonic()
+        self.words[RUNNING] = self.indices[method]
+
+    def rename(self, method: str) -> None:
+        """Show the running call under the name of a method of the user's, since when it has been running."""
+        self.words[RUNNING] = self.indices[method]
+
+    def end(self) -> None:
+        """Show that no method runs."""
+        self.words[RUNNING] = 0
+
+    @contextlib.contextmanager
+    def beside(self, method: str) -> Iterator[None]:
+        """Show, until the block is left, that a method runs, perhaps besides others: the oldest is shown by name."""
+        token = object()
+        self._beside[token] = method, time.monotonic()
+        self._show_oldest()
+        try:
+            yield
+        finally:
+            del self._beside[token]
+            self._show_oldest()
+
+    def _show_oldest(self) -> None:
+        method, since = next(iter(self._beside.values()), ("", 0.0))
+        self.times[SINCE] = since
+        self.words[N_MORE] = max(0, len(self._beside) - 1)
+        self.words[RUNNING] = self.indices[method] if method else 0
+
+
+class _Indices(dict[str, int]):
+    """Indices of names; a new name is written to the page. Names for which there is no room share the first index."""
+
+    def __init__(self, page: memoryview) -> None:
+        self._page, self._end, self._n_names = page, _NAMES_AT, 0
+        self._add("(another method)")
+
+    def __missing__(self, method: str) -> int:
+        self[method] = index = self._add("__init__" if method == CONSTRUCT else method.replace("/", "."))
+        return index
+
+    def _add(self, name: str) -> int:
+        text = name.encode(errors="replace")[:MAX_NAME_NBYTES].replace(b"\0", b"?")
+        end = self._end + len(text) + 1
+        if end > PAGE_NBYTES:
+            return 1
+        self._page[self._end : end - 1] = text
+        self._end, self._n_names = end, self._n_names + 1
+        return self._n_names
