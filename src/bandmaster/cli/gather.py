@@ -112,7 +112,7 @@ def _works(open_something: Callable[[], int]) -> bool:
 
 
 def _can_see_workers() -> bool:
-    """Whether this process can open another one's descriptor for writing, as `transport.control_page` does."""
+    """Whether this process can open another one's descriptor for writing, as `wire.control_page` does."""
     with contextlib.suppress(AttributeError, OSError):
         fd = os.memfd_create("bandmaster-doctor")
         try:

@@ -48,7 +48,7 @@ def kill(
         UsageError: ``is_all`` needs a confirmation, but there is no terminal.
     """
     if is_all and not is_sure and not sys.stdin.isatty():
-        raise UsageError("--all asks before it ends groups, but standard input is no terminal; add --yes to end them")
+        raise UsageError("--all asks before it ends groups, but standard input is not a terminal; add --yes")
     discovered = discover(controller)
     if names and (complaints := complaints_about(names, discovered)):
         print("\n".join(f"bandmaster kill: {complaint}" for complaint in complaints), file=sys.stderr)
@@ -69,7 +69,7 @@ def kill(
 
 
 def _is_confirmed(discovered: Discovered) -> bool:
-    """Ask the user whether everything that was discovered is to be ended."""
+    """Ask the user whether to end everything that `discover` found."""
     n_workers = sum(len(group.workers) for group in discovered.groups)
     what = [f"{_count(len(discovered.groups), 'group')} ({_count(n_workers, 'worker')})"] if discovered.groups else []
     n_zygotes = len(discovered.orphaned_zygotes)
