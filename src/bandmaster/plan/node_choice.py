@@ -1,4 +1,4 @@
-"""Which nodes the user lets an entry of a resource pool go onto: by name, or by labels. Pure."""
+"""The user's choice of nodes for an entry of a resource pool: by name, or by labels. Pure."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class NodeChoice:
     """Nodes onto which an entry of a pool may go.
 
     Attributes:
-        name: Address or host name of the only one; None if any name will do.
-        labels: The labels that it must have, and which values each may have.
+        name: Address or host name of the only such node; None for a node of any name.
+        labels: The labels that a node must have, each with its permitted values.
     """
 
     name: str | None = None
     labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def allows(self, names: Sequence[str], labels: Mapping[str, str]) -> bool:
-        """Whether a node of these names and labels will do."""
+        """Whether a node of these names and labels is permitted."""
         is_named = self.name is None or self.name in names
         return is_named and all(labels.get(label) in values for label, values in self.labels)
 
@@ -46,13 +46,13 @@ def node_choices(nodes: Any, n_entries: int, n_spares: int) -> tuple[NodeChoice,
     """The choice of each entry and of each spare entry.
 
     Args:
-        nodes: What the user says: one choice for all, or a list with one for each entry; spare entries may go onto any
-            node, unless the list goes on with one for each of them.
+        nodes: The user's argument: one choice for all entries, or a list with one for each entry. Spare entries may go
+            onto any node, unless the list also has one for each of them.
         n_entries: Number of entries.
         n_spares: Number of spare entries.
 
     Raises:
-        UsageError: It is none of these.
+        UsageError: ``nodes`` has another type or length.
     """
     n_all = n_entries + n_spares
     if nodes is None or isinstance(nodes, str | Mapping):

@@ -1,4 +1,4 @@
-"""Searches nodes for the entries of a resource pool: bin packing, with entries that may not go everywhere. Pure."""
+"""Searches nodes for the entries of a resource pool: bin packing, with entries limited to some nodes. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MAX_DEAD_ENDS = 10_000  # limit of the search; requests with few different sizes
 
 
 class Item(NamedTuple):
-    """What has to go onto one node.
+    """An item to pack onto one node.
 
     Attributes:
-        size: How much room it takes.
+        size: The room that it takes.
         kind: Items of one kind may go onto the same nodes.
-        is_alone: Whether nothing else may go onto its node.
+        is_alone: Whether no other item may go onto its node.
     """
 
     size: int
@@ -26,13 +26,13 @@ class Item(NamedTuple):
 
 
 class Bins(NamedTuple):
-    """The nodes.
+    """The nodes to pack items onto.
 
     Attributes:
-        room: How much each has room for.
-        open_to: The kinds of items that may go onto each.
-        is_many: Whether each stands for many nodes, so that an item can be alone and yet not the only one.
-        is_packed: Whether items go rather onto a node that has some already.
+        room: The room on each node.
+        open_to: The kinds of items that may go onto each node.
+        is_many: Whether each stands for many nodes, so that several items can each be alone there.
+        is_packed: Whether items prefer a node that already has items.
     """
 
     room: tuple[int, ...]
@@ -43,10 +43,10 @@ class Bins(NamedTuple):
 
 @lru_cache(maxsize=256)
 def search(items: tuple[Item, ...], bins: Bins) -> tuple[int, ...] | None:
-    """Choose a node for each item, the largest of which come first; None if no choice is found.
+    """Choose a node for each item; None if no choice is found. The largest items come first.
 
     A depth-first search without recursion. It reverts a choice as soon as the remaining items cannot fit, or have
-    failed before in a state that is alike. It gives up after `MAX_DEAD_ENDS`.
+    failed before in an equivalent state. It gives up after `MAX_DEAD_ENDS`.
     """
     state, chosen = _State(bins, any(item.is_alone for item in items)), list[int]()
     hopeless: set[tuple[int, ...]] = set()
@@ -70,11 +70,11 @@ def search(items: tuple[Item, ...], bins: Bins) -> tuple[int, ...] | None:
 
 
 class _State:
-    """How much room the nodes have left at some moment of the search.
+    """The room that the nodes have left during the search.
 
     Args:
         bins: The nodes.
-        some_are_alone: Whether it matters which nodes have items.
+        some_are_alone: Whether some items must be alone, so that nodes with and without items differ.
     """
 
     def __init__(self, bins: Bins, some_are_alone: bool) -> None:
@@ -99,21 +99,21 @@ class _State:
         self._is_closed[index] = False
 
     def key(self) -> tuple[int, ...]:
-        """Equal for states in which the same items fit; nodes that are alike are interchangeable."""
+        """A key that is equal for states in which the same items fit; equivalent nodes are interchangeable."""
         return tuple(sorted([self._alike(index) for index in range(len(self._left))]))
 
     def _alike(self, index: int) -> int:
-        """Equal for nodes onto which the same items fit, as far as one can tell from one node."""
+        """A number that is equal for equivalent nodes: with equal room, open to the same kinds, and equally used."""
         use = 0
         if self._some_are_alone:
             use = 2 if self._is_closed[index] else int(self._n_items[index] > 0)
         return (self._left[index] * self._n_classes + self._class[index]) * 3 + use
 
     def candidates(self, items: Sequence[Item]) -> Iterator[int]:
-        """Nodes for the first item, in the order to try them in; one node stands for all that are alike.
+        """Nodes for the first item, in the order to try them; one node stands for all equivalent ones.
 
-        Unused nodes come before used ones, the tightest first. Where items are packed, used ones come first, and of the
-        unused ones those with the most room.
+        Unused nodes come before used ones, the tightest first. If items are packed, used nodes come first, and then
+        unused nodes, the roomiest first.
         """
         if not items:
             return iter(())
@@ -131,7 +131,7 @@ class _State:
         return not item.is_alone or self._n_items[index] == 0 or self._bins.is_many[index]
 
     def may_fit(self, items: Sequence[Item]) -> bool:
-        """A necessary condition, for the items of each kind on the nodes that are open to it, and for all items."""
+        """Check a necessary condition: the items of each kind, and all items, fit into the room open to them."""
         by_kind: dict[int | None, list[int]] = {None: [item.size for item in items]}
         if self._n_classes > 1:
             for item in items:
