@@ -93,7 +93,7 @@ def check_name(owner: str, name: object, name_prefix: object = None) -> None:
     Args:
         owner: Name of the group's class, for messages.
         name: The name, or None.
-        name_prefix: The option of that name, which makes a name of the class's.
+        name_prefix: The option of that name, which is put before the name of the class.
 
     Raises:
         UsageError: ``name`` is neither a string of printable characters nor None, or both are given.
@@ -125,7 +125,7 @@ def check_options(owner: str, name_prefix: object, start_timeout: object) -> Non
 
 
 def checked_output(owner: str, output: object) -> str | None:
-    """Return the path of a directory for output, as an absolute one.
+    """Return the absolute path of a directory for output.
 
     Args:
         owner: Name of the group's class, for messages.
