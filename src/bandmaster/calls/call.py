@@ -58,7 +58,7 @@ class Failures(dict[int, Failure]):
     """The failures of a call by rank, also of ranks that were not asked but have died. Calls made as one share them.
 
     Attributes:
-        fenced: The tickets of ranks that have failed and wait until all ranks that were asked have ended the call.
+        fenced: The tickets of ranks that have failed and wait until all ranks that run the call have ended the call.
     """
 
     __slots__ = ("fenced",)
@@ -87,15 +87,15 @@ class Call(Result):
     """One call.
 
     Attributes:
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         keeps_rows: Whether the values stay where they are until they are read.
         is_cleanup: See `CallRequest`.
         request: The request, as long as the call is WAITING; its assignment to None makes the call SENT.
         done: The result or the error; its assignment makes the call DONE.
-        workers: The workers that are asked, once it is sent.
+        workers: The workers that run the call, once it is sent.
         tickets: The tickets of the ranks that have not replied, by rank.
         failures: See `Failures`.
-        has_ended: Whether all ranks that were asked have replied, as far as any thread has looked.
+        has_ended: Whether all ranks are known to have replied. A thread that reads sets it.
         is_cancelled: Whether `cancel` was called.
         due: The moment at which the thread that reads has to look again, by `time.monotonic`; None for no moment.
         on_news: If it is set, threads that have read call it afterwards; it must not block.
@@ -105,7 +105,7 @@ class Call(Result):
 
     Args:
         request: The request.
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         send: Sends it.
         work: The calls of the same workers.
     """
@@ -130,7 +130,7 @@ class Call(Result):
         self._send, self._work, self._collection = send, work, request.collection
         self._why_not_sent: BaseException | None = None
         self._has_to_stop = self._was_missed = self._is_released = False
-        self._has_failed = False  # on a rank that was asked; else it is known to before it is sent
+        self._has_failed = False  # whether a rank that runs the call has failed, or one was dead before it was sent
         self._values: dict[int, Any] = {}
         self._rows: KeptRows | None = None
         self._escalation: Escalation | None = None
@@ -142,7 +142,7 @@ class Call(Result):
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks that were asked have replied."""
+        """Whether all ranks that run the call have replied."""
         return self.has_ended
 
     # --- WAITING ---
@@ -184,7 +184,7 @@ class Call(Result):
         """Enter the state SENT. `lock` is held until the tickets are there.
 
         Args:
-            workers: The workers that are asked.
+            workers: The workers that run the call.
             failures: The failures known so far; calls that are sent as one share them.
         """
         self.workers, self.failures, self._has_failed = workers, failures, bool(failures)
@@ -550,7 +550,7 @@ class Call(Result):
             self._collection = NOTHING  # the collection may refer to the group, which refers to its calls
 
     def check_small_rows(self) -> None:
-        """Join kept rows that have come with the replies, so that `done` has the error if they cannot be joined."""
+        """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""
         if self._rows is not None and self._rows.is_here:
             try:
                 self.value(Deadline(None))
@@ -628,7 +628,7 @@ class Call(Result):
             return Done(error)
 
     def _error(self) -> BaseException | None:
-        """The error of the call; None if all ranks that were asked have replied with a value."""
+        """The error of the call; None if all ranks that run the call have replied with a value."""
         if self._why_not_sent is not None:
             return self._why_not_sent
         if self.is_cancelled:

@@ -26,13 +26,13 @@ class Derived(Result):
 
     Attributes:
         parents: The futures of the others, until they are done.
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         keeps_rows: Always true.
         done: Its end: the table is there, or an error.
 
     Args:
         parents: The futures of the others.
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         make: Returns the table; the others are done by then.
 
     Raises:
@@ -57,7 +57,7 @@ class Derived(Result):
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks that were asked have replied."""
+        """Whether all ranks that run the call have replied."""
         return all(future._call.is_over for future in self._awaited_futures())
 
     @property
@@ -166,7 +166,7 @@ class PutRows(Derived):
 
     Args:
         batch: The rows.
-        site: The words of messages about them.
+        site: Their `CallSite`: names for messages, and limits.
 
     Raises:
         BatchError: ``batch`` has no rows.

@@ -1,4 +1,4 @@
-"""The future of a group call: the words of `concurrent.futures`, and ``await``."""
+"""The future of a group call, with the methods of `concurrent.futures.Future` and ``await``."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Waiting(Protocol):
     """A call that holds up those that were submitted after it until it was sent.
 
     Attributes:
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         is_sent_in_background: Whether it is sent when its rows are there, though no thread waits for it.
     """
 
@@ -66,7 +66,7 @@ class InParts(Protocol):
     """A call that is sent part by part: chunks of rows, or requests for the items of a generator.
 
     Attributes:
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
     """
 
     site: CallSite

@@ -52,7 +52,7 @@ class Collection(NamedTuple):
 
     Attributes:
         incoming: The collect rule, which joins, lists or reduces the values.
-        ranks: The ranks whose values come back, in order.
+        ranks: The ranks whose values are collected, in order.
         finish: A function from the collected value to the result; None returns the collected value.
     """
 

@@ -32,7 +32,7 @@ class Result(ABC):
     """The object behind a future.
 
     Attributes:
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         keeps_rows: Whether its rows stay where they are made.
         done: Its end; None before. It is set by one assignment.
         is_cancelled: Whether it was cancelled.
@@ -54,7 +54,7 @@ class Result(ABC):
     @property
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether all ranks that were asked have replied."""
+        """Whether all ranks that run the call have replied."""
 
     @property
     @abstractmethod
@@ -122,7 +122,7 @@ class Result(ABC):
         """Read the rows. Returns the end with the value or an error. Raises temporary errors. `lock` is held."""
 
     def check_small_rows(self) -> None:  # noqa: B027  # most results have none
-        """Join kept rows that have come with the replies, so that `done` has the error if they cannot be joined."""
+        """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""
 
 
 def wait_for_all(futures: Sequence[Any], deadline: Deadline) -> bool:

@@ -39,8 +39,8 @@ class _Sending:
     """A call that is being sent.
 
     Attributes:
-        workers: The workers that are asked.
-        site: The words of messages about it.
+        workers: The workers that run the call.
+        site: Its `CallSite`: names for messages, and limits.
         asks_for: The name by which workers know the method.
         ranks: The ranks that run it.
         collected: The ranks whose values are collected.

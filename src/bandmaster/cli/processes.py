@@ -37,7 +37,7 @@ def kill(
         names: Names of groups; ``name@controller`` where groups of several controllers have the same name.
         is_all: End all groups and orphaned zygotes instead.
         is_orphans: End only groups and zygotes whose controller has ended instead.
-        is_sure: Whether ``is_all`` needs no confirmation by the user, who is asked in a terminal.
+        is_sure: Whether ``is_all`` needs no confirmation; without it, the command asks the user in the terminal.
         controller: Pid of the only controller whose groups are considered; see `discover`.
 
     Returns:
@@ -45,7 +45,7 @@ def kill(
         ended.
 
     Raises:
-        UsageError: ``is_all`` needs a confirmation, but there is no terminal.
+        UsageError: ``is_all`` needs a confirmation, but standard input is not a terminal.
     """
     if is_all and not is_sure and not sys.stdin.isatty():
         raise UsageError("--all asks before it ends groups, but standard input is not a terminal; add --yes")

@@ -1,4 +1,4 @@
-"""``bandmaster top``: what the ranks of the user's groups on this machine do and use, live or once."""
+"""``bandmaster top``: the activity and resource use of the user's ranks on this machine, live or once."""
 
 from __future__ import annotations
 

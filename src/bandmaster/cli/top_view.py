@@ -90,7 +90,7 @@ def _runs(rank: RankUsage) -> str:
 
 
 def _tasks(ranks: Sequence[RankUsage]) -> str:
-    """The number of tasks, if there are any besides that of a running async method."""
+    """The number of tasks, if there are more than the task of a running async method."""
     shown = [rank.activity for rank in ranks if rank.activity is not None]
     counts = _from_to([one.n_tasks for one in shown], "{:.0f}".format)
     return f" (tasks: {counts})" if any(one.n_tasks > bool(one.method) for one in shown) else ""

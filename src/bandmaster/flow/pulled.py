@@ -58,14 +58,14 @@ class PulledCall(Result):
     Calls that are submitted after it are sent after its last chunk.
 
     Attributes:
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         keeps_rows: Whether its rows stay where they are made.
         parents: The futures of the rows that it takes, until it has begun.
         done: Its end; None before.
         is_cancelled: Whether it was cancelled.
 
     Args:
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         keeps_rows: Whether its rows stay where they are made.
         returns_errors: Whether the result contains the errors of failed chunks.
         parents: The futures of the rows that it takes.

@@ -54,7 +54,7 @@ def unwrap(
                 "constructor arguments are given both in ClassWithInitArgs and beside it; put all in ClassWithInitArgs"
             )
         worker_class, args, kwargs = worker_class.cls, worker_class.args, worker_class.kwargs
-    cls = getattr(worker_class, "__ray_actor_class__", worker_class)  # as @ray.remote leaves it
+    cls = getattr(worker_class, "__ray_actor_class__", worker_class)  # the class inside of @ray.remote
     options = getattr(worker_class, "_default_options", {}) if cls is not worker_class else {}
     if not (inspect.isclass(cls) and issubclass(cls, Worker)):
         raise UsageError(f"{cls!r} is not a subclass of bandmaster.Worker; write class MyWorker(bandmaster.Worker)")

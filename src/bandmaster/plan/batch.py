@@ -69,8 +69,8 @@ KNOWN = (
 )
 _CONSTANTS = {str, int, float, bool, type(None)}  # immutable, and decoded from the head alone
 _registered: dict[type, BatchType] = {}
-_of_the_user: dict[type, BatchType] = {}  # those of `register_batch_type`
-_learned: dict[type, BatchType] = {}  # that the controller has registered; other processes may not know them
+_of_the_user: dict[type, BatchType] = {}  # added by `register_batch_type`
+_learned: dict[type, BatchType] = {}  # registered by the controller; other processes may not know them
 
 
 def register_batch_type(

@@ -288,7 +288,7 @@ def _rebuilt_mapping(like: Mapping[Any, Any], columns: dict[Any, Any]) -> Mappin
     try:
         if isinstance(like, dict | UserDict):  # a copy has its own items and keeps the attributes
             made: Any = copy.copy(like)
-            if list(made) != list(columns)[: len(made)]:  # some are gone, or in another order
+            if list(made) != list(columns)[: len(made)]:  # some are missing, or in another order
                 for key in like:
                     del made[key]
             for key, column in columns.items():

@@ -65,8 +65,8 @@ class Split:
     Args:
         *axes: Names of mesh axes, the slowest first; at least one.
         pad: Repeat rows from the start of the batch until all parts have equal row counts. `Concat` removes the copies
-            from the result, which requires one result row for each row. Other collect rules in a tuple combine what
-            the ranks computed from rows and copies together.
+            from the result, which requires one result row for each row. Other collect rules in a tuple combine the
+            values computed from rows and copies together.
         balance: Name of a column of the batch, or of another argument with one number per row, that gives the cost of
             each row. Parts then have the same sizes as without it, but about equal costs; within a part rows keep
             their order. `Concat` puts the rows of the result back into the order of the batch, which requires one
@@ -246,8 +246,8 @@ class TransferProtocol(Generic[OutgoingT, IncomingT]):
 
     Raises:
         ProtocolError: A rule has the wrong type; or ``outgoing`` pads and there is no `Concat`, the only rule that
-            removes padding. Beside a `Concat`, other rules of a tuple combine what the ranks computed from rows and
-            padding together.
+            removes padding. Beside a `Concat`, other rules of a tuple combine the values computed from rows and padding
+            together.
 
     Example:
         >>> import bandmaster as bm

@@ -43,7 +43,7 @@ def _own_box(tensor: Tensor) -> Box:
     if not hasattr(tensor, "_local_tensor"):
         return Box((0,) * tensor.ndim, tuple(tensor.shape))
     placed: Any = tensor
-    chunks = placed.__create_chunk_list__()  # what torch's distributed checkpoint asks for
+    chunks = placed.__create_chunk_list__()  # the method that torch's distributed checkpoint calls
     if len(chunks) != 1:
         raise UsageError(
             f"a rank must hold one rectangle of a tensor, got {len(chunks)} of one with {placed.placements}"

@@ -49,8 +49,8 @@ def device_mesh(worker: Worker, *axes: str) -> DeviceMesh:
 
     Args:
         worker: The worker, that is ``self``.
-        *axes: Axes of its mesh, also those of a refined one such as ``"gen_tp"`` and ``"micro_dp"``; by default those
-            that the mesh was made with.
+        *axes: Axes of its mesh, also axes of a refined mesh such as ``"gen_tp"`` and ``"micro_dp"``; by default the
+            axes given to the constructor of the mesh.
 
     Raises:
         MeshError: The mesh does not have an axis, or axes overlap.

@@ -227,7 +227,7 @@ class WeightSync:
     The bytes stay on the workers: senders leave them where they are made, and each receiver reads its own there. They
     come in buckets, so that little extra memory is needed: at most two buckets on each sender, and on each receiver its
     own weights once more, as it changes to the new ones in one call: a method runs with all the old weights or with all
-    the new ones, also if a worker dies half-way. Receivers keep what they got in a sync that failed until the next one.
+    the new ones, also if a worker dies half-way. Receivers keep the staged tensors of a failed sync until the next one.
 
     Ranks of the source that have the same part of a tensor share the sending, so each sync compares checksums of these
     parts first. If replicas differ, nothing is changed, and the error names rank and tensors. That reads the replicas'

@@ -65,7 +65,7 @@ class RowsRecord(Protocol):
     """The record of the call that has made rows, if a trace records.
 
     Attributes:
-        returned_nbytes: Bytes of values that came to the controller.
+        returned_nbytes: Bytes of values that the controller received.
     """
 
     returned_nbytes: int
@@ -201,7 +201,7 @@ class KeptRows:
 
     @property
     def is_here(self) -> bool:
-        """Whether all rows have come with the replies."""
+        """Whether all rows arrived with the replies."""
         return all(part.is_here for part in self._parts.values())
 
     @cached_property

@@ -329,7 +329,7 @@ def check_named(table: Table, label: str, what: str) -> None:
         )
 
 
-# --- what a receiver needs ---
+# --- tables for a receiver ---
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,8 @@
     bandmaster replay calls ◄── worker, arguments and random states of one rank ──────────────────────────┘
 
 A recorded call is a file of two pickles: ``sys.path``, and a dict with the bound method (and so its worker), the
-arguments, the states of random number generators, and the names of method and host. Loading runs what is pickled.
+arguments, the states of random number generators, and the names of method and host. Loading a file runs code that the
+pickles name.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Set the generators to the states that `random_states` has returned; those of a GPU only where there is one."""
+    """Set the generators to the states that `random_states` has returned; GPU states only if there is a GPU."""
     random.setstate(states["random"])
     np.random.set_state(states["numpy"])
     if "torch" in states:

@@ -52,7 +52,7 @@ class CallRecord:
         group: Name of the group.
         method: ``"Class.method"``.
         sent_nbytes: Bytes of arguments that the controller has encoded, each payload once.
-        returned_nbytes: Bytes of values that came to the controller.
+        returned_nbytes: Bytes of values that the controller received.
         kept_nbytes: Bytes of rows that have stayed where they were made.
         read_nbytes: Bytes of rows that ranks have read by reference, by transport: ``"shared memory"``, or ``"Ray"``
             for its object store.
@@ -63,7 +63,7 @@ class CallRecord:
         group: Name of the group.
         method: ``"Class.method"``.
         origin_ns: The beginning of the trace on the monotonic clock.
-        workers: The workers that are asked.
+        workers: The workers that run the call.
     """
 
     sent_nbytes = returned_nbytes = kept_nbytes = 0

@@ -63,7 +63,7 @@ class WorkerHelper:
 def _see_one_device() -> None:
     """Set the environment of a process that sees one device: libraries take ``LOCAL_RANK`` as the device's index.
 
-    Where Ray is told to leave the visible devices alone, each process sees all of them, and its own is made current.
+    If Ray is told not to set the visible devices, each process sees all of them, and its own is made current.
     """
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     ray, torch = sys.modules.get("ray"), sys.modules.get("torch")

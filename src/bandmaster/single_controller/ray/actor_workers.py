@@ -105,7 +105,7 @@ class ActorWorkers:
         self._group = f"group {launch.group!r}"
         self._session = RaySession()
         self.actors: dict[int, Any] = {}
-        self._infos: dict[int, ActorInfo] = {}  # what the actors that run have reported, by rank
+        self._infos: dict[int, ActorInfo] = {}  # the reports of the running actors, by rank
         self._here = host_identity()
         self._client = WorkerClient(self._how_it_died)
         self.deaths: Mapping[int, Failure] = self._client.deaths
@@ -147,7 +147,7 @@ class ActorWorkers:
         return {name: value for name, value in self._launch.env.items() if name == "PYTHONBREAKPOINT"}
 
     def _begun(self, ranks: Sequence[int]) -> dict[int, ActorInfo]:
-        """Wait until the processes of new actors run, and return what they report.
+        """Wait until the processes of new actors run, and return their reports.
 
         Raises:
             CallTimeout: They did not start within the launch's ``start_timeout_s``.
@@ -167,7 +167,7 @@ class ActorWorkers:
         if missing:
             raise PlacementError(
                 f"{len(missing)} of {len(asked)} actors of {self._group} did not start within {START_TIMEOUT_S:g} s; "
-                "`ray list actors` shows what they wait for"
+                "`ray list actors` shows why they wait"
             )
         replies = {rank: self.fetch(RayTicket(reference, rank, 0)) for reference, rank in asked.items()}
         failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
@@ -470,13 +470,13 @@ class ActorWorkers:
             self._serving.discard(rank)
 
     def _resume(self, rank: int) -> None:
-        """Have an actor serve its lane again, after the actor tasks that were submitted before."""
+        """Make an actor serve its lane again, after the actor tasks that were submitted before."""
         if rank not in self._serving:
             self._serving.add(rank)
             self.actors[rank].bandmaster_serve.remote(0, SHARED_S if self._is_left else LONG_S)
 
     def _pause(self, rank: int) -> None:
-        """Have an actor leave its lane, after the calls that were sent there, so that actor tasks can run."""
+        """Make an actor leave its lane, after the calls that were sent there, so that actor tasks can run."""
         if rank in self._serving:
             self._serving.remove(rank)
             self._client.pause(rank)

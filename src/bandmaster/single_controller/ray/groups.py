@@ -376,7 +376,7 @@ def _registration(dispatch_mode: Any, execute_mode: Execute, blocking: bool) -> 
     """The bandmaster `Registration` for the arguments of verl's ``register``."""
     is_member = isinstance(dispatch_mode, Dispatch)
     ours = PROTOCOLS.get(dispatch_mode) if is_member else as_protocol(dispatch_mode)
-    if execute_mode is Execute.RANK_ZERO:  # which gets the arguments as they are
+    if execute_mode is Execute.RANK_ZERO:  # rank 0 gets the arguments as they are
         return Registration(PROTOCOLS[Dispatch.DP_PROTO], CoreExecute.RANK_ZERO, blocking)
     if ours is not None:
         return Registration(ours, is_blocking=blocking)

@@ -44,7 +44,7 @@ class StartedGroup(CoreGroup):
         options: Mapping[str, Any],
     ) -> None:
         self._variables, self._is_detached, self._more_options = variables, is_detached, options
-        if name_prefix is None:  # as verl's, whose names have to differ from those of other controllers
+        if name_prefix is None:  # random letters as in verl, so that names differ between controllers
             name_prefix = pool.name_prefix + "".join(string.ascii_letters[byte % 52] for byte in uuid.uuid4().bytes[:6])
         super().__init__(pool, given, mesh=mesh, name_prefix=name_prefix, start_timeout=start_timeout)
 
@@ -125,7 +125,7 @@ class AttachedGroup:
 
 
 def _attached_workers(launch: ActorLaunch, actors: Sequence[Any]) -> Workers:
-    from bandmaster.single_controller.ray.actor_workers import AttachedWorkers  # which imports Ray
+    from bandmaster.single_controller.ray.actor_workers import AttachedWorkers  # here, as it imports Ray
 
     return AttachedWorkers(launch, actors)
 

@@ -137,13 +137,13 @@ class RayResourcePool(ResourcePool):
 
 
 def _adopted(name: str, groups: Sequence[Any]) -> Any:
-    from bandmaster.single_controller.ray.backend import ActorReservation  # which imports Ray
+    from bandmaster.single_controller.ray.backend import ActorReservation  # here, as it imports Ray
 
     return ActorReservation.of(name, groups)
 
 
 def _actor_backend() -> Any:
-    from bandmaster.single_controller.ray.backend import ActorBackend  # which imports Ray
+    from bandmaster.single_controller.ray.backend import ActorBackend  # here, as it imports Ray
 
     return ActorBackend()
 
