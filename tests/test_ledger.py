@@ -178,7 +178,7 @@ def test_perfetto_reads_the_file(two, three, tmp_path):
 
 def test_one_trace_at_a_time(three):
     with bm.trace() as trace:
-        with pytest.raises(bm.UsageError, match=r"a trace records already; stop\(\) it"):
+        with pytest.raises(bm.UsageError, match=r"a trace is already open; stop\(\) it"):
             bm.trace()
         trace.stop()
         with bm.trace() as second:

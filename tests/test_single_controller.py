@@ -491,7 +491,7 @@ def test_another_group_can_attach_to_the_workers(actor, ray_cluster):
         return group.add(1), group.tag({"x": np.arange(2)})["rank"].tolist()
 
     assert ray.get(elsewhere.remote(actor)) == ([101, 102, 103, 104], [0, 2])
-    with pytest.raises(bm.UsageError, match="no worker of a bandmaster group"):
+    with pytest.raises(bm.UsageError, match="not a worker of a bandmaster group"):
         RayWorkerGroup(worker_handles=[ray.remote(object).remote()], ray_cls_with_init=Actor)
     with pytest.raises(bm.MeshError, match=r"has 2 ranks, but .*4 existing workers"):
         RayWorkerGroup.from_detached(worker_handles=actor.workers, ray_cls_with_init=Actor, mesh=bm.Mesh(dp=2))

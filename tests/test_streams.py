@@ -872,10 +872,10 @@ def odd():
         ("half", [[1]], r"Odd.half collects from none of the ranks 1, which would take chunks with pull=;"),
         ("seeded", [[1], [1, 2, 3, 4]], r"argument 'seed' of Odd.seeded has a value for each rank, but with pull="),
         ("crossed", [[1], [1]], r"argument 'x' of Odd.crossed is split by Split\('tp'\) and others by Split\('dp'\)"),
-        ("whole", [[1]], r"Odd.whole got no batch, so that there are no rows to pull; pass one"),
+        ("whole", [[1]], r"Odd.whole got no batch, so there are no rows to pull; pass one"),
         ("fine", [3], r"Odd.fine splits batches by Split\('dp'\), but no argument is a batch"),
         ("all", [], r"Odd.all splits no rows, so there are none to pull; register it with Dispatch.DP_PROTO"),
-        ("zero", [], r"Odd.zero runs on rank 0 alone, so that it cannot be called with pull=; call it without"),
+        ("zero", [], r"Odd.zero runs on rank 0 alone, so it cannot be called with pull=; call it without"),
         ("items", [[1]], r"Odd.items is a generator"),
     ],
 )

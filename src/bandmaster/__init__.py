@@ -1,7 +1,7 @@
 """bandmaster: one ordinary Python script drives groups of worker processes over many GPUs.
 
-The public names, by the module that each comes from; `README.md` has the tour. Names of features are imported when they
-are first used.
+This module exports the public names; `README.md` introduces them. Names of features are imported when they are first
+used.
 """
 
 import importlib
@@ -78,13 +78,13 @@ _MODULES = {  # of the names of features
 }
 
 
-if not TYPE_CHECKING:  # checkers are to find wrong names
+if not TYPE_CHECKING:  # so that type checkers report unknown names
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-        _hide_library_frames()  # of the modules that this has loaded
+        _hide_library_frames()  # also of the modules that were just loaded
         return value
 
     def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""``python -m bandmaster``."""
+"""Runs the command ``bandmaster`` as ``python -m bandmaster``."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""`register`, which says how a method's calls travel, and what checkers and editors know of a registered method.
+"""`register`, which sets the transfer protocol of a method, and the types of registered methods for type checkers.
 
-A registered method has two faces. In the worker it is the method itself. On a typed group (see `GroupOf`) it is a
-`GroupMethod` with the same parameters, whose result follows from the protocol.
+A registered method has two types. In the worker it is the method itself. On a typed group (see `GroupOf`) it is a
+`GroupMethod` with the same parameters, whose result type follows from the protocol.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from bandmaster.plan.transfer import Broadcast, Concat, Gather, Only, PerRank, Reduce, Split
 
     P = ParamSpec("P")  # the method's parameters
-    R = TypeVar("R")  # what it returns
-    T = TypeVar("T")  # what it returns once it is awaited, if it is async
-    G = TypeVar("G")  # what the group's call comes to
-    C = TypeVar("C")  # what the group's call returns: that, or its future
+    R = TypeVar("R")  # the method's return type
+    T = TypeVar("T")  # the type of the awaited value of an async method
+    G = TypeVar("G")  # the result type of the group's call
+    C = TypeVar("C")  # the return type of the group's call: its result, or its future
 
     class Registered(Generic[P, R, C, G]):
-        """A registered method, as checkers see it; at run time it is the function."""
+        """The type of a registered method for type checkers; at run time it is the function."""
 
         @overload
         def __get__(self, instance: None, owner: Any) -> Callable[Concatenate[Any, P], R]: ...
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         def __get__(self, instance: Any, owner: Any) -> Any: ...
 
     class _Own(Protocol):
-        """The group's call comes to what the method returns."""
+        """A decorator for methods whose group call has the method's own return value as its result."""
 
         @overload
         def __call__(
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
         def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> Registered[P, R, R, R]: ...
 
     class _Listed(Protocol):
-        """The group's call comes to a list of what the method returns."""
+        """A decorator for methods whose group call has a list of the method's return values as its result."""
 
         @overload
         def __call__(
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
         def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> Registered[P, R, list[R], list[R]]: ...
 
     class _PerRank(Protocol):
-        """As `_Listed`, but each argument of the group's call is a sequence of one value per rank."""
+        """A `_Listed` decorator for methods whose group call takes a sequence of one value per rank per argument."""
 
         @overload
         def __call__(
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
         ) -> RegisteredPerRank[P, R, list[R], list[R]]: ...
 
     class _OwnLater(Protocol):
-        """As `_Own`, but the group's call returns a future."""
+        """An `_Own` decorator for non-blocking methods: the group's call returns a future."""
 
         @overload
         def __call__(
@@ -95,7 +95,7 @@ if TYPE_CHECKING:
         def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> Registered[P, R, Future[R], R]: ...
 
     class _ListedLater(Protocol):
-        """As `_Listed`, but the group's call returns a future."""
+        """A `_Listed` decorator for non-blocking methods: the group's call returns a future."""
 
         @overload
         def __call__(
@@ -107,7 +107,7 @@ if TYPE_CHECKING:
         ) -> Registered[P, R, Future[list[R]], list[R]]: ...
 
     class _Untyped(Protocol):
-        """The result of the group's call is not known to checkers, nor is what it takes."""
+        """A decorator for methods whose group call has unknown parameter and result types."""
 
         def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> RegisteredPerRank[P, R, Any, Any]: ...
 

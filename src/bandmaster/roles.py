@@ -20,7 +20,7 @@ class Role(NamedTuple):
     """A worker class in a colocated group.
 
     Attributes:
-        constructor: The encoded ``(cls, args, kwargs)``; so each role has its own copy of what several were given.
+        constructor: The encoded ``(cls, args, kwargs)``, so that each role has its own copy of shared arguments.
         mesh: The mesh of the role's group.
         meshes: Its further meshes, by name.
     """
@@ -47,7 +47,7 @@ class Roles(Worker):
             workers[name] = make_worker(cls, context, args, kwargs, workers)
 
     def drop_workers(self) -> None:
-        """Drop the workers, which refer to each other: this frees them at once."""
+        """Release the workers. They refer to each other, so clearing the dict frees them without garbage collection."""
         if isinstance(self.roles, dict):
             self.roles.clear()
 

@@ -1,4 +1,4 @@
-"""`Worker`, the base class of worker classes, and what `register` records about their methods."""
+"""`Worker`, the base class of worker classes, and `Registration`, which `register` attaches to their methods."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def make_worker(
 
 
 def imports_of(cls: type) -> tuple[str, ...]:
-    """Those of some modules that take long to import which methods of a class name, and so probably import."""
+    """The slow modules of `_LONG_IMPORTS` that the methods of a class name, and therefore probably import."""
     functions = [inspect.unwrap(getattr(one, "__func__", one)) for base in cls.__mro__ for one in vars(base).values()]
     codes = [function.__code__ for function in functions if inspect.isfunction(function)]
     found: set[str] = set()
@@ -245,7 +245,7 @@ def registrations(cls: type[Worker]) -> dict[str, Registration]:
     Inherited methods are included. A method without a registration of its own has that of the method it overrides.
 
     Raises:
-        ProtocolError: That one names a parameter that the overriding method does not have.
+        ProtocolError: The inherited registration names a parameter that the overriding method does not have.
     """
     found = {}
     for name in dir(cls):

@@ -10,7 +10,7 @@ calls: a rank can only begin with a call when it has ended those before. A call 
 a callback was added, is read by the thread of `bandmaster.calls.progress`.
 
 `lock` is the lock that a thread holds while it sends the call, reads its replies or makes its result. A thread that
-looks without waiting and finds it taken goes away; the thread that reads then tells the watch to look again.
+looks without waiting and finds it taken returns; the thread that reads then tells the watch to look again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from bandmaster.rows.table import Table
 
 __all__ = ["Call", "Failures"]
 
-LOOK_AROUND_S = 5.0  # a call that is waited for may be cancelled by another thread meanwhile
+LOOK_AROUND_S = 5.0  # another thread may cancel a call while this one waits for it
 UNCHANGEABLE = {type(None), bool, int, float, str, bytes}
 
 
@@ -58,7 +58,7 @@ class Failures(dict[int, Failure]):
     """The failures of a call by rank, also of ranks that were not asked but have died. Calls made as one share them.
 
     Attributes:
-        fenced: The tickets of ranks that have failed and wait until all ranks that were asked have ended the call.
+        fenced: The tickets of ranks that have failed and wait until all ranks that run the call have ended the call.
     """
 
     __slots__ = ("fenced",)
@@ -69,7 +69,7 @@ class Failures(dict[int, Failure]):
 
 
 class OtherCalls(Protocol):
-    """The calls of the same workers, as a call asks for them; see `bandmaster.calls.open_work`."""
+    """The interface to the other calls of the same workers that a call uses; see `bandmaster.calls.open_work`."""
 
     def first_before(self, call: Any) -> list[Any]: ...
     def send_in_background(self, call: Any) -> None: ...
@@ -87,15 +87,15 @@ class Call(Result):
     """One call.
 
     Attributes:
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         keeps_rows: Whether the values stay where they are until they are read.
         is_cleanup: See `CallRequest`.
         request: The request, as long as the call is WAITING; its assignment to None makes the call SENT.
         done: The result or the error; its assignment makes the call DONE.
-        workers: The workers that are asked, once it is sent.
-        tickets: Of the ranks that have not replied, by rank.
+        workers: The workers that run the call, once it is sent.
+        tickets: The tickets of the ranks that have not replied, by rank.
         failures: See `Failures`.
-        has_ended: Whether all ranks that were asked have replied, as far as any thread has looked.
+        has_ended: Whether all ranks are known to have replied. A thread that reads sets it.
         is_cancelled: Whether `cancel` was called.
         due: The moment at which the thread that reads has to look again, by `time.monotonic`; None for no moment.
         on_news: If it is set, threads that have read call it afterwards; it must not block.
@@ -105,7 +105,7 @@ class Call(Result):
 
     Args:
         request: The request.
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         send: Sends it.
         work: The calls of the same workers.
     """
@@ -130,7 +130,7 @@ class Call(Result):
         self._send, self._work, self._collection = send, work, request.collection
         self._why_not_sent: BaseException | None = None
         self._has_to_stop = self._was_missed = self._is_released = False
-        self._has_failed = False  # on a rank that was asked; else it is known to before it is sent
+        self._has_failed = False  # whether a rank that runs the call has failed, or one was dead before it was sent
         self._values: dict[int, Any] = {}
         self._rows: KeptRows | None = None
         self._escalation: Escalation | None = None
@@ -142,7 +142,7 @@ class Call(Result):
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks that were asked have replied."""
+        """Whether all ranks that run the call have replied."""
         return self.has_ended
 
     # --- WAITING ---
@@ -166,7 +166,7 @@ class Call(Result):
         return self.request is None
 
     def begin(self) -> None:
-        """Send it. An error is raised, and is that of the call; no rank that was asked waits for one that was not."""
+        """Send it. An error is raised, and becomes the call's; ranks that have the call already are interrupted."""
         request = self.request
         if request is None:  # it was cancelled
             return
@@ -181,26 +181,26 @@ class Call(Result):
             self._begin_watch()
 
     def is_being_sent(self, workers: Workers, failures: Failures) -> None:
-        """Have it be SENT. `lock` is held, and released when the tickets are there.
+        """Enter the state SENT. `lock` is held until the tickets are there.
 
         Args:
-            workers: The workers that are asked.
-            failures: Those that are known; calls that are sent as one share them.
+            workers: The workers that run the call.
+            failures: The failures known so far; calls that are sent as one share them.
         """
         self.workers, self.failures, self._has_failed = workers, failures, bool(failures)
         self.request = None
 
     def advance(self) -> bool:
-        """Send it if the rows that it takes are there; whether it is sent, or will not be. An error is the call's."""
+        """Send it if the rows that it takes are there. Returns whether it is sent, or never will be, after an error."""
         if self.request is not None:
             if not wait_for_all(self.parents, Deadline(0.0)):
                 return False
-            with contextlib.suppress(Exception):  # which is the call's own
+            with contextlib.suppress(Exception):  # it is the error of the call
                 self.begin()
         return True
 
     def wait_until_sent(self, timeout_s: float | None) -> bool:
-        """Wait until nothing is missing for it to be sent; False when the time is over before."""
+        """Wait until the rows that it takes are there; False if the time is over before."""
         return wait_for_all(self.parents, Deadline(timeout_s))
 
     def give_up(self, why: BaseException) -> None:
@@ -210,7 +210,7 @@ class Call(Result):
         self.tell()
 
     def _fail(self, why: BaseException) -> None:
-        """Have an error be the result. If ranks were asked already, they are interrupted."""
+        """End with an error. If ranks have the call already, they are interrupted."""
         with self.lock:
             self._why_not_sent = self._why_not_sent or why
             if self.request is None:
@@ -220,7 +220,7 @@ class Call(Result):
                 self.has_ended, self.request = True, None
 
     def tell(self) -> None:
-        """Tell those who watch it if it will not be sent; holds no lock."""
+        """Notify the watchers if the call is done. The caller holds no lock."""
         if self._watchers is not None and self.done is not None:
             self._watchers.tell()
 
@@ -258,7 +258,7 @@ class Call(Result):
 
     @property
     def behind(self) -> str:  # type: ignore[override]
-        """How calls that were sent before it have failed which are not over, for messages; "" if there are none."""
+        """The failed calls before it that have not ended, in words for messages; "" if there are none."""
         return self._work.failed_before(self)
 
     def watch(self, when_done: Callable[[], object]) -> None:
@@ -282,7 +282,7 @@ class Call(Result):
         self.read_in_background()
 
     def read_in_background(self) -> None:
-        """Have it be done though no thread waits for it."""
+        """Read its replies in the background until it is done, as no thread may wait for it."""
         with SigintSafeLock(), progress.lock:
             if self._watch is None:
                 watch = CallWatch(self)
@@ -290,9 +290,9 @@ class Call(Result):
                 self._watch = watch
 
     def cancel(self) -> bool:
-        """Interrupt the call where it runs, and have it skipped where it does not run yet. From any thread."""
+        """Interrupt the ranks that run the call; the others skip it. Any thread may call this."""
         if self.request is not None:
-            with self.lock:  # which is held as it is sent
+            with self.lock:  # the thread that sends the call holds it, too
                 is_waiting = self.request is not None and self.done is None
                 if is_waiting:
                     self.is_cancelled = True
@@ -312,7 +312,7 @@ class Call(Result):
         return True
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Read replies until all are there, and make the result; False when the time is over before."""
+        """Read replies until all are there, and make the result; False if the time is over before."""
         if self.done is not None:
             return True
         timeout_s = None if timeout_s is None or timeout_s > threading.TIMEOUT_MAX else max(0.0, timeout_s)
@@ -334,7 +334,7 @@ class Call(Result):
             self._stop_reading()
 
     def wait_for_all(self) -> None:
-        """Read until every rank has replied or was ended; without making the result."""
+        """Read until every rank has replied or has ended, without making the result."""
         try:
             self.lock.acquire()
             self._read(None, is_patient=True)
@@ -342,7 +342,7 @@ class Call(Result):
             self._stop_reading()
 
     def drive(self) -> float | None:
-        """Take what has arrived and do what the escalation says is due, unless another thread reads and does so itself.
+        """Take the replies that have arrived and run the due steps of the escalation, unless another thread does so.
 
         Returns:
             The moment at which there is more to do, if there is one.
@@ -361,9 +361,9 @@ class Call(Result):
             self._stop_reading()
 
     def _stop_reading(self) -> None:
-        """Release `lock`, unless it was not taken in time, or Ctrl-C came before.
+        """Release `lock`, unless this thread did not get it, because of the timeout or of Ctrl-C.
 
-        Has the watch look again, if it found the lock taken meanwhile, or if replies are there without a result.
+        Tells the watch to look again if it found the lock taken meanwhile, or if replies are there without a result.
         """
         try:
             self.lock.release()  # first, as Ctrl-C cannot come before it
@@ -379,13 +379,13 @@ class Call(Result):
             on_news()
 
     def _read(self, deadline: float | None, is_patient: bool = False) -> bool:
-        """Read until all have replied; False when the time is over before.
+        """Read until all ranks have replied; False if the time is over before.
 
-        Once a rank has failed, the others are interrupted; after a death they are not waited for, unless
+        After a failure, the other ranks are interrupted; after a death, the call stops waiting for them, unless
         ``is_patient``. `lock` is held.
         """
         if self.tickets and self.workers.deaths:
-            self._take(0.0)  # what was replied before counts
+            self._take(0.0)  # replies that arrived before the death count
         while self.tickets:
             due = self.due = self._do_what_is_due()
             until = deadline if due is None or (deadline is not None and deadline < due) else due
@@ -393,23 +393,23 @@ class Call(Result):
                 break
             self._take(LOOK_AROUND_S if until is None else min(max(0.0, until - time.monotonic()), LOOK_AROUND_S))
             if deadline is not None and self.tickets and time.monotonic() >= deadline:
-                self.due = self._do_what_is_due()  # of what was taken: who looks without waiting comes again only then
+                self.due = self._do_what_is_due()  # of the replies just taken: the watch looks again at that moment
                 return False
         self._note_end()
         return True
 
     def _note_end(self) -> bool:
-        """Whether all ranks have replied; those that have failed go on then."""
+        """Set `has_ended` if all ranks have replied, and let failed ranks go on; returns it."""
         if not self.tickets:
             fenced = self.failures.fenced
             if fenced and not self._work.has_unanswered(self.failures):
                 self.workers.resume(fenced)
                 self.failures.fenced = {}
-            self.has_ended = True  # last: Ctrl-C before this has all of it done again
+            self.has_ended = True  # last: after Ctrl-C, all of this is repeated
         return self.has_ended
 
     def _take(self, timeout_s: float) -> None:
-        """Take the replies that come in this time."""
+        """Take the replies that arrive within ``timeout_s``."""
         done = self.workers.wait(list(self.tickets.values()), timeout_s)
         replied, still = self._replied(done)
         fetch, record, values = self.workers.fetch, self.record, self._values
@@ -432,7 +432,7 @@ class Call(Result):
                 self.failures.fenced[rank] = ticket
             else:
                 values[rank] = value
-        self.tickets = still  # now that nothing can interrupt it any more
+        self.tickets = still  # last: after Ctrl-C, the same replies are taken again
 
     def _replied(self, done: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
         """The tickets, by rank, of the ranks that have replied, and of those that have not."""
@@ -443,7 +443,7 @@ class Call(Result):
         return replied, {rank: ticket for rank, ticket in self.tickets.items() if id(ticket) not in finished}
 
     def _unreadable(self, rank: int, error: BaseException) -> Failure:
-        """The failure of a rank whose value raised as it was decoded; raises the error again if it is Ctrl-C's."""
+        """The failure of a rank whose value raised when it was decoded; raises the error again if Ctrl-C caused it."""
         was_interrupted = rank in self._interrupted
         if isinstance(error, KeyboardInterrupt):
             self._interrupted.add(rank)
@@ -452,13 +452,13 @@ class Call(Result):
     # --- ranks that go on with a call that failed ---
 
     def _do_what_is_due(self) -> float | None:
-        """About this call and those before it; the moment at which there is more to do, if there is one."""
+        """Run the due steps of this call and of earlier calls. Returns the moment of the next step, or None."""
         others = self._work.drive_before(self)
         ours = self._escalate()
         return others if ours is None else ours if others is None else min(ours, others)
 
     def _escalate(self) -> float | None:
-        """Do what is due about ranks that go on with a call that failed; the moment at which more is due."""
+        """Run the due steps against ranks that go on with a failed call. Returns the moment of the next, or None."""
         deaths = self.workers.deaths
         if deaths and not self._is_for_all:
             deaths = {rank: deaths[rank] for rank in deaths if rank in self.tickets or rank in self.failures}
@@ -484,7 +484,7 @@ class Call(Result):
         return self._escalation.next
 
     def _kill_the_stuck(self) -> None:
-        """End the ranks that have been at this call for the whole grace; those that came to it later get their own."""
+        """End the ranks that have been at this call for the whole grace; later ranks get a grace of their own."""
         assert self._escalation is not None, "it says that this is due"
         debugged = self._in_debuggers(self._arrived)
         self._take(0.0)  # after that, as it takes a moment
@@ -499,17 +499,17 @@ class Call(Result):
             self._escalation.put_off_the_end(time.monotonic())
 
     def _in_debuggers(self, ranks: set[int]) -> set[int]:
-        """Of some ranks, those that have not replied and are in debuggers."""
+        """The given ranks that have not replied and are in debuggers."""
         asked = {rank: ticket for rank, ticket in self.tickets.items() if rank in ranks}
         stacks = self.workers.stacks(asked) if asked else {}
         return {rank for rank, stack in stacks.items() if is_in_debugger(stack)}
 
     def _ranks_at_this_call(self) -> set[int]:
-        """The ranks that have not replied to this call, but to all before it, and that wait for no other rank."""
+        """The ranks that have replied to all earlier calls, but not to this one, and that wait for no other rank."""
         return set(self.tickets).difference(self._work.awaited_before(self))
 
     def how_it_failed(self) -> str:
-        """Which rank failed first, and why, for messages of calls that suffer from it."""
+        """The first failed rank and its reason, in words for messages of other calls that are affected."""
         if self.is_cancelled:
             return f"{self.site.method} was cancelled"
         rank, failure = min(self.failures.items(), key=lambda item: (*item[1].may_follow, item[0]))
@@ -519,7 +519,7 @@ class Call(Result):
     # --- DONE ---
 
     def _conclude(self) -> None:
-        """Make the result. Ctrl-C while the user's own code collects it leaves it to be asked for again."""
+        """Make the result. After Ctrl-C in the user's collect function, the next wait makes it again."""
         error = self._error()
         if error is not None:
             done = Done(error)
@@ -538,19 +538,19 @@ class Call(Result):
         if self.record is not None:
             self.record.is_done()
         if self.has_ended:
-            self._work.forget(self)  # else what it holds would stay until the next call of the group
+            self._work.forget(self)  # else its memory would stay in use until the next call of the group
         if self.on_news is not None:
             self._tell()
 
     def _finish(self, done: Done) -> None:
-        """Have it be DONE, and drop what was needed until then."""
+        """Enter the state DONE, and drop the objects that are not needed any more."""
         self.done = done
         self._values, self._send = {}, None
         if self._rows is None:
-            self._collection = NOTHING  # which may refer to the group, that has the list of its calls
+            self._collection = NOTHING  # the collection may refer to the group, which refers to its calls
 
     def check_small_rows(self) -> None:
-        """Join kept rows that have come with the replies, so that `done` has the error if they cannot be joined."""
+        """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""
         if self._rows is not None and self._rows.is_here:
             try:
                 self.value(Deadline(None))
@@ -559,7 +559,10 @@ class Call(Result):
                     raise
 
     def _brought(self, deadline: Deadline) -> Done:
-        """The end of a call that has kept rows, with the rows here. Raises what may be true of now alone."""
+        """Read the kept rows. Returns the end with the value, or with an error that will not change.
+
+        Raises errors that may be temporary.
+        """
         assert self._rows is not None, "rows were kept"
         values = {}
         for rank in self._collection.ranks:
@@ -580,9 +583,9 @@ class Call(Result):
         """The rows that the ranks have kept; the call is done, without an error.
 
         Raises:
-            UsageError: They are no batch together.
+            UsageError: The values of the ranks do not make up one batch.
         """
-        assert self._rows is not None, "the future has looked"
+        assert self._rows is not None, "the future has checked keeps_rows"
         table = self._rows.table
         if table is None:
             raise UsageError(
@@ -592,7 +595,7 @@ class Call(Result):
         return table
 
     def has_value_of(self, rank: int) -> bool:
-        """Whether a rank has sent a value, which it kept or which came."""
+        """Whether a rank has a value among the kept rows."""
         return self._rows is not None and self._rows.has_value_of(rank)
 
     def release(self) -> None:
@@ -604,7 +607,7 @@ class Call(Result):
                 self.done = Done(is_here=False)
 
     def _collected(self, by_rank: Mapping[int, Any]) -> Done:
-        """The value, or the error, that the values of the ranks make."""
+        """Collect the values of the ranks. Returns the end with the result or the error."""
         incoming, ranks, finish = self._collection
         values = [by_rank[rank] for rank in ranks]
         try:
@@ -612,8 +615,8 @@ class Call(Result):
             return Done(value=result if finish is None else finish(result))
         except MemoryError as error:
             no_room = ResourceError(
-                f"the controller has no memory to join what the ranks of {self.site.method} have returned: {error}; "
-                "free memory, and try again"
+                f"the controller has no memory to join the values that the ranks of {self.site.method} returned: "
+                f"{error}; free memory, and try again"
             )
             no_room.__cause__ = error
             return Done(no_room)
@@ -625,7 +628,7 @@ class Call(Result):
             return Done(error)
 
     def _error(self) -> BaseException | None:
-        """The error of the call; None if all ranks that were asked have replied with a value."""
+        """The error of the call; None if all ranks that run the call have replied with a value."""
         if self._why_not_sent is not None:
             return self._why_not_sent
         if self.is_cancelled:

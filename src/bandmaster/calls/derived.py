@@ -1,4 +1,4 @@
-"""Results that are made of the results of others: handle operations, and rows of the controller's own."""
+"""Results that are derived from other results: handle operations, and rows of the controller's own."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ __all__ = ["Derived", "PutRows"]
 
 
 class Derived(Result):
-    """Rows that are made of the rows of others, without moving any until `value`.
+    """Rows that are derived from the rows of other futures; no row moves until `value`.
 
     Attributes:
         parents: The futures of the others, until they are done.
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         keeps_rows: Always true.
         done: Its end: the table is there, or an error.
 
     Args:
         parents: The futures of the others.
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         make: Returns the table; the others are done by then.
 
     Raises:
-        Exception: That of ``make``, if the others are done already.
+        Exception: The exception of ``make``, if the others are done already.
     """
 
     keeps_rows = True
@@ -57,16 +57,16 @@ class Derived(Result):
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks that were asked have replied."""
+        """Whether all ranks that run the call have replied."""
         return all(future._call.is_over for future in self._awaited_futures())
 
     @property
     def waits_for(self) -> Sequence[Result]:
-        """The results that it is made of."""
+        """The results from which it is derived."""
         return [parent._call for parent in self.parents]
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until the others are done; False when the time is over before."""
+        """Wait until the others are done; False if the time is over before."""
         if self.done is not None:
             return True
         deadline = Deadline(timeout_s)
@@ -77,7 +77,7 @@ class Derived(Result):
         return True
 
     def cancel(self) -> bool:
-        """Do nothing: the others may be wanted for something else."""
+        """Do nothing, as other code may use the same parents. Returns False."""
         return False
 
     def late(self, timeout_s: float) -> CallTimeout:
@@ -102,12 +102,12 @@ class Derived(Result):
         try:
             return Done(value=detached(assemble(addressed(self.table(), _kept_of), cache(read))))
         except (RowsLost, CallTimeout, ResourceError):
-            raise  # which may be true of some of them alone, or of now
+            raise  # it may be temporary, or concern only some of the rows
         except Exception as error:
             return Done(error)
 
     def release(self) -> None:
-        """Release the rows, as far as this refers to them, or will."""
+        """Drop this result's references to the rows, now or when they are there."""
         self._is_released, self._made = True, None
         if self.done is not None and self.done.error is None:
             self.done = Done(is_here=False)
@@ -118,9 +118,9 @@ class Derived(Result):
             future._call.drive()
 
     def _open_operations(self) -> list[Derived]:
-        """The operations that it is made of and that are not done, each behind its parents, and itself.
+        """The operations that are not done among its ancestors, and itself; each follows its parents.
 
-        A loop, since a chain of them may be longer than the stack of Python is deep.
+        This is a loop, because a chain of operations may exceed Python's recursion limit.
         """
         found: dict[Derived, None] = {}
         stack = [self]
@@ -134,11 +134,11 @@ class Derived(Result):
         return list(found)
 
     def _calls(self) -> list[Any]:
-        """Of the parents those that are no operations."""
+        """The parents that are not operations."""
         return [parent for parent in self.parents if not isinstance(parent._call, Derived)]
 
     def _awaited_futures(self) -> list[Any]:
-        """The futures of calls that it is made of."""
+        """The futures of the calls from which it is derived."""
         return list(dict.fromkeys(future for operation in self._open_operations() for future in operation._calls()))
 
     def _settle(self) -> None:
@@ -152,8 +152,8 @@ class Derived(Result):
                     self._made = None
             except Exception as error:
                 done = Done(error)
-            self.parents = ()  # so that a chain of handles does not keep all that came before
-            self.done = done  # last: after Ctrl-C, it is made again
+            self.parents = ()  # so that a chain of handles does not keep all its ancestors
+            self.done = done  # last: after Ctrl-C, the table is made again
             self._make = None
 
 
@@ -166,11 +166,11 @@ class PutRows(Derived):
 
     Args:
         batch: The rows.
-        site: The words of messages about them.
+        site: Their `CallSite`: names for messages, and limits.
 
     Raises:
-        BatchError: It has no rows.
-        ArgumentError: It cannot be pickled.
+        BatchError: ``batch`` has no rows.
+        ArgumentError: ``batch`` cannot be pickled.
     """
 
     def __init__(self, batch: Any, site: CallSite) -> None:

@@ -1,4 +1,4 @@
-"""Encodes what a call sends, so that a value that cannot be pickled is named before anything is sent."""
+"""Encodes the arguments of a call, and names a value that cannot be pickled before anything is sent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def encode_argument(value: Any, name: str, method: str) -> Payload:
     """Encode a single argument of a method of the group itself.
 
     Raises:
-        ArgumentError: It cannot be pickled.
+        ArgumentError: ``value`` cannot be pickled.
     """
     try:
         return encode(value)

@@ -1,4 +1,4 @@
-"""What happens to ranks that go on with a call that failed on another rank, or that was cancelled. Pure.
+"""The escalation against ranks that go on with a call that failed on another rank, or that was cancelled. Pure.
 
 ::
 
@@ -10,7 +10,7 @@
       ▼
     end those that have not stopped
 
-So ranks that wait in a collective for a rank that failed do not wait for ever.
+Therefore ranks that wait in a collective for a failed rank do not wait forever.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from enum import Enum
 __all__ = ["Escalation", "Step"]
 
 PATIENCE_S = 0.5  # after a rank has failed
-DEATH_PATIENCE_S = 0.2  # after one has died: the call is to fail within a second
+DEATH_PATIENCE_S = 0.2  # after a rank has died: the call fails within a second
 DEATH_WAIT_S = 0.8  # after a death, the call does not wait for the others any longer
 
 
 class Step(Enum):
-    """What is due at some moment."""
+    """A step of the escalation."""
 
     INTERRUPT = "interrupt"
     END = "end"
@@ -33,10 +33,10 @@ class Step(Enum):
 
 
 class Escalation:
-    """When to do what, for one call. Moments are in seconds of one clock.
+    """The timetable of the steps for one call. Moments are in seconds of one clock.
 
     Args:
-        grace_s: Between the interruption and the end; None never ends a rank.
+        grace_s: Seconds between the interruption and the end; None never ends a rank.
     """
 
     def __init__(self, grace_s: float | None) -> None:
@@ -54,7 +54,7 @@ class Escalation:
         self._by(Step.STOP_WAITING, now + DEATH_WAIT_S)
 
     def due(self, now: float) -> Step | None:
-        """The step that is due now, each once; None if there is no other."""
+        """The next step that is due now, each step once; None if no step is due."""
         for step in Step:
             if step in self._plan and step not in self._done and self._plan[step] <= now:
                 self._done.add(step)
@@ -64,7 +64,7 @@ class Escalation:
         return None
 
     def put_off_the_end(self, now: float) -> None:
-        """Begin the grace now, for the first time or again: a rank has not come to the call yet, say."""
+        """Begin the grace now, for the first time or again, for example because a rank has not begun the call yet."""
         if self._grace_s is not None:
             self._done.discard(Step.END)
             self._plan[Step.END] = now + self._grace_s

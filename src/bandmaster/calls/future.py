@@ -1,4 +1,4 @@
-"""The future of a group call: the words of `concurrent.futures`, and ``await``."""
+"""The future of a group call, with the methods of `concurrent.futures.Future` and ``await``."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _log = logging.getLogger(__name__)
 
 
 class Claim:
-    """Is held by a call that has still to read the rows of a future, which `Future.release` frees only then."""
+    """Held by a call that has not yet read the rows of a future. `Future.release` frees them when no claim is left."""
 
     __slots__ = ("__weakref__",)
 
 
 class Future(Handle, Generic[T]):
-    """The result of a group call that may not have come yet; `GroupMethod.submit` returns it.
+    """The result of a group call, which may be pending; `GroupMethod.submit` returns it.
 
     There is no reader thread: the thread that waits for a result reads the replies. Any thread may use a future, any
     number of times; its outcome is always the same.
@@ -46,13 +46,13 @@ class Future(Handle, Generic[T]):
 
     Attributes:
         rank: The rank that made it, if it comes from a stream; else None.
-        numbers: The numbers of the rows that it belongs to, in the batch that was passed, if it comes from a stream and
-            the call has split one; else None.
+        numbers: The numbers of its rows in the batch that was passed, if it comes from a stream and the call has split
+            a batch; else None.
     """
 
     _claim: Claim | None = None
     _claims_on_parents: Sequence[ref[Claim]] = ()
-    _was_released = False  # by the user; those that have claims may still take the rows
+    _was_released = False  # by the user; calls with claims may still take the rows
     _is_released = False
 
     def __init__(self, call: Result, owner: object = None) -> None:
@@ -81,7 +81,7 @@ class Future(Handle, Generic[T]):
         """
         deadline = self._wait(timeout)
         call = self._call
-        if call.keeps_rows and self._was_released and not self._is_released:  # other calls have still to take them
+        if call.keeps_rows and self._was_released and not self._is_released:  # other calls have yet to take them
             if (done := call.done) is not None and done.error is not None:
                 raise done.error
             raise released_rows(call.site.method)
@@ -106,7 +106,7 @@ class Future(Handle, Generic[T]):
         return _error_of(self._call)
 
     def _wait(self, timeout: float | None) -> Deadline:
-        """Wait for the call; returns the deadline, by which its rows have to come as well."""
+        """Wait for the call. Returns the deadline, by which its rows have to arrive as well."""
         timeout_s = self._call.site.limits().timeout if timeout is None else timeout
         try:
             while not self._call.wait((deadline := Deadline(timeout_s)).left()):
@@ -120,7 +120,7 @@ class Future(Handle, Generic[T]):
         return deadline
 
     def _waited_for(self) -> WaitedFor:
-        """What the notes of a KeyboardInterrupt say about this call."""
+        """The facts about this call for the notes of a KeyboardInterrupt."""
         first = awaited([self._call])
         return WaitedFor(self._call.site.method, first.missing if first is not None else (), self._call.late)
 
@@ -145,13 +145,13 @@ class Future(Handle, Generic[T]):
         the group.
 
         Returns:
-            True if the call was cancelled; False if it had already ended, or if this future is that of an operation on
-            the rows of others, which may be wanted for something else.
+            True if the call was cancelled; False if it had already ended, or if this future is an operation on the
+            rows of other futures, which other code may use.
 
         Raises:
             UsageError: A signal handler called this during an operation of the group.
         """
-        self._call.drive()  # what has been answered counts
+        self._call.drive()  # replies that have arrived count
         if self._call.done is not None or self._call.is_over:
             return False
         return self._call.cancel()
@@ -163,8 +163,8 @@ class Future(Handle, Generic[T]):
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         """Call ``fn(self)`` once the call is done: now, in this thread, if it is; else in the thread of all callbacks.
 
-        A slow callback delays all others, and the items of streams and the chunks of pull dispatch, which come by the
-        same thread: it must not wait for those. An exception that ``fn`` raises is logged.
+        A slow callback delays all others, and the items of streams and the chunks of pull dispatch, which the same
+        thread handles: it must not wait for those. An exception that ``fn`` raises is logged.
 
         Raises:
             ResourceError: The system allows no more threads or descriptors.
@@ -178,7 +178,7 @@ class Future(Handle, Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in an event loop, and return or raise as `result`. Cancelling the task that waits cancels the call."""
-        import asyncio  # here, as it takes a third of the time that the import of everything takes
+        import asyncio  # here, as it takes a third of the import time of the whole library
 
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
@@ -219,8 +219,8 @@ class Future(Handle, Generic[T]):
     def release(self) -> None:
         """Release the rows that the call has left on its ranks, as `with` does. Later uses of them raise `RowsLost`.
 
-        If the call is not done, they are freed as soon as they are there. Calls that were submitted before still get
-        them. Without `release` they are freed when no future refers to them any more, and no rank reads them.
+        If the call is not done, its rows are freed as soon as they are there. Calls that were submitted before still
+        get them. Without `release` they are freed when no future refers to them any more, and no rank reads them.
         """
         self._was_released = True
         claim, self._claim = self._claim, None
@@ -228,11 +228,11 @@ class Future(Handle, Generic[T]):
             self._release()
         else:
             finalize(claim, self._release).atexit = False
-        with contextlib.suppress(ResourceError):  # then they are freed when somebody waits for a call of the group
+        with contextlib.suppress(ResourceError):  # then they are freed when a thread waits for a call of the group
             self.add_done_callback(lambda _: None)  # so that the replies are read
 
     def _claims(self) -> list[Claim]:
-        """What keeps the rows, and those that they are made of, from being freed by `release` as long as it is held."""
+        """The claims whose holder keeps `release` from freeing the rows, and the rows from which they are derived."""
         self._claim = self._claim or Claim()
         return [self._claim, *(claim for one in self._claims_on_parents if (claim := one()) is not None)]
 
@@ -259,12 +259,12 @@ class Future(Handle, Generic[T]):
         )
 
     def _repr_svg_(self) -> str | None:
-        """Where its rows lie, for a notebook; None if there are none yet."""
+        """A drawing of the places of its rows, for a notebook; None if there are none yet."""
         if not (self.done() and self._call.keeps_rows and _error_of(self._call) is None):
             return None
         try:
             return self._drawing()
-        except BandmasterError:  # they were released, or are no rows
+        except BandmasterError:  # they were released, or are not rows of one kind
             return None
 
     def __repr__(self) -> str:
@@ -280,8 +280,8 @@ def table_of(future: Future[Any]) -> Table:
     """The rows of a future; waits for its call.
 
     Raises:
-        ArgumentError: It has no rows.
-        Exception: As `Future.result`.
+        ArgumentError: The future has no rows.
+        Exception: The exceptions of `Future.result`.
     """
     if not future._call.keeps_rows:
         raise ArgumentError(
@@ -296,7 +296,7 @@ def table_of(future: Future[Any]) -> Table:
 
 
 def derived(given: Sequence[Handle], what: str, make: Callable[[Sequence[Table]], Table]) -> Future[Any]:
-    """A future of what ``make`` returns for the rows of some futures."""
+    """A future of the table that ``make`` returns for the tables of some futures."""
     futures = [one for one in given if isinstance(one, Future)]
     if len(futures) < len(given):
         wrong = next(type(one).__name__ for one in given if not isinstance(one, Future))
@@ -318,7 +318,7 @@ def concat(futures: Sequence[Future[Any]]) -> Future[Any]:
     """A future of the rows of some futures with the same columns, one after the other. No row moves.
 
     Raises:
-        UsageError: There is none, or something else among them.
+        UsageError: The list is empty, or contains something else than futures.
     """
     if not futures:
         raise UsageError("there is nothing to concatenate; pass at least one future")

@@ -3,7 +3,7 @@
 ::
 
     admit    Submitter.gate   may the group be called now? (turns)
-    trace    hooks.trace      a record of the call, told of each of its moments (tracing)
+    trace    hooks.trace      a record of the call, notified of each of its moments (tracing)
     result   Result           a future stands for any result: streams and chunks make their own (flow)
 """
 
@@ -23,19 +23,19 @@ class CallTrace(RowsRecord, Protocol):
     """The record of one call."""
 
     def is_encoded(self, nbytes: int) -> None:
-        """Its arguments were encoded."""
+        """Record that the arguments of the call are encoded."""
 
     def is_sent(self) -> None:
-        """It was sent."""
+        """Record that the call is sent."""
 
     def came(self, rank: int, ticket: Any, value: Any) -> None:
-        """The reply of a rank has come."""
+        """Record the reply of a rank."""
 
     def read(self, nbytes: int, way: str, source: Any, rank: int | None) -> None:
-        """Ranks read rows that a rank has made in another call, whose record is ``source``."""
+        """Record that ranks read rows that a rank has made in another call, whose record is ``source``."""
 
     def is_done(self) -> None:
-        """Its result is there, or its error."""
+        """Record that the call has its result or its error."""
 
 
 class Gate(Protocol):
@@ -55,13 +55,13 @@ class Gate(Protocol):
         """The context in which the group's workers are constructed."""
 
     def is_new(self) -> None:
-        """All workers were constructed again."""
+        """Note that all workers were constructed again."""
 
     def has_new(self, rank: int) -> None:
-        """The worker of one rank was constructed again."""
+        """Note that the worker of one rank was constructed again."""
 
     def is_closed(self) -> None:
-        """The group was closed."""
+        """Note that the group was closed."""
 
 
 class Hooks:

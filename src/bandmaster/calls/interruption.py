@@ -1,4 +1,4 @@
-"""What Ctrl-C tells about the calls that were waited for: their names, the ranks without a reply, and their stacks."""
+"""Adds notes to a KeyboardInterrupt about the interrupted calls: names, ranks without a reply, and their stacks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["WaitedFor", "note_calls"]
 
 _log = logging.getLogger(__name__)
 STACKS_WITHIN_S = 0.5
-MOST_CALLS = 4  # that are described
+MOST_CALLS = 4  # described in notes
 
 
 class WaitedFor(NamedTuple):
-    """A call that was waited for.
+    """A call for which the interrupted thread waited.
 
     Attributes:
         method: ``"Class.method"``.
         missing: The ranks without a reply.
-        late: Returns the error for a thread that has waited for so many seconds, with the stacks of the ranks.
+        late: Returns the error for a wait of so many seconds, with the stacks of the ranks.
     """
 
     method: str
@@ -34,7 +34,7 @@ class WaitedFor(NamedTuple):
 
 
 def note_calls(error: KeyboardInterrupt, calls: Sequence[WaitedFor]) -> None:
-    """Add to the notes of a KeyboardInterrupt which calls it interrupted and where their ranks were.
+    """Add notes to a KeyboardInterrupt that name the interrupted calls and show the stacks of their ranks.
 
     Returns within half a second, even if a rank does not show its stack. Another Ctrl-C ends it at once. Does nothing
     on Python 3.10, whose exceptions have no notes.
@@ -72,7 +72,7 @@ def _describe(calls: Sequence[WaitedFor], notes: list[str], is_done: threading.E
 
 
 def _summary(call: WaitedFor, timeout: CallTimeout | None = None) -> str:
-    if timeout is None or not timeout.missing:  # it is unknown where its ranks are, or they have replied since
+    if timeout is None or not timeout.missing:  # the stacks are unknown, or the ranks have replied since
         method, missing = call.method, call.missing
     else:
         method, missing = timeout.method, timeout.missing

@@ -28,14 +28,14 @@ from bandmaster.platform.deadline import Deadline
 __all__ = ["InParts", "OpenWork", "Waiting"]
 
 FENCE_LOOK_S = 0.02  # a failed call holds back the one that is waited for
-MANY = 64  # open calls; from there on, each new one looks whether the oldest is over
+MANY = 64  # open calls; with more of them, each new call checks whether the oldest is over
 
 
 class Waiting(Protocol):
     """A call that holds up those that were submitted after it until it was sent.
 
     Attributes:
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         is_sent_in_background: Whether it is sent when its rows are there, though no thread waits for it.
     """
 
@@ -47,33 +47,33 @@ class Waiting(Protocol):
         """The futures of the rows that it takes, until it was sent."""
 
     def advance(self) -> bool:
-        """Send what can be sent without waiting; whether the calls after it may be sent. The lock is held."""
+        """Send it if it need not wait. Returns whether the calls after it may be sent. The lock is held."""
 
     def wait_until_sent(self, timeout_s: float | None) -> bool:
-        """Wait until nothing is missing for it to be sent; False when the time is over before."""
+        """Wait until it can be sent; False if the time is over before."""
 
     def tell(self) -> None:
-        """Tell those who watch it that it was sent, or will not be. The lock is not held."""
+        """Notify its watchers that it was sent, or never will be. The lock is not held."""
 
     def give_up(self, why: BaseException) -> None:
         """Do not send it, for a reason."""
 
     def cancel(self) -> bool:
-        """Do not send it, as the user wants."""
+        """Do not send it, because the user cancels it."""
 
 
 class InParts(Protocol):
     """A call that is sent part by part: chunks of rows, or requests for the items of a generator.
 
     Attributes:
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
     """
 
     site: CallSite
 
     @property
     def is_ended(self) -> bool:
-        """Whether it sends nothing any more."""
+        """Whether it has stopped sending parts."""
 
     def cancel(self) -> bool:
         """Cancel the parts that run, and send no more."""
@@ -85,12 +85,11 @@ _LOCK = threading.RLock()  # of the waiting calls of all groups: the calls of tw
 class OpenWork:
     """The calls to the same workers, of all groups that have these workers.
 
-    A rank can only begin with a call when it has ended those before. So the thread that waits for a call also drives
-    the ones before it: one that failed, and that nobody waits for or even knows any more, must not hold up the others.
+    A rank can only begin a call when it has ended those before. So the thread that waits for a call also drives the
+    calls before it: a failed call that no thread waits for, or whose future is gone, must not hold up the others.
 
     Attributes:
-        waiting: The calls that were not sent yet, since the rows that they take are not there, or those of a call
-            before them.
+        waiting: The calls that are not sent yet, because rows that they, or calls before them, take are missing.
     """
 
     def __init__(self) -> None:
@@ -106,7 +105,7 @@ class OpenWork:
 
         Args:
             call: The call.
-            is_waited_for: Whether a thread waits for it, which sends it.
+            is_waited_for: Whether a thread waits for the call, and sends it.
 
         Raises:
             ResourceError: The system allows no more threads or descriptors.
@@ -121,7 +120,7 @@ class OpenWork:
             raise
 
     def send_in_background(self, call: Waiting) -> None:
-        """Have a call, and those before it, be sent when their rows are there, though no thread waits for them."""
+        """Send a call, and the calls before it, from callbacks when their rows are there; no thread has to wait."""
         for one in self._up_to(call):
             parents = () if one.is_sent_in_background else one.parents
             one.is_sent_in_background = True
@@ -129,7 +128,7 @@ class OpenWork:
                 parent.add_done_callback(lambda _: self.advance())
 
     def wait_up_to(self, call: Waiting, deadline: Deadline) -> bool:
-        """Wait until the calls before a call, and it itself, were sent; False when the time is over before."""
+        """Wait until a call and the calls before it are sent; False if the time is over before."""
         for earlier in self._up_to(call):
             if not earlier.wait_until_sent(deadline.left()):
                 return False
@@ -137,12 +136,12 @@ class OpenWork:
         return True
 
     def first_before(self, call: Waiting) -> list[Any]:
-        """The first of the calls that were not sent, which one of them waits for; none for this one itself."""
+        """The first waiting call, if ``call`` is behind it; an empty list if ``call`` itself is the first."""
         first = next(iter(self._up_to(call)), call)
         return [] if first is call else [first]
 
     def _up_to(self, call: Waiting) -> list[Waiting]:
-        """The calls that are sent before a call, and the call itself; none if it is not waiting."""
+        """The waiting calls up to and including a call; none if the call is not waiting."""
         with _LOCK:
             calls = list(self.waiting)
         return calls[: calls.index(call) + 1] if call in calls else []
@@ -153,7 +152,7 @@ class OpenWork:
             return
         gone: list[Waiting] = []
         with _LOCK:
-            if self._is_advancing:  # by this thread, which asks a call for its rows that takes rows of another one here
+            if self._is_advancing:  # by this thread: reading the rows of a call has come back here
                 return
             self._is_advancing = True
             try:
@@ -165,14 +164,14 @@ class OpenWork:
             call.tell()
 
     def wait_until_sent(self) -> None:
-        """Wait until all calls that were submitted were sent, or will not be."""
+        """Wait until all submitted calls are sent, or never will be."""
         while self.waiting:
             with contextlib.suppress(IndexError):  # another thread was faster
                 self.waiting[0].wait_until_sent(None)
             self.advance()
 
     def give_up(self, why: Callable[[str], BaseException]) -> None:
-        """Send none of the waiting calls; ``why`` returns the reason for a method."""
+        """End all waiting calls without sending them; ``why`` returns the reason for a method."""
         with _LOCK:
             calls = list(self.waiting)
             self.waiting.clear()
@@ -182,14 +181,14 @@ class OpenWork:
     # --- SENT ---
 
     def add(self, call: Call) -> None:
-        """A call is about to be sent."""
+        """Add a call that is about to be sent."""
         self._sent.append(call)
         self._forget_over()
         if len(self._sent) > MANY:
-            self._sent[0].drive()  # nobody may be waiting for it
+            self._sent[0].drive()  # perhaps no thread waits for it
 
     def drive_before(self, waiting: Call) -> float | None:
-        """Drive the calls that were sent before one, and those that were sent as one with it.
+        """Drive the calls that were sent before a call or as one with it.
 
         Returns:
             The moment at which there is more to do, if there is one.
@@ -206,16 +205,16 @@ class OpenWork:
                 break
             else:
                 moments.append(call.drive())
-                if call.holds_back:  # its last reply lets ranks go on, and wakes nobody who waits here
+                if call.holds_back:  # its last reply lets ranks go on, but wakes no thread that waits here
                     moments.append(time.monotonic() + FENCE_LOOK_S)
         return min((moment for moment in moments if moment is not None), default=None)
 
     def awaited_before(self, call: Call) -> set[int]:
-        """The ranks that have not replied to the calls before one, or have failed one that others have not ended."""
+        """The ranks that owe a reply to an earlier call, or wait until others have ended one that they failed."""
         return {rank for other in self._before(call) for rank in (*other.missing, *list(other.failures.fenced))}
 
     def failed_before(self, call: Call) -> str:
-        """How calls that were sent before one have failed which are not over, for messages; "" if there are none."""
+        """The failed calls before a call that have not ended, in words for messages; "" if there are none."""
         return "; ".join(
             f"{other.how_it_failed()} and has not ended on rank {', '.join(map(str, other.missing))}"
             for other in self._before(call)
@@ -223,13 +222,13 @@ class OpenWork:
         )
 
     def watch_before(self, call: Call) -> None:
-        """Have the calls that were sent before one be done though no thread waits for them."""
+        """Read the replies to the calls before a call in the background, as no thread may wait for them."""
         for other in self._before(call):
             if not other.has_ended:
                 other.read_in_background()
 
     def _before(self, call: Call) -> Iterator[Call]:
-        """The calls that were sent before one; other threads may add or forget some meanwhile."""
+        """The calls that were sent before a call; other threads may add or remove some meanwhile."""
         return itertools.takewhile(lambda other: other is not call, list(self._sent))
 
     def has_unanswered(self, failures: Failures) -> bool:
@@ -237,12 +236,12 @@ class OpenWork:
         return any(call.failures is failures and call.tickets for call in list(self._sent))
 
     def forget(self, call: Call) -> None:
-        """A call is over."""
+        """Remove a call that is over."""
         with contextlib.suppress(ValueError):  # it was forgotten before
             self._sent.remove(call)
 
     def clear(self) -> None:
-        """Forget all calls that were sent: their workers are gone."""
+        """Remove all sent calls, because their workers have ended."""
         self._sent.clear()
 
     def _forget_over(self) -> None:
@@ -255,14 +254,14 @@ class OpenWork:
     # --- all of them ---
 
     def add_in_parts(self, call: InParts) -> None:
-        """Note a call that is sent part by part, as long as something refers to it."""
+        """Register a call that is sent part by part, by a weak reference."""
         self._in_parts[id(call)] = call
 
     def cancel(self, is_meant: Callable[[CallSite], bool]) -> int:
         """Cancel some calls, and return how many. A call that is sent in parts counts as one."""
         with _LOCK:
             waiting = [call for call in reversed(self.waiting) if is_meant(call.site)]
-        n_cancelled = sum([call.cancel() for call in waiting])  # the last first, so that none is sent meanwhile
+        n_cancelled = sum([call.cancel() for call in waiting])  # the last one first, so that none is sent meanwhile
         in_parts = [call for reference in self._in_parts.valuerefs() if (call := reference()) is not None]
         n_cancelled += sum([call.cancel() for call in in_parts if is_meant(call.site) and not call.is_ended])
         as_one = set()
@@ -273,7 +272,7 @@ class OpenWork:
         return n_cancelled + len(as_one)
 
     def cancel_all(self) -> None:
-        """Cancel the calls that were sent and are not over, and wait until they are: at most for the grace of each."""
+        """Cancel the sent calls that are not over, and wait until they are, at most for the grace of each."""
         open_calls = self._unfinished()
         for call in open_calls:
             if not call.is_cleanup:
@@ -284,10 +283,10 @@ class OpenWork:
             call.wait_for_all()
 
     def wait_until_over(self, deadline: Deadline) -> None:
-        """Wait until all calls that were submitted are over.
+        """Wait until all submitted calls are over.
 
         Raises:
-            CallTimeout: One took too long.
+            CallTimeout: A call took too long.
         """
         waiting = list(self.waiting)
         if waiting and not self.wait_up_to(waiting[-1], deadline):

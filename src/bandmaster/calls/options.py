@@ -1,4 +1,4 @@
-"""How long calls may take: as the call says, else its group, else the library."""
+"""Time limits and flow options of calls. The limits of a call precede those of its group and of the library."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class MethodOptions(Limits, total=False):
 
 @dataclass(frozen=True)
 class FlowOptions:
-    """How the rows of a single call flow; `GroupMethod.options` takes them as keywords.
+    """The options of a single call for streams and chunks; `GroupMethod.options` takes them as keywords.
 
     Attributes:
-        maxsize: How many items of each rank a stream has made before they are taken, and how many chunks of all.
-        pull: Rows of the chunks that go to whichever replica is free; None sends each replica one part.
+        maxsize: Most items of each rank, or chunks of all ranks, that a stream has made before they are taken.
+        pull: Number of rows of the chunks that free replicas get one by one; None sends each replica one part.
         group_by: The column whose equal values keep rows in one chunk.
-        on_error: ``"return"`` if chunks, or items of generators, that fail are to come back as errors.
+        on_error: ``"return"`` returns the errors of failed chunks, or items of generators; ``"raise"`` raises them.
     """
 
     maxsize: int | None = None
@@ -99,8 +99,8 @@ class CallOptions:
 
     Attributes:
         timeout: Seconds that a wait for the result may take before `CallTimeout`; None sets no limit.
-        grace: Seconds from the interruption of a call, after a cancel or the failure of a rank, until ranks that still
-            run it, for example in C code, are ended; None never ends one.
+        grace: Seconds from the interruption of a call, after a cancel or the failure of a rank, until the controller
+            ends ranks that still run it, for example in C code; None never ends one.
     """
 
     timeout: float | None = None
@@ -146,5 +146,5 @@ def set_default_options(**options: float | None) -> None:
 
 
 def default_options() -> CallOptions:
-    """The options of calls about which neither the call nor its group says anything."""
+    """The library's options, for calls for which neither the call nor its group sets any."""
     return _Library.options

@@ -1,4 +1,4 @@
-"""One thread that looks after calls and workers that no other thread waits for.
+"""One thread that drives calls and checks workers for which no other thread waits.
 
 ::
 
@@ -30,16 +30,16 @@ from bandmaster.platform.locks import SigintSafeLock
 __all__ = ["CallWatch", "Progress", "Watch", "Watchers", "progress"]
 
 PATIENCE_S = 0.02
-LOOK_S = 0.1  # how often workers are asked that tell of nothing by themselves
-LOOK_AROUND_S = 5.0  # Ctrl-C may have come between the end of a call and the word of it
+LOOK_S = 0.1  # polling interval for workers without a descriptor that shows arrivals
+LOOK_AROUND_S = 5.0  # Ctrl-C may have come between the end of a call and its notification
 _log = logging.getLogger(__name__)
 
 
 class Watch(Protocol):
-    """What the thread looks after.
+    """An object that the thread looks at when something may have happened.
 
     Attributes:
-        workers: Where replies and deaths come from.
+        workers: The workers whose replies and deaths it watches.
         due: The moment at which to look at the latest, by `time.monotonic`; None for no moment.
     """
 
@@ -47,18 +47,18 @@ class Watch(Protocol):
     due: float | None
 
     def look(self) -> bool:
-        """Do what can be done without waiting; whether the watch is over."""
+        """Make progress without waiting. Returns whether the watch is over."""
 
 
 class Watchers:
-    """Functions to be called once, when something has come to an end."""
+    """Functions to call once, at the end of a call or another event."""
 
     def __init__(self) -> None:
         self._functions: deque[Callable[[], object]] = deque()
         self._has_ended = False
 
     def add(self, function: Callable[[], object]) -> None:
-        """Call a function at the end, or now if it has come."""
+        """Call a function at the end, or now if the end has come."""
         self._functions.append(function)
         if self._has_ended:
             self.tell()
@@ -72,10 +72,10 @@ class Watchers:
 
 
 class Progress:
-    """The watches of this process, and the thread, which runs as long as there is any.
+    """The watches of this process, and the thread, which runs as long as there are watches.
 
     Attributes:
-        lock: Guards the watches. It is re-entrant, as garbage that is collected in the middle of it may come here.
+        lock: Guards the watches. It is re-entrant, because garbage collection while it is held may call this object.
     """
 
     def __init__(self) -> None:
@@ -85,12 +85,12 @@ class Progress:
         self._wake = self._waker = -1  # the ends of a pipe
 
     def add(self, watch: Watch) -> None:
-        """Look after something from here on.
+        """Add a watch, and start the thread if it does not run.
 
         Raises:
             ResourceError: The system allows no more threads or descriptors.
         """
-        with SigintSafeLock(), self.lock:  # Ctrl-C must not come between what belongs together
+        with SigintSafeLock(), self.lock:  # so that Ctrl-C does not leave half of these changes
             if self._wake < 0:
                 try:
                     self._wake, self._waker = os.pipe()
@@ -106,11 +106,11 @@ class Progress:
             self.look_at(watch)
 
     def look_at(self, watch: Watch) -> None:
-        """Look at a watch soon: something has happened. From any thread; it does not block."""
+        """Make the thread look at a watch soon. Any thread may call this; it does not block."""
         with SigintSafeLock(), self.lock:
             self._to_look.append(watch)
-            if self._wake >= 0:  # else the thread has ended, and the watch with it
-                with contextlib.suppress(BlockingIOError):  # it is full, and so wakes the thread
+            if self._wake >= 0:  # else the thread has ended, and so has the watch
+                with contextlib.suppress(BlockingIOError):  # the pipe is full, which also wakes the thread
                     os.write(self._waker, b"1")
 
     def _run(self) -> None:
@@ -159,7 +159,7 @@ class Progress:
                 os.read(fd, select.PIPE_BUF)
             else:
                 workers = by_fd[fd]
-                workers.check(is_thorough=False)  # tickets that are done by this tell their watches
+                workers.check(is_thorough=False)  # tickets that become done notify their watches
                 if workers.deaths:
                     self._to_look.extend(watch for watch in watches if watch.workers is workers)
         now = time.monotonic()
@@ -185,14 +185,14 @@ class Watched(Protocol):
     on_news: Callable[[], object] | None
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Read replies; whether all are there."""
+        """Read replies. Returns whether all are there."""
 
     def tell(self) -> None:
-        """Tell those who watch it that it is done."""
+        """Notify its watchers that it is done."""
 
 
 class CallWatch:
-    """Has a call be done though no thread waits for it."""
+    """A watch that reads the replies of a call until it is done."""
 
     def __init__(self, call: Watched) -> None:
         self.workers: Workers = call.workers
@@ -209,19 +209,19 @@ class CallWatch:
         if self._call.wait(0):
             call = self._call
             call.on_news = None
-            del self._call  # which refers to this, so that rows would stay until garbage is collected
+            del self._call  # the call refers to this: a cycle would keep its rows until garbage is collected
             call.tell()
             return True
         due = self._call.due
-        self.due = None if due is None else max(due, time.monotonic() + PATIENCE_S)  # another thread may be at it
+        self.due = None if due is None else max(due, time.monotonic() + PATIENCE_S)  # another thread may do it now
         return False
 
 
 def _begin_anew() -> None:
-    """The thread is not there in a process that was forked, and its watches are the parent's."""
+    """Reset the state in a forked process, which has no such thread, and whose watches belong to the parent."""
     if progress._wake >= 0:
         progress._close()
-    progress.__init__()  # type: ignore[misc]  # it has no state but that
+    progress.__init__()  # type: ignore[misc]  # resets all of its state
 
 
 os.register_at_fork(after_in_child=_begin_anew)

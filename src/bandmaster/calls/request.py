@@ -18,13 +18,13 @@ __all__ = ["NOTHING", "CallRequest", "CallSite", "Collection"]
 
 
 class CallSite(NamedTuple):
-    """The words of messages about a call, and how long it may take.
+    """The names for messages about a call, and its time limits.
 
     Attributes:
         method: ``"Class.method"``.
         mesh: The group's mesh.
         group: The group's name.
-        options: How long the call may take; None where nobody said so for this call.
+        options: The limits of this call; None uses those of the group and the library.
         defaults: The group's own options of calls.
     """
 
@@ -35,25 +35,25 @@ class CallSite(NamedTuple):
     defaults: Mapping[str, float | None] = MappingProxyType({})
 
     def limits(self) -> CallOptions:
-        """How long the call may take, as the call says, else its group, else the library."""
+        """The time limits of the call: its own, else those of its group, else those of the library."""
         if self.options is not None:
             return self.options
         options = default_options()
         return options.but(self.defaults) if self.defaults else options
 
     def located(self, error: CollectError) -> CollectError:
-        """The error with the coordinates of its ranks."""
+        """A copy of an error with the coordinates of its ranks."""
         where = {rank: self.mesh.coordinates(rank) for rank in error.failures}
         return CollectError(error.method, error.failures, where, axes=self.mesh.shown_axes)
 
 
 class Collection(NamedTuple):
-    """How the values of a call become its result.
+    """The rule that makes the result of a call from the values of its ranks.
 
     Attributes:
-        incoming: How they are joined, listed or reduced.
-        ranks: The ranks whose values come back, in order.
-        finish: Makes the result of that; by default it is the result.
+        incoming: The collect rule, which joins, lists or reduces the values.
+        ranks: The ranks whose values are collected, in order.
+        finish: A function from the collected value to the result; None returns the collected value.
     """
 
     incoming: Incoming | CollectEach
@@ -66,20 +66,20 @@ NOTHING = Collection(Gather(), ())
 
 @dataclass
 class CallRequest:
-    """A call that is to be sent.
+    """A call to send.
 
     Attributes:
         method: Name of the method.
         plan: Its arguments, or a function that plans them when the call is sent.
         ranks: The ranks that run it.
-        collection: How their values become the result.
+        collection: The rule that makes the result from their values.
         owner: The group, which lives as long as the future.
-        options: How long it may take; by default as the group says.
+        options: The limits of the call; None uses those of the group.
         keeps_rows: Whether the rows of the result stay where they are made until they are read.
-        parents: The futures of rows that it takes and that are not there; it is sent when they are.
-        asks_for: The name by which workers know it, if that is not the method's.
-        is_for_all: Whether the death of a rank that was not asked fails it: those that were may wait for that one.
-        is_cleanup: Whether it frees what earlier calls hold, so that it is not cancelled with them.
+        parents: The futures of the missing rows that it takes; the call is sent when they are there.
+        asks_for: The name by which workers know it, if that differs from the method's.
+        is_for_all: Whether the death of a rank that does not run the call fails it, as others may wait for that rank.
+        is_cleanup: Whether it frees resources of earlier calls, so that it is not cancelled with them.
     """
 
     method: str

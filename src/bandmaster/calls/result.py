@@ -1,4 +1,4 @@
-"""`Result`: the object behind a future. It is a call, or it is made of the results of others."""
+"""`Result`: the object behind a future. It is a call, or it is derived from other results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Done(NamedTuple):
     Attributes:
         error: The exception that it raises; None if there is a value, or if rows were kept.
         value: The value, if it is here.
-        is_here: Whether it is: rows that were kept may still lie elsewhere.
+        is_here: Whether the value is in this process; kept rows may still lie elsewhere.
     """
 
     error: BaseException | None = None
@@ -32,14 +32,14 @@ class Result(ABC):
     """The object behind a future.
 
     Attributes:
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         keeps_rows: Whether its rows stay where they are made.
         done: Its end; None before. It is set by one assignment.
         is_cancelled: Whether it was cancelled.
         lock: Held by the thread that makes the end.
         is_sent: Whether it is a call that was sent.
-        missing: Of a call that was sent, the ranks that have not replied.
-        behind: How calls that were sent before it have failed which are not over, for messages.
+        missing: The ranks that have not replied, if it is a call that was sent.
+        behind: The failed calls before it that have not ended, in words for messages.
     """
 
     site: CallSite
@@ -54,12 +54,12 @@ class Result(ABC):
     @property
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether all ranks that were asked have replied."""
+        """Whether all ranks that run the call have replied."""
 
     @property
     @abstractmethod
     def waits_for(self) -> Sequence[Result]:
-        """The results that have to be done before it can be, the first one first; none for a call that was sent."""
+        """The results that have to be done before this one, in order; none for a call that was sent."""
 
     @property
     def state(self) -> str:
@@ -72,7 +72,7 @@ class Result(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until it is done; False when the time is over before."""
+        """Wait until it is done; False if the time is over before."""
 
     @abstractmethod
     def drive(self) -> object:
@@ -80,7 +80,7 @@ class Result(ABC):
 
     @abstractmethod
     def cancel(self) -> bool:
-        """Cancel it; False if others may want it, so that it goes on."""
+        """Cancel it. Returns False if other code may use it, so that it goes on."""
 
     @abstractmethod
     def late(self, timeout_s: float) -> CallTimeout:
@@ -88,7 +88,7 @@ class Result(ABC):
 
     @abstractmethod
     def watch(self, when_done: Callable[[], object]) -> None:
-        """Call a function when it may be done, though no thread waits for it."""
+        """Call a function when it may be done; no thread has to wait for it."""
 
     @abstractmethod
     def table(self) -> Table:
@@ -99,11 +99,11 @@ class Result(ABC):
         """Release the rows that are kept, or will be. Takes no lock, as garbage may be collected under any."""
 
     def value(self, deadline: Deadline) -> Any:
-        """The value; rows that were kept are brought here. It is done. Raises its error.
+        """The value; kept rows are read into this process. The result must be done. Raises its error.
 
         Raises:
             RowsLost: Some of the rows are gone; others may be there.
-            CallTimeout: Some of them have not come in time.
+            CallTimeout: Some of the rows have not arrived in time.
             ResourceError: This process has no memory for them now.
         """
         done = self.done
@@ -111,7 +111,7 @@ class Result(ABC):
         if not done.is_here:
             with self.lock:
                 done = self.done or done
-                if not done.is_here:  # else another thread has brought them
+                if not done.is_here:  # else another thread has read them
                     done = self.done = self._brought(deadline)
         if done.error is not None:
             raise done.error
@@ -119,23 +119,21 @@ class Result(ABC):
 
     @abstractmethod
     def _brought(self, deadline: Deadline) -> Done:
-        """The end with the rows here, or with an error. Raises errors that may be true of now alone; `lock` is held."""
+        """Read the rows. Returns the end with the value or an error. Raises temporary errors. `lock` is held."""
 
     def check_small_rows(self) -> None:  # noqa: B027  # most results have none
-        """Join kept rows that have come with the replies, so that `done` has the error if they cannot be joined."""
+        """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""
 
 
 def wait_for_all(futures: Sequence[Any], deadline: Deadline) -> bool:
-    """Wait until the results of futures are done; False when the time is over before."""
+    """Wait until the results of futures are done; False if the time is over before."""
     return all(future._call.wait(deadline.left()) for future in futures)
 
 
 def awaited(results: Sequence[Result]) -> Result | None:
-    """The sent call whose ranks are waited for: one of the results, or one that has to be done before them.
+    """The sent call whose replies some results wait for: one of them, or one that has to be done before them.
 
-    None if there is none.
-
-    Each result is looked at once, however many others wait for it.
+    None if there is none. Each result is visited once, however many others wait for it.
     """
     seen, todo = set[int](), list(reversed(results))
     while todo:
@@ -152,9 +150,9 @@ def late(result: Result, timeout_s: float, why: str, can_be_cancelled: bool = Tr
 
     Args:
         result: The call.
-        timeout_s: How long it was waited for, in seconds.
-        why: How it belongs to the call that it waits for: ``"takes its rows"``.
-        can_be_cancelled: Whether it can be cancelled without what it waits for.
+        timeout_s: Duration of the wait, in seconds.
+        why: Its relation to the call that it waits for, such as ``"takes its rows"``.
+        can_be_cancelled: Whether it can be cancelled without the call that it waits for.
     """
     site, first = result.site, awaited([result])
     if first is None:

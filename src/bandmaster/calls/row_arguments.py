@@ -1,10 +1,10 @@
-"""Rows of futures among the arguments of a call: what stands for them in its payloads, and which kept rows that needs.
+"""Rows of futures among the arguments of a call: their references in its payloads, and the kept rows that it needs.
 
 ::
 
     argument groups of a split            payloads
-    Portion(rows, 0:4) ──► ranks 0, 1     rows wanted as they lie: one for each group, which names the parts it needs
-    Portion(rows, 4:8) ──► ranks 2, 3     by an index: one for all, with the index and whose each portion of it is
+    Portion(rows, 0:4) ──► ranks 0, 1     rows in their order: one for each group, which names the parts it needs
+    Portion(rows, 4:8) ──► ranks 2, 3     by an index: one for all, with the index and the portion of each rank
 
 Rows that are fetched from other hosts have a payload for each group, too, so that a host fetches what it needs.
 """
@@ -82,11 +82,11 @@ class RowsElsewhere:
         self._sent: list[list[Elsewhere]] = []  # for each argument group
 
     def addressed(self, groups: Iterable[ArgumentGroup]) -> list[ArgumentGroup]:
-        """Argument groups in which `Elsewhere` stands for the rows of futures.
+        """Replace the futures in argument groups by `Elsewhere` references to their rows.
 
         Raises:
             ArgumentError: A future has no rows.
-            Exception: That of a future whose call has failed.
+            Exception: The exception of a future whose call has failed.
         """
         found = []
         for _, alike in groupby([group for group in groups if group.items], _values):
@@ -107,7 +107,7 @@ class RowsElsewhere:
         return tuple([(label, parts[label]) for label in labels])
 
     def numbers(self, groups: Sequence[int]) -> Callable[[Sequence[int]], Mapping[Any, Any]]:
-        """What returns, for some ranks that get some argument groups, the numbers of the rows that they need."""
+        """Return a function from ranks that get some argument groups to the numbers of the rows that they need."""
         sent = [elsewhere for number in groups for elsewhere in self._sent[number]]
 
         def needed(ranks: Sequence[int]) -> dict[Any, Any]:
@@ -120,14 +120,14 @@ class RowsElsewhere:
         return needed
 
     def note_in(self, record: CallTrace) -> None:
-        """Note in the record of the call what it takes, and from where."""
+        """Record the bytes of the rows that the call takes, and their sources."""
         for table in self._tables:
             for part, n in rows_by_part(table).values():
                 nbytes = round(part.nbytes * n / (part.n_rows or 1))
                 record.read(nbytes, part.kept.way, part.kept.record, part.rank)
 
     def _referring(self, value: Any, name: str) -> Any:
-        """What is sent for an argument."""
+        """The value to send for an argument: an `Elsewhere` for rows of a future, else the value itself."""
         if type(value) is Future:
             try:
                 table = table_of(value)
@@ -143,13 +143,13 @@ class RowsElsewhere:
 
     def _elsewhere(self, table: Table, shares: dict[int, tuple[int, int]] | None = None) -> Elsewhere:
         self._tables.append(table)
-        types = _pickled_types() if may_hold_users_types(table.schema) else ()  # whose modules readers have to import
+        types = _pickled_types() if may_hold_users_types(table.schema) else ()  # readers have to import their modules
         sent = Elsewhere(addressed(table, self._label), shares, types)
         self._sent[-1].append(sent)
         return sent
 
     def _label(self, part: Part) -> int:
-        """The label of a part, which the last argument group needs."""
+        """The label of a part; records that the last argument group needs it."""
         found = self._labels.get(id(part))
         if found is None:
             self.parts.append(part.kept)
@@ -163,7 +163,7 @@ class _Shares:
 
     Args:
         table: The rows of all.
-        by_rank: The ``(start, stop)`` of each rank's.
+        by_rank: The ``(start, stop)`` of each rank's portion.
     """
 
     def __init__(self, table: Table, by_rank: dict[int, tuple[int, int]]) -> None:
@@ -171,7 +171,7 @@ class _Shares:
 
 
 def _pickled_types() -> tuple[bytes, ...]:
-    """The registered batch types, without those that cannot be pickled, which are no batches in other processes."""
+    """The pickled registered batch types; a type that cannot be pickled is left out, and unknown in other processes."""
     global _pickled
     types, found = users_batch_types(), []
     if types != _pickled[0]:
@@ -183,7 +183,7 @@ def _pickled_types() -> tuple[bytes, ...]:
 
 
 def _are_for_all(tables: Sequence[Table]) -> bool:
-    """Whether receivers of portions had best know the whole tables."""
+    """Whether it is best to send whole tables to all receivers of portions."""
     is_fetched = any(result.is_fetched for table in tables for result in results_of(table))
     return not is_fetched and not all(map(is_in_order, tables))
 
@@ -208,7 +208,7 @@ def _one_after_the_other(numbers: Sequence[Any]) -> Any:
 
 
 def _values(group: ArgumentGroup) -> tuple[Any, ...]:
-    """What argument groups have in common that are portions of the same arguments; else what no other group has."""
+    """A key that is equal for argument groups of portions of the same values, and unique for other groups."""
     if all(type(value) is Portion for _, value in group.items):
         return tuple([(key, id(value.value)) for key, value in group.items])
     return (id(group),)

@@ -1,4 +1,4 @@
-"""`MethodSpec`: what is known of a registered method before it is called; it is determined once per group."""
+"""`MethodSpec`: the facts about a registered method that are known before a call; determined once per group."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class MethodSpec:
     """The facts about a registered method that do not depend on a call's arguments.
 
     Attributes:
-        function: As the class has it.
+        function: The function in the class.
         name: Its name.
         label: ``"Class.method"``.
-        signature: Without ``self``.
-        positional: Names of its parameters where all of them can go by position and none is ``*args``; else None.
-        n_required: How many have no default.
+        signature: Its signature without ``self``.
+        positional: Names of its parameters if all of them can go by position and none is ``*args``; else None.
+        n_required: Number of parameters without a default.
         is_generator: Whether it yields items.
         is_for_zero: Whether it runs on rank 0 alone.
         goes_everywhere: Whether all arguments go, as they are, to every rank that it runs on.
-        registration: What `register` was told.
-        mesh: The one of the group's meshes that it was registered for.
+        registration: The arguments of `register`.
+        mesh: The one of the group's meshes for which it was registered.
         ranks: The ranks that it runs on.
     """
 
@@ -72,13 +72,13 @@ class MethodSpec:
         Args:
             worker_class: The class.
             name: Name of the method.
-            registration: What `register` was told.
+            registration: The arguments of `register`.
             mesh: The group's mesh.
             meshes: The group's further meshes, by name.
 
         Raises:
             MeshError: The registration names a mesh that the group does not have; or the protocol, or a rule of one of
-                the arguments, asks for what the mesh does not have.
+                the arguments, names an axis or a coordinate that the mesh does not have.
         """
         function = getattr(worker_class, name)
         label = f"{worker_class.__name__}.{name}"
@@ -150,7 +150,7 @@ class MethodSpec:
 
     @cached_property
     def collection(self) -> Collection:
-        """How the values become the result; the `collect_fn` of a custom protocol gets them as a list."""
+        """The rule that makes the result from the values; the `collect_fn` of a custom protocol gets a list."""
         return Collection(on_mesh(self.mesh, self._incoming), sources(self.mesh, self._incoming))
 
     @property
@@ -161,16 +161,16 @@ class MethodSpec:
 
     @cached_property
     def _weighted(self) -> Reduce | None:
-        """The collect that needs to know how many rows each rank gets, if there is one."""
+        """The collect that weights by the row counts of the ranks, if there is one."""
         collects = getattr(self.registration.protocol, "collects", ())
         return next((collect for collect in collects if isinstance(collect, Reduce) and collect.weights), None)
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any], outgoing: Outgoing) -> CallPlan:
-        """Decide which argument of a call goes where: as `bind` and `plan_call`, but plain calls take a short cut.
+        """Plan the arguments of a call by `bind` and `plan_call`; plain calls take a shorter path.
 
         Raises:
-            ArgumentError: They do not fit the method.
-            BatchError: They cannot be split as asked.
+            ArgumentError: The arguments do not match the signature of the method.
+            BatchError: The arguments cannot be split as requested.
         """
         names = self.positional
         if names is None or kwargs or not self.n_required <= len(args) <= len(names):
@@ -193,5 +193,5 @@ class MethodSpec:
 def specs_of(
     worker_class: type, registered: Mapping[str, Registration], mesh: Mesh, meshes: Mapping[str, Mesh]
 ) -> dict[str, MethodSpec]:
-    """The specs of the registered methods of a class, by name. Raises MeshError as `MethodSpec.of`."""
+    """The specs of the registered methods of a class, by name. Raises MeshError in the cases of `MethodSpec.of`."""
     return {name: MethodSpec.of(worker_class, name, registered[name], mesh, meshes) for name in registered}

@@ -2,8 +2,8 @@
 
 ::
 
-    CallRequest ── plan ── encode_group ──► Workers.put ──► an order for all ranks that get the same ──► Workers.call
-         └──► Call ◄── tickets ───────────────────────────────────────────────────────────────────────────────┘
+    CallRequest ── plan ── encode_group ──► Workers.put ──► an order per set of ranks alike ──► Workers.call
+         └──► Call ◄── tickets ──────────────────────────────────────────────────────────────────────┘
                 └──► Future
 """
 
@@ -36,15 +36,15 @@ __all__ = ["Submitter"]
 
 @dataclass(frozen=True)
 class _Sending:
-    """A call as it is being sent.
+    """A call that is being sent.
 
     Attributes:
-        workers: The workers that are asked.
-        site: The words of messages about it.
+        workers: The workers that run the call.
+        site: Its `CallSite`: names for messages, and limits.
         asks_for: The name by which workers know the method.
         ranks: The ranks that run it.
-        collected: The ranks whose values come.
-        reply: What happens to these.
+        collected: The ranks whose values are collected.
+        reply: The form of their replies.
         record: Its record, if a trace records.
     """
 
@@ -57,7 +57,7 @@ class _Sending:
     record: CallTrace | None
 
     def encoded(self, plan: CallPlan) -> list[Order]:
-        """Encode and put everything: what cannot be encoded is known before anything is sent."""
+        """Encode and put all arguments, so that an encoding error is raised before anything is sent."""
         label, workers, record = self.site.method, self.workers, self.record
         groups: Sequence[ArgumentGroup] = plan.groups
         elsewhere = None
@@ -95,9 +95,9 @@ class Submitter:
 
     Attributes:
         mesh: The group's mesh.
-        meshes: The meshes of methods that were registered for another one, by method.
+        meshes: The meshes of methods that were registered for another mesh, by method.
         ranks: All ranks.
-        work: The open calls, which submitters share that have the same workers.
+        work: The open calls; submitters for the same workers share them.
         options: The group's own options of calls: ``timeout`` and ``grace``.
         gate: Says when the group may be called; None for always.
 
@@ -106,7 +106,7 @@ class Submitter:
         cls: The worker class.
         mesh: The group's mesh.
         group: The group's name.
-        prefix: The beginning of the workers' names of the methods.
+        prefix: The prefix of the workers' names of the methods.
         work: Shared with the submitters of other groups that have the same workers.
     """
 
@@ -136,7 +136,7 @@ class Submitter:
         return f"{self._cls.__name__}.{method}"
 
     def call(self, request: CallRequest) -> Any:
-        """Send a call and wait for its result. Ctrl-C cancels it, as nobody else has the future."""
+        """Send a call and wait for its result. Ctrl-C cancels it, as no other code has the future."""
         future = self.submit(request, is_waited_for=True)
         try:
             return future.result()
@@ -147,7 +147,7 @@ class Submitter:
             raise
 
     def submit(self, request: CallRequest, is_waited_for: bool = False) -> Future[Any]:
-        """Send a call, or have it sent when the rows that it takes are there.
+        """Send a call now, or when the rows that it takes are there.
 
         Args:
             request: The call.
@@ -159,7 +159,7 @@ class Submitter:
             return self.submit_anyway(request, is_waited_for)
 
     def submit_anyway(self, request: CallRequest, is_waited_for: bool = False) -> Future[Any]:
-        """`submit`, whether or not the gate is open."""
+        """Send a call as `submit` does, whether or not the gate is open."""
         call = Call(request, self.site(request.method, request.options), self._send, self.work)
         future: Future[Any] = Future(call, request.owner)
         if request.parents or self.work.waiting:
@@ -170,7 +170,7 @@ class Submitter:
         return future
 
     def submit_now(self, request: CallRequest) -> Future[Any]:
-        """Send a call ahead of those that wait for rows. What goes wrong is its error."""
+        """Send a call ahead of those that wait for rows. An error becomes the error of the call."""
         call = Call(request, self.site(request.method, request.options), self._send, self.work)
         call.advance()
         return Future(call, request.owner)
@@ -216,15 +216,15 @@ class Submitter:
         return _Sending(self._workers(), site, name, ranks, ranks, Reply.RETURN, None).encoded(plan)
 
     def submit_shares(self, request: CallRequest, shares: Mapping[Share, Collection]) -> list[Future[Any]]:
-        """Send a call now, with a future for each share of the ranks, whose rows stay where they are made.
+        """Send a call now. Returns a future for each share of the ranks, whose rows stay where they are made.
 
         Calls that wait for rows come after it. The caller has asked the gate.
 
         Args:
-            request: The call; the shares have its ranks and say how the value of each becomes the result.
+            request: The call; its ranks and its collection are replaced by those of the shares.
             shares: The collection of each share.
         """
-        is_next = request.asks_for in (NEXT, CLOSE_STREAM)  # which ranks are asked that have begun
+        is_next = request.asks_for in (NEXT, CLOSE_STREAM)  # for ranks that have begun the stream
         failures = Failures() if is_next else Failures(self._workers().deaths)
         return self._submit_shares(request, shares, failures, Reply.KEEP)
 
@@ -232,7 +232,7 @@ class Submitter:
         self,
         request: CallRequest,
         shares: Mapping[Share, Collection],
-        failures: Failures,  # which all know, so that none is left in a collective with one that failed
+        failures: Failures,  # shared by all calls, so that no rank stays in a collective with a failed one
         reply: Reply,
     ) -> list[Future[Any]]:
         assert isinstance(request.plan, CallPlan), "it is sent now"
@@ -253,7 +253,7 @@ class Submitter:
                 workers.call(orders, tickets)
                 if record is not None:
                     record.is_sent()
-            except BaseException:  # Ctrl-C: ranks that fail it go on when all of them have ended it
+            except BaseException:  # Ctrl-C: ranks that fail the call go on when all of them have ended it
                 for share, call in calls.items():
                     self._is_sent(call, share, tickets, workers, failures)
                     call.cancel()
@@ -273,12 +273,12 @@ class Submitter:
         self.work.add(call)
 
     def begin_anew(self) -> None:
-        """The workers were stopped, and so all pending calls have failed; others take their place."""
+        """Drop all pending calls, which have failed because the workers were stopped; new workers follow."""
         self._give_up_waiting()
         self.work.clear()
 
     def cancel_all(self) -> None:
-        """Cancel the calls that are not over, and wait until they are: at most for the grace of each."""
+        """Cancel the calls that are not over, and wait until they are, at most for the grace of each."""
         self._give_up_waiting()
         self.work.cancel_all()
 
@@ -296,7 +296,7 @@ class Submitter:
 
     @property
     def workers(self) -> Workers:
-        """The workers; raises if the group was closed."""
+        """The workers. Raises ClosedError if the group was closed."""
         return self._workers()
 
     def worker_method(self, method: str) -> str:
@@ -304,7 +304,7 @@ class Submitter:
         return self._prefix + method
 
     def site(self, method: str, options: CallOptions | None = None) -> CallSite:
-        """The words of messages about a call of a method."""
+        """The `CallSite` of a call of a method."""
         site = self._sites.get(method)
         if site is None:
             mesh = self.meshes.get(method, self.mesh)

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: Arguments after the program's name; those of this process by default.
+        argv: Arguments after the program's name; by default the arguments of this process.
 
     Returns:
         The exit status: 0 on success, 1 if the command found a problem or could not complete, 2 for invalid input.

@@ -17,11 +17,11 @@ def debug(name: str, rank: int | None, controller: int | None = None) -> int:
 
     Args:
         name: The group's name; ``name@controller`` where groups of several controllers have it.
-        rank: The rank; None for the one that waits.
+        rank: The rank; None for the only rank that waits.
         controller: Pid of the only controller whose groups are considered.
 
     Returns:
-        The exit status: 0, or 1 if there is no such rank, or it does not wait.
+        The exit status: 0, or 1 if there is no such rank, or the rank does not wait.
     """
     try:
         identity = _chosen(_group(name, controller), rank)
@@ -37,7 +37,7 @@ def _group(name: str, controller: int | None) -> Group:
     """The group of a name.
 
     Raises:
-        LookupError: There is none, or several controllers have one.
+        LookupError: There is no such group, or several controllers have one.
     """
     discovered = discover(controller)
     if complaints := complaints_about([name], discovered):
@@ -50,7 +50,7 @@ def _chosen(group: Group, rank: int | None) -> WorkerIdentity:
     """The rank to attach to.
 
     Raises:
-        LookupError: There is none, or several wait.
+        LookupError: No rank waits, the given rank does not wait, or several ranks wait.
     """
     pids = in_debuggers(identity.pid for identity, _ in group.workers)
     waiting = {identity.rank: identity for identity, _ in group.workers if identity.pid in pids}

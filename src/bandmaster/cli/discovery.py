@@ -60,7 +60,7 @@ class Group:
         is_orphan: Whether the controller has ended.
         workers: Identity and process of each worker on this machine, by rank.
         held_nbytes: Bytes of rows that these workers have made and their controller holds, in shared memory.
-        agent_of: If ``controller`` is the agent of a controller on another host, what it calls that one; else "".
+        agent_of: If ``controller`` is an agent, its name for the controller on another host; else "".
         is_detached: Whether the workers outlive their controller; then the group is never an orphan.
     """
 
@@ -170,5 +170,5 @@ def _is_ours(pid: int) -> bool:
 
 
 def age_s(process: Process) -> float:
-    """How long a process has been running, in seconds."""
+    """The time since a process started, in seconds."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - process.started_s

@@ -127,7 +127,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that `doctor` knows about a machine, as seen by this process."""
+    """The facts about a machine that `doctor` judges, as seen by this process."""
 
     software: Software
     cores: Cores

@@ -14,7 +14,7 @@ ENOUGH_DESCRIPTORS = 4096
 ENOUGH_PROCESSES = 256
 LITTLE_MEMORY = 1 << 30  # a process that has imported torch takes a quarter of it
 RAY_SHM_SHARE, RAY_SHM_MOST = 0.3, 10 * 10**9  # of memory, and bytes, that Ray's object store wants in /dev/shm
-OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # that run programs built with any CUDA version of that major
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # oldest drivers for programs built with any CUDA version of that major
 # Source: NVIDIA, CUDA Compatibility, minor version compatibility.
 
 

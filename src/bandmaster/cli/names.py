@@ -1,4 +1,4 @@
-"""What commands call groups and ranks: names that select groups, and ranges of ranks. Pure."""
+"""Selects groups by name, reports unknown and ambiguous names, and formats ranges of ranks. Pure."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def kill(
         names: Names of groups; ``name@controller`` where groups of several controllers have the same name.
         is_all: End all groups and orphaned zygotes instead.
         is_orphans: End only groups and zygotes whose controller has ended instead.
-        is_sure: Whether ``is_all`` needs no confirmation by the user, who is asked in a terminal.
+        is_sure: Whether ``is_all`` needs no confirmation; without it, the command asks the user in the terminal.
         controller: Pid of the only controller whose groups are considered; see `discover`.
 
     Returns:
@@ -45,10 +45,10 @@ def kill(
         ended.
 
     Raises:
-        UsageError: ``is_all`` needs a confirmation, but there is no terminal.
+        UsageError: ``is_all`` needs a confirmation, but standard input is not a terminal.
     """
     if is_all and not is_sure and not sys.stdin.isatty():
-        raise UsageError("--all asks before it ends groups, but standard input is no terminal; add --yes to end them")
+        raise UsageError("--all asks before it ends groups, but standard input is not a terminal; add --yes")
     discovered = discover(controller)
     if names and (complaints := complaints_about(names, discovered)):
         print("\n".join(f"bandmaster kill: {complaint}" for complaint in complaints), file=sys.stderr)
@@ -69,7 +69,7 @@ def kill(
 
 
 def _is_confirmed(discovered: Discovered) -> bool:
-    """Ask the user whether everything that was discovered is to be ended."""
+    """Ask the user whether to end everything that `discover` found."""
     n_workers = sum(len(group.workers) for group in discovered.groups)
     what = [f"{_count(len(discovered.groups), 'group')} ({_count(n_workers, 'worker')})"] if discovered.groups else []
     n_zygotes = len(discovered.orphaned_zygotes)

@@ -18,7 +18,7 @@ from bandmaster.plan.placement import Node
 __all__ = ["NotThere", "links_and_nodes"]
 
 REACHABLE_WITHIN_S = 5.0
-STARTED_WITHIN_S = 60.0  # the process on another host that is connected to
+STARTED_WITHIN_S = 60.0  # for the listening process on another host
 
 
 class NotThere(Exception):
@@ -26,7 +26,7 @@ class NotThere(Exception):
 
 
 def links_and_nodes(address: str) -> list[tuple[Node, str | None]]:
-    """Return the living nodes of a cluster, and why this host cannot connect to a process there; None where it can.
+    """Return the living nodes of a cluster, each with the reason why this host cannot connect to it; None if it can.
 
     Args:
         address: ``"host:port"`` of the cluster, or ``"auto"`` for the one that a pool would join.
@@ -43,7 +43,7 @@ def links_and_nodes(address: str) -> list[tuple[Node, str | None]]:
 
 
 def _links(nodes: Sequence[str]) -> list[str | None]:
-    """For each node, why this host cannot connect to a process there; None where it can."""
+    """The reason why this host cannot connect to a process on each node; None for a node where it can."""
     listeners = [
         ray.remote(_Listener)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
@@ -63,10 +63,10 @@ def _links(nodes: Sequence[str]) -> list[str | None]:
 
 
 class _Listener:
-    """A process on a node, which listens as an agent would."""
+    """A process on a node that listens on the same address and port range as an agent."""
 
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """Open the listening socket, and return its host and port."""
         self._socket = socket.create_server((ray.util.get_node_ip_address(), 0))
         host, port = self._socket.getsockname()[:2]
         return host, port

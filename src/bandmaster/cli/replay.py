@@ -19,10 +19,10 @@ __all__ = ["replay"]
 
 
 def replay(path: str, rank: int | None, is_run: bool) -> int:
-    """Run a recorded call again, with the state, the arguments and the random numbers that it had.
+    """Run a recorded call again, with the same worker state, arguments and states of random number generators.
 
     Args:
-        path: A file, or a folder with recorded calls, of which the last one is taken.
+        path: A file, or a folder with recorded calls; of these the newest is run.
         rank: Only calls of this rank.
         is_run: Whether to run without a debugger.
 
@@ -30,7 +30,7 @@ def replay(path: str, rank: int | None, is_run: bool) -> int:
         The exit status: 0, or 1 if the method raised.
 
     Raises:
-        UsageError: There is no such call, or it cannot be loaded here.
+        UsageError: There is no such call, or this process cannot load it.
     """
     file = _chosen(Path(path), rank)
     call = _loaded(file)

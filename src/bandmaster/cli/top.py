@@ -1,4 +1,4 @@
-"""``bandmaster top``: what the ranks of the user's groups on this machine do and use, live or once."""
+"""``bandmaster top``: the activity and resource use of the user's ranks on this machine, live or once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def top(is_once: bool, interval_s: float, controller: int | None = None) -> int:
     """Show each rank of this user's groups on this machine: pid, running method, processor, memory, rows, device.
 
     Args:
-        is_once: Print one snapshot as plain text; also if standard output is no terminal.
+        is_once: Print one snapshot as plain text; also if standard output is not a terminal.
         interval_s: Seconds between two moments of the live view.
         controller: Pid of the only controller whose groups are shown.
 
@@ -78,7 +78,7 @@ def _run_live(sampler: Sampler, interval_s: float) -> None:
 
 
 def _table(moment: Moment, width: int, height: int, interval_s: float) -> Any:
-    """The table that fits on a terminal of so many characters and lines; no line is broken."""
+    """The table for a terminal of ``width`` characters and ``height`` lines; no line is broken."""
     from rich.table import Table
     from rich.text import Text
 
@@ -98,7 +98,7 @@ def _table(moment: Moment, width: int, height: int, interval_s: float) -> Any:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[int | None]:
-    """The descriptor of a terminal that gives each key at once, without showing it; None if input is no terminal."""
+    """The descriptor of a terminal that passes each key at once, without echo; None if input is not a terminal."""
     if not sys.stdin.isatty():
         yield None
         return
@@ -112,7 +112,7 @@ def _keys() -> Iterator[int | None]:
 
 
 def _is_quit(keys: int | None, wait_s: float) -> bool:
-    """Wait for a moment; whether the user has typed q meanwhile."""
+    """Wait ``wait_s`` seconds. Returns True as soon as the user types q or the terminal is closed."""
     if keys is None:
         time.sleep(wait_s)
         return False
@@ -120,6 +120,6 @@ def _is_quit(keys: int | None, wait_s: float) -> bool:
     while (left_s := deadline - time.monotonic()) > 0:
         if select.select([keys], [], [], left_s)[0]:
             typed = os.read(keys, 64)
-            if not typed or b"q" in typed.lower():  # nothing: the terminal is gone
+            if not typed or b"q" in typed.lower():  # an empty read: the terminal was closed
                 return True
     return False

@@ -1,4 +1,4 @@
-"""The table of `bandmaster top` as rows of text; ranks in the same state share a row where room is scarce. Pure."""
+"""The table of `bandmaster top` as rows of text; ranks in the same state share a row if lines are scarce. Pure."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def rows_of(moment: Moment, most_rows: int | None = None) -> list[Row]:
     """Return the rows of the table, in the columns of `HEADER`.
 
     Args:
-        moment: What the ranks do.
-        most_rows: Number of rows for which there is room; None for any number. If there are more ranks than that,
-            ranks of a group that run the same method share a row. If that does not suffice either, the last row says
-            how many were left out.
+        moment: The state of the ranks.
+        most_rows: Most rows to return; None for any number. If there are more ranks than that, ranks of a group that
+            run the same method share a row. If that does not suffice either, the last row says how many rows are
+            missing.
     """
     rows = [row for group in moment.groups for row in _rows(group, [[rank] for rank in group.ranks])]
     if most_rows is None or len(rows) <= most_rows:
@@ -35,9 +35,9 @@ def rows_of(moment: Moment, most_rows: int | None = None) -> list[Row]:
 
 
 def columns_that_fit(rows: Sequence[Row], width: int) -> list[int]:
-    """Return the numbers of the columns that fit on lines of so many characters, two of which separate columns.
+    """Return the numbers of the columns that fit on lines of ``width`` characters, two of which separate columns.
 
-    Columns without any value are left out first, then those that say the least about what runs.
+    Columns without any value are dropped first, then the columns in the order of `LEAST_FIRST`.
     """
     widths = [max(len(row[column]) for row in [HEADER, *rows]) for column in range(len(HEADER))]
     columns = list(range(len(HEADER)))
@@ -51,7 +51,7 @@ def columns_that_fit(rows: Sequence[Row], width: int) -> list[int]:
 
 
 def _same_state(ranks: Sequence[RankUsage]) -> list[list[RankUsage]]:
-    """Ranks that run the same method, or none, together, in the order of the lowest rank of each."""
+    """Group the ranks that run the same method, or none, in the order of the lowest rank of each group."""
     together: dict[str, list[RankUsage]] = {}
     for rank in ranks:
         together.setdefault(_runs(rank), []).append(rank)
@@ -90,14 +90,14 @@ def _runs(rank: RankUsage) -> str:
 
 
 def _tasks(ranks: Sequence[RankUsage]) -> str:
-    """The number of tasks, if there are any besides that of a running async method."""
+    """The number of tasks, if there are more than the task of a running async method."""
     shown = [rank.activity for rank in ranks if rank.activity is not None]
     counts = _from_to([one.n_tasks for one in shown], "{:.0f}".format)
     return f" (tasks: {counts})" if any(one.n_tasks > bool(one.method) for one in shown) else ""
 
 
 def _from_to(values: Sequence[float], shown: Callable[[float], str]) -> str:
-    """The least and the most of some values, or one of them if they look alike; "-" if there are none."""
+    """The minimum and maximum of some values, or one text if both look alike; "-" if there are none."""
     if not values:
         return "-"
     least, most = shown(min(values)), shown(max(values))

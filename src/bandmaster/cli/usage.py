@@ -1,4 +1,4 @@
-"""What the ranks of the user's groups do and use at one moment, as plain values for `bandmaster top`.
+"""Samples the activity and resource use of the ranks of the user's groups, as plain values for `bandmaster top`.
 
 ::
 
@@ -29,9 +29,9 @@ class RankUsage:
     Attributes:
         rank: The rank.
         pid: Its process.
-        activity: The method that it runs; None if the worker shows none, as one of another version of bandmaster.
+        activity: The method that it runs; None if the worker has no activity page, as in other versions of bandmaster.
         rss_nbytes: Resident memory in bytes.
-        cpu_percent: Processor time per time since the moment before, 100 for one core; None if it is not known yet.
+        cpu_percent: Processor time per time since the previous moment, 100 for one core; None for the first one.
         held_nbytes: Bytes of rows that it has made and its controller holds.
         device: The GPUs that the process uses and its memory on them; "" if it uses none, or NVML is not installed.
         is_in_debugger: Whether it waits at a ``breakpoint()``, or a terminal is attached to it.
@@ -54,8 +54,8 @@ class GroupUsage:
     Attributes:
         name: ``name``, or ``name@controller`` if groups of several controllers have the same name.
         world_size: Number of its ranks on all hosts.
-        ranks: Those on this machine, by rank.
-        note: What the table adds to its name: that its controller is gone, or that it is detached.
+        ranks: The ranks on this machine, in rank order.
+        note: A remark that the table adds to its name: that its controller has ended, or that it is detached.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Moment:
 
 @dataclass
 class Sampler:
-    """Takes moments one after the other; the processor time of one is relative to the moment before.
+    """Takes moments one after the other; processor times are relative to the previous moment.
 
     Attributes:
         controller: Pid of the only controller whose groups are sampled; None for all.
@@ -84,7 +84,7 @@ class Sampler:
     _at: float = 0.0
 
     def sample(self) -> Moment:
-        """Read what the ranks do and use now."""
+        """Read the present activity and resource use of the ranks."""
         discovered, now = discover(self.controller), time.monotonic()
         before, self._ticks = self._ticks, {}
         elapsed_s, self._at = now - self._at, now
@@ -111,7 +111,7 @@ class Sampler:
         return Moment(tuple(groups))
 
     def _cpu_percent(self, process: Process, before: Mapping[tuple[int, float], int], elapsed_s: float) -> float | None:
-        """Processor time of a process since the sample before; None if it was not there then."""
+        """Processor time of a process since the previous sample; None if that sample did not contain it."""
         key, found = (process.pid, process.started_s), stat(process.pid)
         if found is None:
             return None

@@ -58,7 +58,7 @@ def _buffer_of(array: Any) -> pickle.PickleBuffer:
 
 
 def writable(raw: Any) -> Any:
-    """The memory of an array of bytes as what counts as writable, though nobody is to write to it: a ctypes view."""
+    """A ctypes view of the memory of an array of bytes that counts as writable. The caller must not write to it."""
     alias = (ctypes.c_ubyte * raw.nbytes).from_address(raw.ctypes.data)
     alias._owner = raw  # keeps the memory alive as long as the buffer
     return alias

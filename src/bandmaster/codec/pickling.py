@@ -27,8 +27,8 @@ from bandmaster.codec.arrays import is_bare, reduce_array, writable
 __all__ = ["Payload", "add_plain", "add_reducer", "decode", "encode"]
 
 OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
-MAX_ITEMS = 100  # that `_contents` inspects
-MAX_CONTAINER_ITEMS = 1000  # of a container that `_large_bytes` searches
+MAX_ITEMS = 100  # inspected by `_contents`
+MAX_CONTAINER_ITEMS = 1000  # most items of a container that `_large_bytes` searches
 
 Reducer = Callable[[Any], Any]
 _OURS = {"bandmaster.codec.arrays", "bandmaster.codec.tensors"}
@@ -64,7 +64,7 @@ class Payload:
         return Payload(self.head, tuple(bytearray(buffer) for buffer in self.buffers))
 
     def shared(self) -> Payload:
-        """The payload in the same memory, which nobody is to write to. torch warns of buffers that say so."""
+        """The payload in the same memory, marked writable as torch warns of read-only buffers. Do not write to it."""
         return Payload(self.head, tuple([writable(np.frombuffer(buffer, np.uint8)) for buffer in self.buffers]))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
@@ -117,13 +117,13 @@ def encode(value: Any) -> Payload:
 
 
 def add_reducer(kind: type, reducer: Callable[[Any], Any]) -> None:
-    """Have values of exactly this type pickled by ``reducer(value)``, which returns what ``__reduce__`` would."""
+    """Pickle values of exactly this type by ``reducer(value)``, which returns a tuple like ``__reduce__``."""
 
     _reducers.setdefault(kind, reducer)
 
 
 def add_plain(*kinds: type) -> None:
-    """Have dataclasses pickled sooner: values of exactly these types consist of their fields alone."""
+    """Declare dataclasses whose values consist of their fields alone, so that they take the fast path of `encode`."""
     _plain_classes.update(kinds)
 
 
@@ -150,7 +150,7 @@ _MAY_HOLD_BYTES = _BYTES | _CONTAINERS
 
 
 class _Contents(Enum):
-    """What a value consists of, which decides what can pickle it."""
+    """The kind of objects in a value, which decides which pickler encodes it."""
 
     PLAIN = 0  # numbers, strings and None: `pickle.dumps`
     BARE = 1  # also arrays and tensors: the C pickler with a dispatch table, which gives the same result as `_Encoder`
@@ -158,7 +158,7 @@ class _Contents(Enum):
 
 
 def _contents(value: Any) -> _Contents:
-    """What the value and the items of its containers are; `ANY` if there are many of them."""
+    """Classify a value and the items of its containers; `ANY` if there are many items."""
     contents = _Contents.PLAIN
     found = [value]  # grows during the loop
     for item in found:

@@ -40,7 +40,7 @@ def add_reducers(reducers: dict[type, Any], bare: dict[type, Callable[[Any], boo
 
     Args:
         reducers: Reducers by type.
-        bare: For each type, a function that tells whether pickling a value needs no other reducer.
+        bare: For each type, a function that returns whether pickling a value needs no other reducer.
     """
     torch = sys.modules["torch"]
     if getattr(torch, "Tensor", None) in reducers or not hasattr(torch, "nn") or not hasattr(torch.nn, "Parameter"):

@@ -1,1 +1,1 @@
-"""Other libraries on bandmaster, without changing their code."""
+"""Runs other libraries on bandmaster without changes to their code."""

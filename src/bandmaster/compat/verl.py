@@ -4,11 +4,11 @@ One line before the first import of verl's single controller::
 
     import bandmaster.compat.verl
 
-or in front of a command that is not yours to change::
+or, for a command whose code you cannot change::
 
     python -m bandmaster.compat.verl -m verl.trainer.main_ppo trainer.n_gpus_per_node=8 ...
 
-Both hold for this process and for every Ray worker of the jobs that it starts with ``ray.init``.
+Both apply to this process and to every Ray worker of the jobs that it starts with ``ray.init``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from bandmaster.errors import UsageError
 __all__ = ["install"]
 
 THEIRS, OURS = "verl.single_controller", "bandmaster.single_controller"
-TRIED = ("0.9.1",)  # the versions of verl whose own tests and trainers have run on bandmaster
+TRIED = ("0.9.1",)  # versions of verl whose tests and trainers have run on bandmaster
 HOOK = "bandmaster.compat.verl.install"
-IN_A_WORKER = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"  # Ray sets it where the hook is to run
+IN_A_WORKER = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"  # Ray sets it in processes that run the hook
 
 
 class _Finder:
-    """Finds our module for the name of theirs; it is the same module under two names."""
+    """An import finder that returns bandmaster's module for the name of verl's; one module has both names."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         is_theirs = name == THEIRS or name.startswith(THEIRS + ".")
@@ -57,7 +57,7 @@ class _Finder:
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None, "the import system has set it"
-        module.__spec__ = module.__spec__.loader_state  # the name that it has in messages and pickles is ours
+        module.__spec__ = module.__spec__.loader_state  # messages and pickles use bandmaster's name
 
 
 def install(says_so: bool = False) -> None:
@@ -66,7 +66,7 @@ def install(says_so: bool = False) -> None:
     Calling it again does nothing.
 
     Args:
-        says_so: Whether to write to standard error what was done.
+        says_so: Whether to report the replacement on standard error.
 
     Raises:
         UsageError: verl's own single controller was imported before, or Ray was started before.
@@ -113,7 +113,7 @@ def _with_hook(init: Any) -> Any:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """Run a module (``-m name``) or a script, as Python does, with the rest of the arguments."""
+    """Run a module (``-m name``) or a script with the remaining arguments, like the ``python`` command."""
     if not arguments or (arguments[0] == "-m" and len(arguments) < 2):
         sys.exit("usage: python -m bandmaster.compat.verl (-m module | script.py) [arguments]")
     importlib.import_module("bandmaster.compat.verl").install(says_so=True)

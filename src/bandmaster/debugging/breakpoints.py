@@ -24,7 +24,7 @@ OF_IDES = "debugpy.breakpoint"
 
 
 def install_breakpoints(identity: WorkerIdentity, hold: Callable[[], AbstractContextManager[None]]) -> None:
-    """Have ``breakpoint()`` wait for ``bandmaster debug``, or for the debugger that PYTHONBREAKPOINT names.
+    """Make ``breakpoint()`` wait for ``bandmaster debug``, or for the debugger that PYTHONBREAKPOINT names.
 
     Args:
         identity: The worker's identity.

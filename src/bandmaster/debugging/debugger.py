@@ -1,4 +1,4 @@
-"""A pdb in a worker, on the terminal that attaches by ``bandmaster debug``."""
+"""A pdb in a worker that uses the terminal of ``bandmaster debug``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COROUTINES = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class Debugger(pdb.Pdb):
-    """Stops where ``breakpoint()`` is called, and waits for a terminal. Interrupts of the call wait meanwhile.
+    """Stops at a ``breakpoint()`` call, and waits for a terminal. Interrupts of the call are deferred meanwhile.
 
     It ends when the method goes on without breakpoints, when it is quit, or when the method returns.
 
@@ -40,7 +40,7 @@ class Debugger(pdb.Pdb):
         self.use_rawinput = False
         self._identity, self._hold = identity, hold
         self._raised_in: FrameType | None = None  # the frame in which the last event was an exception
-        self._callers: list[FrameType] = []  # of the method or coroutine that is debugged: frames of libraries
+        self._callers: list[FrameType] = []  # library frames that called the debugged method or coroutine
 
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
         """Stop at the next line of a frame."""
@@ -63,7 +63,7 @@ class Debugger(pdb.Pdb):
 
     @contextlib.contextmanager
     def _holding(self) -> Iterator[None]:
-        """Defer interrupts; if the call was interrupted meanwhile, the debugger is over."""
+        """Defer interrupts; if the call was interrupted meanwhile, the debugger ends."""
         try:
             with self._hold():
                 yield
@@ -72,17 +72,17 @@ class Debugger(pdb.Pdb):
             raise
 
     def get_stack(self, frame: FrameType | None, traceback: Any) -> tuple[list[tuple[FrameType, int]], int]:
-        """The frames that commands show: without those that have called the method."""
+        """The frames that commands show, without the callers of the method."""
         stack, at = super().get_stack(frame, traceback)
         shown = [entry for entry in stack if entry[0] not in self._callers]
         return shown, at - (len(stack) - len(shown))
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Whether to stop in a frame: not in those of libraries."""
+        """Whether to stop in a frame; never in frames of libraries."""
         return bool(super().stop_here(frame)) and not (frame in self._callers or _is_library(frame))
 
     def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
-        """Step over an await, and behind the end of a coroutine to its caller; `bdb` cannot tell one from the other."""
+        """Step over an await, and from the end of a coroutine to its caller; `bdb` does not distinguish the two."""
         is_coroutine, caller = bool(frame.f_code.co_flags & _COROUTINES), frame.f_back
         is_await = is_coroutine and frame is not self._raised_in and _is_at_yield(frame)
         if is_await and self.stopframe is None:
@@ -95,7 +95,7 @@ class Debugger(pdb.Pdb):
 
     def dispatch_exception(self, frame: FrameType, arg: Any) -> Any:
         """Note that a coroutine may end by an exception."""
-        if arg[0] is not StopIteration or arg[2] is not None:  # else what is awaited has ended
+        if arg[0] is not StopIteration or arg[2] is not None:  # else the awaited object has ended
             self._raised_in = frame
         return super().dispatch_exception(frame, arg)
 
@@ -105,13 +105,13 @@ class Debugger(pdb.Pdb):
         return super().dispatch_line(frame)
 
     def set_continue(self) -> None:
-        """Go on; without breakpoints, the debugger is over."""
+        """Go on; without breakpoints, the debugger ends."""
         super().set_continue()
         if not self.breaks:
             self._leave()
 
     def set_quit(self) -> None:
-        """Have the method raise `bdb.BdbQuit`."""
+        """Make the method raise `bdb.BdbQuit`."""
         super().set_quit()
         self._leave()
 
@@ -125,6 +125,6 @@ def _is_library(frame: FrameType) -> bool:
 
 
 def _is_at_yield(frame: FrameType) -> bool:
-    """Whether a frame is suspended: its last instruction is a yield, or beside one, by some versions of Python."""
+    """Whether a frame is suspended: its last instruction is a yield, or, in some versions of Python, next to one."""
     code, last = frame.f_code.co_code, frame.f_lasti
     return any(dis.opname[code[at]].startswith("YIELD") for at in (last - 2, last, last + 2) if 0 <= at < len(code))

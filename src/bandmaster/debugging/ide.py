@@ -1,4 +1,4 @@
-"""Has ``breakpoint()`` in a worker stop in an IDE, by debugpy."""
+"""Makes ``breakpoint()`` in a worker stop in an IDE, by debugpy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bandmaster.wire.status_page import DEBUGGER, announce
 __all__ = ["Ide"]
 
 _HOST = "127.0.0.1"
-_PORT = 5678  # that of debugpy's documentation, and of IDEs' templates
+_PORT = 5678  # the port of debugpy's documentation, and of IDEs' templates
 _LOOK_S = 0.2
 
 
 class Ide:
-    """Waits until an IDE is attached, and stops there. The worker counts as in a debugger until the IDE detaches.
+    """Waits until an IDE is attached, then stops. The worker counts as in a debugger until the IDE detaches.
 
     Args:
         hold: Returns a context manager that defers interrupts.
@@ -60,7 +60,7 @@ def _imported() -> tuple[ModuleType, ModuleType]:
     """Return debugpy, and pydevd, on which it is built.
 
     Raises:
-        ImportError: It is not installed.
+        ImportError: debugpy is not installed.
     """
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # else it warns that it cannot stop in frozen modules
     hook = sys.breakpointhook

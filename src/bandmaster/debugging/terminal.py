@@ -3,12 +3,12 @@
 ::
 
     worker: Terminal, the debugger's input and output         bandmaster debug, as the same user: attach
-      listens on a socket without a path ◄─────────────────── connects; both look at who the other is
+      listens on a socket without a path ◄─────────────────── connects; both check the peer's user
       "> file(3)method()...(Pdb) ", a zero byte ────────────► shows it, and reads a line
                                               "p self\\n" ◄── sends it
 
-The worker announces where it listens by the name of an anonymous file. The kernel chooses the socket's name, so that
-nobody can take it before.
+The worker announces its address by the name of an anonymous file. The kernel chooses the socket's name, so that no
+other process can take it before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNIX = "unix:"
 
 
 class Terminal:
-    """Standard input and output of the debugger: the terminal that is attached, or the next one that attaches."""
+    """Standard input and output of the debugger, on the attached terminal or the next one that attaches."""
 
     encoding = "utf-8"
 
@@ -37,7 +37,7 @@ class Terminal:
         self._listener: socket.socket | None = None
         self._announced = -1
         self._attached: TextIO | None = None
-        self._text = ""  # what the debugger has written since it last read a line
+        self._text = ""  # text that the debugger has written since it last read a line
 
     def open(self) -> None:
         """Let terminals attach from now on."""
@@ -49,7 +49,7 @@ class Terminal:
             self._listener = listener
 
     def close(self) -> None:
-        """Detach the terminal that is attached, and let none attach."""
+        """Detach the attached terminal, and refuse new ones."""
         self._detach()
         if self._listener is not None:
             self._listener.close()
@@ -57,7 +57,7 @@ class Terminal:
         self._listener, self._text = None, ""
 
     def write(self, text: str) -> int:
-        """Keep text until a line is read: then the terminal shows it."""
+        """Buffer text. The terminal shows it when a line is read."""
         self._text += text
         return len(text)
 
@@ -65,7 +65,7 @@ class Terminal:
         """Do nothing: text is sent when a line is read."""
 
     def readline(self) -> str:
-        """Show the text that was written, and wait for the answer. If the terminal goes, the next one is asked."""
+        """Send the buffered text, and wait for a line. If the terminal detaches, the next one gets the text."""
         while True:
             try:
                 terminal = self._next()
@@ -90,7 +90,7 @@ class Terminal:
 
     def _detach(self) -> None:
         if self._attached is not None:
-            with contextlib.suppress(OSError):  # it has gone before it was shown all text
+            with contextlib.suppress(OSError):  # the terminal was closed before it had all text
                 self._attached.close()
         self._attached = None
 
@@ -102,7 +102,7 @@ def attach(pid: int) -> str:
         The process's state, for a message.
 
     Raises:
-        OSError: No pdb waits there, or it is not that of this process, or not one of this user's.
+        OSError: No pdb waits there, or the socket belongs to another process or another user.
     """
     address = announcement(pid, DEBUGGER) or ""
     if not address.startswith(_UNIX):
@@ -111,9 +111,9 @@ def attach(pid: int) -> str:
         sock.connect(f"\0{address.removeprefix(_UNIX)}")
         owner, user = _peer(sock)
         if owner != pid or user not in (os.geteuid(), 0):
-            raise PermissionError(f"the debugger of process {pid} belongs to somebody else")
+            raise PermissionError(f"the debugger of process {pid} belongs to another user or process")
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # input() has history and keys for editing by it
+            import readline  # noqa: F401  # gives input() history and editing keys
         text = b""
         try:
             while data := sock.recv(65536):
@@ -148,7 +148,7 @@ def _peer(sock: socket.socket) -> tuple[int, int]:
 
 
 def say_where(frame: FrameType, what_to_do: str) -> None:
-    """Say in the worker's output where it waits, and how to go on."""
+    """Print the position at which the worker waits, and the next step, to its output."""
     code = frame.f_code
     where = f"{code.co_name} waits in a debugger at {code.co_filename}:{frame.f_lineno}"
     print(f"{where}; on host {os.uname().nodename}, {what_to_do}", file=sys.stderr, flush=True)

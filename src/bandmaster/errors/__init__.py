@@ -8,7 +8,7 @@
     │   ├── BatchError                (ValueError)  rows that cannot be split as asked
     │   ├── MeshError                 (ValueError)  axes, coordinates, sizes
     │   ├── LayoutError               (ValueError)  layouts of tensors that do not fit
-    │   ├── ProtocolError             (ValueError)  a transfer protocol that makes no sense
+    │   ├── ProtocolError             (ValueError)  an unknown or inconsistent transfer protocol
     │   └── ClosedError               (RuntimeError) a pool or group that was closed
     ├── RemoteError                 the worker's code: a method raised   (RuntimeError)
     │   ├── ConstructorError          … in ``__init__``
@@ -64,7 +64,7 @@ __all__ = [
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a wrong name: the known name that is most like it, if one is."""
+    """The end of a message about a wrong name: the most similar known name, or "" if none is similar."""
     import difflib  # here, as only errors need it, and `import bandmaster` has to be quick
 
     near = difflib.get_close_matches(name, list(known), 1)
@@ -79,20 +79,20 @@ class BandmasterError(Exception):
     """
 
     def _render_traceback_(self) -> list[str]:
-        """The traceback as IPython shows it, which asks an exception for it."""
+        """Format the traceback for IPython, which calls this method of an exception."""
         frames = self.__traceback__ if _shows_all() else without_library_frames(self.__traceback__)
         shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-        if shell is None:  # somebody else asks
+        if shell is None:  # the caller is not IPython
             return traceback.format_exception(type(self), self, frames)
         lines: list[str] = shell.InteractiveTB.structured_traceback(type(self), self, frames)
         return lines
 
 
 def hide_library_frames() -> None:
-    """Have pytest leave the frames of the modules of this library that are loaded out of tracebacks of its errors."""
+    """Make pytest omit frames of the loaded modules of this library from tracebacks of the library's errors."""
     for name, module in list(sys.modules.items()):
         if name.startswith("bandmaster.") and module is not None:
-            vars(module)["__tracebackhide__"] = _hides  # which pytest looks for among a frame's globals as well
+            vars(module)["__tracebackhide__"] = _hides  # pytest also looks for it among a frame's globals
 
 
 def _hides(seen: Any) -> bool:
@@ -105,7 +105,7 @@ def _shows_all() -> bool:
 
 
 class UsageError(BandmasterError):
-    """The caller made an invalid request. Nothing was sent; except after `ClosedError`, the group stays usable."""
+    """The caller made an invalid request. Nothing was sent. The group stays usable, except after `ClosedError`."""
 
 
 class ArgumentError(UsageError, TypeError):
@@ -282,7 +282,7 @@ class CallTimeout(BandmasterError, TimeoutError):
 
     @property
     def is_debugged(self) -> bool:
-        """Whether one of the ranks waits in a debugger; deadlines of calls begin anew then."""
+        """Whether one of the ranks waits in a debugger. In that case the deadline of a call begins anew."""
         return any(map(is_in_debugger, self.stacks.values()))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -295,7 +295,7 @@ class TurnTimeout(BandmasterError, TimeoutError):
 
 
 class RowsLost(BandmasterError, RuntimeError):
-    """Rows that a call had left on its ranks are gone: they were released, or what held them has failed."""
+    """Rows that a call had left on its ranks are gone: they were released, or their host or store has failed."""
 
 
 class CallCancelled(BandmasterError, RuntimeError):

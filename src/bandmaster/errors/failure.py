@@ -30,7 +30,7 @@ __all__ = [
     "without_library_frames",
 ]
 
-IN_DEBUGGER = "  in a debugger"  # how the stack of a rank begins that waits in one
+IN_DEBUGGER = "  in a debugger"  # the beginning of the stack of a rank that waits in a debugger
 N_LAST_LINES = 90  # of the standard error of a process that died; Ray, C libraries and Python end with long dumps
 
 
@@ -86,7 +86,7 @@ class Failure:
         """The failure for a worker process that ended.
 
         Args:
-            summary: How the process ended, such as ``"killed by SIGKILL"``.
+            summary: The cause of its end, such as ``"killed by SIGKILL"``.
             last_errors: The last lines that it wrote to standard error.
             host: Host name of the process.
             pid: Its process id.
@@ -153,9 +153,9 @@ def _is_ours(frame: TracebackType) -> bool:
 
 
 def with_source_lines(text: str) -> str:
-    """A traceback as text, with the source lines that another process could not find and this one can.
+    """Add the source lines to a traceback that another process could not find and this one can.
 
-    Those are of classes that were defined in the cell of a notebook, or in a script that the other host lacks.
+    They belong to classes defined in a cell of a notebook, or in a script that the other host lacks.
     """
     lines = text.split("\n")
     shown = []
@@ -212,9 +212,9 @@ def _revive(kind: FailureKind, summary: str, text: str, dumped: bytes | None, kn
 
 
 def is_in_debugger(stack: str) -> bool:
-    """Whether a stack is that of a rank whose debugger waits for a terminal, or is attached to one.
+    """Whether a stack belongs to a rank whose debugger waits for a terminal, or is attached to one.
 
-    It may begin with a line that says that the rank has not come to the call that was asked about.
+    The stack may begin with a line that says that the rank has not begun the call in question.
     """
     return any(line.startswith(IN_DEBUGGER) for line in stack.split("\n", 2)[:2])
 

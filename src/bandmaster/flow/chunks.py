@@ -1,4 +1,4 @@
-"""Plans pull dispatch: chunks of rows that go to whichever replica is free, instead of one part for each. Pure."""
+"""Plans pull dispatch: chunks of rows that go to the next free replica, instead of one part for each replica. Pure."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = ["PullPlan", "chunk_numbers", "collect_chunks", "plan_pull", "replicas
 
 
 def chunk_numbers(n_rows: int, size: int, keys: Sequence[Hashable] | None = None) -> tuple[Index, ...]:
-    """Cut rows into chunks; no rows are one chunk without rows.
+    """Cut rows into chunks; zero rows make one chunk without rows.
 
     Args:
         n_rows: Number of rows.
         size: Rows of each chunk; the last one may have fewer.
-        keys: For each row the group that it belongs to. Rows of a group come into one chunk, which then may have fewer
+        keys: For each row the key of its group. Rows of a group come into one chunk, which then may have fewer
             rows, or more if the group alone has more. Groups come in the order of their first rows.
 
     Returns:
@@ -70,7 +70,7 @@ class PullPlan:
 
     Attributes:
         chunks: For each chunk the numbers of its rows.
-        split: The arguments of which each chunk gets its rows.
+        split: The arguments that are split into the chunks' rows.
         whole: The arguments that go with every chunk.
     """
 
@@ -86,10 +86,10 @@ class PullPlan:
 
 
 def replicas(protocol: TransferProtocol[Any, Any] | Custom, mesh: Mesh, method: str) -> tuple[Share, ...]:
-    """The ranks that take a chunk together: those that a split would send the same part.
+    """The ranks that take a chunk together: the ranks to which a split would send the same part.
 
     Raises:
-        UsageError: The protocol does not split rows, pads them, or does not join what comes back.
+        UsageError: The protocol does not split rows, pads them, or does not join the returned values.
     """
     if not isinstance(protocol, TransferProtocol) or not isinstance(protocol.outgoing, Split):
         raise UsageError(f"{method} splits no rows, so there are none to pull; register it with Dispatch.DP_PROTO")
@@ -125,9 +125,9 @@ def plan_pull(
     size: int,
     group_by: str | None = None,
 ) -> PullPlan:
-    """Decide which arguments are cut into chunks, and which go with each of them.
+    """Decide which arguments are cut into chunks; the other arguments go with each chunk.
 
-    If the split balances, the chunks that cost most come first.
+    If the split balances, the chunks with the highest cost come first.
 
     Args:
         arguments: The bound arguments of the call.
@@ -155,7 +155,7 @@ def plan_pull(
             )
     members = by_rule.get(split, [])
     if not members:
-        raise BatchError(f"{method} got no batch, so that there are no rows to pull; pass one")
+        raise BatchError(f"{method} got no batch, so there are no rows to pull; pass one")
     found = [batches[argument.key] for argument in members]
     n_rows = common_rows(members, found, method)
     keys = None
@@ -175,7 +175,7 @@ def plan_pull(
 
 
 def _dearest_first(chunks: Sequence[Index], costs: np.ndarray[Any, Any]) -> tuple[Index, ...]:
-    """The chunks in the order in which replicas that are free at unequal times end at about the same time."""
+    """The chunks in descending order of cost, so that all replicas end at about the same time."""
     arrays = [np.asarray(numbers, dtype=np.int64) for numbers in chunks]
     return tuple(sorted(arrays, key=lambda numbers: -costs[numbers].sum()))
 
@@ -187,17 +187,17 @@ def collect_chunks(
     ranks: Sequence[int | None],
     method: str,
 ) -> Any:
-    """Join the values of chunks in the order that their rows have in the batch.
+    """Join the values of chunks in the order of their rows in the batch.
 
     Args:
-        protocol: How the method collects.
+        protocol: The protocol of the method.
         chunks: For each chunk the numbers of its rows.
-        values: What each has returned.
-        ranks: The rank that has returned it.
+        values: The value of each chunk.
+        ranks: The rank that has returned each value.
         method: ``"Class.method"``, for messages.
 
     Raises:
-        CollectError: They cannot be joined; the message names the rank and the chunk, which count from 0.
+        CollectError: The values cannot be joined; the message names the rank and the chunk, which count from 0.
     """
     numbers = tuple(range(len(chunks)))
     incoming: Any = protocol.incoming
@@ -212,10 +212,10 @@ def collect_chunks(
 
 
 def stack_chunks(tables: Sequence[Table], chunks: Sequence[Index], method: str) -> Table:
-    """The rows of chunks in the order that their rows have in the batch, without moving any.
+    """A table of the rows of all chunks in their order in the batch; no row moves.
 
     Raises:
-        BatchError: They have different columns, or the order cannot be restored.
+        BatchError: The chunks have different columns, or the order cannot be restored.
     """
     with_rows = [number for number, table in enumerate(tables) if table.n_rows] or range(len(tables))
     stacked = handles.concat([tables[number] for number in with_rows], [f"chunk {number}" for number in with_rows])

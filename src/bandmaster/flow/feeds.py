@@ -1,4 +1,4 @@
-"""Where the futures of a stream come from: shares of the ranks, or the items of generators."""
+"""Feeds, which supply a stream with futures: of shares of the ranks, or of the items of generators."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def pending_calls(futures: Iterable[Future[Any]]) -> list[Call]:
 
 
 class Arrivals:
-    """What has arrived for a stream, and nobody has taken: futures, an error to raise, what to call, None at the end.
+    """The queue of a stream: futures, an error to raise, a function to call, or None at the end.
 
-    Any threads may put something in, and any threads and tasks may take it.
+    Any thread may put an arrival in, and any thread or task may take it.
     """
 
     def __init__(self) -> None:
@@ -41,19 +41,19 @@ class Arrivals:
         self._wakes: dict[object, Callable[[], object]] = {}  # of the tasks that wait
 
     def put(self, arrival: Arrival) -> None:
-        """Add one; it does not block."""
+        """Add an arrival; it does not block."""
         self._queue.put(arrival)
         for wake in list(self._wakes.values()):
             with contextlib.suppress(RuntimeError):  # the event loop was closed
                 wake()
 
     def get(self, timeout_s: float | None) -> Arrival:
-        """Wait for the next one. Raises queue.Empty if there is none in time."""
+        """Wait for the next arrival. Raises queue.Empty if none comes in time."""
         return self._queue.get(timeout=Deadline(timeout_s).left())
 
     async def get_async(self) -> Arrival:
-        """Wait for the next one in an event loop."""
-        import asyncio  # here, as it takes a third of the time that the import of everything takes
+        """Wait for the next arrival in an event loop."""
+        import asyncio  # here, as it takes a third of the import time of the whole library
 
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
         self._wakes[arrived] = lambda: loop.call_soon_threadsafe(arrived.set)
@@ -69,19 +69,19 @@ class Arrivals:
 
 
 class Feed:
-    """Where the futures of a stream come from.
+    """Supplies a stream with the futures of a call.
 
     Attributes:
-        site: What messages say about the call.
-        workers: The workers that are asked.
-        arrived: What the stream takes.
+        site: The names for messages about the call, and its limits.
+        workers: The workers that run it.
+        arrived: The queue from which the stream takes arrivals.
         is_open: Whether the stream has not come to its end, and was not closed.
         due: Always None; see `bandmaster.calls.progress.Watch`.
 
     Args:
-        site: What messages say about the call.
-        workers: The workers that are asked.
-        returns_errors: Whether futures of calls that have failed are items as well.
+        site: The names for messages about the call, and its limits.
+        workers: The workers that run it.
+        returns_errors: Whether futures of failed calls are items as well.
     """
 
     due: float | None = None
@@ -95,13 +95,13 @@ class Feed:
         self.lock = threading.RLock()
 
     def begin_later(self, begin: Callable[[], object], parents: Sequence[Future[Any]], work: OpenWork) -> None:
-        """Begin when the rows that it takes, and the calls before it, are there. Errors are items of the stream."""
+        """Begin after the calls before it, when the rows that it takes are there. An error arrives in the stream."""
         self._beginning = _Beginning(self, begin, parents, work)
         work.enqueue(self._beginning, is_waited_for=False)
         work.advance()
 
     def received(self, arrival: Arrival) -> Future[Any] | None:
-        """Take what has arrived; the future, if the user is to have it. Raises its error."""
+        """Process an arrival. Returns the future if it is an item for the user. Raises an error that has arrived."""
         if arrival is None or self.is_closed:
             self.is_open = False
             self.arrived.put(None)  # for another thread that waits
@@ -118,12 +118,12 @@ class Feed:
         return None
 
     def pending(self) -> list[Call]:
-        """The calls that were sent and are waited for."""
+        """The sent calls that are not done."""
         return pending_calls(self._running.values())
 
     @property
     def awaited(self) -> Result | None:
-        """The call that is waited for before this one is sent."""
+        """The call for which this one waits before it is sent."""
         return None if self._beginning is None else self._beginning.awaited
 
     @property
@@ -132,13 +132,13 @@ class Feed:
         return not self.is_open
 
     def cancel(self) -> bool:
-        """Have nothing more be made. The stream raises `CallCancelled` and is closed then."""
+        """Stop making items. The stream then raises `CallCancelled` and is closed."""
         self.arrived.put(CallCancelled(f"{self.site.method} was cancelled; make the call again"))
         self._stop()
         return True
 
     def close(self) -> None:
-        """Have nothing more be made, and the stream end."""
+        """Stop making items, and end the stream."""
         self.is_open, self.is_closed = False, True
         self.arrived.put(None)
         if self._beginning is not None:
@@ -146,15 +146,15 @@ class Feed:
         self._stop()
 
     def look(self) -> bool:
-        """Close it in the background, as nobody has the stream any more."""
+        """Close it in the background, because the stream was collected."""
         self.close()
         return True
 
     def _is_taken(self, future: Future[Any]) -> None:
-        """The user has taken an item, so that there is room for another one."""
+        """Note that the user has taken an item, so that there is room for another one."""
 
     def _stop(self) -> None:
-        """Send no more, and cancel what runs."""
+        """Send no more calls, and cancel the running ones."""
         with self.lock:
             running = list(self._running.values())
         for future in running:
@@ -180,11 +180,11 @@ class _Beginning:
 
     @property
     def awaited(self) -> Result | None:
-        """The call that is waited for before it begins."""
+        """The call for which the stream waits before it begins."""
         return awaited([*self._work.first_before(self), *(parent._call for parent in self.parents)])
 
     def advance(self) -> bool:
-        """Begin if the rows that it takes are there; whether it has begun, or will not."""
+        """Begin if the rows that it takes are there. Returns whether it has begun, or never will."""
         if self._begin is not None:
             if not wait_for_all(self.parents, Deadline(0.0)):
                 return False
@@ -198,11 +198,11 @@ class _Beginning:
         return True
 
     def wait_until_sent(self, timeout_s: float | None) -> bool:
-        """Wait until nothing is missing for it to begin; False when the time is over before."""
+        """Wait until the rows that it takes are there; False if the time is over before."""
         return wait_for_all(self.parents, Deadline(timeout_s))
 
     def tell(self) -> None:
-        """Do nothing: the stream tells those who take its items."""
+        """Do nothing: the queue of the stream notifies its readers."""
 
     def give_up(self, why: BaseException) -> None:
         """Do not begin, for a reason."""
@@ -220,12 +220,12 @@ class _Beginning:
 
 
 class ShareFeed(Feed):
-    """The values of the ranks, each as it comes."""
+    """The values of the ranks, each when it arrives."""
 
     _running: dict[Share, Future[Any]]
 
     def begin(self, futures: Mapping[Share, Future[Any]]) -> None:
-        """The call was sent, with a future for each share of the ranks."""
+        """Watch the futures of a sent call, one for each share of the ranks."""
         self._running = dict(futures)
         for share, future in futures.items():
             future.add_done_callback(partial(self._done, share))
@@ -239,23 +239,23 @@ class ShareFeed(Feed):
 
 
 class ItemFeed(ShareFeed):
-    """The items of generators, each of which makes one after the other, and a few more than were taken.
+    """The items of generators. Each generator makes one item after the other, at most ``maxsize`` ahead of the user.
 
-    An item is asked for when the one before it is there, so that other calls come between two items, and so that a
-    generator is there when its next item is asked for, in whichever order a backend runs calls.
+    An item is requested when the one before it is there, so that other calls come between two items, and so that a
+    generator exists when its next item is requested, whatever the order in which a backend runs calls.
 
     Args:
-        site: What messages say about the call.
-        workers: The workers that are asked.
-        returns_errors: Whether futures of items that have failed are items as well.
-        maxsize: How many items of a share may be made before they are taken.
+        site: The names for messages about the call, and its limits.
+        workers: The workers that run it.
+        returns_errors: Whether futures of failed items are items as well.
+        maxsize: Most items of a share that are made before they are taken.
     """
 
     def __init__(self, site: CallSite, workers: Workers, returns_errors: bool, maxsize: int) -> None:
         super().__init__(site, workers, returns_errors)
         self._maxsize = maxsize
-        self._shares: dict[int | None, Share] = {}  # by the rank whose items come
-        self._room: dict[Share, int] = {}  # how many more items those may make that have not ended
+        self._shares: dict[int | None, Share] = {}  # by the rank that returns the items
+        self._room: dict[Share, int] = {}  # how many more items each share that has not ended may make
         self._unclosed: set[Share] = set()
         self._is_asking = False
 
@@ -265,11 +265,11 @@ class ItemFeed(ShareFeed):
         ask: Callable[[Share], Future[Any]],
         close: Callable[[list[Share]], object],
     ) -> None:
-        """Generators were begun.
+        """Watch generators that have begun.
 
         Args:
             first: The futures of the first item of each share of the ranks.
-            ask: Asks a share for its next item.
+            ask: Requests the next item of a share.
             close: Closes the generators of some shares.
         """
         self._ask, self._close = ask, close
@@ -279,7 +279,7 @@ class ItemFeed(ShareFeed):
         self.begin(first)
 
     def close(self) -> None:
-        """As `Feed.close`; the generators run their ``finally`` blocks."""
+        """Stop making items, end the stream, and close the generators, which run their ``finally`` blocks."""
         super().close()
         unclosed, self._unclosed = self._unclosed, set()
         if unclosed:
@@ -300,7 +300,7 @@ class ItemFeed(ShareFeed):
 
     def _done(self, share: Share, future: Future[Any]) -> None:
         call, has_failed = future._call, future.exception() is not None
-        assert isinstance(call, Call), "these alone are asked"
+        assert isinstance(call, Call), "items are requested by calls"
         is_end = not (has_failed or call.has_value_of(share.rank))
         with self.lock:
             del self._running[share]
@@ -315,15 +315,15 @@ class ItemFeed(ShareFeed):
         self._go_on(share)
 
     def _go_on(self, share: Share) -> None:
-        """Ask for the next item; if that is refused, have the thread that takes the next one ask again."""
+        """Request the next item; after an error, the thread that takes the next item requests it again."""
         try:
             self._ask_if_there_is_room(share)
-        except Exception:  # it is not the group's turn, say
+        except Exception:  # for example, it is not the group's turn
             self.arrived.put(partial(self._ask_if_there_is_room, share))
 
     def _ask_if_there_is_room(self, share: Share) -> None:
         with self.lock:
-            if self._is_asking:  # by this thread: an item was done as soon as it was asked for
+            if self._is_asking:  # by this thread: an item was done as soon as it was requested
                 return
             self._is_asking = True
             try:

@@ -1,4 +1,4 @@
-"""How the results of one call flow: as one value, share by share, item by item, or chunk by chunk."""
+"""Starts calls whose results come share by share, item by item, or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bandmaster.plan.transfer import Concat, Only, TransferProtocol
 
 __all__ = ["Flow"]
 
-ITEMS_AHEAD = 2  # of each rank, where the user does not say how many
+ITEMS_AHEAD = 2  # of each rank, by default
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Flow:
         group: The group, which lives as long as the futures.
         submitter: Sends the calls.
         spec: The method.
-        options: How long calls may take.
-        how: What the user has asked for.
+        options: The limits of the calls.
+        how: The user's flow options.
     """
 
     group: object
@@ -54,7 +54,7 @@ class Flow:
 
         Args:
             plan: Plans the call, when the rows that it takes are there.
-            parents: The futures of rows that are not.
+            parents: The futures of the missing rows.
         """
         if self.spec.is_generator:
             items = ItemFeed(*self._of_feeds, self._returns_errors, self.how.maxsize or ITEMS_AHEAD)
@@ -65,7 +65,7 @@ class Flow:
     def _begun(
         self, feed: Feed, begin: Callable[[Any], object], plan: Callable[[], Any], parents: Sequence[Future[Any]]
     ) -> Stream:
-        """A stream of a feed that begins now, or when the rows that it takes, and the calls before it, are there."""
+        """A stream of a feed that begins now, or when missing rows are there and the calls before it are sent."""
         if not parents:
             planned = plan()  # mistakes are errors now
             plan = lambda: planned  # noqa: E731
@@ -89,13 +89,13 @@ class Flow:
         return self.how.on_error == "return"
 
     def _begin_shares(self, feed: ShareFeed, plan: CallPlan) -> None:
-        """Send a call, whose values come one by one."""
+        """Send a call whose values arrive one by one."""
         alone = {share: self._alone(share) for share in self._shares_of(plan)}
         futures = self.submitter.submit_shares(self._request(plan), alone)
         feed.begin(_labelled(alone, futures, plan.real_rows))
 
     def _begin_items(self, feed: ItemFeed, plan: CallPlan) -> None:
-        """Have generators begin, whose items are asked for one by one."""
+        """Start generators, whose items are requested one by one."""
         if plan.real_rows is not None and plan.real_rows.padded_to is not None:
             raise UsageError(
                 f"{self.spec.label} yields items, from which padding cannot be removed; split without pad=True"
@@ -116,7 +116,7 @@ class Flow:
             with self.submitter.admitted(self.spec.label):
                 return call([share], named([share]), NEXT)[share]
 
-        def close(some: Sequence[Share]) -> object:  # also when it is not the group's turn: it frees what they hold
+        def close(some: Sequence[Share]) -> object:  # even if it is not the group's turn, as it frees resources
             return call(some, named(some), CLOSE_STREAM)
 
         first = call(list(alone), self._first_items_plan(plan, stream), OPEN_STREAM)
@@ -124,7 +124,7 @@ class Flow:
         self.submitter.work.add_in_parts(feed)
 
     def _first_items_plan(self, plan: CallPlan, name: str) -> CallPlan:
-        """The arguments of the call that begins with the generators."""
+        """The arguments of the call that starts the generators."""
         items = ((STREAM, name), (METHOD, self.submitter.worker_method(self.spec.name)))
         return CallPlan((*plan.groups, ArgumentGroup(items, ("stream", "method"), self.spec.ranks)))
 
@@ -132,7 +132,7 @@ class Flow:
         return shares(self.spec.ranks, [group.ranks for group in plan.groups], self.spec.collection.ranks)
 
     def chunks(self, args: Sequence[Any], kwargs: Mapping[str, Any], parents: Sequence[Future[Any]]) -> Stream:
-        """A stream of the values of chunks; ``parents`` are the futures of rows that are not there."""
+        """A stream of the values of chunks; ``parents`` are the futures of missing rows."""
         takers, feed = self._takers(), ChunkFeed(*self._of_feeds, self._returns_errors, self.how.maxsize)
         plan = partial(self._pull, claims_of(args, kwargs), args, kwargs)
         return self._begun(feed, partial(self._begin_chunks, feed, takers), plan, parents)
@@ -175,13 +175,13 @@ class Flow:
     def _takers(self) -> tuple[Share, ...]:
         if self.spec.is_for_zero or self.spec.is_generator:
             why = "runs on rank 0 alone" if self.spec.is_for_zero else "is a generator"
-            raise UsageError(f"{self.spec.label} {why}, so that it cannot be called with pull=; call it without")
+            raise UsageError(f"{self.spec.label} {why}, so it cannot be called with pull=; call it without")
         return replicas(self.spec.registration.protocol, self.spec.mesh, self.spec.label)
 
     def _pull(self, claims: Sequence[Claim], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pull:
         """Plan the chunks; the rows of futures among the arguments are there."""
         spec, size = self.spec, self.how.pull
-        assert size is not None, "the caller has looked"
+        assert size is not None, "the caller has checked it"
         arguments = bind(spec.label, spec.signature, args, kwargs)
         rules, split = spec.registration.arguments, self._protocol.outgoing
         plan = plan_pull(arguments, split, rules, spec.label, size, self.how.group_by)
@@ -198,14 +198,14 @@ class Flow:
         return CallRequest(spec.name, plan, spec.ranks, owner=self.group, options=self.options)
 
     def _alone(self, share: Share) -> Collection:
-        """How the value of a share becomes a result of its own."""
+        """The collection that makes a result of its own from the value of a share."""
         return Collection(of_one_rank(self.spec.collection.incoming, share.rank), (share.rank,))
 
 
 def _labelled(
     shares: Iterable[Share], futures: Sequence[Future[Any]], rows: RealRows | None
 ) -> dict[Share, Future[Any]]:
-    """The futures of shares, which say whose results they are, and of which rows."""
+    """The futures by share, labelled with the rank and the rows of the share."""
     found = dict(zip(shares, futures, strict=True))
     for share, future in found.items():
         future.rank, future.numbers = share.rank, None if rows is None else rows.numbers[share.rank]

@@ -1,4 +1,4 @@
-"""Pull dispatch: chunks of rows are sent to whichever replica is free.
+"""Pull dispatch: sends chunks of rows to the next free replica.
 
 ::
 
@@ -6,7 +6,7 @@
                              │  ▲                          │
                              │  └──── a chunk is done ─────┘
                              ├──► PulledCall   all chunks, in the order of the batch, for a future
-                             └──► ChunkFeed    each chunk as it comes, for a stream
+                             └──► ChunkFeed    each chunk when it is done, for a stream
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["ChunkFeed", "Pull", "Puller"]
 
 
 class Puller:
-    """Sends chunks to free replicas, in the threads in which the chunks before them are found to be done.
+    """Sends chunks to free replicas, in the threads that find earlier chunks done.
 
     Attributes:
         chunks: For each chunk the numbers of its rows.
@@ -42,7 +42,7 @@ class Puller:
         send: Sends a chunk to a replica.
         maxsize: Number of chunks that may be running or done without being taken; None for no limit.
         on_done: Called with the future of each chunk that is done.
-        on_error: Called with what a chunk could not be sent for; then no more are sent.
+        on_error: Called with the exception of a chunk that could not be sent; then no more are sent.
         on_sent: Called when the last chunk was sent.
     """
 
@@ -73,7 +73,7 @@ class Puller:
         return [self._by_number[number] for number in range(len(self.chunks))]
 
     def go_on(self) -> None:
-        """Send chunks as far as replicas are free and there is room."""
+        """Send chunks while replicas are free and there is room."""
         with self._lock:
             if self._is_sending:  # by this thread, and a chunk was done as soon as it was sent
                 return
@@ -99,7 +99,7 @@ class Puller:
             self._on_sent()
 
     def taken(self) -> None:
-        """A chunk that was done was taken, so that there is room for one more."""
+        """Make room for one more chunk, because the user has taken one."""
         with self._lock:
             self._room += 1
         self.go_on()
@@ -122,12 +122,12 @@ class Puller:
 
 
 class ChunkFeed(Feed):
-    """The chunks of a call, each as it comes.
+    """The chunks of a call, each when it is done.
 
     Args:
-        site: What messages say about the call.
-        workers: The workers that are asked.
-        returns_errors: Whether chunks that have failed come as futures as well.
+        site: The names for messages about the call, and its limits.
+        workers: The workers that run it.
+        returns_errors: Whether futures of failed chunks are items as well.
         maxsize: Number of chunks that may be running or done without being taken; None for no limit.
     """
 
@@ -144,7 +144,7 @@ class ChunkFeed(Feed):
         self._puller.go_on()
 
     def pending(self) -> list[Call]:
-        """As `Feed.pending`."""
+        """The calls of the chunks that are running."""
         return [] if self._puller is None else pending_calls(self._puller.running)
 
     def _is_taken(self, future: Future[Any]) -> None:
@@ -165,7 +165,7 @@ class ChunkFeed(Feed):
 
 
 class Pull(NamedTuple):
-    """What a pulled call does once the rows that it takes are there.
+    """The planned chunks of a pulled call, and the function that sends them.
 
     Attributes:
         chunks: For each chunk the numbers of its rows.

@@ -27,11 +27,11 @@ __all__ = ["FailedRows", "PartialResult", "PulledCall"]
 
 
 class FailedRows(NamedTuple):
-    """Rows of which the chunk has failed.
+    """The rows of a chunk that has failed.
 
     Attributes:
         numbers: The numbers of the rows in the batch.
-        error: Why they have no results.
+        error: The error of the chunk.
     """
 
     numbers: Index
@@ -55,23 +55,23 @@ class PartialResult(NamedTuple):
 class PulledCall(Result):
     """The result of a call whose chunks free replicas pull.
 
-    Calls that are submitted after it are sent when its last chunk was.
+    Calls that are submitted after it are sent after its last chunk.
 
     Attributes:
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         keeps_rows: Whether its rows stay where they are made.
         parents: The futures of the rows that it takes, until it has begun.
         done: Its end; None before.
         is_cancelled: Whether it was cancelled.
 
     Args:
-        site: The words of messages about it.
+        site: Its `CallSite`: names for messages, and limits.
         keeps_rows: Whether its rows stay where they are made.
-        returns_errors: Whether chunks that have failed come back as errors.
+        returns_errors: Whether the result contains the errors of failed chunks.
         parents: The futures of the rows that it takes.
         begin: Plans it; the rows are there by then.
         replicas: The ranks that take a chunk together.
-        join: Makes the result of chunks, of each the numbers of its rows, its value and the rank that made it.
+        join: Makes the result from the row numbers, the value and the rank of each chunk.
         work: The calls of the same workers.
     """
 
@@ -94,7 +94,7 @@ class PulledCall(Result):
         self._returns_errors, self._join, self._work = returns_errors, join, work
         self._begin: Callable[[], Pull] | None = begin
         self._replicas = replicas
-        self._puller: Puller | None = None  # as long as chunks are left, lest both refer to each other
+        self._puller: Puller | None = None  # None after the last chunk, to break the reference cycle
         self._chunks: Sequence[Index] = ()
         self._futures: Sequence[Future[Any]] = ()
         self.lock = threading.RLock()
@@ -103,10 +103,10 @@ class PulledCall(Result):
         self._watchers = Watchers()
         self._sent, self._finished = threading.Event(), threading.Event()
 
-    # --- in the queue of calls that were not sent yet ---
+    # --- in the queue of calls that are not sent yet ---
 
     def advance(self) -> bool:
-        """Begin if the rows that it takes are there; whether all chunks were sent."""
+        """Begin if the rows that it takes are there. Returns whether all chunks are sent."""
         if self._begin is not None and wait_for_all(self.parents, Deadline(0.0)):
             begin, self._begin, self.parents = self._begin, None, ()
             try:
@@ -121,12 +121,12 @@ class PulledCall(Result):
         return self._sent.is_set()
 
     def wait_until_sent(self, timeout_s: float | None) -> bool:
-        """Wait until all chunks were sent; False when the time is over before."""
+        """Wait until all chunks are sent; False if the time is over before."""
         deadline = Deadline(timeout_s)
         if self._begin is not None:
             if not wait_for_all(self.parents, deadline):
                 return False
-            self._work.advance()  # which begins it
+            self._work.advance()  # begins it
         return self._sent.wait(deadline.left())
 
     @property
@@ -135,14 +135,14 @@ class PulledCall(Result):
         return [*self._work.first_before(self), *self._running(), *(parent._call for parent in self.parents)]
 
     def _running(self) -> list[Call]:
-        puller = self._puller  # another thread may let go of it
+        puller = self._puller  # another thread may set it to None
         return [] if puller is None else pending_calls(puller.running)
 
     def tell(self) -> None:
-        """Nothing: who watches it waits for the last chunk."""
+        """Do nothing: watchers are notified after the last chunk."""
 
     def give_up(self, why: BaseException) -> None:
-        """Send no more, for a reason."""
+        """Send no more chunks, for a reason."""
         self._fail(why)
 
     def _all_sent(self) -> None:
@@ -159,7 +159,7 @@ class PulledCall(Result):
     is_ended = is_over
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until all chunks are done, or one has failed; False when the time is over before."""
+        """Wait until all chunks are done, or one has failed; False if the time is over before."""
         deadline = Deadline(timeout_s)
         if self._begin is not None:
             self._work.wait_up_to(self, deadline)
@@ -172,7 +172,7 @@ class PulledCall(Result):
         return True
 
     def drive(self) -> None:
-        """Send what can be sent."""
+        """Send the waiting calls and chunks that can be sent."""
         self._work.advance()
 
     def cancel(self) -> bool:
@@ -182,7 +182,7 @@ class PulledCall(Result):
         return True
 
     def late(self, timeout_s: float) -> CallTimeout:
-        """The error for who has waited for so long."""
+        """The `CallTimeout` to raise after a wait of ``timeout_s``."""
         calls = self._running()
         if not calls:
             return late(self, timeout_s, "takes its rows, or was submitted behind it")
@@ -206,9 +206,9 @@ class PulledCall(Result):
             return Done(value=self._joined(deadline))
         except (RowsLost, CallTimeout, ResourceError) as error:
             if self.keeps_rows:
-                raise  # those of other chunks may be there, or these later
+                raise  # the rows of other chunks may be there, or these rows later
             return Done(error)
-        except Exception as error:  # of a chunk whose value cannot be read, or of values that cannot be joined
+        except Exception as error:  # a chunk's value cannot be read, or values cannot be joined
             return Done(error)
 
     def _joined(self, deadline: Deadline) -> Any:
@@ -234,7 +234,7 @@ class PulledCall(Result):
         return PartialResult(value, sorted(int(row) for chunk in numbers for row in chunk), tuple(failed))
 
     def release(self) -> None:
-        """Let go of the rows that are there, or will be."""
+        """Release the rows that are there, or will be."""
         self._is_released = True
         for future in self._futures:
             future.release()
@@ -259,7 +259,7 @@ class PulledCall(Result):
         self._watchers.tell()
 
     def _fail(self, error: BaseException) -> None:
-        with SigintSafeLock(), self.lock:  # Ctrl-C must not leave it in the way of later calls
+        with SigintSafeLock(), self.lock:  # so that after Ctrl-C it does not block later calls
             if self.done is not None:
                 return
             self.done = Done(error)

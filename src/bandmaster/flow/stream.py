@@ -1,10 +1,10 @@
-"""Streams: the results of a call one by one, as they come.
+"""Streams: the results of a call one by one, as they arrive.
 
 ::
 
     submission ── a future for each share, item or chunk ──► Feed ── arrived ──► Stream ──► for, async for
                               ▲                                │
-                              └── asks for more, as they are made and taken
+                              └── requests more, as items are made and taken
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["Stream"]
 
 
 class Stream:
-    """Iterates over the results of a call as they come; `GroupMethod.stream` returns it.
+    """Iterates over the results of a call as they arrive; `GroupMethod.stream` returns it.
 
     Each result is a `Future` that is done. Its ``rank`` is the rank that made it, and its ``numbers`` are the numbers
-    of the rows that it belongs to, in the batch that was passed; None if no batch was split. Rows stay where they were
-    made until ``result()`` is called, so that futures can be passed on to other calls.
+    of its rows in the batch that was passed; None if no batch was split. Rows stay where they were made until
+    ``result()`` is called, so that futures can be passed on to other calls.
 
     The stream ends after the last result, or with the error of the first that failed. `close`, the end of a ``with``
-    block or the end of its last reference cancels what has not been made. Several threads or tasks may iterate over one
-    stream: each result comes to one of them.
+    block or the end of its last reference cancels the results that are not made yet. Several threads or tasks may
+    iterate over one stream: each result goes to one of them.
     """
 
     def __init__(self, feed: Feed) -> None:
@@ -49,10 +49,10 @@ class Stream:
         """Wait for the next result.
 
         Raises:
-            StopIteration: There is none any more, or the stream was closed, by another thread perhaps.
-            CallTimeout: It has not come within the timeout (see `GroupMethod.options`). The stream stays open: go on
-                iterating over ``error.stream``, or close it.
-            RemoteError, WorkerDied, CallCancelled: As `Future.result`; the stream is closed.
+            StopIteration: There are no more results, or the stream was closed, perhaps by another thread.
+            CallTimeout: No result has arrived within the timeout (see `GroupMethod.options`). The stream stays open:
+                go on iterating over ``error.stream``, or close it.
+            RemoteError, WorkerDied, CallCancelled: The call failed, see `Future.result`; the stream is closed.
         """
         timeout_s = self._feed.site.limits().timeout
         with self._closing_after_errors():
@@ -71,8 +71,8 @@ class Stream:
         return self
 
     async def __anext__(self) -> Future[Any]:
-        """As `__next__`, in an event loop. Cancelling the task that waits closes the stream."""
-        import asyncio  # here, as it takes a third of the time that the import of everything takes
+        """Wait for the next result in an event loop; see `__next__`. Cancelling the waiting task closes the stream."""
+        import asyncio  # here, as it takes a third of the import time of the whole library
 
         timeout_s = self._feed.site.limits().timeout
         with self._closing_after_errors():
@@ -89,7 +89,7 @@ class Stream:
 
     @contextlib.contextmanager
     def _closing_after_errors(self) -> Iterator[None]:
-        """An error of the call, or Ctrl-C, closes the stream; the end of a wait does not."""
+        """Close the stream after an error of the call, or Ctrl-C, but not after a `CallTimeout`."""
         try:
             yield
         except CallTimeout:
@@ -104,14 +104,14 @@ class Stream:
             raise
 
     def _check_debugged(self, timeout_s: float | None) -> None:
-        """Raise that a wait was too long, unless a rank is in a debugger: deadlines wait then."""
+        """Raise `CallTimeout`, unless a rank is in a debugger: then the deadline begins anew."""
         assert timeout_s is not None, "only a deadline ends the wait early"
         late = self._late(timeout_s)
         if not (timeout_s and late.is_debugged):
             raise late from None
 
     def close(self) -> None:
-        """Cancel what has not been made; generators run their ``finally`` blocks. Closing twice does nothing."""
+        """Cancel the results that are not made yet; generators run their ``finally`` blocks. Closing twice is fine."""
         if self._feed.is_open:
             self._feed.close()
 
@@ -124,8 +124,8 @@ class Stream:
     def __del__(self) -> None:
         feed = self.__dict__.get("_feed")
         if feed is not None and feed.is_open:
-            with contextlib.suppress(Exception):  # there may be no threads any more
-                progress.add(feed)  # which closes it: garbage may be collected under any lock
+            with contextlib.suppress(Exception):  # at exit, no thread can be started
+                progress.add(feed)  # the thread closes it, as garbage may be collected under any lock
 
     def __repr__(self) -> str:
         return f"<Stream of {self._feed.site.method}, {'open' if self._feed.is_open else 'ended'}>"

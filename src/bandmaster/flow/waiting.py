@@ -1,4 +1,4 @@
-"""Waiting for several futures: the words of `concurrent.futures`."""
+"""Waits for several futures, with the names of `concurrent.futures`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _all_of(waiting: set[Future[Any]], timeout: float | None, deadline: Deadline
 
 
 def _as_they_come(futures: set[Future[Any]], deadline: Deadline) -> Iterator[Future[Any]]:
-    """Futures as they are done, until the deadline."""
+    """Yield futures as they become done, until the deadline."""
     done: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
     for future in futures:
         future.add_done_callback(done.put)

@@ -1,7 +1,7 @@
-"""What a user holds: worker groups, their methods, and groups whose roles share processes.
+"""The objects that a user calls: worker groups, their methods, and groups whose roles share processes.
 
 ::
 
-    WorkerGroup.method(x) ── method: which way the call goes ──► bandmaster.calls
+    WorkerGroup.method(x) ── method: chooses the path of the call ──► bandmaster.calls
     colocate(...) ── colocation ──► one group of processes, and one WorkerGroup for each role
 """

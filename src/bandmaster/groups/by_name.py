@@ -38,10 +38,10 @@ class ByName:
             One value per rank, in rank order.
 
         Raises:
-            ArgumentError: The class has no such method, or the arguments do not fit it.
+            ArgumentError: The class has no such method, or the arguments do not match its signature.
             RemoteError: The method raised on at least one rank.
             CollectError: A returned value cannot be pickled or unpickled.
-            WorkerDied, CallTimeout: As for a registered method.
+            WorkerDied, CallTimeout: In the cases of a registered method.
         """
         values: list[Any] = self._on_all(method_name, self._plan_for_all(method_name, args, kwargs))
         return values
@@ -55,14 +55,14 @@ class ByName:
         """Run a method, registered or not, on rank 0, wait for it, and return its value.
 
         Raises:
-            ArgumentError: The class has no such method, or the arguments do not fit it.
+            ArgumentError: The class has no such method, or the arguments do not match its signature.
             RemoteError: The method raised.
         """
         plan = self._same(method_name, args, kwargs, 1)
         return self._submitter.call(CallRequest(method_name, plan, (0,), Collection(Only(), (0,)), self))
 
     def execute_rank_zero_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Non-blocking `execute_rank_zero_sync`."""
+        """Non-blocking `execute_rank_zero_sync`. Returns a `Future`."""
         plan = self._same(method_name, args, kwargs, 1)
         future: Future[Any] = self._submitter.submit_for_each(CallRequest(method_name, plan, (0,), owner=self))[0]
         return future

@@ -1,4 +1,4 @@
-"""Cancels all calls of a group: those that run or wait for rows, and streams and pulled calls, which send no more."""
+"""Cancels all calls of a group: running calls, calls that wait for rows, streams and pulled calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Cancelling:
     _submitter: Submitter
 
     def cancel(self) -> int:
-        """Cancel all calls of this group that have not ended, whichever thread has submitted them. Does not wait.
+        """Cancel all calls of this group that have not ended, from any thread. Does not wait.
 
         Ranks that run one of them are interrupted, and skip the others, as after `Future.cancel`. The futures raise
         `CallCancelled`, streams do so when they are iterated over, and the group can be called again at once: its next

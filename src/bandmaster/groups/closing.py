@@ -13,7 +13,7 @@ def close_all() -> None:
     """Close all worker groups and resource pools of this process, also those that no variable refers to any more.
 
     Their workers end and their slots are released, as by `WorkerGroup.close` and `ResourcePool.close`. New pools
-    and groups can be made afterwards. In a fork of the controller, it closes what the fork has made.
+    and groups can be made afterwards. In a fork of the controller, it closes those that the fork has made.
 
     Raises:
         UsageError: A signal handler called this during an operation of a group, which stays open.

@@ -58,8 +58,8 @@ def colocate(
         meshes: By role, the mesh of its group, ``Mesh(dp=world_size)`` by default; or a dict of named meshes, as the
             ``meshes`` of `WorkerGroup`.
         name: Name of the group, as for `WorkerGroup`; by default the names of the roles, such as ``actor_critic``.
-        name_prefix: What that name has before the names of the roles, as for `WorkerGroup`.
-        start_timeout: Seconds that the processes may take to start, and then the same again for all constructors.
+        name_prefix: Prefix of that name, before the names of the roles, as for `WorkerGroup`.
+        start_timeout: Seconds that the processes may take to start, and then again for all constructors.
         output: A directory for the output of the workers, as for `WorkerGroup`.
         logging: The lowest level of records of workers that the controller handles, as for `WorkerGroup`.
         **roles: By name of the role: a subclass of `Worker`, a tuple of it and positional arguments of its constructor,
@@ -69,8 +69,8 @@ def colocate(
         A group whose attributes are the groups of the roles.
 
     Raises:
-        UsageError: There is no role; a role is no identifier, or has the name of an attribute of the group; ``meshes``
-            names no role; or the classes were wrapped by ``@ray.remote`` with different options.
+        UsageError: There is no role; the name of a role is not an identifier, or is an attribute of the group;
+            ``meshes`` names an unknown role; or the classes were wrapped by ``@ray.remote`` with different options.
         Exception: All errors of `WorkerGroup`.
 
     Example:
@@ -100,7 +100,7 @@ def colocate(
 
 
 class _Checked(NamedTuple):
-    """What the user said about a role, and what follows from it before anything is started."""
+    """The checked arguments for a role, and the facts derived from them before anything is started."""
 
     cls: type[Worker]
     role: Role
@@ -109,7 +109,7 @@ class _Checked(NamedTuple):
 
 
 class _RoleParts(NamedTuple):
-    """What the group of a role consists of, besides what it shares with the colocated group."""
+    """The parts that the group of a role does not share with the colocated group."""
 
     checked: _Checked
     name: str
@@ -158,7 +158,7 @@ class ColocatedGroup(GroupOf[Any]):
         return _RoleParts(checked, group, submitter)
 
     def _turn_taker_of(self, parts: _RoleParts) -> TurnTaker:
-        """The part of a role that takes turns, and with it that of all roles together."""
+        """The turn taker of a role; also makes the one that takes turns for all roles together."""
         from bandmaster.turns.taker import TurnTaker, turn_taker  # a feature
 
         places = frozenset(self._pool._places)
@@ -179,7 +179,7 @@ class ColocatedGroup(GroupOf[Any]):
         return tuple(self._parts)
 
     def role(self, name: str) -> RoleGroup:
-        """The group of a role, as the attribute of that name.
+        """The group of a role; also available as the attribute of that name.
 
         Raises:
             UsageError: There is no such role.
@@ -192,13 +192,13 @@ class ColocatedGroup(GroupOf[Any]):
         return group
 
     def restart(self, state: Mapping[str, Any] | None = None) -> None:
-        """End all processes, even busy ones, and start new ones and construct the workers of all roles again.
+        """End all processes, even busy ones, start new ones, and construct the workers of all roles again.
 
         Args:
             state: By role, the value passed to its ``on_restart``; roles that are not named get None.
 
         Raises:
-            UsageError: ``state`` names no role, or one without ``on_restart``; nothing was done.
+            UsageError: ``state`` names an unknown role, or one without ``on_restart``; nothing was done.
             Exception: All errors of `WorkerGroup.restart`.
         """
         self._ownership.check()
@@ -206,14 +206,14 @@ class ColocatedGroup(GroupOf[Any]):
         super().restart(state)
 
     def replace(self, rank: int, state: Mapping[str, Any] | None = None) -> None:
-        """End the process of one rank, and start a new one and construct its workers of all roles.
+        """End the process of one rank, start a new one, and construct its workers of all roles.
 
         Args:
             rank: The rank whose process is replaced.
             state: By role, the value passed to its ``on_replace``; roles that are not named get None.
 
         Raises:
-            UsageError: A role has no ``on_replace``, or ``state`` names no role; nothing was done.
+            UsageError: A role has no ``on_replace``, or ``state`` names an unknown role; nothing was done.
             Exception: All errors of `WorkerGroup.replace`.
         """
         self._ownership.check()
@@ -253,7 +253,7 @@ class ColocatedGroup(GroupOf[Any]):
             parts.submitter.options.update(options)
 
     def _check_hooks(self, method: str, hook: str, state: Mapping[str, Any] | None, *args: Any) -> None:
-        """Refuse a state that no hook takes, and hooks that do not take it, before anything is done."""
+        """Refuse a state for a role without the hook, and a hook with another signature, before anything is done."""
         for parts in self._parts.values():
             if _has(parts.checked, hook):
                 cls = parts.checked.cls
@@ -285,7 +285,7 @@ class ColocatedGroup(GroupOf[Any]):
 class RoleGroup(WorkerGroup):
     """The group of one role: its methods and its mesh, on processes that it shares with the groups of other roles.
 
-    What is about the processes (`restart`, `replace`, `close`, ``with``) is asked of the colocated group.
+    The methods for the processes (`restart`, `replace`, `close`, ``with``) are those of the colocated group.
     """
 
     _is_colocated = True
@@ -398,7 +398,7 @@ def _checked(pool: ResourcePool, given: Any, meshes: Mesh | Mapping[str, Mesh] |
 
 
 def _common_options(found: Mapping[str, _Checked]) -> Mapping[str, Any]:
-    """The options of ``@ray.remote`` that the classes of all roles agree about."""
+    """Merge the options of ``@ray.remote`` of the classes of all roles; refuse contradictions."""
     common: dict[str, Any] = {}
     for name, checked in found.items():
         for option, value in checked.options.items():

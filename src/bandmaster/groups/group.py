@@ -94,7 +94,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
                 setattr(cls, name, _OfTheWorkers(name))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Not that of a worker class beside this one."""
+        """Create the group; skips a ``__new__`` of a worker class among the bases."""
         return object.__new__(cls)
 
     def __init__(
@@ -168,7 +168,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
             raise
 
     def _set_up(self, cls: type[Worker], pool: ResourcePool, mesh: Mesh, meshes: Mapping[str, Mesh]) -> None:
-        """Set what a group with a name has before it has workers."""
+        """Set the attributes that do not depend on the workers. The group has its name already."""
         name = self._name
         self._cls, self._pool, self._mesh, self._meshes = cls, pool, mesh, meshes
         self._methods = specs_of(cls, registrations(cls), mesh, meshes)
@@ -180,7 +180,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
             self._turn_taker()
 
     def _turn_taker(self) -> TurnTaker:
-        """The part of the group that takes turns; from now on its calls are checked. Raises UsageError if it cannot."""
+        """The group's turn taker, which checks its calls from now on. Raises UsageError if it cannot have one."""
         from bandmaster.turns.taker import turn_taker  # a feature
 
         return turn_taker(self._cls, self._name, self._pool._places, self._submitter, self._ownership)
@@ -195,7 +195,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         return nullcontext() if (gate := self._gate) is None else gate.renewal()
 
     def _start(self, launch: Launch) -> None:
-        """Start the workers. Subclasses may ask for more than a user can."""
+        """Start the workers. Subclasses extend the launch with options that users cannot set."""
         self._ownership.set_workers(start_workers(get_backend(self._pool._lease.backend), launch, self._constructor))
 
     @property
@@ -210,12 +210,12 @@ class GroupOf(ByName, Cancelling, Generic[W]):
 
     @property
     def meshes(self) -> Mapping[str, Mesh]:
-        """Further named axes over the same ranks, by the name that `register` refers to them by."""
+        """Further meshes of the same ranks, by the name that `register` uses for them."""
         return dict(self._meshes)
 
     @property
     def name(self) -> str:
-        """The group's name, with which the workers' names begin; by default that of the class, such as ``Actor``.
+        """The group's name, the prefix of the workers' names; by default the name of the class, such as ``Actor``.
 
         If another open group has it, a number is added: ``Actor-2``.
         """
@@ -232,16 +232,16 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         return [record.handle() for record in self._ownership.workers().records]
 
     def put(self, batch: Any) -> Future[Any]:
-        """Make a future of the controller's own rows, which calls of this and of other groups take as those of a call.
+        """Make a future of the controller's own rows, which calls of all groups take like the future of a call.
 
-        They are encoded now, and sent once to each host that reads any of them, however many calls take parts of them.
+        The rows are encoded now, and sent once to each host that reads any of them, however many calls take parts.
 
         Args:
-            batch: A batch; later changes of it do not matter.
+            batch: A batch; later changes to it have no effect.
 
         Raises:
-            BatchError: It has no rows.
-            ArgumentError: It cannot be pickled.
+            BatchError: ``batch`` has no rows.
+            ArgumentError: ``batch`` cannot be pickled.
 
         Example:
             >>> import numpy as np
@@ -255,8 +255,8 @@ class GroupOf(ByName, Cancelling, Generic[W]):
     def describe(self) -> str:
         """Return a table with one line per rank: name, mesh coordinates, host, pid, device, channel, and rows held.
 
-        Coordinates are those on axes that are larger than 1. The last column says how many bytes of rows the rank has
-        made that futures still hold; see `Future.release`.
+        Only axes larger than 1 are shown. The last column shows the bytes of rows that the rank has made and that
+        futures still keep; see `Future.release`.
 
         Raises:
             ClosedError: The group was closed.
@@ -268,7 +268,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         """The calls of this group that the present or last `bandmaster.trace` has recorded; prints as a table.
 
         Raises:
-            UsageError: Nothing was ever recorded.
+            UsageError: No trace was ever opened.
         """
         from bandmaster.tracing.ledger import calls_of  # a feature
 
@@ -300,12 +300,12 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         self._watches.append(DeathWatch(self._ownership.workers(), site, callback))
 
     def turn(self, *others: GroupOf[Any], timeout: float | None = None) -> Turn:
-        """The use of this group's slots by this group alone, for a ``with`` or an ``async with`` block.
+        """Reserve this group's slots for this group during a ``with`` or an ``async with`` block.
 
         Groups share slots if they are on one pool, on pools that were merged or split from it, or roles of `colocate`.
         When the block is entered, it waits until no other group has a turn on any of the slots. The other groups then
-        yield, behind their calls that still run: if their class has a method ``on_yield(self)``, it is called on every
-        rank, to give up device memory. Then ``on_resume(self)``, if there is such a method, is called on every rank of
+        yield, after their calls that still run: if their class has a method ``on_yield(self)``, it is called on every
+        rank, to release device memory. Then ``on_resume(self)``, if there is such a method, is called on every rank of
         this group if it had yielded. A group that has turn after turn neither yields nor resumes in between.
 
         While a group has its turn, calls of other groups on its slots are refused, if they have one of the two methods
@@ -314,8 +314,8 @@ class GroupOf(ByName, Cancelling, Generic[W]):
 
         A thread can enter the turn of a group again in its own turn, and other threads join it, those of several groups
         if they ask for the same ones; it ends with the last of the blocks. Once another group waits for the slots,
-        threads join only while one is inside that asked before it. If a hook raises, nobody has the turn, and the hook
-        is called again for the next one.
+        threads join only while a thread is inside that asked before it. If a hook raises, no group has the turn, and
+        the hook is called again for the next turn.
 
         Args:
             *others: Groups that have their turns at the same time as this one.
@@ -330,7 +330,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
                 in the same order everywhere, or set a timeout.
             TurnTimeout: Another group had its turn for too long, or its calls took too long to send.
             CallTimeout: A hook took too long. It still runs; the next turn waits for it.
-            RemoteError, WorkerDied: A hook raised, or a worker died; ``error.method`` says whose.
+            RemoteError, WorkerDied: A hook raised, or a worker died; ``error.method`` names the class.
             ClosedError: The group was closed.
 
         Example:
@@ -482,7 +482,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    if not TYPE_CHECKING:  # checkers are to find wrong names, and know the right ones
+    if not TYPE_CHECKING:  # so that type checkers report unknown names
 
         def __getattr__(self, name: str) -> Any:
             known = self.__dict__  # attributes are missing if `__init__` failed
@@ -544,7 +544,7 @@ class WorkerGroup(GroupOf[Any]):
     `execute_all_sync` and the other ``execute_`` methods. The group is a context manager that closes it.
 
     Args:
-        pool: The slots for the workers, one worker per slot. The pool stays the caller's: closing the group does not
+        pool: The slots for the workers, one worker per slot. The caller owns the pool: closing the group does not
             close it.
         worker_class: A subclass of `Worker`, plain, wrapped by ``@ray.remote``, or with its arguments in
             `ClassWithInitArgs`.
@@ -554,13 +554,13 @@ class WorkerGroup(GroupOf[Any]):
             example one of training and one of generation.
         name: Name of the group, with which the workers' names and each line of their output begin. An open group of
             this process that has it is closed first, so that a cell of a notebook can be run again; if it was on
-            another pool, slots of that pool without groups are given back until a group needs them. By default the
+            another pool, slots of that pool without groups are released until a group needs them. By default the
             pool's prefix and the name of the class, with a number if an open group is called so: ``Actor-2``.
-        name_prefix: What the name of the group consists of before the name of the class, in place of ``name``. Several
-            groups may have such a name.
-        start_timeout: Seconds that the processes may take to start, and then the same again for the constructors;
-            None sets no limit.
-        output: A directory for the output of the workers, which is made if it does not exist. What rank 2 writes is
+        name_prefix: Prefix of the group's name before the name of the class, in place of ``name``. Several groups may
+            have such a name.
+        start_timeout: Seconds that the processes may take to start, and then again for the constructors; None sets no
+            limit.
+        output: A directory for the output of the workers, which is made if it does not exist. The output of rank 2 is
             appended to ``{output}/{name}-2.out`` in place of the controller's standard output and error; on Ray, on
             the host of the worker.
         logging: The lowest level, such as ``"INFO"``, of the records of Python's `logging` in workers that loggers of
@@ -571,13 +571,13 @@ class WorkerGroup(GroupOf[Any]):
             `ClassWithInitArgs`.
 
     Raises:
-        ArgumentError: The first argument is not a pool, the arguments do not fit the constructor, or one of them
-            cannot be pickled.
+        ArgumentError: The first argument is not a pool, the arguments do not match the constructor's signature, or one
+            of them cannot be pickled.
         MeshError: A mesh and the pool differ in size, or a registered method names a mesh or an axis that the group
             does not have.
         UsageError: ``worker_class`` is not a worker class or has an async constructor, an option has the wrong type,
-            or a registered method hides an attribute of the group. Also where ``output`` is no directory that can be
-            written to, or the backend has no ``output``.
+            or a registered method hides an attribute of the group; or ``output`` is not a writable directory, or the
+            backend does not support ``output``.
         ConstructorError: A worker's constructor raised. The other workers were ended and all slots released.
         WorkerDied: A worker's process ended before the worker was constructed. The other workers were ended and all
             slots released.
@@ -594,7 +594,7 @@ class WorkerGroup(GroupOf[Any]):
 
 
 class _OfTheWorkers:
-    """An attribute of a worker class, on the class of its groups: the group's own attribute of that name."""
+    """A descriptor on a group class for an attribute name of the worker class; returns the group's own attribute."""
 
     def __init__(self, name: str) -> None:
         self._name = name

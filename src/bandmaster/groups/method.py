@@ -31,7 +31,7 @@ __all__ = ["GroupMethod"]
 FLOW = FlowOptions()
 
 P = ParamSpec("P")  # the method's parameters
-C = TypeVar("C", covariant=True)  # what a call returns: its result, or its future
+C = TypeVar("C", covariant=True)  # the return type of a call: its result, or its future
 G = TypeVar("G", covariant=True)  # the result
 
 
@@ -64,15 +64,15 @@ class GroupMethod(Generic[P, C, G]):
         Args:
             **options: ``timeout``: seconds that a wait for the result may take before `CallTimeout`; None sets no
                 limit. ``grace``: seconds from the interruption of the call, after a cancel or the failure of a rank,
-                until ranks that still run it are ended; None never ends one. ``maxsize``: how many items of each rank a
-                stream of a generator method has made before they are taken, 2 by default; or, with ``pull``, how many
-                chunks run or are done before they are taken, by default any number. ``pull``: the number of rows of a
-                chunk; chunks go to whichever replica is free, instead of one part to each. The result comes back
-                complete and in the order of the batch, a `stream` in the order in which chunks are done. ``group_by``:
-                the name of the column, or the argument, whose equal values keep rows in one chunk. ``on_error``:
-                ``"return"`` if a chunk that fails is not to fail the call: the result is then a `PartialResult`, and a
-                stream yields failed futures; so does a stream of a generator method, where the items of the other ranks
-                go on.
+                until ranks that still run it are ended; None never ends one. ``maxsize``: most items of each rank that
+                a stream of a generator method makes before they are taken, 2 by default; or, with ``pull``, most
+                chunks that run or are done before they are taken, by default any number. ``pull``: the number of rows
+                of a chunk; each chunk goes to the next free replica, instead of one part to each. The result is
+                complete and in the order of the batch; a `stream` yields chunks in the order in which they are done.
+                ``group_by``: the name of the column, or the argument, whose equal values keep rows in one chunk.
+                ``on_error``: with ``"return"``, a failed chunk does not fail the call: the result is a
+                `PartialResult`, and a stream yields failed futures; so does a stream of a generator method, where the
+                items of the other ranks go on.
 
         Raises:
             UsageError: An option is unknown, or its value is invalid.
@@ -89,24 +89,24 @@ class GroupMethod(Generic[P, C, G]):
         """Send the call and return its `Future` without waiting.
 
         Raises:
-            UsageError: The arguments do not fit the method or its protocol; nothing was sent.
+            UsageError: The arguments do not match the method's signature or its protocol; nothing was sent.
             ResourceError: No memory or descriptor is left for the arguments; nothing was sent.
         """
         future: Future[G] = self._send(args, kwargs, waits=False)
         return future
 
     def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> Stream:
-        """Send the call, and return an iterator over the results of the ranks as they come.
+        """Send the call, and return an iterator over the results of the ranks as they arrive.
 
         The items are futures that are done, one for each rank whose value the protocol collects. If the method is a
         generator (``yield``), they are its items, each of which is made when the ones before it are taken: see
         ``maxsize`` of `options`. Other calls may be made meanwhile; a rank runs them between two items.
 
-        Does not wait for the rows of futures among the arguments, or for calls that were submitted before: it is sent
-        when those are there, and what goes wrong then is raised as the stream is iterated over.
+        Does not wait for the rows of futures among the arguments, or for calls that were submitted before: the call is
+        sent when the rows are there and those calls are sent; a later error is raised by the iteration.
 
         Raises:
-            UsageError: The arguments do not fit the method or its protocol; nothing was sent.
+            UsageError: The arguments do not match the method's signature or its protocol; nothing was sent.
             ResourceError: No memory or descriptor is left for the arguments.
 
         Example:
@@ -139,7 +139,7 @@ class GroupMethod(Generic[P, C, G]):
         return Flow(self._group, self._submitter, self._spec, self._options, self._flow)
 
     def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
-        """Decide which argument goes where; the rows of futures among them are there."""
+        """Plan the arguments; the rows of futures among them are there."""
         spec, protocol = self._spec, self._spec.registration.protocol
         if not isinstance(protocol, Custom):
             return spec.plan(args, kwargs, protocol.outgoing)
@@ -147,7 +147,7 @@ class GroupMethod(Generic[P, C, G]):
         return CallPlan(tuple(scatter(arguments, len(spec.ranks), spec.label)))
 
     def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:
-        """Send the call; its future, or its result if the caller ``waits``."""
+        """Send the call. Returns its future, or its result if the caller ``waits``."""
         spec, protocol = self._spec, self._spec.registration.protocol
         collection = spec.collection
         if spec.is_generator:
@@ -160,7 +160,7 @@ class GroupMethod(Generic[P, C, G]):
             return self._pulled(args, kwargs, parents, waits)
         plan: CallPlan | Callable[[], CallPlan]
         if isinstance(protocol, Custom):
-            self._submitter.work.wait_until_sent()  # its functions have to see the arguments now
+            self._submitter.work.wait_until_sent()  # the user's functions process the arguments now
             plan = self._plan(args, kwargs)
             collection = collection._replace(finish=partial(protocol.collect, self._group))
         elif parents or self._submitter.work.waiting:
@@ -177,7 +177,7 @@ class GroupMethod(Generic[P, C, G]):
     def _pulled(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], parents: Sequence[Future[Any]], waits: bool
     ) -> Any:
-        """Send the call chunk by chunk; its future, or its result if the caller ``waits``."""
+        """Send the call chunk by chunk. Returns its future, or its result if the caller ``waits``."""
         if parents or self._submitter.work.waiting:
             bind(self._spec.label, self._spec.signature, args, kwargs)  # mistakes are errors now
         if not waits:
@@ -193,7 +193,7 @@ class GroupMethod(Generic[P, C, G]):
 
     @staticmethod
     def _not_there(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Future[Any]]:
-        """The futures among the arguments of which the rows are not there."""
+        """The futures among the arguments whose rows are not there."""
         return [value for value in (*args, *kwargs.values()) if type(value) is Future and not value.done()]
 
     def __repr__(self) -> str:
@@ -201,12 +201,12 @@ class GroupMethod(Generic[P, C, G]):
 
 
 def _claimed(_: Sequence[Claim], plan: Callable[[], CallPlan]) -> CallPlan:
-    """Plan a call that has had claims on the rows that it takes since it was submitted."""
+    """Plan a call, and keep its claims on the rows that it takes until then."""
     return plan()
 
 
 def _as_they_are(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Arguments that later changes of the caller's do not reach."""
+    """Copies of the arguments, which later changes by the caller do not affect."""
     return [_as_it_is(value) for value in args], {name: _as_it_is(value) for name, value in kwargs.items()}
 
 

@@ -54,7 +54,7 @@ def unwrap(
                 "constructor arguments are given both in ClassWithInitArgs and beside it; put all in ClassWithInitArgs"
             )
         worker_class, args, kwargs = worker_class.cls, worker_class.args, worker_class.kwargs
-    cls = getattr(worker_class, "__ray_actor_class__", worker_class)  # as @ray.remote leaves it
+    cls = getattr(worker_class, "__ray_actor_class__", worker_class)  # the class inside of @ray.remote
     options = getattr(worker_class, "_default_options", {}) if cls is not worker_class else {}
     if not (inspect.isclass(cls) and issubclass(cls, Worker)):
         raise UsageError(f"{cls!r} is not a subclass of bandmaster.Worker; write class MyWorker(bandmaster.Worker)")
@@ -93,7 +93,7 @@ def check_name(owner: str, name: object, name_prefix: object = None) -> None:
     Args:
         owner: Name of the group's class, for messages.
         name: The name, or None.
-        name_prefix: The option of that name, which makes a name of the class's.
+        name_prefix: The option of that name, which is put before the name of the class.
 
     Raises:
         UsageError: ``name`` is neither a string of printable characters nor None, or both are given.
@@ -125,7 +125,7 @@ def check_options(owner: str, name_prefix: object, start_timeout: object) -> Non
 
 
 def checked_output(owner: str, output: object) -> str | None:
-    """Return the path of a directory for output, as an absolute one.
+    """Return the absolute path of a directory for output.
 
     Args:
         owner: Name of the group's class, for messages.

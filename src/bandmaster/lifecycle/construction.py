@@ -3,7 +3,7 @@
 ::
 
     start_workers ── Backend.start ──► PRELOAD ──► CONSTRUCT ──► Workers
-         └── Start ──► WATCHERS: features that show how far it is
+         └── Start ──► WATCHERS: features that show its progress
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bandmaster.platform.deadline import Deadline
 
 __all__ = ["WATCHERS", "Start", "replace_worker", "start_workers"]
 
-EVERY_S = 0.5  # how often the replies of ranks are read, so that `Start.late` is true
+EVERY_S = 0.5  # interval at which replies of ranks are read, so that `Start.late` is up to date
 
 
 @dataclass(eq=False)
@@ -46,8 +46,8 @@ class Start:
 
     Attributes:
         group: Name of the group.
-        n_ranks: How many ranks are started.
-        doing: What the ranks do before their constructors run, such as ``", importing torch"``; "" once these run.
+        n_ranks: Number of ranks that are started.
+        doing: The step before the constructors, in words such as ``", importing torch"``; "" once constructors run.
         call: The step that runs; None while the processes are started.
     """
 
@@ -68,7 +68,7 @@ class Start:
         return None if self.call is None else self.call.missing
 
 
-WATCHERS: list[Callable[[Start], AbstractContextManager[object]]] = []  # features add theirs: entered with each start
+WATCHERS: list[Callable[[Start], AbstractContextManager[object]]] = []  # added by features, entered with each start
 
 
 @contextlib.contextmanager
@@ -108,7 +108,7 @@ def start_workers(backend: Backend, launch: Launch, constructor: Payload) -> Wor
 
 
 def replace_worker(workers: Workers, launch: Launch, constructor: Payload, rank: int) -> None:
-    """End the worker of one rank, if it still runs, and start and construct a new one on its slot.
+    """End the worker of one rank, if it still runs, then start and construct a new one on its slot.
 
     Raises:
         ConstructorError, WorkerDied, CallTimeout, PlacementError: See `start_workers`; the rank stays dead.
@@ -165,7 +165,7 @@ class _Construction:
             raise error
 
     def _has_ended(self, call: Call) -> bool:
-        """Wait for a step; False when the time is over before."""
+        """Wait for a step; False if the time is over before."""
         while True:
             left = self._deadline.left()
             if left is not None and left <= EVERY_S:

@@ -13,7 +13,7 @@ from bandmaster.errors import WorkerDied
 
 __all__ = ["DeathWatch"]
 
-LOOK_S = 1.0  # how often the watch asks backends that do not report deaths by themselves
+LOOK_S = 1.0  # polling interval for backends that do not report deaths by themselves
 _log = logging.getLogger(__name__)
 
 
@@ -27,7 +27,7 @@ class DeathWatch:
 
     Attributes:
         workers: The workers to watch.
-        due: When to ask the workers thoroughly again, in seconds of `time.monotonic`; None before the first time.
+        due: The moment of the next thorough check of the workers, by `time.monotonic`; None before the first one.
 
     Raises:
         ResourceError: The system allows no more threads or descriptors.
@@ -56,11 +56,11 @@ class DeathWatch:
             return True
         deaths = dict(self.workers.deaths)
         if not deaths:
-            if is_due:  # a look that is not thorough, of which there are more, must not put it off
+            if is_due:  # the more frequent checks that are not thorough must not postpone it
                 self.due = time.monotonic() + LOOK_S
             return False
         if not self.workers.check(is_thorough=False):
-            return True  # they were stopped while they were looked at
+            return True  # they were stopped during the check
         where = {rank: self._site.mesh.coordinates(rank) for rank in deaths}
         try:
             self._callback(WorkerDied(self._site.method, deaths, where, self._site.group, self._site.mesh.shown_axes))

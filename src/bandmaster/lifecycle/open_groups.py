@@ -1,7 +1,7 @@
 """The open groups of this controller, and their names.
 
 A name that the user gives belongs to one open group at most: a new group of that name closes the former one, so that a
-cell of a notebook can be run again. Without one, a group is named by its class, with a number where that is taken.
+cell of a notebook can be run again. By default, a group is named by its class, with a number if that name is taken.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Group(Protocol):
-    """What is asked of a group here."""
+    """The members of a group that this module uses."""
 
     _name: str
     _ownership: Ownership
@@ -44,7 +44,7 @@ class OpenGroups:
         Args:
             group: The group.
             name: Its name.
-            is_default: Whether it gets another one if an open group has it.
+            is_default: Whether a number is added to the name if an open group has it.
 
         Returns:
             Its name.
@@ -74,4 +74,4 @@ class OpenGroups:
         return closed
 
 
-open_groups = OpenGroups()  # those of this process
+open_groups = OpenGroups()  # of this process

@@ -26,7 +26,7 @@ class Ownership:
 
     Attributes:
         name: The group's name, for messages.
-        why_closed: Why the group was closed, or what to do then, for messages.
+        why_closed: The reason why the group was closed, or the next step, for messages.
 
     Args:
         group: The group; only a weak reference to it is kept.

@@ -1,4 +1,4 @@
-"""The tables that a group shows of itself, as text and as HTML: its ranks, and its methods with their protocols."""
+"""The tables of a group, as text and as HTML: its ranks, and its methods with their protocols."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Held = Mapping[int, int]
 
 
 def as_text(title: str, names: Sequence[str], mesh: Mesh, records: Sequence[WorkerRecord], held: Held) -> str:
-    """One line per rank: worker, coordinates on the axes that are larger than 1, and where it is.
+    """A table with one line per rank: worker, coordinates on the axes that are larger than 1, place, and rows held.
 
     Args:
         title: The first line.
         names: The worker of each rank.
         mesh: The group's mesh.
-        records: Where each rank is.
-        held: By rank, the bytes of rows that futures hold.
+        records: The host, process, device and channel of each rank.
+        held: The bytes of rows that futures hold, by rank.
     """
     return text_table(title, *_ranks(names, mesh, records, held))
 
@@ -38,7 +38,7 @@ def as_html(
     held: Held,
     methods: Iterable[MethodSpec],
 ) -> str:
-    """A table of the ranks, as `as_text`, and one of the methods; without ``records`` of a group that is closed."""
+    """HTML tables of the ranks, see `as_text`, and of the methods; ``records`` is None for a closed group."""
     if records is None:
         header, rows = _named(names, mesh)
     else:
@@ -64,7 +64,7 @@ def _ranks(
 
 
 def _protocol(spec: MethodSpec) -> str:
-    """What a method was registered with, by the name of the protocol if it is one of the six."""
+    """The protocol and mesh with which a method was registered; one of the six protocols is shown by its name."""
     protocol, mesh = spec.registration.protocol, spec.registration.mesh
     named = [str(member) for member in Dispatch if member.value == protocol]
     shown = "functions of its own" if isinstance(protocol, Custom) else (named or [repr(protocol)])[0]

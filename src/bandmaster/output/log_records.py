@@ -1,4 +1,4 @@
-"""Carries log records from a worker to the loggers of its controller, over a socket that keeps their borders.
+"""Carries log records from a worker to the loggers of its controller, over a socket that preserves message boundaries.
 
 ::
 
@@ -20,15 +20,15 @@ __all__ = ["MAX_RECORD_NBYTES", "RecordSender", "pass_on", "send_records"]
 
 MAX_RECORD_NBYTES = 128 * 1024  # a socket takes about 200 KiB
 _PLAIN = (str, int, float, bool, type(None))
-_NOT_SENT = {"args", "msg", "message", "exc_info", "exc_text", "stack_info"}  # they become text
+_NOT_SENT = {"args", "msg", "message", "exc_info", "exc_text", "stack_info"}  # part of the formatted text
 _log = logging.getLogger(__name__)
 
 
 class RecordSender(logging.Handler):
     """A handler whose records arrive in the loggers of the controller.
 
-    Attributes of a record that are neither strings nor numbers are left out. The next record that is sent after some
-    were dropped says how many.
+    Attributes of a record that are neither strings nor numbers are left out. The next record after dropped ones
+    carries their number.
 
     Args:
         connection: The worker's end.
@@ -66,7 +66,7 @@ def send_records(fd: int, level: int) -> None:
 
 
 def pass_on(written: Written) -> None:
-    """Have the controller's logger of the same name handle a record that a worker has sent, if it handles its level.
+    """Pass a record of a worker to the controller's logger of the same name, if that handles its level.
 
     The message gets the prefix ``[group rank]``, and the record the attributes ``group`` and ``rank``.
     """
@@ -81,6 +81,6 @@ def pass_on(written: Written) -> None:
             logger.handle(record)
         if n_dropped:
             _log.warning("%s%d log records are lost, as they were not read in time", written.prefix, n_dropped)
-    except Exception:  # a handler or a filter of the user's
-        with contextlib.suppress(Exception):  # it may be the root logger's
+    except Exception:  # raised by a handler or a filter of the user's
+        with contextlib.suppress(Exception):  # the handler may belong to the root logger
             _log.exception("a log record of rank %d of %s cannot be handled", rank, group)

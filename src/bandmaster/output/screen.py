@@ -1,9 +1,9 @@
 """Shows the output of all groups on the controller's own standard output and error.
 
-Each complete line is written at once, behind the prefix of its rank. The progress bars of ranks, and groups that take
-long to start, are shown in one live region below them, where standard error is a terminal and rich is installed.
-Elsewhere a bar becomes a line with its state every ten seconds, and one when it has ended; a start becomes a line every
-ten seconds on a terminal or in a notebook, and a log record elsewhere.
+Each complete line is written at once, after the prefix of its rank. The progress bars of ranks, and groups that start
+slowly, are shown in one live region below the lines if standard error is a terminal and rich is installed. Otherwise a
+bar becomes a line with its state every ten seconds, and one when it has ended; a start becomes a line every ten seconds
+on a terminal or in a notebook, and a log record elsewhere.
 
 ::
 
@@ -35,7 +35,7 @@ __all__ = ["SELDOM_S", "show", "watched"]
 
 SELDOM_S = 10.0  # between two lines about the same bar or start
 QUIET_S = 2.0  # shorter starts show nothing
-MOST_RANKS = 8  # that are named
+MOST_RANKS = 8  # named in a line
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +48,7 @@ class _Region:
         self._live: Live | None = None
 
     def put(self, source: object, text: Callable[[], str]) -> bool:
-        """Show the present text of a source in a line of its own. Returns False where no region can be drawn."""
+        """Show the present text of a source in a line of its own. Returns False if no region can be drawn."""
         with self._lock:
             if self._live is None:
                 self._live = _begun(self._render)
@@ -57,7 +57,7 @@ class _Region:
             return self._live is not None
 
     def remove(self, source: object) -> None:
-        """Show a source no longer."""
+        """Remove the line of a source."""
         with self._lock:
             self._texts.pop(source, None)
             if not self._texts and self._live is not None:
@@ -81,7 +81,7 @@ def _begun(render: Callable[[], RenderableType]) -> Live | None:
             from rich.live import Live
 
             console, is_shared = Console(stderr=True), _is_seen(sys.stdout)
-            if console.is_interactive:  # which a notebook is not
+            if console.is_interactive:  # a notebook is not
                 live = Live(console=console, get_renderable=render, transient=True, redirect_stdout=is_shared)
                 live.start()
                 return live
@@ -90,17 +90,17 @@ def _begun(render: Callable[[], RenderableType]) -> Live | None:
 
 def _is_seen(stream: Any) -> bool:
     """Return whether a stream of this process is a terminal or the output of a notebook's cell."""
-    with contextlib.suppress(AttributeError, ValueError):  # it is None, no file, or closed
+    with contextlib.suppress(AttributeError, ValueError):  # it is None, not a file, or closed
         return bool(stream.isatty()) or type(stream).__module__.startswith("ipykernel.")
     return False
 
 
-_REGION = _Region()  # the one of this process
-_told: dict[object, float] = {}  # when a line was last written about a bar that is not in the region
+_REGION = _Region()  # of this process
+_told: dict[object, float] = {}  # time of the last line about a bar that is not in the region
 
 
 def show(written: Written) -> None:
-    """Write the lines of a rank and show its bar, or have a logger handle its log record.
+    """Write the lines of a rank and show its bar, or pass its log record to a logger.
 
     Errors of the streams are ignored: a broken pipe, for example, must not block workers.
     """
@@ -125,7 +125,7 @@ def show(written: Written) -> None:
 
 @contextlib.contextmanager
 def watched(start: Start) -> Iterator[None]:
-    """Show the progress of a start that takes long, until the block is left."""
+    """Show the progress of a slow start until the block ends."""
     is_over, thread = threading.Event(), None
     try:
         thread = start_thread("bandmaster-start-progress", _show, start, is_over)

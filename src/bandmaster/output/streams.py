@@ -6,7 +6,7 @@
                      │                                         └──► or output/actor-2.out
                      └── records of `logging` ───────────────────► the loggers of the controller
 
-On another host, the agent sends what would be shown to the controller, which shows it.
+On another host, the agent sends the output to the controller, which shows it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from bandmaster.platform.locks import SigintSafeLock
 __all__ = ["MAX_LINE_NBYTES", "Lines", "WorkerOutput"]
 
 MAX_LINE_NBYTES = 64 * 1024
-LAST_LINE_NCHARS = 1000  # to keep of each of the last lines of standard error
+LAST_LINE_NCHARS = 1000  # characters shown of each of the last lines of standard error
 LAST_LINES_S = 1.0  # time for the thread to read them
 
 
 class Lines:
-    """Decodes a stream line by line. Of a line that ``\\r`` begins again, such as a bar, the last state counts.
+    """Decodes a stream line by line. If ``\\r`` restarts a line, such as a bar, only its last state counts.
 
     Lines longer than `MAX_LINE_NBYTES` are split.
     """
@@ -55,12 +55,12 @@ class Lines:
 
     @property
     def bar(self) -> str:
-        """The last state of an incomplete line that was begun again; "" for any other line, and where it is blank."""
+        """The last state of an incomplete line that ``\\r`` has restarted; "" for any other line, or if it is blank."""
         return _shown(self._rest) if b"\r" in self._rest else ""
 
     @property
     def is_between_lines(self) -> bool:
-        """Whether nothing is known of an incomplete line."""
+        """Whether there is no incomplete line."""
         return not self._rest
 
     def rest(self) -> list[str]:
@@ -70,7 +70,7 @@ class Lines:
 
 
 def _shown(line: bytes) -> str:
-    """Return a line as a terminal shows it; "" where blanks have erased an earlier state."""
+    """Return a line as a terminal shows it; "" if blanks have erased an earlier state."""
     _, again, state = line.rstrip(b"\r").rpartition(b"\r")
     return state.decode(errors="replace") if state.strip() or not again else ""
 
@@ -99,8 +99,8 @@ class WorkerOutput:
 
     Args:
         launch: The group: its name is the first word of the prefix ``[name rank]`` of each line; ``output`` is the
-            directory of its files, if it has any; ``log_level`` is given where its log records are read as well.
-        shows: Gets what is not written to files; by default this process shows it.
+            directory of its files, if it has any; with a ``log_level``, its log records are read as well.
+        shows: Called with the output that is not written to files; by default this process shows it.
 
     Raises:
         UsageError: The directory cannot be made, or not be written to.
@@ -117,7 +117,7 @@ class WorkerOutput:
             _make_directory(launch.output)
 
     def add(self, rank: int) -> list[int]:
-        """Read the standard output and error of a worker from now on, and its log records, if they are asked for.
+        """Read the standard output and error of a worker from now on, and its log records if the launch has a level.
 
         Returns:
             The write ends. The caller closes them once the worker has them.
@@ -199,7 +199,7 @@ def _make_directory(path: str) -> None:
     """Make the directory of files of output, unless it exists.
 
     Raises:
-        UsageError: It cannot be made, or not be written to.
+        UsageError: The directory cannot be made, or is not writable.
     """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Plans the arguments of a call: which ranks receive each argument, and how batches are split. Pure."""
+"""Plans the arguments of a call: the receivers of each argument, and the parts of batches. Pure."""
 
 from __future__ import annotations
 
@@ -143,10 +143,10 @@ def plan_call(
 def by_dispatch_rule(
     arguments: Sequence[BoundArgument], outgoing: Outgoing, rules: Mapping[str, Outgoing], method: str
 ) -> tuple[dict[Outgoing, list[BoundArgument]], dict[int | str, Batch | None]]:
-    """Sort arguments by their dispatch rules, under which values that are no batches are broadcast unless declared.
+    """Sort arguments by dispatch rule. Under a `Split`, values that are not batches are broadcast unless declared.
 
     Returns:
-        The arguments by rule, and those that are to be split as batches, by position or keyword.
+        The arguments by rule, and the arguments to split as batches, by position or keyword.
 
     Raises:
         BatchError: An argument is half a batch, or ``outgoing`` is a `Split` and no argument is a batch.
@@ -298,12 +298,12 @@ def costs_of_rows(
     n_rows: int,
     method: str,
 ) -> np.ndarray[Any, Any] | None:
-    """What each row costs that a split balances: a column of one of its batches, or an argument of that name.
+    """The cost of each row for a split that balances: a column of one of its batches, or an argument of that name.
 
     Args:
         rule: The split.
         members: The arguments that are split.
-        batches: The same as batches.
+        batches: Those arguments as batches.
         arguments: All arguments of the call.
         n_rows: Number of rows.
         method: ``"Class.method"``, for messages.
@@ -324,7 +324,7 @@ def costs_of_rows(
             f"{method} is split by {rule!r}, but {rule.balance!r} is not one number of 0 or more for each of {n_rows} "
             f"rows: it has {len(costs)} values of dtype {costs.dtype}"
         )
-    return costs.astype(np.float64)  # of which all can be negated and added up without an overflow
+    return costs.astype(np.float64)  # can be negated and added up without an overflow
 
 
 def column_called(
@@ -339,12 +339,12 @@ def column_called(
     Args:
         name: The name.
         members: The arguments that are split.
-        batches: The same as batches.
+        batches: Those arguments as batches.
         arguments: All arguments of the call.
-        why: What needs it, for the message.
+        why: The reason why the column is needed, for the message.
 
     Raises:
-        BatchError: There is none.
+        BatchError: There is neither such a column nor such an argument.
     """
     named = (batch.column(name) for batch in batches if batch is not None)
     found = next((column for column in named if column is not None), None)
@@ -361,7 +361,7 @@ def column_called(
 
 def _parts(argument: BoundArgument, batch: Batch | None, cut: Cut, method: str) -> list[Any]:
     """The argument's value for each part of a split, padded if the split pads."""
-    assert batch is not None, "_common_rows refuses arguments that are not batches"
+    assert batch is not None, "common_rows refuses arguments that are not batches"
     size, name = cut.real_rows.padded_to, argument.name
     try:
         if size is None:

@@ -1,4 +1,4 @@
-"""Batches: how rows are counted, split and concatenated. Pure: torch, pandas and others are used only if loaded.
+"""Batches: counts, splits and concatenates rows. Pure: torch, pandas and others are used only if loaded.
 
 A *batch* is a value with a leading row dimension. Which types are batches is decided by type, never by length:
 
@@ -67,10 +67,10 @@ KNOWN = (
     "arrays and tensors with a row dim, list, TensorDict, pandas DataFrame and Series, Hugging Face Dataset, "
     "registered types, and mappings, NamedTuples and dataclasses of equally long batches"
 )
-_CONSTANTS = {str, int, float, bool, type(None)}  # nobody can change them, and they are decoded from the head alone
+_CONSTANTS = {str, int, float, bool, type(None)}  # immutable, and decoded from the head alone
 _registered: dict[type, BatchType] = {}
-_of_the_user: dict[type, BatchType] = {}  # those of `register_batch_type`
-_learned: dict[type, BatchType] = {}  # that the controller has registered; other processes may not know them
+_of_the_user: dict[type, BatchType] = {}  # added by `register_batch_type`
+_learned: dict[type, BatchType] = {}  # registered by the controller; other processes may not know them
 
 
 def register_batch_type(
@@ -131,7 +131,7 @@ def add_batch_type(cls: type, kind: BatchType) -> None:
 
 
 def users_batch_types() -> tuple[tuple[type, BatchType], ...]:
-    """The types that `register_batch_type` was called with in this process, and how their rows are handled."""
+    """The types that this process has passed to `register_batch_type`, and the `BatchType` of each."""
     return tuple(_of_the_user.items())
 
 
@@ -206,7 +206,7 @@ class Batch:
             raise BatchError(f"cannot take rows of {_name(self.value)} by number: {error}") from error
 
     def _by_runs(self, numbers: np.ndarray[Any, Any]) -> Any:
-        """Rows by number of a type that can only split off ranges of rows: as few ranges as possible."""
+        """Take rows by number with a type that can only split off ranges of rows; uses as few ranges as possible."""
         if not len(numbers):
             return self.cut(0, 0)
         ends = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
@@ -228,7 +228,7 @@ class Batch:
         return self._kind in _learned.values() or any(column.is_learned for column in (self._columns or {}).values())
 
     def sent(self, numbers: Index) -> Any:
-        """What ranks are sent that get these rows: the rows, or a `Portion` if they lie elsewhere."""
+        """The value to send for the rows with these numbers: the rows, or a `Portion` if they lie elsewhere."""
         return Portion(self.value, numbers) if self.is_elsewhere else self.rows(numbers)
 
     def column(self, name: Any) -> Any:
@@ -290,7 +290,7 @@ def concat(batches: Sequence[Batch]) -> Any:
     values = [batch.value for batch in batches]
     try:
         return kind.concat(values) if isinstance(kind, BatchType) else _joined_columns(batches, kind)
-    except (BatchError, MemoryError):  # that there is no room is not a fault of the values
+    except (BatchError, MemoryError):  # a lack of memory is not a fault of the values
         raise
     except Exception as error:
         raise BatchError(f"cannot join {len(values)} values of type {_name(values[0])}: {error}") from error
@@ -344,7 +344,7 @@ def concat_rows(values: Sequence[Any]) -> Any:
 
 
 def join_rows(parts: Sequence[tuple[Batch, Index]]) -> Any:
-    """One value with some rows of each of several batches in order: as `concat_rows` of `Batch.rows`, but sooner.
+    """One value with some rows of each of several batches in order; faster than `concat_rows` of `Batch.rows`.
 
     Raises:
         BatchError: The batches have different types, or cannot be split or joined.
@@ -360,7 +360,7 @@ def join_rows(parts: Sequence[tuple[Batch, Index]]) -> Any:
 
 
 def _are_alike(batches: Sequence[Batch]) -> bool:
-    """Whether batches have one type, and the same columns in it, of which each can be joined by itself."""
+    """Whether batches have one type, and the same columns, each of which can be joined by itself."""
     kind, columns = batches[0]._kind, batches[0]._columns
     if isinstance(kind, ColumnsType):
         return kind is MAPPING and all(
@@ -386,7 +386,7 @@ def pad_rows(value: Any, rows: int) -> Any:
 
 
 def is_same_kind(first: Any, second: Any) -> bool:
-    """Whether two values have the same batch type, so that their rows can be joined; also if neither is a batch."""
+    """Whether two values have the same batch type, so that their rows can be joined; True if neither is a batch."""
     one, other = as_batch(first), as_batch(second)
     return (one and one._kind) is (other and other._kind)
 
@@ -409,10 +409,10 @@ def detached(value: Any) -> Any:
 
 
 def copies_rows(value: Any) -> bool:
-    """Whether rows of a value that are joined, or taken by number, share nothing with it that can be written to.
+    """Whether rows that are joined, or taken by number, share no writable memory with the value.
 
-    True for arrays and tensors, lists of strings and numbers, and dicts and TensorDicts of those. False is also the
-    answer for values of which that is not known.
+    True for arrays and tensors, lists of strings and numbers, and dicts and TensorDicts of those. False if that is
+    unknown.
     """
     kind = type(value)
     if kind is np.ndarray:
@@ -442,7 +442,7 @@ def describe(value: Any) -> str:
 
 
 def required_batch(value: Any) -> Batch:
-    """The value as a `Batch`. Raises BatchError if it is none."""
+    """The value as a `Batch`. Raises BatchError if it is not a batch."""
     batch = as_batch(value)
     if batch is None:
         raise BatchError(f"{_name(value)} has no rows; batches are {KNOWN}")

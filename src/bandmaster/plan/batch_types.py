@@ -1,4 +1,4 @@
-"""The built-in batch types: how their rows are counted, split and concatenated. Pure: imports no package of a type."""
+"""The built-in batch types, which count, split and concatenate rows. Pure: imports no package of a type."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Index = range | np.ndarray  # numbers of rows, in order; a range has step 1
 
 @dataclass(frozen=True)
 class BatchType:
-    """How the rows of one type of values are counted, split, concatenated and taken by number.
+    """The functions that count, split, concatenate and take by number the rows of one type of values.
 
     Attributes:
         rows: ``rows(value)`` returns the number of rows, None for a value of the type without a row dim.
@@ -57,7 +57,7 @@ class BatchType:
 
 @dataclass(frozen=True)
 class ColumnsType:
-    """How values that consist of columns are rebuilt: mappings, NamedTuples and dataclasses.
+    """The functions that rebuild values made of columns: mappings, NamedTuples and dataclasses.
 
     Attributes:
         is_record: Whether a single field that is not a batch makes the value a config, which is not a batch.
@@ -192,7 +192,7 @@ def _nested_keys(value: Any) -> list[Any]:
 
 
 def _array_concat(values: Sequence[Any]) -> Any:
-    masked = sys.modules.get("numpy.ma")  # which numpy imports when somebody asks for it
+    masked = sys.modules.get("numpy.ma")  # numpy imports it on first use
     if masked is not None and any(issubclass(kind, masked.MaskedArray) for kind in set(map(type, values))):
         return masked.concatenate(values)  # np.concatenate drops the masks
     dtypes = {value.dtype for value in values}
@@ -288,7 +288,7 @@ def _rebuilt_mapping(like: Mapping[Any, Any], columns: dict[Any, Any]) -> Mappin
     try:
         if isinstance(like, dict | UserDict):  # a copy has its own items and keeps the attributes
             made: Any = copy.copy(like)
-            if list(made) != list(columns)[: len(made)]:  # some are gone, or in another order
+            if list(made) != list(columns)[: len(made)]:  # some are missing, or in another order
                 for key in like:
                     del made[key]
             for key, column in columns.items():

@@ -95,7 +95,7 @@ def bind_per_rank(
 def dispatched(
     method: str, group: Any, custom: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """What a custom dispatch function returns: ``(args, kwargs)`` with one value per rank in each.
+    """Call a custom dispatch function. Returns its ``(args, kwargs)``, in which each value has one item per rank.
 
     Raises:
         ArgumentError: It returns something else.

@@ -38,7 +38,7 @@ def collect(
         values: The return values of ``ranks``, in the same order.
         method: ``"Class.method"``, for messages.
         real_rows: The number of rows that each rank of the group received; None if no argument was split.
-        sender: What messages call that which the ranks stand for.
+        sender: The noun that messages use for a rank, such as ``"chunk"`` if the numbers stand for chunks.
 
     Returns:
         The result for the caller: a batch for `Concat`, a list for `Gather`, one value for `Reduce` and `Only`, and a

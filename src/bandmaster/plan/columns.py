@@ -28,13 +28,13 @@ __all__ = [
 
 
 class Column(NamedTuple):
-    """What is known of a column without its rows.
+    """The facts about a column without its rows.
 
     Attributes:
-        dtype: Name of the dtype, such as ``"float32"``; name of the type where rows are Python objects. Different
+        dtype: Name of the dtype, such as ``"float32"``; name of the type if rows are Python objects. Different
             dtypes have different names: that of a pandas Categorical ends in the number and a checksum of categories.
-        shape: Shape of one row; None where rows may differ.
-        nbytes: Bytes of all rows; 0 where they cannot be counted without looking at each.
+        shape: Shape of one row; None if rows may differ.
+        nbytes: Bytes of all rows; 0 if counting them requires reading each row.
     """
 
     dtype: str
@@ -49,7 +49,7 @@ Schema = Mapping[Hashable, Column]  # by name; None is the name of the only colu
 
 
 class RowFacts(NamedTuple):
-    """What is known of rows without looking at them.
+    """The facts about rows without their content.
 
     Attributes:
         n_rows: Number of rows.
@@ -63,7 +63,7 @@ class RowFacts(NamedTuple):
 
 
 def facts_of(value: Any, nbytes: int) -> RowFacts | None:
-    """What is known of the rows of a value whose encoded size is ``nbytes``.
+    """The facts about the rows of a value whose encoded size is ``nbytes``.
 
     Returns:
         None if it is not a batch, or one of a type that other processes of this host may not know.
@@ -82,7 +82,7 @@ def schema_of(value: Any) -> dict[Hashable, Column]:
 
 
 def may_hold_users_types(schema: Schema) -> bool:
-    """Whether rows may be, or hold, batches of types that users have registered: not if all are arrays or lists."""
+    """Whether rows may be, or hold, batches of user-registered types; False if all columns are arrays or lists."""
     return any(column.shape is None and column.dtype != "list" for column in schema.values())
 
 
@@ -92,7 +92,7 @@ def dtypes_of(schema: Schema) -> list[tuple[Hashable, str]]:
 
 
 def stacked_schema(schemas: Sequence[Schema]) -> dict[Hashable, Column]:
-    """The columns of rows one after the other, of which the columns have equal names."""
+    """The schema of rows concatenated from values whose columns have equal names."""
     found: dict[Hashable, Column] = {}
     for name, first in schemas[0].items():
         columns = [schema[name] for schema in schemas]
@@ -102,11 +102,11 @@ def stacked_schema(schemas: Sequence[Schema]) -> dict[Hashable, Column]:
 
 
 def choose_columns(value: Any, names: Mapping[Any, Any]) -> Any:
-    """A batch with some of the columns of another, which it does not copy.
+    """A batch with some of the columns of another batch, without a copy.
 
     Args:
         value: The other batch.
-        names: By the new name, the name in ``value``.
+        names: The name of each column in ``value``, by its new name.
     """
     if _is_mapping(value):
         return rebuilt(value, {new: value[old] for new, old in names.items()})
@@ -117,7 +117,7 @@ def choose_columns(value: Any, names: Mapping[Any, Any]) -> Any:
 
 
 def join_columns(values: Sequence[Any]) -> Any:
-    """A batch of the type of the first one with the columns of all, which have equally many rows."""
+    """A batch of the type of the first value with the columns of all values, which have equal row counts."""
     first = values[0]
     if _is_frame(first):
         return sys.modules["pandas"].concat([value.set_axis(first.index) for value in values], axis=1)
@@ -126,7 +126,7 @@ def join_columns(values: Sequence[Any]) -> Any:
 
 
 def ascending(column: Any) -> np.ndarray[Any, Any]:
-    """The numbers of the rows in ascending order of a column; equal ones stay in their order."""
+    """The numbers of the rows in ascending order of a column; rows with equal values stay in their order."""
     if hasattr(column, "sort_values"):  # pandas has an order of its own for categories and for missing values
         return np.asarray(column.reset_index(drop=True).sort_values(kind="stable").index)
     return np.argsort(np.asarray(column), kind="stable")
@@ -134,7 +134,7 @@ def ascending(column: Any) -> np.ndarray[Any, Any]:
 
 def _named(value: Any) -> Mapping[Any, Any]:
     columns = _columns(value)
-    assert columns is not None, "what has no columns was refused when the handles were joined"
+    assert columns is not None, "joining handles refuses values without columns"
     return columns
 
 
@@ -162,7 +162,7 @@ def _column(value: Any) -> Column:
 
 
 def _name_of(dtype: Any) -> str:
-    """The name of a dtype, with what the names that pandas gives leave out."""
+    """The name of a dtype, with the details that pandas leaves out: categories and storage."""
     name, categories = str(dtype).removeprefix("torch."), getattr(dtype, "categories", None)
     if categories is not None:
         said = repr((list(categories), categories.dtype, dtype.ordered))
@@ -171,7 +171,7 @@ def _name_of(dtype: Any) -> str:
 
 
 def _is_of(value: Any, module: str, name: str) -> bool:
-    """Whether a value is an instance of a class, which is not imported for this."""
+    """Whether a value is an instance of a class, without importing its module."""
     cls = getattr(sys.modules.get(module), name, None)
     return cls is not None and isinstance(value, cls)
 

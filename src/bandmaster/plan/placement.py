@@ -26,7 +26,7 @@ RESERVING = (
     "a signal handler cannot reserve slots while another reservation is in progress; set a flag in the handler, and "
     "reserve after it has returned"
 )
-STRATEGIES = {  # of placement, and what a message says of each
+STRATEGIES = {  # of placement, each with its words in messages
     "spread": "",
     "strict_spread": ", each on a node of its own",
     "pack": "",
@@ -77,10 +77,10 @@ class Node:
         gpus_free: Number of GPUs that are not reserved.
         holders: Descriptions of the pools and groups that have reserved resources of the host.
         key: The backend's identifier of the host.
-        hostname: Its name in its own words.
+        hostname: Its own host name.
         labels: Its labels.
         total: Its custom resources, by name.
-        free: Those of them that are not reserved.
+        free: The custom resources that are not reserved, by name.
         is_many: Whether it stands for as many nodes as a request has, with all labels and custom resources.
     """
 
@@ -98,7 +98,7 @@ class Node:
     is_many: bool = False
 
     def capacity(self, request: Request, *, free: bool = True) -> int | None:
-        """The number of workers of ``request`` that fit on this node; None if nothing that it needs is counted.
+        """Number of workers of ``request`` that fit on this node; None if the request needs no counted resource.
 
         Args:
             request: The resources per worker.
@@ -108,7 +108,7 @@ class Node:
         return int(min(fits) + 1e-6) if fits else None
 
     def amounts(self, request: Request) -> list[tuple[str, float, float, float]]:
-        """Of each resource that counts for a request: its name, how much a worker needs, and what is free and there."""
+        """The name of each resource that counts for a request, with the amounts per worker, free, and in total."""
         found = []
         if request.gpus_per_worker:
             found.append(("GPUs", float(request.gpus_per_worker), self.gpus_free, self.gpus_total))
@@ -134,9 +134,9 @@ class Request:
         cpus_per_worker: CPUs reserved for each slot.
         gpus_per_worker: GPUs reserved for each slot; 0 for none.
         resources_per_worker: Custom resources reserved for each slot, as name and amount.
-        choices: The nodes that each entry may go onto; empty if they may all go onto any.
+        choices: The nodes that each entry may go onto; empty if all entries may go onto any node.
         strategy: One of `STRATEGIES`.
-        n_spares: How many of the entries, the last ones, are spare: each is alone on its node.
+        n_spares: Number of entries at the end that are spare: each is alone on its node.
     """
 
     name: str
@@ -177,8 +177,8 @@ class Request:
 def assign_nodes(request: Request, nodes: Sequence[Node], *, free: bool = True) -> tuple[int, ...] | None:
     """Choose a node for each entry of ``request.workers``.
 
-    All slots of an entry go onto one node. Entries get separate nodes if there are enough, the tightest fit first, and
-    share nodes otherwise; the request's strategy may say otherwise. Entries that are alike follow the order of the
+    All slots of an entry go onto one node. By default, entries get separate nodes if there are enough, the tightest fit
+    first, and share nodes otherwise; the request's strategy can change that. Equal entries follow the order of the
     nodes' addresses.
 
     Whether a request fits is a bin packing problem. This places the entries one by one, those that the fewest nodes are
@@ -286,7 +286,7 @@ def _describe(node: Node, fits: int | None, request: Request, free: bool) -> str
 
 
 def _labels(node: Node, request: Request) -> str:
-    """The values that a node has for the labels of a request."""
+    """The labels of a node that a request asks for, with their values, in brackets; "" if it asks for none."""
     asked = dict.fromkeys(label for choice in request.choices for label, _ in choice.labels)
     said = [f"{label}={node.labels.get(label, '(none)')}" for label in asked]
     return f" ({', '.join(said)})" if said else ""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 __all__ = ["Cell", "html_table", "svg_bands", "text_table"]
 
-# Sites and notebooks show a drawing on a white or on a dark page, and not all of them tell it which. Frames, and text
-# outside of boxes, have colours that are seen on both; text in boxes is dark, as boxes are light.
+# Sites and notebooks show a drawing on a white or on a dark page, which it cannot always find out. Frames, and text
+# outside of boxes, have colours that are visible on both; text in boxes is dark, as boxes are light.
 TEXT, IN_BOX, FRAME, THIN = "#767676", "#222", "#2f6fde", "#999"
 WIDTH, LABEL_WIDTH, LINE_HEIGHT, MARGIN, BOXES_PER_LINE = 760, 76, 15, 6, 8  # of drawings; all but the last in pixels
 

@@ -52,7 +52,7 @@ class RealRows(NamedTuple):
         return tuple(map(len, self.numbers))
 
     def order(self, ranks: Sequence[int]) -> np.ndarray[Any, Any] | None:
-        """The order that the rows had before the split.
+        """The permutation that restores the order of the rows before the split.
 
         Args:
             ranks: The ranks whose rows are concatenated.
@@ -191,7 +191,7 @@ def sources(mesh: Mesh, incoming: Incoming | tuple[Incoming, ...]) -> tuple[int,
 
     Args:
         mesh: The mesh of the worker group.
-        incoming: A collect, or a tuple of collects, for which the result has the ranks of any of them.
+        incoming: A collect, or a tuple of collects; for a tuple, the result has the ranks of all its collects.
 
     Raises:
         MeshError: ``mesh`` does not have an axis, axes overlap, or a coordinate is outside its axis.

@@ -1,4 +1,4 @@
-"""Shares of a call: the ranks that act together where results are not joined, but come one by one. Pure."""
+"""Shares of a call: sets of ranks with one result each, for calls whose results are not joined. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Share", "of_one_rank", "shares"]
 
 
 class Share(NamedTuple):
-    """Ranks that act together, and the one of them whose value comes.
+    """Ranks that act together, one of which returns the value of the share.
 
     Attributes:
-        rank: The rank whose value comes.
-        ranks: All of them, that one first.
+        rank: The rank that returns the value.
+        ranks: All ranks of the share, that rank first.
     """
 
     rank: int
@@ -33,7 +33,7 @@ def shares(ranks: Sequence[int], receivers: Sequence[Sequence[int]], collected: 
     Args:
         ranks: The ranks that run the method.
         receivers: Item i lists the ranks that receive argument group i.
-        collected: The ranks whose values come; at least one.
+        collected: The ranks that return values; at least one.
 
     Example:
         >>> shares([0, 1, 2, 3], [[0, 1], [2, 3]], [0, 2])
@@ -51,7 +51,7 @@ def shares(ranks: Sequence[int], receivers: Sequence[Sequence[int]], collected: 
 
 
 def of_one_rank(incoming: Incoming | CollectEach, rank: int) -> Incoming | CollectEach:
-    """How the value of a single rank is made of what it returns: padding is removed, nothing is joined or listed."""
+    """The collect for the value of a single rank: it removes padding, and neither joins nor lists."""
     if isinstance(incoming, Concat):
         return incoming
     if isinstance(incoming, CollectEach):

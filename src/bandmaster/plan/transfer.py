@@ -1,4 +1,4 @@
-"""Transfer protocols as data: how the arguments of a call are distributed and how its results are combined. Pure.
+"""Transfer protocols as data: rules that distribute the arguments of a call and combine its results. Pure.
 
 Dispatch rules, one per argument: `Split`, `Broadcast`, `PerRank`. Collect rules: `Concat`, `Gather`, `Reduce`, `Only`.
 A `TransferProtocol` has one dispatch rule and one collect rule, or a tuple of collect rules for a method that returns a
@@ -65,12 +65,12 @@ class Split:
     Args:
         *axes: Names of mesh axes, the slowest first; at least one.
         pad: Repeat rows from the start of the batch until all parts have equal row counts. `Concat` removes the copies
-            from the result, which requires one result row for each row. Other collect rules in a tuple combine what
-            the ranks computed from rows and copies together.
-        balance: Name of a column of the batch, or of another argument with one number per row, that says what each row
-            costs. Parts then have the same sizes as without it, but about equal costs; within a part rows keep their
-            order. `Concat` puts the rows of the result back into the order of the batch, which requires one result row
-            for each row.
+            from the result, which requires one result row for each row. Other collect rules in a tuple combine the
+            values computed from rows and copies together.
+        balance: Name of a column of the batch, or of another argument with one number per row, that gives the cost of
+            each row. Parts then have the same sizes as without it, but about equal costs; within a part rows keep
+            their order. `Concat` puts the rows of the result back into the order of the batch, which requires one
+            result row for each row.
 
     Raises:
         ProtocolError: There is no axis, an axis is not a string or is named twice, or ``balance`` is not a string.
@@ -235,7 +235,7 @@ IncomingT = TypeVar("IncomingT", bound="Incoming | tuple[Incoming, ...]", covari
 
 @dataclass(frozen=True)
 class TransferProtocol(Generic[OutgoingT, IncomingT]):
-    """How the arguments of a call are distributed and its results are combined.
+    """A dispatch rule and collect rules, which distribute the arguments of a call and combine its results.
 
     Args:
         outgoing: The dispatch rule for arguments without a rule of their own. Under a `Split`, batches are split and
@@ -246,8 +246,8 @@ class TransferProtocol(Generic[OutgoingT, IncomingT]):
 
     Raises:
         ProtocolError: A rule has the wrong type; or ``outgoing`` pads and there is no `Concat`, the only rule that
-            removes padding. Beside a `Concat`, other rules of a tuple combine what the ranks computed from rows and
-            padding together.
+            removes padding. Beside a `Concat`, other rules of a tuple combine the values computed from rows and padding
+            together.
 
     Example:
         >>> import bandmaster as bm
@@ -274,7 +274,7 @@ class TransferProtocol(Generic[OutgoingT, IncomingT]):
 
     @property
     def collects(self) -> tuple[Incoming, ...]:
-        """The collect rules as a tuple, also if there is one."""
+        """The collect rules as a tuple, also if there is only one."""
         return self.incoming if isinstance(self.incoming, tuple) else (self.incoming,)
 
     @property
@@ -296,7 +296,7 @@ def check_padding(outgoing: Outgoing, protocol: TransferProtocol[Any, Any]) -> N
 
 
 def check_weights(protocol: TransferProtocol[Any, Any], rules: Sequence[Outgoing], method: str) -> None:
-    """Raise ProtocolError for a mean weighted by rows, unless the arguments have exactly one split to count rows of."""
+    """Raise ProtocolError for a mean weighted by rows, unless the arguments have exactly one split."""
     weighted = [collect for collect in protocol.collects if isinstance(collect, Reduce) and collect.weights]
     splits = sorted({repr(rule) for rule in (protocol.outgoing, *rules) if isinstance(rule, Split)})
     if weighted and len(splits) != 1:

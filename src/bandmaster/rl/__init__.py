@@ -8,8 +8,8 @@
             mesh = rl.device_mesh(self)                   # torch's DeviceMesh with the axes of self.mesh
             self.model = fully_shard(Model(), mesh=mesh["dp"])
 
-Everything here is built on public names, and imports torch when it is used. `Layout` and `reshard` need no torch and no
-workers; the rest is called in the methods of workers, but for `WeightSync`.
+This package uses only public names of bandmaster, and imports torch on first use. `Layout` and `reshard` need no torch
+and no workers; `WeightSync` and `connect` are for the controller, and the rest for the methods of workers.
 """
 
 from bandmaster.rl.checkpoints import load, save

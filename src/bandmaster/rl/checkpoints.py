@@ -19,11 +19,11 @@ __all__ = ["load", "save"]
 def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None, **more: Any) -> None:
     """Save a model, its optimizer and more, each rank its own shards.
 
-    Collective, if ``torch.distributed`` is initialised: all ranks call it. Parameters that are no ``DTensor`` are saved
-    once, as if all ranks had the same.
+    Collective, if ``torch.distributed`` is initialised: all ranks call it. Parameters that are not a ``DTensor`` are
+    saved once, on the assumption that they are equal on all ranks.
 
     Args:
-        path: A folder, which all ranks and those that will load it can reach.
+        path: A folder that all ranks can reach, and all ranks that will load it.
         model: The model; with FSDP2 or tensor parallelism, its parameters are ``DTensor``.
         optimizer: Its optimizer.
         **more: Tensors, or values that can be pickled, such as ``step=100``; of rank 0.
@@ -39,15 +39,15 @@ def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | Non
 def load(
     path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Load what `save` has saved, onto any mesh: each rank reads the parts that its shards need.
+    """Load a checkpoint of `save` onto any mesh: each rank reads the parts that its shards need.
 
     Collective, if ``torch.distributed`` is initialised: all ranks call it.
 
     Args:
         path: The folder.
-        model: The model, sharded as it is to be; its parameters are overwritten.
-        optimizer: Its optimizer, if it was saved; its parameters may be in other groups than when they were.
-        **more: What else to load, by name; the values say of what type they are.
+        model: The model, already sharded; its parameters are overwritten.
+        optimizer: Its optimizer, if one was saved; its parameter groups may differ from those of the saved one.
+        **more: Further values to load, by name; each is a value of the type to load.
 
     Returns:
         The loaded values of ``more``.
@@ -69,7 +69,7 @@ def load(
 
 @contextmanager
 def _silent_about_one_process() -> Iterator[None]:
-    """torch warns of what is meant: without ``torch.distributed``, a single process saves and loads."""
+    """Suppress torch's warning that a single process saves and loads, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -85,7 +85,7 @@ def _state(model: Module, optimizer: Optimizer | None, more: dict[str, Any]) -> 
 
 
 def _by_parameter() -> StateDictOptions:
-    """An optimizer's state by the names of parameters: those of another mesh may be in other parameter groups."""
+    """Options that key an optimizer's state by parameter name, as parameter groups may differ between meshes."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     return StateDictOptions(flatten_optimizer_state_dict=True)

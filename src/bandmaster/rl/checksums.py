@@ -15,11 +15,11 @@ GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECC
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """For each tensor, a number that depends on all bits of its elements.
+    """Return a number for each tensor that depends on all bits of its elements.
 
     The 8-byte words are added up in columns on the tensor's device, and the sums are mixed with their places and added.
-    Tensors of one dtype and shape that differ in one word never have equal sums, and others that were made by chance
-    hardly ever; those in which whole rows of words have changed places do.
+    Tensors of one dtype and shape that differ in one word never have equal sums, and random tensors hardly ever.
+    Tensors that differ only in the order of whole rows of words have equal sums.
 
     Source: the constants and steps of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """

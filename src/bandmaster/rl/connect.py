@@ -1,4 +1,4 @@
-"""A ``torch.distributed`` process group across worker groups, for what is best done by collectives.
+"""A ``torch.distributed`` process group across worker groups, for collectives between them.
 
 ::
 
@@ -50,13 +50,13 @@ class Connectable(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def connection_facts(self) -> _Facts:
-        """What `connect` has to know of this rank."""
+        """The facts about this rank that `connect` needs."""
         process, address = (socket.gethostname(), os.getpid()), os.environ.get("MASTER_ADDR", "")
         return _Facts(process, self.device.partition(":")[0], address, tuple(self.process_groups))
 
     @register(execute_mode=Execute.RANK_ZERO)
     def open_connection(self, name: str) -> tuple[str, int]:
-        """Open a store whose server listens already, so that nobody can take its port; its address."""
+        """Open a store on a socket that already listens, so that no process can take its port. Returns its address."""
         from torch.distributed import TCPStore
 
         host = os.environ["MASTER_ADDR"]
@@ -84,7 +84,7 @@ class Connectable(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def leave_connection(self, name: str) -> None:
-        """Destroy the process group and its store, as far as this rank has them."""
+        """Destroy the process group and its store on this rank, if it has them."""
         import torch.distributed as dist
 
         group = self.process_groups.get(name)
@@ -109,7 +109,7 @@ def _process_group(name: str, backend: str, store: Any, rank: int, n_ranks: int,
 
 @contextmanager
 def _unbound_default_group() -> Iterator[None]:
-    """While it is open, torch does not try to split a new group from a default group that is bound to a GPU."""
+    """Unbind the default group from its GPU, because torch splits a new group from a bound default group."""
     import torch.distributed as dist
 
     default = dist.group.WORLD if dist.is_initialized() else None
@@ -139,7 +139,7 @@ class Connection:
         self._groups = groups
 
     def ranks(self, group: Any) -> range:
-        """The ranks that the workers of a group are in it, in their order.
+        """The ranks that the workers of a group have in the process group, in their order.
 
         Raises:
             UsageError: The group is not part of the connection.
@@ -154,7 +154,7 @@ class Connection:
     def close(self) -> None:
         """Destroy the process group on all ranks. Closing twice is fine.
 
-        A group with a dead worker is left out: call it after ``group.replace(rank)``, before connecting anew.
+        Groups with a dead worker are skipped: call it after ``group.replace(rank)``, before connecting anew.
         """
         left = [group.leave_connection.submit(self.name) for group in self._groups if group.healthy]
         for future in left:
@@ -172,7 +172,7 @@ def connect(*groups: Any, backend: str | None = None, name: str = NAME, timeout:
 
     Its ranks are those of the first group, then those of the second, and so on. Workers find it as
     ``self.process_groups[name]`` and pass it to ``torch.distributed``: ``dist.broadcast(tensor, 0, group)``. Their
-    default process groups are left alone; a worker needs none. A method that calls a collective has to run on all
+    default process groups stay as they are; a worker needs none. A method that calls a collective has to run on all
     groups at the same time: submit it to each, then wait.
 
     Args:
@@ -180,7 +180,7 @@ def connect(*groups: Any, backend: str | None = None, name: str = NAME, timeout:
         backend: Backend of ``torch.distributed``; by default gloo for tensors on the CPU, and NCCL for those on GPUs if
             all workers have one.
         name: Name in the workers' ``process_groups``; another one for each connection that a worker is in.
-        timeout: Seconds within which all have to join, and after which collectives fail.
+        timeout: Seconds within which all ranks have to join, and after which collectives fail.
 
     Raises:
         UsageError: Workers are not `Connectable`, share a process, or are in a connection of that name.
@@ -209,7 +209,7 @@ def connect(*groups: Any, backend: str | None = None, name: str = NAME, timeout:
     _check(everyone, groups, name)
     chosen = backend or ("gloo" if any(fact.device == "cpu" for fact in everyone) else "cpu:gloo,cuda:nccl")
     connection = Connection(name, chosen, groups)
-    # An address that is good on one host alone is the last choice.
+    # A loopback address, which other hosts cannot reach, is the last choice.
     opener = min(zip(facts, groups, strict=True), key=lambda pair: pair[0][0].address.startswith("127."))[1]
     try:
         address = opener.open_connection(name)

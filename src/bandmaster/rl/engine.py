@@ -1,4 +1,4 @@
-"""The hybrid engine: one set of weights, in the layout that trains and in the one that generates, on the same ranks.
+"""The hybrid engine: one set of weights, in the training layout and in the generation layout, on the same ranks.
 
 ::
 
@@ -37,9 +37,10 @@ BUCKET_NBYTES = 64 << 20
 
 
 class _Exit:
-    """The ``__exit__`` of an engine: a value for each ``with`` block, which the block drops however it ends.
+    """A descriptor that gives each ``with`` block its own ``__exit__`` object, which the block drops however it ends.
 
-    An interrupt may come behind the last step of a block, before the first one of ``__exit__``, which then never runs.
+    An interrupt may come after the last step of a block and before the first step of ``__exit__``, which then never
+    runs. The object leaves the generation layout when it is collected.
     """
 
     def __get__(self, engine: HybridEngine | None, owner: type[HybridEngine]) -> Callable[..., None]:
@@ -49,7 +50,7 @@ class _Exit:
 
 
 class _Leave(partial[None]):
-    """Leaves the generation layout when it is called, and otherwise when nothing refers to it any more."""
+    """Leaves the generation layout when it is called, or else when it is collected."""
 
     def __del__(self) -> None:
         self()
@@ -62,8 +63,8 @@ class HybridEngine:
     that have the rectangles, within the micro-DP group wherever that is enough; by gloo on the CPU, by NCCL on GPUs.
     Tensors that a rank holds alike in both layouts are shared. The memory of the other training shards is freed
     meanwhile, and filled again at the end with the same bits, so that a rank never has an element twice. Only a shard
-    that is a part of more memory keeps it: a view of another tensor, or a shard that FSDP2 has padded. Parameters,
-    optimizer states and gradients stay the same objects.
+    that is part of a larger storage keeps its memory: a view of another tensor, or a shard that FSDP2 has padded.
+    Parameters, optimizer states and gradients stay the same objects.
 
     The block takes the tensors that the models have when it is entered: ``parameter.data = ...`` and ``model.to(...)``
     before it are respected. Outside of a block, the parameters of the generation model are empty. An interrupt that
@@ -73,14 +74,15 @@ class HybridEngine:
 
     Args:
         worker: The worker, that is ``self``.
-        training: The model that is trained: of `DTensor` parameters (tensor parallelism, FSDP2), of plain ones, which
-            all ranks have alike, or a pipeline stage, which has some of the parameters. Its weights stay in memory.
+        training: The model to train: with `DTensor` parameters (tensor parallelism, FSDP2), with plain parameters,
+            which are equal on all ranks, or a pipeline stage, which has some of the parameters. Its weights stay in
+            memory.
         generation: The model that generates, with parameters of the same names and shapes in another layout. It
             gives up its memory until it is used.
         bucket_nbytes: Bytes that a rank sends and receives at a time; it takes about so much more memory for both.
 
     Attributes:
-        plan: What is moved from where to where, printable; see `reshard`.
+        plan: The moves between the layouts, printable; see `reshard`.
 
     Raises:
         MeshError: The models differ in names, shapes or dtypes.
@@ -105,7 +107,7 @@ class HybridEngine:
         self._buckets = self.plan.buckets(bucket_nbytes)
         self._boxes, self._wanted = source.boxes[worker.rank], target.boxes[worker.rank]
         self._shared = {name for name, box in self._wanted.items() if self._boxes.get(name) == box}
-        self._freed: set[str] = set()  # whose training memory is freed, and is to be filled again
+        self._freed: set[str] = set()  # names of the tensors whose training memory is freed until `_restore`
         self._bind()
         self._restore()
         training.register_forward_pre_hook(self._check_not_in_use)
@@ -129,7 +131,7 @@ class HybridEngine:
         return self
 
     def _leave(self, *_: object) -> None:
-        """Return to the training layout, unless it is in use. If that is interrupted, it is done all the same."""
+        """Return to the training layout if the generation layout is in use. An interrupt is raised after that."""
         interrupt = None
         while self._is_in_use:
             try:
@@ -163,7 +165,7 @@ class HybridEngine:
         self._lent = {name for name, box in self._wanted.items() if self._can_be_lent(name, box, uses)} - self._shared
 
     def _gather(self) -> None:
-        """Fill the generation layout, and free what lies in it, bucket by bucket. Ranks wait for each other."""
+        """Fill the generation layout, and free training shards in it, bucket by bucket. Ranks wait for each other."""
         import torch
 
         for name in self._shared:
@@ -185,7 +187,7 @@ class HybridEngine:
                     self._training[name].untyped_storage().resize_(0)
 
     def _restore(self) -> None:
-        """Give the weights back to the training model; goes on from where it was interrupted."""
+        """Give the weights back to the training model. After an interrupt, a second call continues."""
         for name in self._wanted:
             tensor = self._generation[name]
             if name in self._freed:
@@ -197,7 +199,7 @@ class HybridEngine:
         self._is_in_use = False
 
     def _can_be_lent(self, name: str, wanted: Box, uses: Mapping[int, int]) -> bool:
-        """Whether the memory for training can be freed meanwhile: the other one has it all, and no tensor shares it."""
+        """Whether a training shard can be freed: the generation tensor contains it, and no tensor shares its memory."""
         if name not in self._boxes or self._boxes[name] & wanted != self._boxes[name]:
             return False
         tensor = self._training[name]
@@ -215,7 +217,7 @@ class HybridEngine:
 
 
 def _near(worker: Worker) -> Sequence[Sequence[int]]:
-    """The groups of ranks that exchange weights among themselves as far as they can."""
+    """The groups of ranks that prefer to exchange weights among themselves."""
     is_refined = "micro_dp" in worker.mesh.axis_names
     return worker.mesh.groups("micro_dp") if is_refined else [range(worker.world_size)]
 

@@ -1,4 +1,4 @@
-"""Carrying out the moves of a plan among the ranks of one process group: one message from rank to rank per bucket."""
+"""Carries out the moves of a plan in one process group, with one message per bucket and pair of ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Pieces", "exchange", "fill", "pack"]
 
 
 class Pieces(NamedTuple):
-    """Local tensors of a rank, and the rectangles of the whole tensors that they are, by name."""
+    """Local tensors of a rank, and the rectangle of the whole tensor that each of them is, by name."""
 
     tensors: Mapping[str, Tensor]
     boxes: Mapping[str, Box]
 
     def piece(self, move: Move) -> Tensor:
-        """The part of a local tensor that a move is about, as a view that no gradient is recorded for."""
+        """The part of a local tensor that a move transfers, as a view detached from autograd."""
         return self.tensors[move.name].detach()[move.box.slices(self.boxes[move.name])]
 
 
@@ -29,10 +29,10 @@ def exchange(moves: Sequence[Move], rank: int, source: Pieces, target: Pieces) -
     """Move pieces between the ranks of the default process group. Collective: all ranks pass the same moves.
 
     Args:
-        moves: What moves, in the same order on all ranks.
+        moves: The moves, in the same order on all ranks.
         rank: The rank of this process.
-        source: What it has.
-        target: What it fills.
+        source: The pieces that this rank has.
+        target: The pieces that this rank fills.
     """
     import torch.distributed as dist
 
@@ -59,14 +59,14 @@ def exchange(moves: Sequence[Move], rank: int, source: Pieces, target: Pieces) -
 
 
 def pack(pieces: Sequence[Tensor]) -> Tensor:
-    """The bytes of tensors of any dtypes, one behind the other: uint8 (bytes,), on the device of the first."""
+    """Concatenate the bytes of tensors of any dtypes: uint8 (bytes,), on the device of the first tensor."""
     import torch
 
     nbytes = [piece.numel() * piece.itemsize for piece in pieces]
     packed = torch.empty(sum(nbytes), dtype=torch.uint8, device=pieces[0].device)
     for place, piece in zip(packed.split(nbytes), pieces, strict=True):
         data = piece.detach()
-        if place.storage_offset() % piece.itemsize:  # behind a piece of another dtype
+        if place.storage_offset() % piece.itemsize:  # after a piece of another dtype
             place.copy_(data.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8))
         else:
             place.view(piece.dtype).view(piece.shape).copy_(data)
@@ -75,7 +75,7 @@ def pack(pieces: Sequence[Tensor]) -> Tensor:
 
 def fill(place: Tensor, data: Tensor) -> None:
     """Copy bytes of a piece that `pack` has packed into a tensor of the same dtype and shape."""
-    if data.storage_offset() % place.itemsize:  # behind a piece of another dtype
+    if data.storage_offset() % place.itemsize:  # after a piece of another dtype
         data = data.clone()
     place.copy_(data.view(place.dtype).view(place.shape))
 

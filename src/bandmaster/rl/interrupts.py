@@ -1,4 +1,4 @@
-"""Signals that wait until a step is over which other ranks take part in."""
+"""Defers signals during a step in which other ranks take part."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["uninterrupted"]
 
 
 def uninterrupted(function: Callable[[], None]) -> None:
-    """Call a function, and run the handlers of signals that arrive meanwhile, such as an interrupt, when it is over.
+    """Call a function, and run the handlers of signals that arrive meanwhile, such as SIGINT, after it has returned.
 
-    Python runs them in the main thread alone; in other threads, the function is just called.
+    Python runs signal handlers only in the main thread; in other threads, this just calls the function.
     """
     if threading.current_thread() is not threading.main_thread():
         return function()

@@ -1,4 +1,4 @@
-"""Layouts: which rectangle of which tensor each rank holds. Pure; a layout needs neither processes nor torch."""
+"""Layouts: the rectangles of tensors that each rank holds. Pure; a layout needs neither processes nor torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Box:
 
     @cached_property
     def stop(self) -> tuple[int, ...]:
-        """The first index behind it in each dim."""
+        """The first index after the rectangle in each dim."""
         return tuple(start + size for start, size in zip(self.start, self.shape, strict=True))
 
     @property
@@ -53,14 +53,14 @@ class Box:
         return math.prod(self.shape)
 
     def __and__(self, other: Box) -> Box | None:
-        """What both have in common; None if that is nothing."""
+        """The intersection of both rectangles; None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         shape = tuple(b - a for a, b in zip(start, stop, strict=True))
         return Box(start, shape) if all(size > 0 for size in shape) else None
 
     def without(self, inner: Box) -> list[Box]:
-        """What is left of it without a rectangle that lies inside it, as rectangles that do not overlap."""
+        """Remove a rectangle that lies inside this one. Returns the rest as rectangles that do not overlap."""
         rest, low, high = [], list(self.start), list(self.stop)
         for dim, (start, stop) in enumerate(zip(inner.start, inner.stop, strict=True)):
             for a, b in ((low[dim], start), (stop, high[dim])):
@@ -70,12 +70,12 @@ class Box:
         return rest
 
     def slices(self, outer: Box) -> tuple[slice, ...]:
-        """Where it lies in an array that holds ``outer``: the index of that array that gives it."""
+        """The index that selects this rectangle in an array that holds the rectangle ``outer``."""
         starts = [start - origin for start, origin in zip(self.start, outer.start, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
     def cut(self, n_parts: int) -> list[Box]:
-        """About ``n_parts`` rectangles that make it up, along its first dim that is longer than 1."""
+        """Cut it into about ``n_parts`` rectangles along its first dim that is longer than 1."""
         dim = next((dim for dim, size in enumerate(self.shape) if size > 1), None)
         if dim is None or n_parts < 2:
             return [self]
@@ -96,7 +96,7 @@ def _between(start: Sequence[int], stop: Sequence[int]) -> Box:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rectangle of which tensor each rank holds.
+    """The rectangles of tensors that each rank holds.
 
     A frozen value. It compares by its contents, and prints as a table.
 
@@ -167,7 +167,7 @@ class Layout:
             at: By name of a tensor: the coordinates of the ranks that hold it, such as ``{"pp": 1}``; else all do.
 
         Raises:
-            LayoutError: ``dims`` or ``at`` names a tensor or a dim that is not there, or a dtype is unknown.
+            LayoutError: ``dims`` or ``at`` names a tensor or a dim that does not exist, or a dtype is unknown.
             MeshError: The mesh does not have an axis, or axes of a tensor overlap.
         """
         for name in {*dims, *at} - {*tensors}:

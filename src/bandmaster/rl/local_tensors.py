@@ -1,4 +1,4 @@
-"""The part of a model that lies on one rank: its local tensors, and which rectangles of the whole tensors they are."""
+"""The part of a model on one rank: its local tensors, and their rectangles in the whole tensors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["layout_of_ranks", "local_tensor", "own_boxes", "specs", "tensors_of"
 
 
 def tensors_of(model: Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of a model, by name; those that share their memory once."""
+    """The parameters and persistent buffers of a model, by name; a tensor with several names appears once."""
     kept = model.state_dict(keep_vars=True)
     named = chain(model.named_parameters(), model.named_buffers())
     return {name: tensor for name, tensor in named if name in kept}
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The tensor that has the memory of a tensor on this rank: the local part of a DTensor, else the tensor itself."""
+    """The tensor with the memory on this rank: the local part of a DTensor, else the tensor itself."""
     found: Tensor = getattr(tensor, "_local_tensor", tensor)  # to_local() may return a view, as for parameters
     return found
 
@@ -43,7 +43,7 @@ def _own_box(tensor: Tensor) -> Box:
     if not hasattr(tensor, "_local_tensor"):
         return Box((0,) * tensor.ndim, tuple(tensor.shape))
     placed: Any = tensor
-    chunks = placed.__create_chunk_list__()  # what torch's distributed checkpoint asks for
+    chunks = placed.__create_chunk_list__()  # the method that torch's distributed checkpoint calls
     if len(chunks) != 1:
         raise UsageError(
             f"a rank must hold one rectangle of a tensor, got {len(chunks)} of one with {placed.placements}"
@@ -52,7 +52,7 @@ def _own_box(tensor: Tensor) -> Box:
 
 
 def layout_of_ranks(tensors: Mapping[str, Tensor], world_size: int) -> Layout:
-    """What all ranks of a group have. Collective, if there are several: all ranks call it."""
+    """The layout of the tensors on all ranks of a group. Collective, if there are several: all ranks call it."""
     own = specs(tensors), own_boxes(tensors)
     if world_size == 1:
         return Layout(own[0], [own[1]])

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["device_mesh", "start_torch_distributed"]
 
 _made: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()  # by the process group of all ranks
-OTHERS = "others"  # name of the dim that a DeviceMesh has for the axes that nobody asks for
+OTHERS = "others"  # name of the dim of a DeviceMesh for the axes that the caller does not name
 
 
 def start_torch_distributed(worker: Worker) -> None:
-    """Initialise ``torch.distributed`` for the ranks of a worker's group, unless that was done.
+    """Initialise ``torch.distributed`` for the ranks of a worker's group, unless it is initialised.
 
     Collective: all ranks of the group call it. Tensors on the CPU go by gloo, those on GPUs by NCCL.
 
@@ -42,15 +42,15 @@ def start_torch_distributed(worker: Worker) -> None:
 
 
 def device_mesh(worker: Worker, *axes: str) -> DeviceMesh:
-    """The ranks that differ from a worker's in some axes alone, as a torch ``DeviceMesh`` with these axes as dims.
+    """The ranks that differ from a worker only in some axes, as a torch ``DeviceMesh`` with these axes as dims.
 
     Collective: all ranks of the group call it, with the same axes in the same order. It initialises
-    ``torch.distributed`` if that was not done. Equal arguments give the same ``DeviceMesh``.
+    ``torch.distributed`` if it is not initialised. Equal arguments give the same ``DeviceMesh``.
 
     Args:
         worker: The worker, that is ``self``.
-        *axes: Axes of its mesh, also those of a refined one such as ``"gen_tp"`` and ``"micro_dp"``; by default those
-            that the mesh was made with.
+        *axes: Axes of its mesh, also axes of a refined mesh such as ``"gen_tp"`` and ``"micro_dp"``; by default the
+            axes given to the constructor of the mesh.
 
     Raises:
         MeshError: The mesh does not have an axis, or axes overlap.

@@ -1,4 +1,4 @@
-"""From one layout of tensors to another: which rank sends which rectangle to which. Pure.
+"""Plans moves from one layout of tensors to another: the sender and receiver of each rectangle. Pure.
 
 ::
 
@@ -50,13 +50,13 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Resharding:
-    """What has to move so that ranks that hold one layout fill another; made by `reshard`. Prints as a table.
+    """The moves by which ranks that hold one layout fill another; made by `reshard`. Prints as a table.
 
     Attributes:
-        source: What is there.
-        target: What is wanted.
-        moves: By name of the tensor in the order of the target layout, then rectangle, sender and receiver. Each
-            element that a rank wants is in one of them.
+        source: The layout of the tensors that exist.
+        target: The layout to fill.
+        moves: The moves, sorted by tensor in the order of the target layout, then by rectangle, sender and receiver.
+            Each element that a rank wants is in one of them.
     """
 
     source: Layout
@@ -70,7 +70,7 @@ class Resharding:
 
     @cached_property
     def minimum_nbytes(self) -> int:
-        """Bytes that have to be sent from worker to worker: what each wants and does not hold, once."""
+        """Bytes that any plan has to send from worker to worker: the wanted bytes that a worker does not hold, once."""
         wanted = sum(self.target.nbytes(rank) for rank in range(self.target.n_ranks))
         return wanted - sum(move.nbytes for move in self.moves if move.is_local)
 
@@ -94,8 +94,8 @@ class Resharding:
         """The moves in order, cut into buckets so that extra memory stays small.
 
         Args:
-            nbytes: What any rank sends, or receives, of a bucket at most; if a row of a tensor has more bytes, that
-                makes a bucket of its own. What one rank sends to several is in one bucket, if it fits.
+            nbytes: Most bytes that any rank sends, or receives, in a bucket. A row of a tensor with more bytes makes a
+                bucket of its own. A rectangle that one rank sends to several is in one bucket, if it fits.
 
         Raises:
             UsageError: ``nbytes`` is not positive.
@@ -147,18 +147,18 @@ def reshard(source: Layout, target: Layout, within: Sequence[Sequence[int]] | No
     same rank, which then has to read and pack it once.
 
     Args:
-        source: What is there.
-        target: What is wanted, of tensors that the source has.
+        source: The layout of the tensors that exist.
+        target: The layout to fill, of tensors that the source has.
         within: None if source and target are different workers. Else rank r of both is the same worker, and these are
-            groups of ranks: a rank takes what it can from itself, then from the ranks of its own group, and the rest
-            from any. ``mesh.groups("micro_dp")`` are those of HybridFlow's switch from training to generation;
-            ``[range(n)]`` knows no difference.
+            groups of ranks: a rank takes as much as it can from itself, then from the ranks of its own group, and the
+            rest from any rank. HybridFlow's switch from training to generation has ``mesh.groups("micro_dp")``;
+            ``[range(n)]`` makes no difference between ranks.
 
     Returns:
         The plan.
 
     Raises:
-        LayoutError: A tensor has another shape or dtype in the source, or nobody holds a part of it; or there are
+        LayoutError: A tensor has another shape or dtype in the source, or no rank holds a part of it; or there are
             groups, and the layouts differ in their number of ranks.
 
     Example:
@@ -200,7 +200,7 @@ def reshard(source: Layout, target: Layout, within: Sequence[Sequence[int]] | No
 
 
 class _Piece(NamedTuple):
-    """A rectangle that some ranks want, all from the same one, and who can send it."""
+    """A rectangle that some ranks get from the same sender, and the ranks that can send it."""
 
     name: str
     box: Box
@@ -218,7 +218,7 @@ class _Planner:
         self._covers: dict[object, list[tuple[Box, int]]] = {}
 
     def pieces(self) -> Iterator[_Piece]:
-        """The pieces that make up what the ranks want."""
+        """Yield the pieces that make up the target layout."""
         for name in self._target.tensors:
             self._check(name)
             everywhere = [(box, tuple(ranks)) for box, ranks in self._source.holders(name).items()]
@@ -230,7 +230,7 @@ class _Planner:
                         yield _Piece(name, box, box.size * itemsize, choices[index][1], tuple(some))
 
     def _near(self, everywhere: _Choices) -> dict[tuple[int, ...], _Choices]:
-        """For each group of ranks, what can be taken from them."""
+        """The rectangles that the ranks of each group hold, with their holders in the group."""
         found: dict[tuple[int, ...], _Choices] = {}
         for group in set(self._group.values()) if self._group else ():
             in_group = [(box, tuple(rank for rank in ranks if rank in group)) for box, ranks in everywhere]
@@ -240,7 +240,7 @@ class _Planner:
     def _choices(
         self, name: str, receiver: int, everywhere: _Choices, near: Mapping[tuple[int, ...], _Choices]
     ) -> _Choices:
-        """What can be taken and from whom, the best first."""
+        """The rectangles that a rank can receive, each with the ranks that can send it; the best choice first."""
         if self._group is None:
             return everywhere
         held = self._source.boxes[receiver]
@@ -286,7 +286,7 @@ class _Planner:
 
 
 def _same(moves: Iterable[Move]) -> Iterator[list[Move]]:
-    """The moves, those of the same rectangle from the same sender together."""
+    """Group the moves of the same rectangle from the same sender."""
     for _, same in groupby(moves, key=lambda move: (move.name, move.box, move.sender)):
         yield list(same)
 
@@ -296,7 +296,7 @@ def _ends(move: Move) -> tuple[tuple[str, int], ...]:
 
 
 def _cut(moves: list[Move], nbytes: int) -> list[list[Move]]:
-    """Moves of the same rectangle, in parts of at most ``nbytes`` as far as its first dim allows."""
+    """Cut moves of the same rectangle into parts of at most ``nbytes``, if its rows are small enough."""
     first = moves[0]
     if first.nbytes <= nbytes:
         return [moves]

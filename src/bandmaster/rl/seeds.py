@@ -19,11 +19,11 @@ def seed(worker: Worker, number: int, alike: Sequence[str] = ()) -> int:
     Args:
         worker: The worker, that is ``self``.
         number: The seed of the group, 0 or more.
-        alike: Axes of its mesh: ranks that differ in these alone draw the same numbers. By default all ranks draw
-            different ones.
+        alike: Axes of its mesh: ranks that differ only in these axes draw the same numbers. By default all ranks draw
+            different numbers.
 
     Returns:
-        The seed of the rank, below 2**32, which depends on ``number`` and the rank's place on the other axes alone.
+        The seed of the rank, below 2**32, which depends only on ``number`` and the rank's place on the other axes.
 
     Raises:
         MeshError: The mesh does not have an axis of ``alike``, or these overlap.
@@ -45,6 +45,6 @@ def seed(worker: Worker, number: int, alike: Sequence[str] = ()) -> int:
     random.seed(own)
     np.random.seed(own)
     torch = sys.modules.get("torch")
-    if torch is not None:  # else nobody here draws from it, and it starts from a seed of its own
+    if torch is not None:  # else this process has not imported torch, which starts from a seed of its own
         torch.manual_seed(own)
     return own

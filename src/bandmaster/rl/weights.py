@@ -5,13 +5,13 @@
     controller: plan = reshard(layout of the source, layout of the target); for each bucket of it:
 
     source                                                  target
-    rank 0 ─ send_weights ─► rows ──┬──► receive_weights: rank 0 stages what it gets, a row from each sender
+    rank 0 ─ send_weights ─► rows ──┬──► receive_weights: rank 0 stages its pieces, a row from each sender
     rank 1 ─ send_weights ─► rows ──┴──► receive_weights: rank 1
                              (they stay where they are made; the controller passes handles)
 
-                                         switch_weights: all ranks use what they have staged
+                                         switch_weights: all ranks use the staged tensors
 
-Ranks that get the same from a sender read the same row, so that it is packed once for all of them.
+Ranks that get the same pieces from a sender read the same row, which is packed once for all of them.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 __all__ = ["HoldsWeights", "WeightSync"]
 
 BUCKET_NBYTES = 64 << 20
-N_BUCKETS = 2  # under way at a time
+N_BUCKETS = 2  # in transit at a time
 Piece = tuple[str, Box]  # name of a tensor, and a rectangle of it
 NO_REPLICAS: Mapping[str, int] = MappingProxyType({})
 
 
 class _Staged(NamedTuple):
-    """What a receiver has got of a sync."""
+    """The tensors that a receiver has staged in a sync."""
 
     sync: int
     tensors: dict[str, Tensor]
@@ -63,30 +63,30 @@ class HoldsWeights(Worker):
     """Base class of workers whose weights `WeightSync` moves.
 
     Attributes:
-        weights_version: The version of the weights that it was given last; None before.
+        weights_version: The version of the weights of the last sync; None before the first.
     """
 
     weights_version: Any = None
     _staged: _Staged | None = None
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The weights by name: plain tensors, which this rank has whole, or those of a `DTensor` and its part.
+        """The weights by name: plain tensors, of which this rank has all, or `DTensor`s, of which it has a part.
 
-        By default the state dict of ``self.model``. Override it if that is not what is to be moved; a target may have
-        fewer tensors than the source.
+        By default the state dict of ``self.model``. Override it to move other tensors; a target may have fewer tensors
+        than the source.
         """
         weights: Mapping[str, Tensor] = self.model.state_dict()  # type: ignore[attr-defined]
         return weights
 
     @register(Dispatch.ONE_TO_ALL)
     def weights_layout(self) -> tuple[dict[str, tuple[tuple[int, ...], str]], dict[str, Box]]:
-        """Shapes and dtypes of the whole tensors, and which rectangles this rank has."""
+        """Shapes and dtypes of the whole tensors, and the rectangles that this rank has."""
         weights = self.weights()
         return specs(weights), own_boxes(weights)
 
     @register(TransferProtocol(PerRank(), Concat("rank")))
     def weights_checksums(self, names: Sequence[str]) -> list[dict[str, int]]:
-        """One row: the checksums of this rank's parts of some weights, by name."""
+        """Return one row: the checksums of this rank's parts of some weights, by name."""
         weights = self.weights()
         return [dict(zip(names, checksums(local_tensor(weights[name]) for name in names), strict=True))]
 
@@ -97,11 +97,11 @@ class HoldsWeights(Worker):
         checksums: Sequence[Mapping[str, int]] = (),
         replicas: Mapping[str, int] = NO_REPLICAS,
     ) -> list[Tensor]:
-        """A row for each list of pieces: their bytes, uint8 (bytes,), on the CPU.
+        """Return a row for each list of pieces: their bytes, uint8 (bytes,), on the CPU.
 
         Args:
             outgoing: The pieces of each row.
-            checksums: Those of all ranks, by name.
+            checksums: For each rank, the checksums of its tensors by name.
             replicas: The first rank that has the same part of a tensor, by the name of the tensor.
 
         Raises:
@@ -131,19 +131,19 @@ class HoldsWeights(Worker):
     def receive_weights(
         self, rows: list[Tensor], incoming: Sequence[Sequence[Piece]], sync: int, is_first: bool
     ) -> list[int]:
-        """Stage what each sender has sent to this rank; the first bucket forgets what was staged before.
+        """Stage the pieces that each sender has sent to this rank; the first bucket of a sync discards earlier ones.
 
         Args:
-            rows: From each sender.
+            rows: One row from each sender.
             incoming: The pieces of each row.
             sync: Identifies the sync.
             is_first: Whether this is its first bucket.
 
         Returns:
-            A row that says that it was done: ``sync``.
+            One row, ``sync``, which shows that the bucket is staged.
 
         Raises:
-            UsageError: This rank has not staged the buckets before.
+            UsageError: This rank has not staged the earlier buckets of the sync.
         """
         import torch
 
@@ -161,44 +161,44 @@ class HoldsWeights(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def switch_weights(self, version: Any, received: Sequence[int]) -> None:
-        """Use the staged weights from now on. Ranks that have staged nothing stay as they are.
+        """Use the staged weights from now on. Ranks without staged weights stay as they are.
 
         Background tasks of async methods run meanwhile. If they use weights, override this method (and register the
         override), and have both hold one `threading.Lock`.
 
         Args:
-            version: What ``weights_version`` is from then on.
+            version: The new ``weights_version``.
             received: The rows of all calls of `receive_weights`, by reference: if one fails, this call is not sent.
-                Without any, nothing is staged.
+                Empty if the sync has no buckets.
 
         Raises:
-            UsageError: What is staged is of another sync.
+            UsageError: The staged weights belong to another sync.
         """
         if not received:
             return
         staged = self._staged_by(received[0])
         try:
             self._use(staged, version)
-        except KeyboardInterrupt:  # another rank has died, say: begin again, and leave no mixture behind
+        except KeyboardInterrupt:  # for example, another rank has died: copy all again, so that versions do not mix
             self._use(staged, version)
             raise
 
     def _staged_by(self, sync: int) -> dict[str, Tensor]:
-        """What a sync has staged on this rank.
+        """The tensors that a sync has staged on this rank.
 
         Raises:
-            UsageError: This rank has staged what is of another sync, or nothing.
+            UsageError: This rank has staged tensors of another sync, or none.
         """
         if self._staged is None or self._staged.sync != sync:
             raise UsageError(
-                "this rank does not have what came before in this sync: another sync to this group has begun since, or "
-                "the rank was replaced. It keeps the weights that it uses; sync again, and let one rl.WeightSync to a "
-                "group end before the next one begins"
+                "this rank does not have the earlier buckets of this sync: another sync to this group has begun since, "
+                "or the rank was replaced. It keeps the weights that it uses; sync again, and let one rl.WeightSync to "
+                "a group end before the next one begins"
             )
         return self._staged.tensors
 
     def _use(self, staged: Mapping[str, Tensor], version: Any) -> None:
-        """Copy staged weights into those in use. This can be repeated."""
+        """Copy staged weights into the weights in use. Repeating this is safe."""
         weights = self.weights()
         for name, tensor in staged.items():
             local_tensor(weights[name]).detach().copy_(tensor)
@@ -214,7 +214,7 @@ class HoldsWeights(Worker):
         return f" ({', '.join(axes)})" if axes else ""
 
     def _weights_of(self, pieces: Iterable[Iterable[Piece]]) -> tuple[dict[str, Tensor], dict[str, Box]]:
-        """The tensors that some pieces are of, and which rectangles of them this rank has."""
+        """The tensors to which some pieces belong, and the rectangles of them that this rank has."""
         weights, names = self.weights(), {name for some in pieces for name, _ in some}
         chosen = {name: weights[name] for name in names}
         return chosen, own_boxes(chosen)
@@ -223,11 +223,11 @@ class HoldsWeights(Worker):
 class WeightSync:
     """Moves the weights of one group to another; made once by the controller, and called for each version.
 
-    The layouts of both groups are asked for, and `reshard` plans which rank sends which rectangle to which.
+    The constructor asks both groups for their layouts, and `reshard` plans the moves between them.
     The bytes stay on the workers: senders leave them where they are made, and each receiver reads its own there. They
     come in buckets, so that little extra memory is needed: at most two buckets on each sender, and on each receiver its
     own weights once more, as it changes to the new ones in one call: a method runs with all the old weights or with all
-    the new ones, also if a worker dies half-way. Receivers keep what they got in a sync that failed until the next one.
+    the new ones, also if a worker dies half-way. Receivers keep the staged tensors of a failed sync until the next one.
 
     Ranks of the source that have the same part of a tensor share the sending, so each sync compares checksums of these
     parts first. If replicas differ, nothing is changed, and the error names rank and tensors. That reads the replicas'
@@ -241,7 +241,7 @@ class WeightSync:
 
     Args:
         source: The group that has the weights; its workers are `HoldsWeights`.
-        target: The group that gets them; its workers are, too. It may be the source, if ranks are given.
+        target: The group that gets them; its workers are `HoldsWeights`, too. It may be the source, if ranks are given.
         bucket_nbytes: Bytes that a rank sends or receives at a time.
         from_ranks: The ranks of the source that send; by default all.
         to_ranks: The ranks of the target that receive; by default all. Others keep their weights: a worker that was
@@ -249,10 +249,10 @@ class WeightSync:
         is_compared: Whether to compare replicas of the source. Without, tensors that differ on them come from any.
 
     Attributes:
-        plan: What is moved from where to where, printable.
+        plan: The moves between the groups, printable.
 
     Raises:
-        UsageError: The workers of a group are no `HoldsWeights`; or ranks send and receive.
+        UsageError: The workers of a group are not `HoldsWeights`; or a rank would both send and receive.
         LayoutError: The target has a tensor that the source does not have, or of another shape or dtype.
 
     Example:
@@ -299,7 +299,7 @@ class WeightSync:
         """Move the weights, and wait until they are in use.
 
         Args:
-            version: What the receivers' ``weights_version`` is from then on.
+            version: The receivers' new ``weights_version``.
 
         Raises:
             WorkerDied: A worker died. The other receivers have the old weights. If it died as the receivers changed to
@@ -316,26 +316,26 @@ class WeightSync:
     def submit(self, version: Any = None) -> Future[Any]:
         """Move the weights without waiting: ranks do it after the calls that were submitted before.
 
-        All buckets may be under way at once, so that the senders' weights are in memory twice until they are received.
+        All buckets may be in transit at once, so that the senders' weights are in memory twice until they are received.
 
         Returns:
-            A future that is done when the new weights are in use. If a call fails before the receivers change to them,
-            it has that error, and the receivers have the old weights.
+            A future that is done when the new weights are in use. If a call fails before the receivers change to the
+            new weights, the future has that error, and the receivers have the old weights.
         """
         return self._switch(version, [*self._moves()])
 
     def _switch(self, version: Any, received: Sequence[Future[Any]]) -> Future[Any]:
-        """Have all ranks change to the new weights once all buckets have been received."""
+        """Submit the call that makes all ranks use the new weights once all buckets have been received."""
         switched: Future[Any] = self._target.switch_weights.submit(version, concat(received) if received else [])
         return switched
 
     def _moves(self) -> Iterator[Future[Any]]:
-        """Submit what moves one bucket after the other, for a new sync."""
+        """Begin a new sync: submit one bucket per step of the iteration."""
         sync = randbits(63)
         return (self._move(index, sync) for index in range(len(self._buckets)))
 
     def _move(self, index: int, sync: int) -> Future[Any]:
-        """Send a bucket, and have it staged; before the first one, compare replicas."""
+        """Submit the calls that send and stage a bucket; with the first one, compare replicas."""
         bucket = _Bucket.of(self.plan, self._buckets[index])
         arguments: list[Any] = [bucket.outgoing]
         if self._replicas and index == 0:
@@ -347,7 +347,7 @@ class WeightSync:
 
 
 def _layout(group: Any, ranks: Iterable[int] | None) -> Layout:
-    """What the ranks of a group have; nothing for those that do not take part."""
+    """The layout of a group's weights, empty for ranks that do not take part."""
     if not callable(getattr(group, "weights_layout", None)):
         raise UsageError(
             f"the workers of {getattr(group, 'name', group)!r} hold no weights; derive them from rl.HoldsWeights"
@@ -358,9 +358,11 @@ def _layout(group: Any, ranks: Iterable[int] | None) -> Layout:
 
 
 def _replicas(plan: Resharding) -> tuple[list[list[str]], list[dict[str, int]]] | None:
-    """By rank of the source: the tensors of which several have the same part; and the first of these, if it is another.
+    """The replicas in the source that a sync compares; None if there are none.
 
-    None if there are no such tensors.
+    Returns:
+        For each rank the names of the tensors of which it and other ranks have the same part; and for each rank the
+        first rank that has the same part, by name of the tensor, if that is another rank.
     """
     ranks = range(plan.source.n_ranks)
     names: list[list[str]] = [[] for _ in ranks]
@@ -375,11 +377,11 @@ def _replicas(plan: Resharding) -> tuple[list[list[str]], list[dict[str, int]]] 
 
 
 class _Bucket(NamedTuple):
-    """What is sent in a bucket.
+    """The pieces and rows of one bucket.
 
     Attributes:
         outgoing: By sender, the pieces of each row that it makes.
-        incoming: By receiver and sender, the pieces that it gets; those of a row.
+        incoming: By receiver and sender, the pieces that the receiver gets, which make up a row.
         by_receiver: The numbers of the rows of all senders that the receivers get, one from each sender.
     """
 
@@ -389,7 +391,7 @@ class _Bucket(NamedTuple):
 
     @classmethod
     def of(cls, plan: Resharding, moves: Sequence[Move]) -> _Bucket:
-        """Some moves of a plan."""
+        """Make the bucket of some moves of a plan."""
         senders, receivers = range(plan.source.n_ranks), range(plan.target.n_ranks)
         pieces: dict[tuple[int, int], list[Piece]] = {}
         for move in moves:

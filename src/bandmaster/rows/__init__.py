@@ -1,9 +1,9 @@
-"""Rows by reference: the tables that handles compute with, and the rows that ranks keep.
+"""Rows by reference: the tables on which handles operate, and the rows that ranks keep.
 
 ::
 
-    a kept result ──► kept: where each rank's rows lie ──► table: ranges, columns, joins of them (pure)
+    a kept result ──► kept: the place of each rank's rows ──► table: ranges, columns, joins of them (pure)
     Future ── slices, select, join ... (handle) ──────────────┘
 
-No row moves here. `bandmaster.calls` names the rows that a call needs, and `bandmaster.hosts` moves them.
+This package moves no row. `bandmaster.calls` names the rows that a call needs, and `bandmaster.hosts` moves them.
 """

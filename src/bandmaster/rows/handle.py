@@ -1,4 +1,4 @@
-"""A future as a handle: what is known of the rows that its call has left on the ranks, and what moves none of them."""
+"""A future as a handle: facts about the rows that its call has left on the ranks, and operations that move no row."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Handle", "Place", "index_of"]
 
-MOST_BOXES = 64  # in a drawing
+MOST_BOXES = 64  # of a drawing
 
 
 class Place(NamedTuple):
-    """Where some rows lie.
+    """The place of some rows.
 
     Attributes:
         method: The method that made them, ``"Class.method"``.
-        rank: The rank that did; None for the controller's own rows.
+        rank: The rank that made them; None for the controller's own rows.
         host: Its host.
-        n_rows: How many of them.
+        n_rows: Number of these rows.
     """
 
     method: str
@@ -47,12 +47,12 @@ class Handle:
 
         Raises:
             UsageError: The future has no rows.
-            Exception: As `Future.result`.
+            Exception: The exceptions of `Future.result`.
         """
         raise NotImplementedError
 
     def _derived(self, what: str, others: Sequence[Handle], make: Callable[[Sequence[Table]], Table]) -> Self:
-        """A future of what ``make`` returns for the rows of this future and of others."""
+        """A future of the table that ``make`` returns for the tables of this future and of others."""
         raise NotImplementedError
 
     def result(self, timeout: float | None = None) -> Any:
@@ -67,7 +67,7 @@ class Handle:
         """Always true, whether there are rows or not."""
         return True
 
-    __iter__ = None  # `batches` does what is meant
+    __iter__ = None  # use `batches` to iterate
 
     @property
     def schema(self) -> Schema:
@@ -76,7 +76,7 @@ class Handle:
 
     @property
     def nbytes(self) -> int:
-        """Encoded size of the rows in bytes, estimated where rows may differ in size; waits for the call."""
+        """Encoded size of the rows in bytes, estimated if rows may differ in size; waits for the call."""
         return round(handles.nbytes_of(self._table()))
 
     @property
@@ -86,7 +86,7 @@ class Handle:
         return tuple([Place(part.kept.origin.method, part.rank, part.kept.origin.host, n) for part, n in found])
 
     def _drawing(self) -> str | None:
-        """Where the rows lie, as an SVG; None if there are too many places for one."""
+        """The places of the rows as an SVG drawing; None if there are too many places."""
         places = self.where
         if not 0 < len(places) <= MOST_BOXES:
             return None
@@ -99,7 +99,7 @@ class Handle:
         return svg_bands(f"{len(self)} rows", columns, bands)
 
     def __getitem__(self, rows: Any) -> Self:
-        """Some of the rows.
+        """Select some of the rows.
 
         Args:
             rows: A slice, the numbers of rows, or a boolean for each row.
@@ -109,11 +109,11 @@ class Handle:
                 f"the rows of a future are selected by a slice, an array of numbers or a boolean mask, got {rows!r}; "
                 "rows[i:i+1] is a single one"
             )
-        chosen = rows if isinstance(rows, slice) else np.array(rows)  # which the caller may change
+        chosen = rows if isinstance(rows, slice) else np.array(rows)  # a copy, as the caller may change it
         return self._derived("rows", (), lambda tables: handles.take(tables[0], index_of(chosen, tables[0].n_rows)))
 
     def select(self, *names: Hashable) -> Self:
-        """The rows with these columns alone, in this order."""
+        """The rows with only these columns, in this order."""
         return self._columns("select", lambda known: {name: name for name in names}, names)
 
     def drop(self, *names: Hashable) -> Self:
@@ -141,30 +141,30 @@ class Handle:
         return self._derived(what, (), make)
 
     def join(self, *others: Handle) -> Self:
-        """The rows with the columns of other futures, which have the same rows, beside their own."""
+        """The rows with the columns of other futures, which have the same rows, added to their own."""
         return self._derived("join", others, lambda tables: handles.join(tables, _labels("rows", len(tables))))
 
     def repeat(self, n: int) -> Self:
-        """Every row ``n`` times, one copy next to the other."""
+        """Every row ``n`` times, with the copies of a row next to each other."""
         return self._derived(
             "repeat", (), lambda tables: handles.take(tables[0], handles.repeated(tables[0].n_rows, n))
         )
 
     def shuffle(self, seed: int) -> Self:
-        """The rows in an order that depends on the seed and their number alone."""
+        """The rows in an order that depends only on the seed and the number of rows."""
         return self._derived(
             "shuffle", (), lambda tables: handles.take(tables[0], handles.shuffled(tables[0].n_rows, seed))
         )
 
     def batches(self, n: int) -> Iterator[Self]:
-        """The rows in futures of ``n`` rows each, the last one perhaps of fewer; waits for the call."""
+        """Yield futures of ``n`` rows each; the last one may have fewer. Waits for the call."""
         if n < 1:
             raise UsageError(f"batches have at least one row, got n={n}")
         for start in range(0, len(self), n):
             yield self[start : start + n]
 
     def sort_by(self, name: Hashable) -> Self:
-        """The rows in ascending order of a column, which comes to the controller; equal ones stay in their order."""
+        """The rows in ascending order of a column, which the controller reads; equal values keep their order."""
         return self[ascending(column_of(self.select(name).result(), name))]
 
 
@@ -172,7 +172,7 @@ def index_of(rows: Any, n_rows: int) -> Index:
     """The numbers of the rows that a slice, numbers or a mask select.
 
     Raises:
-        BatchError: There is no such row, or the mask has another length.
+        BatchError: A row does not exist, or the mask has another length.
     """
     if isinstance(rows, slice):
         chosen = range(n_rows)[rows]
@@ -189,7 +189,7 @@ def index_of(rows: Any, n_rows: int) -> Index:
     wrong = index[(index < -n_rows) | (index >= n_rows)]
     if len(wrong):
         raise BatchError(f"there is no row {wrong[0]} among {n_rows} rows")
-    index = index.astype(np.int64)  # in which a number of rows has room
+    index = index.astype(np.int64)  # large enough for any number of rows
     return np.where(index < 0, index + n_rows, index)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a call have kept: a table for handle arithmetic, and the rows for who asks for them."""
+"""The rows that the ranks of a call have kept: a table of them for handle arithmetic, and their values on request."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from bandmaster.rows.table import Part, ResultRows, Table, Taken, concat, take
 __all__ = ["KeptPart", "KeptRows", "Origin", "RowsRecord", "held_by", "released_rows"]
 
 STILL_COMING = "wait for them again with error.future.result()"
-FETCHED = {"Ray", "network"}  # places from where hosts fetch rows
-_living: WeakSet[KeptPart] = WeakSet()  # that lie where they were made, or may
+FETCHED = {"Ray", "network"}  # places from which hosts fetch rows
+_living: WeakSet[KeptPart] = WeakSet()  # parts whose rows may lie where they were made
 
 
 def released_rows(method: str, on: str = "") -> RowsLost:
-    """The error for whoever uses rows of a method after their release; ``on`` says where they were."""
+    """The error for a use of rows of a method after their release; ``on`` names their place."""
     return RowsLost(
         f"the rows that {method} has left{on} were released; use them before release() or the end of the with block"
     )
 
 
 class Origin:
-    """Whose rows they are, for messages. It does not hold them.
+    """The origin of some rows, for messages. It does not keep the rows.
 
     Attributes:
         numbers: Their numbers among the rows of all ranks.
@@ -53,7 +53,7 @@ class Origin:
 
     @property
     def host(self) -> str:
-        """Where the rank is."""
+        """Name of the host that has the rows."""
         return socket.gethostname() if self._workers is None else self._workers.records[self.rank or 0].host
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class RowsRecord(Protocol):
     """The record of the call that has made rows, if a trace records.
 
     Attributes:
-        returned_nbytes: Bytes of values that came to the controller.
+        returned_nbytes: Bytes of values that the controller received.
     """
 
     returned_nbytes: int
@@ -75,14 +75,14 @@ class KeptPart:
     """The rows of one rank, until they are released.
 
     Attributes:
-        origin: Whose rows they are.
+        origin: The origin of the rows, for messages.
         has_value: Whether the rank has sent a value.
         record: The record of the call, if a trace has made one.
 
     Args:
         method: ``"Class.method"``, for messages.
         rank: The rank.
-        kept: The rows; small ones as they came; None for a rank that has sent no value.
+        kept: The rows; small ones as the payload of the reply; None for a rank that has sent no value.
         workers: The workers of the group; None for rows of the controller.
         record: The record of the call, if a trace has made one.
     """
@@ -107,14 +107,14 @@ class KeptPart:
 
     @property
     def way(self) -> str:
-        """How ranks read the rows: "controller" if they are sent to them, else where they lie."""
+        """The place from which ranks read the rows; "controller" if the controller sends them."""
         return self._get().place
 
     def placed(self, workers: Workers) -> Any:
-        """The rows as the calls of some workers name them.
+        """The rows in the form in which calls of some workers refer to them.
 
         Raises:
-            RowsLost: They were released.
+            RowsLost: The rows were released.
             ResourceError: There is no memory or no descriptor for them.
         """
         if workers not in self._placed:
@@ -136,8 +136,8 @@ class KeptPart:
         """The rows, decoded, in memory of the caller's own.
 
         Raises:
-            RowsLost: They are gone.
-            CallTimeout: They have not come in time.
+            RowsLost: The rows are gone.
+            CallTimeout: The rows have not arrived in time.
             ResourceError: This process has no memory or no mapping for them.
         """
         try:
@@ -155,11 +155,11 @@ class KeptPart:
 
     @property
     def facts(self) -> RowFacts | None:
-        """What is known of the rows; None for a value without rows."""
+        """Count, size and schema of the rows; None for a value without rows."""
         return self._get().facts
 
     def release(self) -> None:
-        """Let go of the rows."""
+        """Release the rows."""
         self._kept = None
         self._placed.clear()
 
@@ -175,12 +175,12 @@ def held_by(workers: Workers) -> dict[int, int]:
 
 
 class KeptRows:
-    """What the ranks of one call have kept.
+    """The rows that the ranks of one call have kept.
 
     Args:
         method: ``"Class.method"``, for messages.
         ranks: The collected ranks, in the order of the rows.
-        parts: By rank, the rows.
+        parts: The rows, by rank.
         real_rows: The rows that each rank was sent.
     """
 
@@ -192,7 +192,7 @@ class KeptRows:
         self._real_rows = real_rows
 
     def value(self, rank: int, deadline: Deadline) -> Any:
-        """The rows of a rank, decoded. Raises as `KeptPart.value` does."""
+        """The rows of a rank, decoded. Raises the exceptions of `KeptPart.value`."""
         return self._parts[rank].value(deadline)
 
     def has_value_of(self, rank: int) -> bool:
@@ -201,7 +201,7 @@ class KeptRows:
 
     @property
     def is_here(self) -> bool:
-        """Whether all rows have come with the replies."""
+        """Whether all rows arrived with the replies."""
         return all(part.is_here for part in self._parts.values())
 
     @cached_property
@@ -237,18 +237,18 @@ class KeptRows:
         return restored
 
     def _rows_of(self, ranks: Sequence[int], facts: Mapping[int, RowFacts]) -> Taken:
-        """The rows of some ranks, whose columns are of the same dtypes."""
+        """The rows of some ranks whose columns have the same dtypes."""
         parts = tuple([Part(rank, facts[rank].n_rows, facts[rank].nbytes, self._parts[rank]) for rank in ranks])
         schema = stacked_schema([facts[rank].schema for rank in ranks])
         result = ResultRows(self._method, parts, schema, any(part.kept.way in FETCHED for part in parts))
         return Taken(result, range(result.n_rows))
 
     def release(self) -> None:
-        """Let go of all rows."""
+        """Release all rows."""
         for part in self._parts.values():
             part.release()
 
 
 def _kinds(schema: Schema) -> dict[Hashable, Any]:
-    """What has to be equal on all ranks, as columns of different dtypes can be joined where they are arrays."""
+    """A key of each column that has to be equal on all ranks: the row shape of arrays, else the type."""
     return {name: column.dtype if column.shape is None else column.shape for name, column in schema.items()}

@@ -1,15 +1,15 @@
-"""Handle arithmetic: which rows and columns of kept results a handle stands for. Pure; it moves no row.
+"""Handle arithmetic: the rows and columns of kept results that a handle stands for. Pure; it moves no row.
 
-A *table* is an expression over kept results. Its leaves say which rows of a result are meant::
+A *table* is an expression over kept results. Its leaves select rows of a result::
 
     result.rename(a="b")[10:20].join(other)
 
         Joined ─┬─ Renamed {b: a} ── Taken(result, range(10, 20))
                 └─ Taken(other, range(0, 10))
 
-Taking rows changes the leaves only, so that a table stays as large as its joins and concatenations. What a receiver
-gets is the table again, with `Addressed` leaves: these know no result, but the parts that the receiver needs, by the
-labels of their payloads. `assemble` makes the rows of that, where the receiver is.
+Taking rows changes only the leaves, so that the size of a table depends only on its joins and concatenations. A
+receiver gets the same table with `Addressed` leaves: these refer to the parts that the receiver needs by the labels of
+their payloads, and not to results. `assemble` makes the rows from that table in the receiver.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ __all__ = [
 ]
 
 JoinPath = tuple[int, ...]  # of a table: its number in each of the joins around it
-Names = Mapping[Any, Any]  # by the new name of a column, its name before
-FEW_ROWS = 32  # that are looked up one by one, and sliced, sooner than by numpy
+Names = Mapping[Any, Any]  # the former name of a column, by its new name
+FEW_ROWS = 32  # looking them up and slicing them one by one is faster than numpy
 
 
 class Part(NamedTuple):
-    """What one rank has kept of a result.
+    """The rows of a result that one rank has kept.
 
     Attributes:
         rank: The rank; None for rows of the controller.
         n_rows: Number of rows.
         nbytes: Their encoded size.
-        kept: Where they lie, as the backend knows it.
+        kept: The kept rows; see `bandmaster.rows.kept.KeptPart`.
     """
 
     rank: int | None
@@ -84,7 +84,7 @@ class ResultRows:
 
     Attributes:
         method: ``"Class.method"``, for messages.
-        parts: In the order of the rows.
+        parts: The parts, in the order of the rows.
         schema: The columns.
         is_fetched: Whether a host that reads rows of a part fetches all of it.
     """
@@ -190,11 +190,11 @@ class Stacked:
 
 @dataclass(frozen=True, eq=False)
 class Addressed:
-    """Some rows of a result, as a receiver sees it.
+    """Some rows of a result, in the form for a receiver.
 
     Attributes:
         starts: Number of the first row of each part that the receiver needs.
-        labels: What it calls the payload of each.
+        labels: The label of the payload of each of these parts.
         index: The rows.
     """
 
@@ -215,7 +215,7 @@ Table = Taken | Renamed | Joined | Stacked
 
 
 def take(table: Any, index: Index) -> Any:
-    """The rows of a table, which may have `Addressed` leaves, with these numbers, all of which it has."""
+    """The rows of a table with these numbers, which must exist. The table may have `Addressed` leaves."""
     if isinstance(table, Taken):
         return Taken(table.result, _compose(table.index, index))
     if isinstance(table, Addressed):
@@ -228,7 +228,7 @@ def take(table: Any, index: Index) -> Any:
     found, order = _partition(whole, _starts(one.n_rows for one in table.tables))
     rows = dict(found or [(0, range(0))])
     if table.kinds is not None:
-        rows.setdefault(0, range(0))  # which determines the order of the columns
+        rows.setdefault(0, range(0))  # the first table determines the order of the columns
         known = {table.kinds[number] for number in rows}
         for number, kind in enumerate(table.kinds):
             if kind not in known:
@@ -247,7 +247,7 @@ def select(table: Table, names: Names) -> Table:
 
     Args:
         table: The table.
-        names: By the new name of each column, its name in the table, which has all of them.
+        names: The name of each column in the table, by its new name; the table must have these columns.
     """
     if isinstance(table, Renamed):
         return Renamed(table.table, {new: table.names[old] for new, old in names.items()})
@@ -258,11 +258,11 @@ def join(tables: Sequence[Table], labels: Sequence[str]) -> Table:
     """The columns of several tables side by side.
 
     Args:
-        tables: At least one.
-        labels: What messages call each.
+        tables: The tables, at least one.
+        labels: The name of each table in messages.
 
     Raises:
-        BatchError: They have different numbers of rows, a name twice, or columns without a name.
+        BatchError: The tables have different numbers of rows, a name twice, or columns without a name.
     """
     taken: dict[Any, str] = {}
     for table, label in zip(tables, labels, strict=True):
@@ -286,7 +286,7 @@ def concat(tables: Sequence[Table], labels: Sequence[str]) -> Table:
     """The rows of several tables one after the other.
 
     Raises:
-        BatchError: They have different columns.
+        BatchError: The tables have different columns.
     """
     first = tables[0].schema
     for table, label in zip(tables, labels, strict=True):
@@ -310,12 +310,12 @@ def concat(tables: Sequence[Table], labels: Sequence[str]) -> Table:
 
 
 def repeated(n_rows: int, n: int) -> Index:
-    """Every row ``n`` times, one copy next to the other."""
+    """The numbers of all rows, each ``n`` times in a row."""
     return np.repeat(np.arange(n_rows), n)
 
 
 def shuffled(n_rows: int, seed: int) -> Index:
-    """All rows in an order that depends on the seed alone."""
+    """The numbers of all rows in an order that depends only on the seed and ``n_rows``."""
     return np.random.default_rng(seed).permutation(n_rows)
 
 
@@ -329,7 +329,7 @@ def check_named(table: Table, label: str, what: str) -> None:
         )
 
 
-# --- what a receiver needs ---
+# --- tables for a receiver ---
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,8 +337,8 @@ class Elsewhere:
     """Stands for rows among the arguments that are sent to ranks.
 
     Attributes:
-        table: What `addressed` has returned.
-        shares: For each rank the ``(start, stop)`` of its rows; None if all rows are for all of them.
+        table: The result of `addressed`.
+        shares: For each rank the ``(start, stop)`` of its rows; None if every rank gets all rows.
         batch_types: The batch types that the sender has registered, each pickled.
     """
 
@@ -347,20 +347,20 @@ class Elsewhere:
     batch_types: tuple[bytes, ...] = ()
 
     def share(self, rank: int) -> Any:
-        """The table of a rank."""
+        """The table of the rows of a rank."""
         return self.table if self.shares is None else take(self.table, range(*self.shares[rank]))
 
 
 def addressed(table: Table, label: Callable[[Part], Hashable]) -> Any:
-    """The table with `Addressed` leaves, which `assemble` understands.
+    """The table with `Addressed` leaves, as `assemble` takes it.
 
     Args:
         table: The table.
-        label: Called with every part that is needed; returns the label of its payload.
+        label: Called with every needed part; returns the label of its payload.
     """
     if isinstance(table, Taken):
         result = table.result
-        needed = _parts_of(table.index, result.starts) or [0]  # an empty part tells the type of the rows
+        needed = _parts_of(table.index, result.starts) or [0]  # an empty part determines the type of the rows
         starts = tuple([result.starts[number] for number in needed])
         return Addressed(starts, tuple([label(result.parts[number]) for number in needed]), table.index)
     if isinstance(table, Renamed):
@@ -369,10 +369,10 @@ def addressed(table: Table, label: Callable[[Part], Hashable]) -> Any:
 
 
 def rows_needed(elsewhere: Elsewhere, ranks: Iterable[int]) -> dict[Hashable, Index]:
-    """By the label of each part, the rows of it that some ranks need, in their order there.
+    """The rows of each part that some ranks need, ascending, by the label of the part.
 
     Args:
-        elsewhere: What is sent to these ranks, and perhaps to others.
+        elsewhere: The reference that is sent to these ranks, and perhaps to others.
         ranks: The ranks.
     """
     found: dict[Hashable, Index] = {}
@@ -403,7 +403,7 @@ def united(one: Index, other: Index) -> Index:
 
 
 def contains(rows: Index, others: Index) -> bool:
-    """Whether ascending rows are all there that others, ascending too, consist of."""
+    """Whether the ascending ``rows`` contain all of the ascending ``others``."""
     if isinstance(rows, range):
         return not len(others) or (rows.start <= int(others[0]) and int(others[-1]) < rows.stop)
     return len(united(rows, others)) == len(rows)
@@ -414,7 +414,7 @@ def _leaves(table: Any) -> list[Addressed]:
 
 
 def _positions(there: Index | None, rows: Index) -> Index:
-    """Where some rows are among those that are there, which are in ascending order; None if all are there."""
+    """The positions of some rows among the present rows, which ascend; ``there`` is None if all rows are present."""
     if there is None:
         return rows
     if isinstance(there, range):
@@ -435,20 +435,20 @@ def assemble(
 
     Args:
         table: The table.
-        payloads: Returns the value of the part with a label for a table at a path, in whose memory rows of the result
-            may lie. Values for different paths must not share memory. Called once for a label and path.
-        views: Returns the value of the part with a label as a batch, of which only copies become part of the result;
-            where it returns None, the value is had from ``payloads``.
-        there: Returns the rows of a part that its value consists of; None for all.
+        payloads: Returns the value of the part with a label for a table at a path; the result may share its memory.
+            Values for different paths must not share memory. Called once for a label and path.
+        views: Returns the value of the part with a label as a batch, from which rows are only copied; if it returns
+            None, the value comes from ``payloads``.
+        there: Returns the numbers of the rows of a part that its value contains; None for all.
         path: The table's number in each of the joins around it.
-        taken: Which rows other tables of the concatenation around it have taken; None if nothing is around it.
+        taken: The rows that other tables of the surrounding concatenation have taken; None without one.
     """
     if isinstance(table, Addressed):
         found, order = _pieces(table)
         pieces = [(label, _positions(there(label), rows)) for number, rows in found for label in [table.labels[number]]]
         label, rows = pieces[0]
         if len(pieces) == 1 and isinstance(rows, range) and taken is None:
-            return required_batch(payloads(label, path)).rows(rows)  # they lie in the value's memory
+            return required_batch(payloads(label, path)).rows(rows)  # they share the value's memory
         taken = {} if taken is None else taken
         copies = []
         for label, rows in pieces:
@@ -470,25 +470,25 @@ def assemble(
 
 
 class _Taken:
-    """A part of whose rows some were taken. A row that is taken again is had from another value of the part.
+    """A part some of whose rows were taken. A row that is taken again comes from another value of the part.
 
-    Else the objects in it, which may be lists or arrays, would be in the result twice.
+    Otherwise the objects in the row, such as lists or arrays, would be in the result twice.
     """
 
     def __init__(self, payload: Callable[[JoinPath], Any], path: JoinPath) -> None:
         self._payload, self._path = payload, path
         self._batches = [required_batch(payload(path))]
         value, n_rows = self._batches[0].value, self._batches[0].n_rows
-        self._n = None if copies_rows(value) else np.zeros(n_rows, np.int64)  # how often each row was taken
+        self._n = None if copies_rows(value) else np.zeros(n_rows, np.int64)  # times that each row was taken
 
     def rows(self, index: Index) -> tuple[Batch, Index]:
-        """A batch, and where some rows are in it."""
+        """A batch, and the positions in it of the rows ``index``."""
         if self._n is None or not len(index):
             return self._batches[0], index
         rows = np.asarray(index, np.int64)
         order = np.argsort(rows, kind="stable")
         ascending = rows[order]
-        which = np.empty_like(rows)  # of the batches has each row
+        which = np.empty_like(rows)  # for each row, the number of its batch
         which[order] = np.arange(len(rows)) - np.searchsorted(ascending, ascending)
         which += self._n[rows]
         np.add.at(self._n, rows, 1)
@@ -502,7 +502,7 @@ class _Taken:
 
 
 def _pieces(leaf: Addressed) -> Pieces:
-    """What to read of each part for some rows."""
+    """The rows to read from each part for a leaf, and the order in which their concatenation has to be read."""
     if not len(leaf.index):
         return [(0, range(0))], None
     if isinstance(leaf.index, range) or len(leaf.index) > FEW_ROWS:
@@ -522,7 +522,7 @@ def _pieces(leaf: Addressed) -> Pieces:
 
 
 def is_in_order(table: Table) -> bool:
-    """Whether the rows of each result are wanted as they lie there, in one range."""
+    """Whether the table takes one range of rows of each result, in their order."""
     if isinstance(table, Taken):
         return isinstance(table.index, range)
     has_order = isinstance(table, Stacked) and table.order is not None
@@ -530,7 +530,7 @@ def is_in_order(table: Table) -> bool:
 
 
 def rows_by_part(table: Table) -> dict[int, tuple[Part, int]]:
-    """For each part that the table has rows of, by identity: the part, and how many rows."""
+    """Each part of which the table has rows, with the number of these rows, by identity of the part."""
     if isinstance(table, Taken):
         parts, pieces = table.result.parts, _partition(table.index, table.result.starts)[0]
         return {id(parts[number]): (parts[number], len(rows)) for number, rows in pieces}
@@ -553,7 +553,7 @@ def nbytes_of(table: Table) -> float:
 
 
 def results_of(table: Table) -> list[ResultRows]:
-    """The results that a table has rows of."""
+    """The results of which a table has rows."""
     if isinstance(table, Taken):
         return [table.result]
     return list(dict.fromkeys(result for one in _inner(table) for result in results_of(one)))
@@ -568,7 +568,7 @@ def _reordered(value: Any, order: np.ndarray[Any, Any] | None) -> Any:
 
 
 def _compose(first: Index, then: Index) -> Index:
-    """``first[i] for i in then``, as a range where it is one."""
+    """``first[i] for i in then``, as a range if possible."""
     if isinstance(then, range):
         return first[then.start : then.stop]
     if isinstance(first, range):
@@ -588,7 +588,7 @@ def _starts(counts: Iterable[int]) -> tuple[int, ...]:
 
 
 def _parts_of(index: Index, starts: Sequence[int]) -> Sequence[int]:
-    """The parts that have any of some rows, by the first row of each part."""
+    """The numbers of the parts that have any of some rows; ``starts`` are the first rows of the parts."""
     if isinstance(index, range):
         return [number for number, _ in _partition(index, starts)[0]]
     if len(index) <= FEW_ROWS:
@@ -602,11 +602,11 @@ Pieces = tuple[Sequence[tuple[int, Index]], np.ndarray[Any, Any] | None]
 
 
 def _partition(index: Index, starts: Sequence[int]) -> Pieces:
-    """The rows of each part, by the first row of each part.
+    """Divide rows among parts; ``starts`` are the first rows of the parts.
 
     Returns:
-        ``(number of the part, rows counted from its start)`` for each that has any, and the order in which the
-        concatenation of these rows has to be read to get the index; None for as they are.
+        ``(number of the part, rows counted from its start)`` for each part that has any, and the order in which the
+        concatenation of these rows has to be read to get the index; None for the order of the concatenation.
     """
     found: list[tuple[int, Index]] = []
     if isinstance(index, range):

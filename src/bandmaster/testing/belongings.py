@@ -108,7 +108,7 @@ def is_connected_to_ray() -> bool:
 
 
 def _threads() -> list[str]:
-    """Names of the Python threads, without the one that watches the zygote, and those that look after open groups."""
+    """Names of the Python threads, except the watcher of the zygote and the threads that maintain open groups."""
     names = [thread.name for thread in threading.enumerate() if thread.name != _LEASES]
     if _ZYGOTE_WATCH in names:
         names.remove(_ZYGOTE_WATCH)
@@ -161,7 +161,7 @@ class _Zygote(NamedTuple):
 
 
 def _zygote() -> _Zygote:
-    """The zygote that stays, with the descriptors that this process holds for it; pid 0 if there is none."""
+    """The long-lived zygote, with the descriptors that this process holds for it; pid 0 if there is none."""
     zygote = None
     if "bandmaster.backends.local" in sys.modules:
         zygote = cast("LocalBackend", get_backend("local")).lasting_zygote

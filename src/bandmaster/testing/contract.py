@@ -62,7 +62,7 @@ class BackendContract:
     timeout: ClassVar[float] = 60.0
 
     def nodes(self, size: int) -> list[int]:
-        """The nodes of a pool with so many slots: by default one."""
+        """The slots on each node of a pool of ``size`` slots: by default all on one node."""
         return [size]
 
     @contextlib.contextmanager
@@ -230,7 +230,7 @@ class BackendContract:
             assert not group.healthy
 
     def test_a_rank_that_fails_frees_the_others(self) -> None:
-        """When one rank raises, the others are interrupted, and the group stays usable."""
+        """If one rank raises, the others are interrupted, and the group stays usable."""
         self._needs_processes()
         with self.group(3, Behaves) as group:
             with pytest.raises(RemoteError, match=r"on rank 1 ") as caught:
@@ -239,7 +239,7 @@ class BackendContract:
             assert group.echo(1) == [1, 1, 1]
 
     def test_a_rank_that_fails_does_not_meet_the_others_in_the_next_call(self) -> None:
-        """A rank that has failed a call begins the next one, which is on its way, when all ranks have ended the first.
+        """A rank that has failed a call begins the next call only after all ranks have ended the first.
 
         The clocks of the hosts have to agree within half a second.
         """

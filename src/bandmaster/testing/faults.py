@@ -39,10 +39,10 @@ class Fault:
         return 0.0
 
     def strike(self) -> None:
-        """Runs in the worker before the method."""
+        """Cause the fault. The worker calls this before the method runs."""
 
     def spoil(self, value: Any) -> Any:
-        """Runs in the worker with the method's return value, and returns the value to use instead."""
+        """Replace the method's return value. The worker calls this after the method, and uses the result instead."""
         return value
 
     def falls_on(self, rank: int, counts: Mapping[str | None, int]) -> bool:
@@ -160,7 +160,7 @@ class Delay(Fault):
         super().check(class_name, methods)
         is_number = isinstance(self.seconds, int | float) and not isinstance(self.seconds, bool)
         if not is_number or not 0 <= self.seconds <= FOREVER_S:
-            raise UsageError(f"{self!r}: seconds must be a number from 0 to {FOREVER_S:g}; use Hang to wait for ever")
+            raise UsageError(f"{self!r}: seconds must be a number from 0 to {FOREVER_S:g}; use Hang to wait forever")
 
 
 @dataclass(frozen=True)

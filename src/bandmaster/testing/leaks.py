@@ -23,7 +23,7 @@ from bandmaster.testing.belongings import KINDS, HeldResources, held_resources, 
 
 __all__ = ["LeakError", "no_leaks"]
 
-POLL_S = 0.02  # interval between two looks at the resources
+POLL_S = 0.02  # interval between two checks of the resources
 GARBAGE_S = 0.1  # resources held for longer may belong to uncollected garbage
 COLLECT_S = 0.5  # interval between two collections; with torch loaded, each takes a fifth of a second
 

@@ -7,7 +7,8 @@
     bandmaster replay calls ◄── worker, arguments and random states of one rank ──────────────────────────┘
 
 A recorded call is a file of two pickles: ``sys.path``, and a dict with the bound method (and so its worker), the
-arguments, the states of random number generators, and the names of method and host. Loading runs what is pickled.
+arguments, the states of random number generators, and the names of method and host. Loading a file runs code that the
+pickles name.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def record(
     ranks: Sequence[int] | None = None,
     methods: Sequence[str] | None = None,
 ) -> Iterator[None]:
-    """Have ranks of a group store each call that is made in the block, before it runs.
+    """Make ranks of a group store each call that is made in the block, before it runs.
 
     Each call is a file per rank: the arguments that the rank has received, its worker, and the states of random number
     generators. ``bandmaster replay`` runs it again. A call whose worker or arguments cannot be pickled fails with a
@@ -111,7 +112,7 @@ def _check_methods(group: GroupOf[Any], methods: Sequence[str] | None) -> None:
 
 
 def _run(group: GroupOf[Any], ranks: tuple[int, ...], function: Callable[[Executor], object]) -> list[Future[Any]]:
-    """Have ranks call a function with their executor, behind the calls that were made before."""
+    """Send ranks a function that they call with their executor, after the calls that were sent before."""
     submitter = group._submitter
     submitter.work.wait_until_sent()
     shares = {Share(rank, (rank,)): Collected(Only(), (rank,)) for rank in ranks}
@@ -123,9 +124,9 @@ class _Recorder:
     """The function that an executor calls before each method, while calls are recorded.
 
     Args:
-        token: Tells this recorder from others of the same worker.
+        token: Identifies this recorder among others of the same worker.
         folder: The folder of the files.
-        prefix: The beginning of the names of the group's methods, where several groups have the same workers.
+        prefix: The prefix of the group's methods in the worker; "" unless several groups share the workers.
         methods: The methods whose calls are recorded; None for all.
     """
 
@@ -138,12 +139,12 @@ class _Recorder:
 
 
 def install(token: str, folder: str, prefix: str, methods: Collection[str] | None, executor: Executor) -> None:
-    """Have an executor record calls from now on."""
+    """Make an executor record calls from now on."""
     executor.before.append(_Recorder(token, folder, prefix, methods))
 
 
 def remove(token: str, executor: Executor) -> None:
-    """Have an executor no longer record calls."""
+    """Remove the recorders of a token from an executor."""
     executor.before = [hook for hook in executor.before if not (isinstance(hook, _Recorder) and hook.token == token)]
 
 
@@ -170,7 +171,7 @@ def _store(folder: Path, worker: Worker, method: Any, args: Sequence[Any], kwarg
     unfinished = folder / f"{uuid.uuid4().hex}.part"
     try:
         unfinished.write_bytes(content)
-        _link(unfinished, folder, f"{label}-rank-{worker.rank}{SUFFIX}")  # readers of the folder see whole files alone
+        _link(unfinished, folder, f"{label}-rank-{worker.rank}{SUFFIX}")  # so that readers see only complete files
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -211,7 +212,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Set the generators to the states that `random_states` has returned; those of a GPU only where there is one."""
+    """Set the generators to the states that `random_states` has returned; GPU states only if there is a GPU."""
     random.setstate(states["random"])
     np.random.set_state(states["numpy"])
     if "torch" in states:

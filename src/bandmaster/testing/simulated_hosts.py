@@ -1,7 +1,7 @@
 """Many hosts on one machine: each is a process with an agent, whose ranks are objects in that process.
 
-There is no Ray, no namespace and no worker process: what remains is what a controller and agents do for a call. It is
-for tests of agents, and for measuring what a thousand ranks cost a controller::
+There is no Ray, no namespace and no worker process; only the controller's and the agents' work for a call remains. It
+serves tests of agents, and measurements of the cost of a thousand ranks in a controller::
 
     bandmaster.backends.register_backend("simulated", SimulatedHosts)
     pool = bm.ResourcePool([8] * 128, backend="simulated")       # 128 hosts with 8 ranks each
@@ -41,7 +41,7 @@ class SimulatedHosts(MachineBackend):
     """Backend whose nodes are processes with agents. They end with the last reservation, or with this process.
 
     Args:
-        n_hosts: Deal the ranks of every pool to so many hosts; by default each node of a pool is a host.
+        n_hosts: Number of hosts over which the ranks of every pool are dealt; by default each node of a pool is a host.
     """
 
     def __init__(self, n_hosts: int | None = None) -> None:
@@ -53,12 +53,12 @@ class SimulatedHosts(MachineBackend):
         self._n_reserved = 0
 
     def reserve(self, request: Any, timeout_s: float) -> Any:
-        """Reserve slots; see `MachineBackend.reserve`."""
+        """Reserve slots on this machine; see `MachineBackend.reserve`."""
         self._n_reserved += 1
         return super().reserve(request, timeout_s)
 
     def release(self, reservation: Any) -> None:
-        """Release slots; the processes end with the last reservation."""
+        """Release slots; see `MachineBackend.release`. The last release ends the processes."""
         super().release(reservation)
         self._n_reserved -= 1
         if not self._n_reserved and self._parent is not None:
@@ -91,7 +91,7 @@ class SimulatedHosts(MachineBackend):
         return workers
 
     def _started(self, n: int) -> list[tuple[tuple[str, int], int]]:
-        """Address and process of new agents."""
+        """Start ``n`` agents. Returns the address and the pid of each."""
         if n and self._parent is None:
             secret = self._links.secret
             command = [sys.executable, "-m", __name__, secret.key.hex(), str(int(secret.is_encrypted)), *sys.path]
@@ -107,7 +107,7 @@ class SimulatedHosts(MachineBackend):
 
 class _SimulatedHost(Host):
     def start(self, said: bytes, shows: ShowOutput) -> tuple[_Ranks, Sequence[int]]:
-        """Make the objects of some ranks."""
+        """Create the workers of some ranks in this process."""
         launch, ranks = pickle.loads(said)
         return _Ranks(launch, ranks), ranks
 
@@ -119,23 +119,23 @@ class _Ranks(InProcessWorkers):
         return {}
 
     def announce(self, rendezvous: Mapping[str, str]) -> None:
-        """There is no rendezvous."""
+        """Do nothing: there is no rendezvous."""
 
     def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> Payload:
-        """Memory of this process."""
+        """Allocate memory of this process for a payload."""
         return in_memory(0, (), sizes)
 
 
 def _agent(secret: Secret) -> None:
     server = AgentServer(secret, "127.0.0.1", _SimulatedHost(), "a test")
-    os.write(1, f"{json.dumps([*server.address, os.getpid()])}\n".encode())  # at once: others write, too
+    os.write(1, f"{json.dumps([*server.address, os.getpid()])}\n".encode())  # one write, as other agents write too
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # takes its number
     server.run(PATIENCE_S)
 
 
 def main() -> None:
-    """Fork agents when a line on standard input says how many; end them with it."""
+    """Fork as many agents as each line on standard input says, and kill them at its end."""
     secret = Secret(bytes.fromhex(sys.argv[1]), sys.argv[2] == "1")
     sys.path.extend(path for path in sys.argv[3:] if path not in sys.path)
     children = []

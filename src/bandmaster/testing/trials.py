@@ -25,7 +25,7 @@ from bandmaster.testing.leaks import no_leaks
 
 __all__ = ["InjectedError", "Trial", "trials", "unchanged"]
 
-LONGEST_DELAY_S = 0.02  # that a trial draws; it changes the order of what ranks do, and tests stay short
+LONGEST_DELAY_S = 0.02  # enough to change the order in which ranks act, and short enough for tests
 
 
 class InjectedError(Exception):
@@ -143,13 +143,13 @@ def _trial(seed: int, ranks: int, calls: int, kinds: Sequence[type[Fault]], most
 
 @contextmanager
 def unchanged(*values: Any) -> Iterator[None]:
-    """Check that a block does not change some values of yours, such as the arguments of calls.
+    """Check that a block does not change some values, such as the arguments of calls.
 
     Args:
         *values: Anything that pickle or cloudpickle can handle.
 
     Raises:
-        AssertionError: A value is another one after the block; the message says which.
+        AssertionError: The block has changed a value; the message says which.
 
     Example:
         >>> rows = [1, 2]
@@ -166,6 +166,6 @@ def unchanged(*values: Any) -> Iterator[None]:
 
 
 def _pickled(value: Any) -> bytes:
-    """The pickle of a copy, which has no traces of how the value came about."""
+    """The pickle of a copy, which does not depend on how the value was made."""
     made: bytes = cloudpickle.dumps(pickle.loads(cloudpickle.dumps(value)))
     return made

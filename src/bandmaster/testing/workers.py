@@ -137,7 +137,7 @@ class Behaves(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def wait_on(self, ranks: list[int], raising: list[int]) -> int:
-        """Wait for ever on some ranks, raise on others, and return on the rest."""
+        """Wait forever on some ranks, raise on others, and return on the rest."""
         try:
             if self.rank in raising:
                 raise ValueError("the first cause")
@@ -149,7 +149,7 @@ class Behaves(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def times(self) -> tuple[float, float]:
-        """Return when `wait_on` has ended on this rank, and when this call has begun, both by `time.time`."""
+        """Return the times when `wait_on` ended on this rank and when this call began, both by `time.time`."""
         return self.stopped_at, time.time()
 
     @register(Dispatch.ONE_TO_ALL)

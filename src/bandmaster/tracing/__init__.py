@@ -1,4 +1,4 @@
-"""What calls cost: records of calls while a trace is open, tables of them, and a file for Perfetto.
+"""Records the cost of calls while a trace is open, as tables and as a file for Perfetto.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The ledger: records of all calls, as long as a trace is made."""
+"""The ledger: records of all calls while a trace is open."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Trace:
     """Records calls until it is stopped; `trace` begins one.
 
     Attributes:
-        calls: What was recorded, in the order of submission.
+        calls: The recorded calls, in the order of submission.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -38,11 +38,11 @@ class Trace:
 
     @property
     def calls(self) -> CallTable:
-        """What was recorded, in the order of submission."""
+        """The recorded calls, in the order of submission."""
         return CallTable(sorted(self._records, key=lambda record: record.number))
 
     def begin(self, group: str, method: str, workers: Workers) -> CallRecord:
-        """The record of a call that is being submitted."""
+        """Begin the record of a call that is being submitted."""
         record = CallRecord(next(self._numbers), group, method, self._origin_ns, workers)
         self._records.append(record)
         return record
@@ -62,11 +62,11 @@ class Trace:
         self.stop()
 
     def summary(self) -> str:
-        """A table of the methods: their calls, and which share of their time was spent on what.
+        """A table of the methods: the number of their calls, and the share of each phase in their time.
 
-        ``send`` is planning, encoding and sending in the controller; ``wait`` is what the slowest rank has queued;
-        ``run`` is the mean of the ranks; ``skew`` is what the slowest has run beyond that; ``return`` is the rest:
-        encoding, moving and joining of values.
+        ``send`` is planning, encoding and sending in the controller; ``wait`` is the longest queueing time of a rank;
+        ``run`` is the mean running time of the ranks; ``skew`` is the excess of the slowest rank over that mean;
+        ``return`` is the rest: encoding, moving and joining of values.
         """
         by_method: dict[str, list[CallRecord]] = {}
         for record in self._records:
@@ -97,17 +97,17 @@ recording = _Recording()
 
 
 def trace(path: str | Path | None = None) -> Trace:
-    """Begin to record the calls of all groups: what each rank has spent on each, and the bytes that have moved.
+    """Begin to record the calls of all groups: the times of each rank, and the bytes that are moved.
 
     Args:
         path: A file that is written when the trace is stopped, for https://ui.perfetto.dev; None writes none.
 
     Returns:
         The trace. It is a context manager that stops it; ``trace.calls``, and `WorkerGroup.calls` for one group, are
-        tables of calls, and ``print(trace)`` shows which share of the time each method has spent on what.
+        tables of calls, and ``print(trace)`` shows the share of each phase in the time of each method.
 
     Raises:
-        UsageError: A trace records already.
+        UsageError: Another trace is open.
 
     Example:
         >>> import bandmaster as bm
@@ -122,7 +122,7 @@ def trace(path: str | Path | None = None) -> Trace:
         [('Adder.double', [0, 1])]
     """
     if recording.trace is not None:
-        raise UsageError("a trace records already; stop() it, or leave its with block, before the next one begins")
+        raise UsageError("a trace is already open; stop() it, or leave its with block, before the next one begins")
     made = recording.trace = recording.last = Trace(path)
     hooks.trace = made.begin
     return made
@@ -132,7 +132,7 @@ def calls_of(group: str) -> CallTable:
     """The calls of a group in the present trace, or in the last one.
 
     Raises:
-        UsageError: There was none.
+        UsageError: There was no trace.
     """
     if recording.last is None:
         raise UsageError("no calls were recorded: make them in a block of `with bandmaster.trace():`")

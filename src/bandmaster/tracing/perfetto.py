@@ -13,14 +13,14 @@ from bandmaster.tracing.records import CallRecord, RankTimes, bytes_of
 
 __all__ = ["events"]
 
-CONTROLLER = 1  # as a process
-TRACKS = 100_000  # most tracks of a process: Perfetto wants each to have a number that no other process has
+CONTROLLER = 1  # number of the controller's process in the trace
+TRACKS = 100_000  # most tracks of a process: Perfetto requires numbers that are unique among all processes
 
 Event = Mapping[str, Any]
 
 
 def events(records: Sequence[CallRecord]) -> Iterator[Event]:
-    """A process for the controller and for each group, a track for each rank, and arrows from call to call."""
+    """Yield a process for the controller and for each group, a track for each rank, and arrows between calls."""
     yield _name("process_name", {"pid": CONTROLLER}, "controller")
     processes = {name: number for number, name in enumerate(dict.fromkeys(r.group for r in records), CONTROLLER + 1)}
     for name, process in processes.items():
@@ -51,7 +51,7 @@ def _name(what: str, where: Mapping[str, Any], name: str) -> Event:
 
 
 def _in_the_controller(record: CallRecord, track: Mapping[str, Any]) -> Iterator[Event]:
-    """From submission to result; calls overlap there."""
+    """Yield the begin and end events of a call, from submission to result; calls overlap on this track."""
     end = max(record.sent, record.encoded, record.begun, record.done or 0.0)
     who = {"name": record.method, "cat": "call", "id": record.number, **track}
     yield {"ph": "b", **who, "ts": _us(record.begun), "args": {"call": record.number, "bytes": bytes_of(record)}}
@@ -69,7 +69,7 @@ def _on_a_rank(record: CallRecord, rank: int, times: RankTimes, track: Mapping[s
 def _arrows(
     source: CallRecord, rank: int, target: CallRecord, processes: Mapping[str, int], numbers: Iterator[int]
 ) -> Iterator[Event]:
-    """From where a rank has encoded rows to where ranks have decoded some."""
+    """Yield arrows from the encoding of rows on a rank to their decoding on the ranks that take them."""
     _, _, ran, encoded, _ = source.moments(rank)
     for other in sorted(target.replied):
         begun, decoded, *_ = target.moments(other)
@@ -85,8 +85,8 @@ def _slice(name: str, track: Mapping[str, Any], start: float, stop: float, facts
 
 
 def _us(seconds: float) -> float:
-    """Microseconds in quarters, which are whole nanoseconds: who cuts off the rest cuts off nothing.
+    """Convert seconds to microseconds in quarters, which are whole nanoseconds, so that truncation loses nothing.
 
-    Else a slice within another could end after it by a nanosecond, for which Perfetto drops it.
+    Otherwise a nested slice could end a nanosecond after its parent, and Perfetto would drop it.
     """
     return round(4e6 * seconds) / 4

@@ -1,4 +1,4 @@
-"""Records of calls: when they came where, on the controller and on each rank, and how many bytes they took.
+"""Records of calls: the times of their phases in the controller and on each rank, and the bytes they moved.
 
 ::
 
@@ -27,14 +27,14 @@ STRAGGLES, STRAGGLES_S = 1.5, 1e-3  # a rank that runs so much longer than the m
 
 
 class RankTimes(NamedTuple):
-    """What one rank has spent on a call, in seconds.
+    """The time that one rank has spent on a call, by phase, in seconds.
 
     Attributes:
-        queued: From sending until the rank began: it still ran earlier calls, or the message was on its way.
+        queued: From sending until the rank began: it still ran earlier calls, or the message was in transit.
         decoded: Decoding the arguments, and mapping rows that lie elsewhere.
         ran: Running the method.
         encoded: Encoding the value.
-        moved: From then until the controller had the reply.
+        moved: From the end of encoding until the controller had the reply.
     """
 
     queued: float
@@ -52,18 +52,18 @@ class CallRecord:
         group: Name of the group.
         method: ``"Class.method"``.
         sent_nbytes: Bytes of arguments that the controller has encoded, each payload once.
-        returned_nbytes: Bytes of values that came to the controller.
+        returned_nbytes: Bytes of values that the controller received.
         kept_nbytes: Bytes of rows that have stayed where they were made.
-        read_nbytes: Bytes of rows that ranks have read from where they lie, by the way: ``"shared memory"``, or
-            ``"Ray"`` for its object store.
-        takes_from: The numbers of the calls that made those rows, with the rank that did.
+        read_nbytes: Bytes of rows that ranks have read by reference, by transport: ``"shared memory"``, or ``"Ray"``
+            for its object store.
+        takes_from: The numbers of the calls that made those rows, each with the rank that made them.
 
     Args:
         number: Its number in the trace.
         group: Name of the group.
         method: ``"Class.method"``.
-        origin_ns: When the trace began, by the monotonic clock.
-        workers: The workers that are asked.
+        origin_ns: The beginning of the trace on the monotonic clock.
+        workers: The workers that run the call.
     """
 
     sent_nbytes = returned_nbytes = kept_nbytes = 0
@@ -78,37 +78,37 @@ class CallRecord:
 
     @property
     def begun(self) -> float:
-        """When it was submitted."""
+        """Time of submission, in seconds since the trace began."""
         return self._seconds(self._begun_ns)
 
     @property
     def encoded(self) -> float:
-        """When its arguments were planned and encoded."""
+        """Time when its arguments were planned and encoded, in seconds since the trace began."""
         return self._seconds(self._encoded_ns or self._begun_ns)
 
     @property
     def sent(self) -> float:
-        """When it was sent; a rank may have replied before the last one was sent to."""
+        """Time when it was sent to the last rank, in seconds since the trace began; a rank may reply earlier."""
         return self._seconds(self._sent_ns or self._encoded_ns or self._begun_ns)
 
     @property
     def done(self) -> float | None:
-        """When its result was there; None if it is not."""
+        """Time when it had its result, in seconds since the trace began; None before."""
         return self._seconds(self._done_ns) if self._done_ns else None
 
     @property
     def replied(self) -> Collection[int]:
-        """The ranks that have replied, and were not lost."""
+        """The ranks that have replied and have not died."""
         return self._raw.keys()
 
     @property
     def ranks(self) -> dict[int, RankTimes]:
-        """What each rank has spent that has replied, and was not lost."""
+        """The times of each rank that has replied and has not died, by rank."""
         return {rank: self._times(rank) for rank in sorted(self._raw)}
 
     @property
     def seconds(self) -> float | None:
-        """From submission to the result; None if it is not there."""
+        """Seconds from submission to the result; None before the result is there."""
         return None if self.done is None else self.done - self.begun
 
     @property
@@ -126,34 +126,34 @@ class CallRecord:
         return max(ran) - statistics.fmean(ran) if ran else 0.0
 
     def is_encoded(self, nbytes: int) -> None:
-        """Its arguments were encoded."""
+        """Record that the arguments of the call are encoded."""
         self._encoded_ns, self.sent_nbytes = monotonic_ns(), nbytes
 
     def is_sent(self) -> None:
-        """It was sent."""
+        """Record that the call is sent."""
         self._sent_ns = monotonic_ns()
 
     def is_done(self) -> None:
-        """Its result is there, or its error."""
+        """Record that the call has its result or its error."""
         self._done_ns = monotonic_ns()
 
     def came(self, rank: int, ticket: Ticket, value: Payload | Kept | Failure | None) -> None:
-        """The reply of a rank has come."""
+        """Record the reply of a rank."""
         try:
             self._raw[rank] = ticket.times
         except AttributeError:
-            self._raw.pop(rank, None)  # a worker that has died tells of none
+            self._raw.pop(rank, None)  # a worker that has died reports no times
         if type(value) is Payload:
             self.returned_nbytes += value.nbytes
         elif value is not None and type(value) is not Failure and value.facts is not None:  # type: ignore[union-attr]
             self.kept_nbytes += value.facts.nbytes  # type: ignore[union-attr]
 
     def read(self, nbytes: int, way: str, source: CallRecord | None, rank: int | None) -> None:
-        """Ranks read rows that a rank has made in another call.
+        """Record that ranks read rows that a rank has made in another call.
 
         Args:
-            nbytes: Their bytes.
-            way: How.
+            nbytes: Size of the rows in bytes.
+            way: The transport, a key of `read_nbytes`.
             source: The other call, if it was recorded.
             rank: The rank that has made them; None for the controller.
         """
@@ -170,10 +170,10 @@ class CallRecord:
         return RankTimes(waited, decoded - begun, ran - decoded, encoded - ran, received - encoded)
 
     def moments(self, rank: int) -> list[float]:
-        """When a rank had begun, decoded, run and encoded, and when the reply came: seconds since the trace began.
+        """Times at which a rank began, had decoded, run and encoded, and of its reply: seconds since the trace began.
 
-        The first four are by the clock of the rank's host. If it differs from the controller's, they are put into the
-        middle of the time between sending and reply.
+        The first four are by the clock of the rank's host. If that differs from the controller's clock, they are
+        shifted to the middle of the time between sending and reply.
         """
         times, received_ns = self._raw[rank]
         theirs, received = [self._seconds(moment) for moment in TIMES.unpack(times)], self._seconds(received_ns)
@@ -183,7 +183,7 @@ class CallRecord:
         return [*theirs, received]
 
     def place(self, rank: int) -> str:
-        """Where a rank is."""
+        """A label for a rank: its number, host, pid and device."""
         known = self._workers.records[rank]
         return f"rank {rank} ({known.host}, pid {known.pid}, {known.device})"
 
@@ -223,7 +223,7 @@ def _row(record: CallRecord) -> list[object]:
 
 
 def mean_of(ranks: Iterable[RankTimes], name: str) -> float | None:
-    """The mean of one field over some ranks; None if there is none."""
+    """The mean of one field over some ranks; None if there are no ranks."""
     values = [getattr(times, name) for times in ranks]
     return statistics.fmean(values) if values else None
 
@@ -233,7 +233,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def bytes_of(record: CallRecord) -> str:
-    """What has moved for a call, and how."""
+    """Format the bytes that a call has moved, by kind of transfer."""
     ways = {
         "sent": record.sent_nbytes,
         "returned": record.returned_nbytes,

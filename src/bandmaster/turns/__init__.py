@@ -2,6 +2,6 @@
 
 ::
 
-    group.turn() ──► turns: who has which slots, who waits
+    group.turn() ──► turns: the groups that have slots, and the requests that wait
                        └──► taker: a group's calls, and its hooks on_yield and on_resume
 """

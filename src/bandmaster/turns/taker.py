@@ -1,12 +1,12 @@
-"""`TurnTaker`: a group that takes turns, what it holds on its devices, and which calls of it may be sent.
+"""`TurnTaker`: a group that takes turns: its state on its devices, and the check whether a call may be sent.
 
 ::
 
-    RESIDENT ── give_way: on_yield, behind its calls ──► BETWEEN ──► YIELDED
+    RESIDENT ── give_way: on_yield, after its calls ───► BETWEEN ──► YIELDED
         ▲                                                   │           │
         └──────────────────── on_resume ◄───────────────────┴───────────┘
 
-A group stays between the two if a hook fails or does not end; its calls are refused then.
+A group stays in BETWEEN if a hook fails or does not end; its calls are refused then.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _takers: weakref.WeakSet[TurnTaker] = weakref.WeakSet()
 
 
 class _State(Enum):
-    """Whether a group holds what it needs on its devices."""
+    """Whether a group's state is on its devices."""
 
     RESIDENT = "resident"
     YIELDED = "yielded"
@@ -48,7 +48,7 @@ class TurnTaker:
     Attributes:
         name: The group's name.
         places: Its slots.
-        roles: Those of the roles, if it is that of a colocated group, which acts on all of them.
+        roles: The turn takers of the roles, if this one belongs to a colocated group.
 
     Args:
         cls: The worker class.
@@ -71,10 +71,10 @@ class TurnTaker:
         for hook in hooks:
             bind(f"{cls.__name__}.{hook}", signature_without_self(cls, hook), (), {})
         self._has_hooks = bool(hooks)
-        self._submitter = weakref.ref(submitter)  # which refers to this
+        self._submitter = weakref.ref(submitter)  # weak, as the submitter refers to this
         self._ownership = ownership
         self._state = _State.RESIDENT
-        self._hook: tuple[str, Future[Any]] | None = None  # whose wait has ended before it did
+        self._hook: tuple[str, Future[Any]] | None = None  # a hook that outlasted the wait for it
         self._is_moving = False  # a thread makes it yield or resume
         self._n_sending = 0
         self._is_used = True  # calls may have been sent since it has yielded
@@ -98,7 +98,7 @@ class TurnTaker:
         return any(not self.places.isdisjoint(other.places) for other in takers)
 
     def rivals(self) -> Sequence[TurnTaker]:
-        """The other open groups that take turns on one of its slots, by name; its own roles are none."""
+        """Its rivals, sorted by name: other open groups that take turns on one of its slots, except its own roles."""
         with TURNS.changed:
             found = [one for one in _takers if one is not self and one.is_open and self.shares_with_any([one])]
         return sorted([one for one in found if one not in self.roles], key=lambda one: one.name)
@@ -109,7 +109,7 @@ class TurnTaker:
 
     @staticmethod
     def is_closed() -> None:
-        """Its group was closed, and nobody waits for it any more."""
+        """Wake waiting requests, because the group was closed."""
         TURNS.wake()
 
     @property
@@ -122,14 +122,14 @@ class TurnTaker:
     # --- its calls ---
 
     def admitted(self, label: str) -> _Sending:
-        """The context in which a call is sent. A rival's turn begins when it is sent, and all ranks have replied.
+        """The context in which a call is sent. A rival's turn begins only when the call is sent and all have replied.
 
         Entering it raises UsageError if a rival has its turn, or the group has yielded.
         """
         return _Sending(self, label)
 
     def begin_sending(self, label: str) -> None:
-        """A call is about to be sent. Raises UsageError if none can be."""
+        """Count a call that is about to be sent. Raises UsageError if no call may be sent now."""
         self.check()
         with TURNS.changed:
             why = self._refusal()
@@ -139,14 +139,14 @@ class TurnTaker:
             self._is_used = True
 
     def end_sending(self) -> None:
-        """The call was sent, or not."""
+        """End the sending of a call, whether or not it was sent."""
         with TURNS.changed:
             self._n_sending -= 1
             if not self._n_sending:
                 TURNS.changed.notify_all()
 
     def _refusal(self) -> str | None:
-        """Why no call can be sent now; None if one can."""
+        """The reason why no call may be sent now; None if one may."""
         turns = TURNS.of(self)
         if self._state is _State.RESIDENT and turns:
             has_begun = any(turn.has_begun for turn in turns)
@@ -163,10 +163,10 @@ class TurnTaker:
     # --- between turns ---
 
     def give_way(self, deadline: Deadline) -> None:
-        """Wait for its calls, and have it yield its slots.
+        """Wait for its calls, and make it yield its slots.
 
         Raises:
-            TurnTimeout, CallTimeout: That took too long.
+            TurnTimeout, CallTimeout: The calls or the hook took too long.
             RemoteError, WorkerDied: `on_yield` has failed.
         """
         with self._moving(deadline):
@@ -182,10 +182,10 @@ class TurnTaker:
             self._is_used = False
 
     def resume(self, deadline: Deadline) -> None:
-        """Have it resume, if it has yielded.
+        """Make it resume, if it has yielded.
 
         Raises:
-            TurnTimeout, CallTimeout: That took too long.
+            TurnTimeout, CallTimeout: The hook took too long.
             RemoteError, WorkerDied: `on_resume` has failed.
         """
         with self._moving(deadline):
@@ -196,12 +196,12 @@ class TurnTaker:
                 self._state = _State.RESIDENT
 
     def is_new(self) -> None:
-        """Its workers were constructed again, and so are those of its roles: new workers are resident."""
+        """Reset the state to resident, also of its roles, because all workers were constructed again."""
         for one in (self, *self.roles):
             one._hook, one._state = None, _State.RESIDENT
 
     def has_new(self, rank: int) -> None:
-        """The worker of one rank was constructed again; have the others resume.
+        """Make the other ranks resume, because the worker of one rank was constructed again and is resident.
 
         Raises:
             RemoteError, WorkerDied: `on_resume` has failed.
@@ -215,7 +215,7 @@ class TurnTaker:
 
     @property
     def _is_gone(self) -> bool:
-        """Whether no worker is left that could hold anything."""
+        """Whether the group is closed or all its workers have died."""
         if not self.is_open:
             return True
         workers = self._ownership.workers()
@@ -227,7 +227,7 @@ class TurnTaker:
             submitter.work.wait_until_over(deadline)
 
     def _settle(self, deadline: Deadline) -> None:
-        """Wait for a hook that an earlier turn has not waited for to the end. Its error was not meant for this turn."""
+        """Wait for a hook whose wait an earlier turn has given up. Ignores its error, which belongs to that turn."""
         if self._hook is None:
             return
         hook, future = self._hook
@@ -236,7 +236,7 @@ class TurnTaker:
         self._hook = None
 
     def _run(self, hook: str, deadline: Deadline, but: int | None = None) -> None:
-        """Run a hook on all ranks, behind the calls that were submitted before, and wait for it."""
+        """Run a hook on all ranks, after the calls that were submitted before, and wait for it."""
         submitter = self._submitter()
         if submitter is None:  # the group was collected, and so are its workers
             return
@@ -247,7 +247,7 @@ class TurnTaker:
             self._hook = hook, future
             error = future.exception(deadline.left())
         except CallTimeout:
-            raise  # it goes on
+            raise  # the hook still runs
         except BaseException:  # Ctrl-C
             self._hook = None
             future.cancel()
@@ -258,7 +258,7 @@ class TurnTaker:
 
     @contextlib.contextmanager
     def _moving(self, deadline: Deadline) -> Iterator[None]:
-        """One thread at a time makes the group yield or resume: it may share slots with two that have no common one."""
+        """Let one thread at a time make the group yield or resume; two groups without common slots may both want to."""
         with TURNS.changed:
             self._wait_until(lambda: not self._is_moving, deadline, "it yielded or resumed")
             self._is_moving = True
@@ -280,7 +280,7 @@ class TurnTaker:
 def turn_taker(
     cls: type, name: str, places: Iterable[Hashable], submitter: Submitter, ownership: Ownership
 ) -> TurnTaker:
-    """The part of a group that takes turns, which is the gate of its calls from the first time on; see `TurnTaker`."""
+    """The `TurnTaker` of a group; the first call makes it, and installs it as the gate of the group's calls."""
     if submitter.gate is None:
         submitter.gate = TurnTaker(cls, name, frozenset(places), submitter, ownership)
     assert isinstance(submitter.gate, TurnTaker), "there is no other gate"
@@ -288,7 +288,7 @@ def turn_taker(
 
 
 class _Sending:
-    """The context in which a call is sent; made by hand, as it is entered for every call."""
+    """The context in which a call is sent; a class, because `contextlib` is slower and every call enters one."""
 
     __slots__ = ("_label", "_taker")
 

@@ -1,4 +1,4 @@
-"""Who has the turn on which slots: one condition for all turns of this process, and `Turn`, which a user enters.
+"""Turns in use and waiting requests: one condition for all turns of this process, and `Turn`, which a user enters.
 
 ::
 
@@ -65,14 +65,14 @@ class Request:
 
     Attributes:
         takers: The groups.
-        owner: The thread or task that asks.
-        deadline: Until when it waits.
-        is_cancelled: Whether it was given up.
+        owner: The requesting thread or task.
+        deadline: The end of the wait.
+        is_cancelled: Whether the waiting task was cancelled.
         is_entered: Whether its turn has begun.
 
     Args:
         takers: The groups.
-        timeout_s: How long it may wait; None sets no limit.
+        timeout_s: Most seconds to wait; None sets no limit.
         blocks_thread: Whether the owner's whole thread waits, with all of its tasks.
     """
 
@@ -87,7 +87,7 @@ class Request:
         return _names(self.takers)
 
     def shares_with(self, other: Request | InUse) -> bool:
-        """Whether both are about some of the same slots. A group that was closed is in nobody's way."""
+        """Whether both use some of the same slots. Closed groups of the other do not count."""
         return any(taker.shares_with_any(self.takers) for taker in other.takers if taker.is_open)
 
     def blocks(self, owner: Owner) -> bool:
@@ -100,7 +100,7 @@ class InUse:
 
     Attributes:
         takers: The groups that have it.
-        owners: By thread or task, the numbers of the requests by which it has entered the turn.
+        owners: The numbers of the requests by which each thread or task has entered the turn.
         has_begun: Whether rivals have yielded, and the groups have resumed.
     """
 
@@ -124,7 +124,7 @@ class TurnsInUse:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self._in_use: list[InUse] = []
-        self._waiting: dict[Request, int] = {}  # with their numbers, in the order in which they came
+        self._waiting: dict[Request, int] = {}  # with their numbers, in the order of arrival
         self._numbers = itertools.count()
 
     def of(self, taker: Taker) -> list[InUse]:
@@ -139,10 +139,10 @@ class TurnsInUse:
             return [turn for turn in others if taker.shares_with_any(one for one in turn.takers if one.is_open)]
 
     def acquire(self, request: Request) -> InUse:
-        """Wait until a request can have its turn, and make its owner one of the turn's.
+        """Wait until a request can have its turn, and add its owner to the owners of the turn.
 
         Raises:
-            UsageError: The wait would be for the owner itself.
+            UsageError: The owner would wait for itself.
             TurnTimeout: Other groups had their turns for too long.
             ClosedError: One of the groups was closed.
         """
@@ -161,7 +161,7 @@ class TurnsInUse:
             return turn
 
     def begin(self, turn: InUse) -> None:
-        """Begin a turn: others may join it, and calls of its groups are sent."""
+        """Begin a turn: from now on other threads may join it, and calls of its groups may be sent."""
         with self.changed:
             turn.has_begun = True
             self.changed.notify_all()
@@ -177,12 +177,12 @@ class TurnsInUse:
             self.changed.notify_all()
 
     def wake(self) -> None:
-        """Have requests that wait look again: a group was closed, or a request cancelled."""
+        """Wake waiting requests, because a group was closed or a request cancelled."""
         with self.changed:
             self.changed.notify_all()
 
     def _free(self, request: Request, number: int) -> InUse | None:
-        """The turn that a request gets now, or joins; None if it has to wait."""
+        """The turn that a request gets or joins now; None if it has to wait."""
         for taker in request.takers:
             taker.check()
         if request.is_cancelled:
@@ -241,10 +241,10 @@ def _names(takers: Sequence[Taker] | frozenset[Taker]) -> str:
 
 
 def _enter(request: Request, resumes: bool = True) -> InUse:
-    """Wait for a turn, have all rivals yield, and its groups resume. If that fails, nobody has the turn."""
+    """Wait for a turn, and make all rivals yield and its groups resume. After a failure, the turn is released."""
     turn = TURNS.acquire(request)
     try:
-        if not turn.has_begun:  # so that nobody has joined it
+        if not turn.has_begun:  # so that no other owner has joined it
             for rival in {rival: None for taker in turn.takers for rival in taker.rivals()}:
                 if rival not in turn.takers:
                     rival.give_way(request.deadline)
@@ -259,7 +259,7 @@ def _enter(request: Request, resumes: bool = True) -> InUse:
 
 @contextlib.contextmanager
 def entered(request: Request, resumes: bool = True) -> Iterator[None]:
-    """A block within a turn.
+    """Enter a turn for a block.
 
     Args:
         request: The request for it.
@@ -297,7 +297,7 @@ class Turn:
 
     async def __aenter__(self) -> None:
         """Wait in a thread of its own. If the task is cancelled, the turn ends once a hook that runs has ended."""
-        import asyncio  # here, as it takes a third of the time that the import of everything takes
+        import asyncio  # here, as it takes a third of the import time of the whole library
 
         request, loop = self._requested(blocks_thread=False), asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
@@ -308,7 +308,7 @@ class Turn:
         except asyncio.CancelledError:
             with TURNS.changed:
                 request.is_cancelled = True
-                if request.is_entered and self._turn is not None:  # else the thread that enters it looks
+                if request.is_entered and self._turn is not None:  # else the thread that enters it releases it
                     TURNS.release(self._turn, request.owner)
                 TURNS.wake()
             raise

@@ -13,7 +13,7 @@ Address = tuple[str, int]
 
 
 def answering(addresses: Sequence[Address], timeout_s: float) -> set[Address]:
-    """Those of some addresses that take a connection within so many seconds."""
+    """Return the addresses that take a connection within so many seconds."""
     deadline, poll = time.monotonic() + timeout_s, select.poll()
     waiting: dict[int, tuple[socket.socket, Address]] = {}
     answers = set()

@@ -1,6 +1,6 @@
-"""How values with rows are cut, padded and joined under verl's import paths, by bandmaster's own batch types.
+"""Cuts, pads and joins values with rows under verl's import paths, by bandmaster's own batch types.
 
-verl is imported only by what the user passes: `bandmaster.single_controller` works without it.
+This module never imports verl; it finds verl's classes if the user's program has imported verl.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Parts(NamedTuple):
 
     Attributes:
         args: For each positional argument the list of its parts.
-        kwargs: The same by keyword.
+        kwargs: For each keyword argument the list of its parts.
         n_padding: How many rows at the end of the last parts are padding.
     """
 
@@ -35,7 +35,7 @@ class Parts(NamedTuple):
 
 
 def chunk(n: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Parts:
-    """Cut the rows of every argument into ``n`` parts; what has no rows goes into each part as it is.
+    """Cut the rows of every argument into ``n`` parts; a value without rows goes into each part as it is.
 
     Where a verl DataProto asks for it (``auto_padding``), rows are repeated until all parts are equally long; else the
     first parts have one row more. The arguments themselves stay as they are.
@@ -116,7 +116,7 @@ def _rebuilt_proto(cls: type[Any], attributes: dict[str, Any]) -> Any:
 
 
 def resolved(value: Any) -> Any:
-    """A value itself, or what a ``DataProtoFuture`` or an ObjectRef stands for, once it is there."""
+    """The value of a ``DataProtoFuture`` or an ObjectRef, waiting for it; any other value as it is."""
     return sys.modules["ray"].get(value) if _is_reference(value) else _whole(value)
 
 

@@ -125,7 +125,7 @@ class _Extensible(metaclass=_Members):
 
 
 class Dispatch(_Extensible):
-    """How the arguments of a call reach the ranks, and how its result is made: verl's modes and HybridFlow's six."""
+    """Dispatch modes, which distribute arguments and combine results: verl's modes and HybridFlow's six."""
 
     RANK_ZERO: Dispatch
     ONE_TO_ALL: Dispatch
@@ -160,13 +160,13 @@ PROTOCOLS = {Dispatch[name]: transfer.Dispatch[name].value for name in _OURS}  #
 
 
 def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Every rank gets every argument."""
+    """Give every argument to every rank."""
     n = worker_group.world_size
     return tuple([[value] * n for value in args]), {key: [value] * n for key, value in kwargs.items()}
 
 
 def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """The arguments are lists of one value per rank already."""
+    """Return the arguments unchanged; each is already a list of one value per rank."""
     return args, kwargs
 
 
@@ -183,10 +183,10 @@ def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> A
 
 
 def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Every argument is a list or tuple with one value per rank.
+    """Give each rank its own value of every argument, which must be a list or tuple with one value per rank.
 
     Raises:
-        ArgumentError: One of them is not.
+        ArgumentError: An argument is not a list or tuple with one value per rank.
     """
     n = worker_group.world_size
     for name, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
@@ -203,7 +203,7 @@ def collect_dp_compute(worker_group: Any, output: Sequence[Any]) -> Sequence[Any
 
 
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """The rows of all arguments are split over the ranks."""
+    """Split the rows of all arguments over the ranks."""
     parts = chunk(worker_group.world_size, args, kwargs)
     return parts.args, parts.kwargs | ({PADDING_KEY: parts.n_padding} if parts.n_padding else {})
 
@@ -214,7 +214,7 @@ def collect_dp_compute_data_proto(worker_group: Any, output: Sequence[Any]) -> A
 
 
 def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """As `dispatch_dp_compute_data_proto`, behind a function that every rank gets.
+    """Give the first argument, a function, to every rank, and split the rows of the others over the ranks.
 
     Raises:
         ArgumentError: The first argument is not a function.
@@ -228,7 +228,7 @@ def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kw
 def dispatch_nd_compute(
     dp_rank_mapping: Sequence[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> tuple[Any, Any]:
-    """Rank r gets the part ``dp_rank_mapping[r]`` of every argument, which is a list of ``dp_size`` parts."""
+    """Give rank r the part ``dp_rank_mapping[r]`` of every argument, which is a list of ``dp_size`` parts."""
 
     def placed(parts: Sequence[Any]) -> list[Any]:
         if len(parts) != dp_size:
@@ -246,7 +246,7 @@ def collect_nd_compute(collect_mask: Sequence[bool], worker_group: Any, output: 
 def dispatch_nd_compute_dataproto(
     dp_rank_mapping: Sequence[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> tuple[Any, Any]:
-    """The rows of all arguments are split into ``dp_size`` parts; rank r gets part ``dp_rank_mapping[r]``."""
+    """Split the rows of all arguments into ``dp_size`` parts, and give rank r the part ``dp_rank_mapping[r]``."""
     parts = chunk(dp_size, args, kwargs)
     placed, by_name = dispatch_nd_compute(dp_rank_mapping, dp_size, worker_group, *parts.args, **parts.kwargs)
     return placed, by_name | ({PADDING_KEY: parts.n_padding} if parts.n_padding else {})
@@ -258,13 +258,13 @@ def collect_nd_compute_dataproto(collect_mask: Sequence[bool], worker_group: Any
 
 
 def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """As `dispatch_nd_compute_dataproto`, on the mesh of this name that the workers have registered."""
+    """Split the rows of all arguments over the data-parallel ranks of a mesh that the workers have registered."""
     mapping = worker_group.dispatch_info(mesh_name)
     return dispatch_nd_compute_dataproto(mapping, max(mapping) + 1, worker_group, *args, **kwargs)
 
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, output: Sequence[Any]) -> Any:
-    """As `collect_nd_compute_dataproto`, on the mesh of this name that the workers have registered."""
+    """Join the rows of the ranks whose values are collected on a mesh that the workers have registered."""
     return collect_nd_compute_dataproto(worker_group.collect_info(mesh_name), worker_group, output)
 
 
@@ -353,8 +353,9 @@ def register(
     """Make a method of a worker class callable on the whole `RayWorkerGroup`.
 
     Args:
-        dispatch_mode: A member of `Dispatch`, or ``{"dispatch_fn": f, "collect_fn": g}``; or what `bandmaster.register`
-            takes: a `bandmaster.TransferProtocol`, or the name of one of HybridFlow's (``"3D_PROTO"``).
+        dispatch_mode: A member of `Dispatch`, or ``{"dispatch_fn": f, "collect_fn": g}``; or a value that
+            `bandmaster.register` takes: a `bandmaster.TransferProtocol`, or the name of one of HybridFlow's
+            (``"3D_PROTO"``).
         execute_mode: The ranks that run the method; rank 0 alone gets the arguments unsplit.
         blocking: Whether the group's method waits. If not, it returns a list of ObjectRefs, or a ``DataProtoFuture``
             if the mode joins rows.

@@ -1,4 +1,4 @@
-"""What a call that does not wait returns when its mode joins rows: a ``DataProtoFuture`` of verl's."""
+"""The result of a non-blocking call whose mode joins rows: a ``DataProtoFuture`` as in verl."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["RowsLater"]
 
 
 class RowsLater:
-    """Rows that a call will have returned.
+    """The rows that a non-blocking call will return.
 
-    Where verl is loaded, it is an instance of verl's ``DataProtoFuture``, too. It can be given to a method of any
-    group, and is waited for then. ObjectRefs are made only if somebody asks for ``futures``.
+    If verl is loaded, it is also an instance of verl's ``DataProtoFuture``. A method of any group takes it as an
+    argument and waits for it. It makes an ObjectRef only when the program reads ``futures``.
     """
 
     def __init__(self, future: Future[Any], part: tuple[int, int] | None = None) -> None:
@@ -44,7 +44,7 @@ class RowsLater:
         return slice_rows(rows, *row_ranges(n_rows, n)[index])
 
     def result(self, timeout: float | None = None) -> Any:
-        """As `get`, within a number of seconds."""
+        """Wait for the rows at most ``timeout`` seconds and return them. Raises as `Future.result`."""
         self._future.exception(timeout)
         return self.get()
 
@@ -54,8 +54,8 @@ class RowsLater:
 
     @property
     def futures(self) -> list[Any]:
-        """One ObjectRef of all rows; this waits for them."""
-        return [sys.modules["ray"].put(self.get())]  # whoever asks for an ObjectRef has it
+        """A list of one ObjectRef, which holds all rows. Waits for the rows."""
+        return [sys.modules["ray"].put(self.get())]  # a program that asks for an ObjectRef has loaded Ray
 
     def __await__(self) -> Any:
         return self._future.__await__()

@@ -63,7 +63,7 @@ class WorkerHelper:
 def _see_one_device() -> None:
     """Set the environment of a process that sees one device: libraries take ``LOCAL_RANK`` as the device's index.
 
-    Where Ray is told to leave the visible devices alone, each process sees all of them, and its own is made current.
+    If Ray is told not to set the visible devices, each process sees all of them, and its own is made current.
     """
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     ray, torch = sys.modules.get("ray"), sys.modules.get("torch")
@@ -76,7 +76,7 @@ def _see_one_device() -> None:
 
 
 class Worker(bandmaster.worker.Worker, WorkerHelper):
-    """A worker class as verl's users write it: they call ``super().__init__()`` first.
+    """The base class of workers in verl programs; a subclass calls ``super().__init__()`` first.
 
     As in verl, a worker on Ray then has ``LOCAL_RANK=0`` in its environment, the index of the one device that it sees;
     its place on the node is the attribute ``local_rank``.
@@ -92,7 +92,7 @@ class Worker(bandmaster.worker.Worker, WorkerHelper):
         """Set verl's attributes.
 
         Args:
-            cuda_visible_devices: What `get_cuda_visible_devices` is to return in place of the environment variable.
+            cuda_visible_devices: The new value of the environment variable ``CUDA_VISIBLE_DEVICES``.
         """
         for name in ("rank", "world_size", "local_rank", "local_world_size"):
             if name not in vars(self):
@@ -109,7 +109,7 @@ class Worker(bandmaster.worker.Worker, WorkerHelper):
 
     @classmethod
     def env_keys(cls) -> list[str]:
-        """The environment variables that say who a worker is."""
+        """The names of the environment variables that identify a worker."""
         names = ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
         return [*names, "CUDA_VISIBLE_DEVICES"]
 
@@ -161,7 +161,7 @@ class Worker(bandmaster.worker.Worker, WorkerHelper):
         return self._place_on(mesh_name)[1]
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """What was registered, in the form that `set_dispatch_collect` of another worker takes."""
+        """The registered meshes, in the form that `set_dispatch_collect` of another worker takes."""
         return {
             "dispatch_dp_rank": {name: dp_rank for name, (dp_rank, _) in self._registered.items()},
             "collect_dp_rank": {name: is_collect for name, (_, is_collect) in self._registered.items()},
@@ -170,7 +170,7 @@ class Worker(bandmaster.worker.Worker, WorkerHelper):
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: Mapping[str, int], collect_dp_rank: Mapping[str, bool]
     ) -> None:
-        """Register what another worker has registered, under a name of this worker's own.
+        """Register the place of another worker on one of its meshes as this worker's place on ``mesh_name``.
 
         Args:
             mesh_name: The name here.
@@ -203,7 +203,7 @@ class Worker(bandmaster.worker.Worker, WorkerHelper):
             )
         return self._registered[mesh_name]
 
-    # --- functions of the caller's ---
+    # --- functions passed by the caller ---
 
     @register(Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -17,12 +17,12 @@ _log = logging.getLogger(__name__)
 
 
 def check_workers_alive(workers: Sequence[Any], is_alive: Callable[[Any], bool], gap_time: float = 1) -> None:
-    """Look after workers for ever; once one is not alive, raise SIGABRT in this process.
+    """Poll the workers forever, and raise SIGABRT in this process when one of them is not alive.
 
     Args:
         workers: The workers.
-        is_alive: Tells whether one of them is alive.
-        gap_time: Seconds between two looks.
+        is_alive: Returns whether a worker is alive.
+        gap_time: Seconds between two rounds.
     """
     while True:
         for worker in workers:
@@ -33,7 +33,7 @@ def check_workers_alive(workers: Sequence[Any], is_alive: Callable[[Any], bool],
 
 
 class WorkerGroup:
-    """What verl's functions ask of a group. `RayWorkerGroup` is one."""
+    """The interface of a group that verl's dispatch and collect functions use. `RayWorkerGroup` implements it."""
 
     world_size: int
 

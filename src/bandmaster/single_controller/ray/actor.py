@@ -1,4 +1,4 @@
-"""Runs in a Ray actor: holds the worker, which is called by actor tasks and, from the controller's host, over a lane.
+"""Runs in a Ray actor: holds the worker and runs calls that come as actor tasks or, on the controller's host, by lane.
 
 Ray runs one task of an actor at a time. While the lane is served, that task is `WorkerActor.bandmaster_serve`, and
 calls arrive over the lane. Before the controller submits another actor task, it sends ``pause`` over the lane, which
@@ -57,9 +57,9 @@ __all__ = [
 FIRST_NUMBER = 1 << 62  # of the group's calls by actor task; calls over the lane are numbered from 1
 OTHERS = FIRST_NUMBER - 1  # announced for all calls that do not come from the group
 SHORT_S, LONG_S = 0.05, 5.0  # how long a lane is served before other actor tasks get a turn
-SHARED_S = 0.25  # the longest of these where handles of the actor were handed out
+SHARED_S = 0.25  # the longest of these if the user has handles of the actor
 Labels = Sequence[tuple[int, Any]]
-REFERRED = 8  # in place of a `Reply`: the user reads the value by `ray.get`, which raises what the method has raised
+REFERRED = 8  # in place of a `Reply`: the user reads the value by `ray.get`, which raises the method's exception
 How = tuple[int, bool]  # a `Reply` or `REFERRED`, and whether the outcome is to come as a `Timed`
 A_TICK_S = 1e-5  # the kernel rounds it up to one clock tick
 
@@ -78,14 +78,14 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class ActorInfo:
-    """What an actor reports about itself once its process runs.
+    """The facts that an actor reports about itself once its process runs.
 
     Attributes:
         address: IP address of its node.
         host_name: Name of its host, as failures show it.
         host: Identity of its machine, see `host_identity`.
         pid: Its process id.
-        device: Its device as torch names it; ``"cpu"`` also if Ray was told of GPUs that do not exist.
+        device: Its device as torch names it; ``"cpu"`` also if the GPUs that Ray counts do not exist.
         rendezvous_port: Port of the group's rendezvous on rank 0; 0 on other ranks.
         node: Ray's id of its node.
         stderr: Path of the file that its standard error goes to.
@@ -109,7 +109,7 @@ class WorkerActor:
     `actor_class` derives a class from it that also has the public methods of the worker class, for direct Ray calls.
 
     Args:
-        label: What Ray puts before each line of its output: it asks an actor for its ``repr``.
+        label: The ``repr`` of the actor, which Ray puts before each line of its output.
     """
 
     overlaps: ClassVar[bool] = False
@@ -137,10 +137,10 @@ class WorkerActor:
             uses_gpu: Whether the worker's slot has a GPU.
             identity: The worker's identity; its pid and, on another host, its controller are replaced here.
             controllers_host: `host_identity` of the controller.
-            output: The file that its output goes to; None for that of Ray.
+            output: The file that its output goes to; None for Ray's own file.
 
         Returns:
-            Where this actor runs.
+            Node, process and device of this actor.
         """
         if output is not None:
             redirect(output)
@@ -165,7 +165,7 @@ class WorkerActor:
         return self._info
 
     def bandmaster_info(self) -> ActorInfo:
-        """Where this actor runs."""
+        """Node, process and device of this actor."""
         return self._info
 
     def bandmaster_prepare(self, context: WorkerContext, environment: Mapping[str, str], paths: Sequence[str]) -> None:
@@ -175,21 +175,22 @@ class WorkerActor:
         sys.path.extend(path for path in paths if path not in sys.path and os.path.isdir(path))
 
     def bandmaster_call(self, number: int, method: str, how: How, labels: Labels, *parts: Payload) -> Any:
-        """Run a call. A failure is returned to the controller, but raised for users of an ObjectRef.
+        """Run a call. The controller gets a failure as a value; `ray.get` of an ObjectRef raises it.
 
         Args:
-            number: By which it can be interrupted.
+            number: The number by which the call can be interrupted.
             method: Name of the method.
             how: A `Reply` or `REFERRED`, and whether to tell the times. For `Reply.KEEP` there are two results: the
-                answer to the controller, and the rows.
-            labels: Of kept rows, which are the last of the parts, and the numbers of those that are there if not all.
+                facts about the rows, which the controller reads, and the rows.
+            labels: The label of each of the kept rows, which are the last parts, and the numbers of the rows that are
+                present if not all of them are.
             *parts: The parts of the arguments, and the kept rows.
         """
         self._catch_up()
         return self._called(number, method, how, labels, parts)
 
     def bandmaster_call_of_others(self, number: int, method: str, how: How, labels: Labels, *parts: Payload) -> Any:
-        """As `bandmaster_call`, for a group that others have attached to this actor."""
+        """Run a call of a group that another controller has attached to this actor; see `bandmaster_call`."""
         self._catch_up_with_what_is_there()
         self._patience_s = SHORT_S
         return self._called(number, method, how, labels, parts)
@@ -218,7 +219,7 @@ class WorkerActor:
         os.environ.update(environment)
 
     def bandmaster_connect(self, name: str, introduction: bytes) -> bool:
-        """Connect to the controller's lane listener. Returns False if that fails, as from another container."""
+        """Connect to the controller's lane listener. Returns False if that fails, for example in another container."""
         sock = connect(name, introduction)
         if sock is not None:
             os.register_at_fork(after_in_child=sock.close)
@@ -249,12 +250,12 @@ class WorkerActor:
             ray.get_runtime_context().current_actor.bandmaster_serve.remote(self._n_left, longest_s)
 
     def _catch_up(self) -> None:
-        """Before an actor task of the group: run the calls that were sent over the lane before it was paused."""
+        """Run the calls that were sent over the lane before it was paused. Every actor task of the group begins so."""
         if self._is_away:
             self._serve(None)
 
     def _catch_up_with_what_is_there(self) -> None:
-        """Before a direct Ray call, for which the lane was not paused: run the calls that have arrived on it so far."""
+        """Run the calls that have arrived on the lane so far. A direct Ray call, which pauses no lane, begins so."""
         if self._is_away and self._lane is not None:
             self._serve(A_TICK_S, most_nbytes=_waiting_nbytes(self._lane))
 
@@ -285,7 +286,7 @@ def _waiting_nbytes(lane: Lane) -> int:
 
 
 def arguments(labels: Labels, parts: Sequence[Payload]) -> tuple[list[Payload], RowReaders]:
-    """The parts of a call's arguments, in memory of this process, and what reads its kept rows."""
+    """The parts of a call's arguments, in memory of this process, and the readers of its kept rows."""
     n = len(parts) - len(labels)
     return [part.private() for part in parts[:n]], {
         label: RowReader(part.private, shared=part.shared, present=present)
@@ -294,7 +295,7 @@ def arguments(labels: Labels, parts: Sequence[Payload]) -> tuple[list[Payload], 
 
 
 def _end_with(controller: int) -> None:
-    """End this process when the controller ends. Ray notices later, and forks of the controller keep the lane open."""
+    """End this process when the controller ends. Ray notices late, and a fork of the controller keeps the lane open."""
     with contextlib.suppress(OSError):  # the controller has ended, or is in another pid namespace
         start_thread("bandmaster-controller-watch", _end_after, os.pidfd_open(controller))
 
@@ -309,7 +310,7 @@ def _end_after(controller: int) -> None:
 
 
 class OverlappingActor(WorkerActor):
-    """As `WorkerActor`, but while an async method awaits something, the actor begins with other calls.
+    """A `WorkerActor` that begins other calls while an async method awaits something.
 
     Calls come as actor tasks alone, and begin in an order that Ray chooses. Ray runs no method of such an actor in the
     main thread, where calls are interrupted; it cancels those of async methods.
@@ -318,7 +319,7 @@ class OverlappingActor(WorkerActor):
     overlaps = True
 
     async def bandmaster_call(self, number: int, method: str, how: How, labels: Labels, *parts: Payload) -> Any:
-        """As `WorkerActor.bandmaster_call`."""
+        """Run a call on the actor's event loop, where calls overlap; see `WorkerActor.bandmaster_call`."""
         (reply, is_timed), begun = how, time.monotonic_ns()
         outcome: Any = await self._executor.call_beside(method, reply, *arguments(labels, parts))
         if is_timed:
@@ -359,7 +360,7 @@ def actor_class(cls: type, base: type[WorkerActor] = WorkerActor) -> Any:
 
 
 def _ray_call(self: WorkerActor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """In place of Ray's own method, which would pass this actor to ``fn``: pass the user's object."""
+    """Call ``fn`` with the user's object; Ray's own ``__ray_call__``, which this replaces, would pass the actor."""
     self._catch_up_with_what_is_there()
     self._patience_s = SHORT_S
     with self._page.announce(OTHERS), self._executor.activity.beside("__ray_call__"):

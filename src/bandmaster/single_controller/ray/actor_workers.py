@@ -1,4 +1,4 @@
-"""The controller's side of a group of Ray actors: actor tasks, and lanes to the actors on the controller's own host."""
+"""The controller's side of a group of Ray actors: actor tasks, and lanes to the actors on the controller's host."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RayTicket(contract.Ticket):
         rank: The rank.
         number: The number by which the call can be interrupted.
         rows: ObjectRef of the rows that the call keeps; None if it keeps none.
-        takes: The ids of the objects that it takes kept rows from, and what messages call these.
+        takes: For each object that it takes kept rows from, the id and the name that messages use.
     """
 
     __slots__ = ("number", "rank", "reference", "rows", "takes")
@@ -85,8 +85,8 @@ class ActorWorkers:
 
     Attributes:
         actors: The actor handle of each rank.
-        deaths: The ranks whose actors are known to have died, and how. A closed lane or a failed call shows a death;
-            other deaths are found by `check`, which asks Ray.
+        deaths: The failure of each rank whose actor is known to have died. A closed lane or a failed call shows a
+            death; `check`, which asks Ray, finds the others.
         ranks_are_own: True.
 
     Args:
@@ -103,12 +103,12 @@ class ActorWorkers:
         self._group = f"group {launch.group!r}"
         self._session = RaySession()
         self.actors: dict[int, Any] = {}
-        self._infos: dict[int, ActorInfo] = {}  # what the actors that run have reported, by rank
+        self._infos: dict[int, ActorInfo] = {}  # the reports of the running actors, by rank
         self._here = host_identity()
         self._client = LaneClient(self._how_it_died)
         self.deaths: Mapping[int, Failure] = self._client.deaths
         self._has_lane: set[int] = set()  # ranks that are called over their lanes
-        self._is_left = False  # whether an actor handle was handed out
+        self._is_left = False  # whether the user has an actor handle
         self._lock = self._client.lock  # also guards the choice of channel and the order of calls
         self._serving: set[int] = set()  # ranks whose lane is not paused
         self._n_called: Counter[int] = Counter()  # actor tasks submitted, by rank
@@ -145,7 +145,7 @@ class ActorWorkers:
         return {name: value for name, value in self._launch.env.items() if name == "PYTHONBREAKPOINT"}
 
     def _begun(self, ranks: Sequence[int]) -> dict[int, ActorInfo]:
-        """Wait until the processes of new actors run, and return what they report.
+        """Wait until the processes of new actors run, and return their reports.
 
         Raises:
             CallTimeout: They did not start within the launch's ``start_timeout_s``.
@@ -165,7 +165,7 @@ class ActorWorkers:
         if missing:
             raise PlacementError(
                 f"{len(missing)} of {len(asked)} actors of {self._group} did not start within {START_TIMEOUT_S:g} s; "
-                "`ray list actors` shows what they wait for"
+                "`ray list actors` shows why they wait"
             )
         replies = {rank: self.fetch(RayTicket(reference, rank, 0)) for reference, rank in asked.items()}
         failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
@@ -186,7 +186,7 @@ class ActorWorkers:
         return waiting
 
     def _connect(self, ranks: Sequence[int]) -> None:
-        """Open lanes to workers on this host. Workers that cannot be reached so are called by actor tasks."""
+        """Open lanes to workers on this host. If that fails, their calls go by actor tasks."""
         if not ranks:
             return
         try:
@@ -260,7 +260,7 @@ class ActorWorkers:
         ]
 
     def _hand_out(self, rank: int) -> Any:
-        """Return the actor handle of a rank, and note that its actor must outlive this group.
+        """Return the actor handle of a rank, and record that its actor must outlive this group.
 
         Calls that the user makes through the handle bypass the group. Lanes stay in use: a call through a handle waits
         until the actor looks for such calls, which it does more often from then on.
@@ -282,12 +282,12 @@ class ActorWorkers:
     def refer(self, calls: Sequence[Call]) -> dict[int, Any]:
         """Send calls by actor tasks, and return the ObjectRef of each rank's value.
 
-        `ray.get` of it raises what the method has raised.
+        `ray.get` of it raises the exception of the method.
         """
         tickets: dict[int, Any] = {}
         try:
             self._send(calls, tickets, is_referred=True)
-        except BaseException:  # Ctrl-C: nobody gets the references
+        except BaseException:  # Ctrl-C: the caller does not get the references
             self.interrupt(tickets)
             raise
         return {rank: ticket.reference for rank, ticket in tickets.items()}
@@ -407,7 +407,7 @@ class ActorWorkers:
                 self._on_its_node(rank, status_page.interrupt, self._infos[rank].pid, ticket.number)
 
     def resume(self, tickets: Mapping[int, Any]) -> None:
-        """Let ranks begin their next calls; actor tasks do not wait for this. See `contract.Workers.resume`."""
+        """Allow held calls to begin, see `contract.Workers.resume`. Only calls over lanes are held."""
         self._client.resume({rank: ticket for rank, ticket in tickets.items() if isinstance(ticket, MessageTicket)})
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
@@ -438,7 +438,7 @@ class ActorWorkers:
         return is_running
 
     def stop(self, why: str = CLOSED) -> None:
-        """Close the lanes and kill the actors, but for those that outlive the group."""
+        """Close the lanes and kill the actors, except those that outlive the group."""
         self._client.close(why)
         for rank in self.actors:
             self._client.deaths.setdefault(rank, Failure(FailureKind.DIED, why))
@@ -468,13 +468,13 @@ class ActorWorkers:
             self._serving.discard(rank)
 
     def _resume(self, rank: int) -> None:
-        """Have an actor serve its lane again, after the actor tasks that were submitted before."""
+        """Make an actor serve its lane again, after the actor tasks that were submitted before."""
         if rank not in self._serving:
             self._serving.add(rank)
             self.actors[rank].bandmaster_serve.remote(0, SHARED_S if self._is_left else LONG_S)
 
     def _pause(self, rank: int) -> None:
-        """Have an actor leave its lane, after the calls that were sent there, so that actor tasks can run."""
+        """Make an actor leave its lane, after the calls that were sent there, so that actor tasks can run."""
         if rank in self._serving:
             self._serving.remove(rank)
             self._client.pause(rank)
@@ -539,13 +539,13 @@ def _run(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _lost(ticket: RayTicket, error: ObjectLostError) -> Failure:
-    """The failure of a call that takes rows which are gone."""
+    """The failure of a call that takes rows that Ray has lost."""
     origin = dict(ticket.takes).get(error.object_ref_hex, "rows")
     return Failure(FailureKind.LOST, f"{origin} are gone ({_in_short(error)})")
 
 
 def _in_short(error: RayError) -> str:
-    """What Ray says, without its advice."""
+    """The first sentence of an error of Ray, without its advice."""
     return f"Ray: {type(error).__name__}: {error}".split(". ")[0].split("\n")[0]
 
 
@@ -575,13 +575,13 @@ class Part:
 
     @property
     def is_far(self) -> bool:
-        """Whether it lies in Ray's object store, so that actor tasks alone can name it."""
+        """Whether the rows lie in Ray's object store, so that only actor tasks can refer to them."""
         return isinstance(self._payload, KeptObject)
 
     @property
     def origin(self) -> tuple[str, object]:
-        """Of rows in Ray's object store: the id of the object, and what messages call them."""
-        assert isinstance(self._payload, KeptObject), "the caller has looked"
+        """The id of the object that holds rows in Ray's object store, and the name that messages use for them."""
+        assert isinstance(self._payload, KeptObject), "the caller has checked is_far"
         return self._payload.reference.hex(), self._payload.origin
 
 
@@ -590,9 +590,9 @@ class KeptObject:
 
     Attributes:
         reference: ObjectRef of the payload.
-        facts: What is known of the rows.
+        facts: Type, size and schema of the rows.
         place: ``"Ray"``.
-        origin: What messages call them.
+        origin: The name that messages use for them.
     """
 
     place = "Ray"
@@ -611,16 +611,16 @@ class KeptObject:
 
 
 class AttachedWorkers(ActorWorkers):
-    """Actors that are called by actor tasks alone, between the calls of those who started them.
+    """Actors of another group, called by actor tasks alone, between the calls of the group that started them.
 
-    They live on when this group ends. Only a rank that does not stop within the grace of a call is ended.
+    They live on when this group ends. This group kills only a rank that does not stop within the grace of a call.
 
     Args:
-        launch: What to call the group and its ranks.
+        launch: The names of the group and its ranks.
         actors: The actor handle of each rank.
 
     Raises:
-        UsageError: An actor is no worker of bandmaster.
+        UsageError: An actor is not a worker of bandmaster.
     """
 
     ranks_are_own = False
@@ -628,23 +628,21 @@ class AttachedWorkers(ActorWorkers):
     def __init__(self, launch: ActorLaunch, actors: Sequence[Any]) -> None:
         for actor in actors:
             if not hasattr(actor, "bandmaster_info"):
-                raise UsageError(
-                    f"{actor!r} is no worker of a bandmaster group, so that no group can be attached to it"
-                )
-        self._first_number = FIRST_NUMBER + secrets.randbits(40) * (1 << 20)  # of those who have attached to them
+                raise UsageError(f"{actor!r} is not a worker of a bandmaster group, so no group can be attached to it")
+        self._first_number = FIRST_NUMBER + secrets.randbits(40) * (1 << 20)  # differs between attached groups
         super().__init__(launch, lambda _, rank: actors[rank])
 
     def _begun(self, ranks: Sequence[int]) -> dict[int, ActorInfo]:
-        """Ask where the actors are, without waiting: they may be busy, one of them even with this."""
+        """Request the actors' infos without waiting: an actor may be busy, even with the call that attaches to it."""
         self._is_left = True
         self._asked = {self.actors[rank].bandmaster_info.remote(): rank for rank in ranks}
         return {}
 
     def _open(self, ranks: Sequence[int]) -> None:
-        """Nothing: they were prepared by those who started them."""
+        """Do nothing: the group that started the actors has prepared them."""
 
     def _take_infos(self) -> None:
-        """Take the answers that are there: an actor gives its own before the reply to any call of this group."""
+        """Take the infos that have arrived. An actor sends its own before it replies to any call of this group."""
         ready = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0] if self._asked else []
         for reference in ready:
             rank = self._asked.pop(reference)
@@ -653,19 +651,19 @@ class AttachedWorkers(ActorWorkers):
                 self._infos[rank] = info
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
-        """As `ActorWorkers.wait`."""
+        """Wait for tickets, see `ActorWorkers.wait`, and take the infos of actors that have arrived."""
         done = super().wait(tickets, timeout_s)
         self._take_infos()
         return done
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
-        """As `ActorWorkers.interrupt`, for ranks that have said where they are."""
+        """Interrupt the ranks whose infos have arrived; see `ActorWorkers.interrupt`."""
         self._take_infos()
         known = {rank: ticket for rank, ticket in tickets.items() if rank in self._infos}
         super().interrupt(known, kill_because)
 
     def stop(self, why: str = CLOSED) -> None:
-        """Let go of the actors, which live on."""
+        """Release the actors, which live on."""
         self.actors = {}
         super().stop(why)
 

@@ -61,7 +61,7 @@ class ActorReservation(Reservation):
         Args:
             name: Name of the pool.
             groups: The placement groups.
-            are_free: Whether nothing uses them yet, so that tasks in them can tell which GPUs they have.
+            are_free: Whether nothing uses them yet, so that tasks in them can find out which GPUs they have.
         """
         found = [gpus_of_bundles(group) if are_free else _in_order(group.bundle_count) for group in groups]
         bundles = tuple(tuple(sorted(range(len(of)), key=of.__getitem__)) for of in found)
@@ -71,7 +71,7 @@ class ActorReservation(Reservation):
 
 
 class ActorBackend(RayBackend):
-    """As backend ``"ray"``, with a bundle for each slot; a `RayWorkerGroup` has its workers started as actors."""
+    """Backend ``"ray"`` with a bundle for each slot; it starts the workers of a `RayWorkerGroup` as actors."""
 
     def __init__(self) -> None:
         ray_backend = cast(RayBackend, get_backend("ray"))
@@ -97,11 +97,11 @@ class ActorBackend(RayBackend):
             super()._remove(reservation)
 
     def start(self, launch: Launch) -> HostWorkers | AgentWorkers | Any:
-        """Start the actors of a `RayWorkerGroup`; the workers of other groups as backend ``"ray"``.
+        """Start the actors of a `RayWorkerGroup`, or the workers of another group as backend ``"ray"`` starts them.
 
         Raises:
-            UsageError: The class asks for an actor option of `REFUSED_OPTIONS`, for calls that overlap although it has
-                no async method, or a name is taken.
+            UsageError: The class asks for an actor option of `REFUSED_OPTIONS`, or for calls that overlap although it
+                has no async method; or a name is taken.
             ClosedError: The Ray session of the pool has ended.
             PlacementError, WorkerDied, CallTimeout: As for `bandmaster.contract.Backend.start`.
         """
@@ -110,8 +110,8 @@ class ActorBackend(RayBackend):
                 has_gpus = bool(slot.reservation.groups[slot.node].bundle_specs[0].get("GPU"))
                 if has_gpus and not slot.reservation.gpus[slot.node][slot.index]:
                     raise UsageError(
-                        f"group {launch.group!r} cannot know the GPUs of placement groups that others have made; make "
-                        "it a RayWorkerGroup, or use a pool that reserves its own slots"
+                        f"group {launch.group!r} cannot find out the GPUs of placement groups made elsewhere; make it "
+                        "a RayWorkerGroup, or use a pool that reserves its own slots"
                     )
             return super().start(launch)
         for keys, why in REFUSED_OPTIONS:
@@ -170,7 +170,7 @@ def _start_actor(launch: ActorLaunch, rank: int) -> Any:
         time.sleep(POLL_S)  # Ray frees the name of a killed actor a little later
 
 
-Bundles = list[tuple[tuple[int, str], tuple[str, ...]]]  # of each, what it is sorted by, and its GPUs
+Bundles = list[tuple[tuple[int, str], tuple[str, ...]]]  # of each, its sort key and its GPUs
 
 
 def _in_order(n_bundles: int) -> Bundles:
@@ -178,7 +178,7 @@ def _in_order(n_bundles: int) -> Bundles:
 
 
 def gpus_of_bundles(group: PlacementGroup) -> Bundles:
-    """For each bundle of a placement group, what it is sorted by and its GPUs, which only a task in it can read."""
+    """The sort key and the GPUs of each bundle of a placement group; only a task in a bundle can read its GPUs."""
     n_gpus = [int(bundle.get("GPU", 0)) for bundle in group.bundle_specs]
     if not any(n_gpus):
         return _in_order(group.bundle_count)

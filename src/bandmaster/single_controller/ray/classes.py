@@ -56,7 +56,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self.options.update(options)
 
     def set_additional_resource(self, additional_resource: Mapping[str, float]) -> None:
-        """Refuse: a slot has CPUs and a GPU.
+        """Refuse additional resources: a slot has only CPUs and GPUs.
 
         Raises:
             UsageError: There is any resource.
@@ -69,12 +69,12 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 
 def unwrapped(cls: Any) -> Any:
-    """The class itself of what ``@ray.remote`` has wrapped."""
+    """The class that ``@ray.remote`` has wrapped; a plain class as it is."""
     return getattr(cls, "__ray_actor_class__", cls)
 
 
 def registered_by_verl(cls: type) -> dict[str, dict[str, Any]]:
-    """For each method that verl's ``register`` has marked, by name: its modes."""
+    """The modes of each method that verl's ``register`` has marked, by name of the method."""
     found = {name: getattr(inspect.getattr_static(cls, name, None), MAGIC_ATTR, None) for name in dir(cls)}
     return {name: attributes for name, attributes in found.items() if attributes is not None}
 
@@ -82,7 +82,7 @@ def registered_by_verl(cls: type) -> dict[str, dict[str, Any]]:
 class Colocated(Roles, Worker):
     """Holds a worker of each of several classes in one process.
 
-    Each is an attribute of its name; each finds the others in its own ``roles`` and ``fused_worker_dict``.
+    Each worker is an attribute named after its role, and finds the others in its ``roles`` and ``fused_worker_dict``.
     """
 
     colocated: ClassVar[Mapping[str, tuple[type, tuple[Any, ...], Mapping[str, Any]]]] = {}
@@ -114,7 +114,7 @@ def create_colocated_worker_cls_fused(class_dict: Mapping[str, ClassWithInitArgs
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> RayClassWithInitArgs:
-    """As `create_colocated_worker_cls_fused`; the registered methods of each role are also methods of the class.
+    """A class for a `RayWorkerGroup` that holds a worker of each role and has the registered methods of all of them.
 
     ``role_method`` calls ``method`` of that role. A method with DIRECT_ROLLOUT_METHOD has its own name.
     """

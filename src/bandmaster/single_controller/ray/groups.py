@@ -3,7 +3,7 @@
 ::
 
     RayWorkerGroup(pool, RayClassWithInitArgs(cls, ...))
-        │  _inner: a bandmaster group, or workers of others that it was attached to
+        │  _inner: a bandmaster group, or the workers of another group that it was attached to
         ├─ method(x)   dispatch_fn ── one value per rank ──► bandmaster's call ── collect_fn ──► result
         └─ spawn()     a group for each role of a colocated class, on the same workers
 """
@@ -50,7 +50,7 @@ __all__ = ["RayWorkerGroup"]
 
 
 class RayWorkerGroup(WorkerGroup):
-    """A worker group with verl's parameters and methods. Everything that a bandmaster group has, it has as well.
+    """A worker group with verl's parameters and methods, and with all attributes of a bandmaster group.
 
     Args:
         resource_pool: The slots for the workers, one worker per slot; None attaches the group to existing workers.
@@ -65,9 +65,9 @@ class RayWorkerGroup(WorkerGroup):
         device_name: Ignored: the pool says whether slots have a GPU.
         use_gpu: Must not be True for a pool without GPUs.
         worker_env: Further environment variables of the workers.
-        profile_steps: As `worker_nsight_options`.
-        worker_nsight_options: Options of Ray's profiler ``nsight`` for the workers; used if there are steps.
-        start_timeout: Seconds that the processes may take to start, and then the same again for the constructors.
+        profile_steps: The steps to profile; their number sets where ``nsight`` ends its capture.
+        worker_nsight_options: Options of Ray's profiler ``nsight`` for the workers; used only with ``profile_steps``.
+        start_timeout: Seconds that the processes may take to start, and then again for the constructors.
 
     Raises:
         UsageError: A value has the wrong type, or they contradict each other.
@@ -157,7 +157,7 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def name_prefix(self) -> str:
-        """What the workers' names begin with."""
+        """The prefix of the workers' names."""
         return self._inner.name.removesuffix(self._inner._cls.__name__)
 
     @property
@@ -171,7 +171,7 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def workers(self) -> list[Any]:
-        """The actor handle of each rank. Workers whose handles are kept live on when the group is gone."""
+        """The actor handle of each rank. A worker whose handle is kept lives on after the group was collected."""
         return self._inner.workers
 
     @property
@@ -194,7 +194,7 @@ class RayWorkerGroup(WorkerGroup):
         return self.execute_rank_zero_sync("get_master_addr_port")[1]  # type: ignore[no-any-return]
 
     def dispatch_info(self, mesh_name: str) -> Sequence[int]:
-        """The data-parallel rank of every rank on a mesh that the workers have registered; asked for once."""
+        """The data-parallel rank of every rank on a mesh that the workers have registered; queried once."""
         if mesh_name not in self._dispatch_info:
             self._dispatch_info[mesh_name] = self._query_dispatch_info(mesh_name)
         return self._dispatch_info[mesh_name]
@@ -256,7 +256,7 @@ class RayWorkerGroup(WorkerGroup):
     # --- calls by name ---
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """As `bandmaster.WorkerGroup.execute_all_sync`."""
+        """Call a method on every rank, wait, and return the list of values; see `bandmaster.WorkerGroup`."""
         plan = self._plan(method_name, args, kwargs)
         ranks = self._submitter.ranks
         request = CallRequest(method_name, plan, ranks, Collection(Gather(), ranks), owner=self)
@@ -264,17 +264,17 @@ class RayWorkerGroup(WorkerGroup):
         return values
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """One ObjectRef per rank, of a method that may be registered or not."""
+        """Call a method, which need not be registered, on every rank. Returns one ObjectRef per rank."""
         plan = self._plan(method_name, args, kwargs)
         return references(self._submitter, self, method_name, plan, self._submitter.ranks)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """The value of a method on rank 0, which may be registered or not."""
+        """Call a method, which need not be registered, on rank 0, wait, and return its value."""
         plan = self._plan(method_name, args, kwargs, 1)
         return self._submitter.call(CallRequest(method_name, plan, (0,), Collection(Gather(), (0,)), owner=self))[0]
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """The ObjectRef of a method on rank 0, which may be registered or not."""
+        """Call a method, which need not be registered, on rank 0. Returns the ObjectRef of its value."""
         plan = self._plan(method_name, args, kwargs, 1)
         return references(self._submitter, self, method_name, plan, (0,))[0]
 
@@ -282,7 +282,7 @@ class RayWorkerGroup(WorkerGroup):
     execute_rank_zero = execute_rank_zero_async
 
     def _plan(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], n: int | None = None) -> CallPlan:
-        """One value per rank where all arguments are lists of so many values; else each rank gets all of them."""
+        """Plan one value per rank if all arguments are lists of that length; else every rank gets every argument."""
         if not callable(getattr(self._cls, name, None)):
             raise ArgumentError(f"{getattr(self._cls, '__name__', self._cls)} has no method {name!r}")
         args, kwargs = [resolved(value) for value in args], {key: resolved(value) for key, value in kwargs.items()}
@@ -298,7 +298,7 @@ class RayWorkerGroup(WorkerGroup):
         return CallPlan(tuple(scatter(bind(spec.label, spec.signature, args, kwargs), n, spec.label)))
 
     def _spec(self, name: str) -> MethodSpec:
-        """The facts about a method, which may be registered or not."""
+        """The facts about a method, which need not be registered."""
         if name not in self._specs:
             modes = self._methods.get(name)
             registration = Registration(Custom(_unused, _unused)) if modes is None else _registration(**modes)
@@ -322,7 +322,7 @@ class RayWorkerGroup(WorkerGroup):
         def __getattr__(self, name: str) -> Any: ...
 
     def close(self) -> None:
-        """End the workers, also those whose handles somebody has; detached workers and those of others live on."""
+        """End the workers, also those whose handles are kept. Detached workers and workers of another group live on."""
         self._inner.close()
 
     def __enter__(self) -> RayWorkerGroup:
@@ -332,7 +332,7 @@ class RayWorkerGroup(WorkerGroup):
         self.close()
 
     def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
-        """Raise SIGABRT in this process once a worker has died. `on_death` lets you do something else.
+        """Raise SIGABRT in this process once a worker has died. `on_death` calls a function instead.
 
         Args:
             every_n_seconds: Ignored: most deaths are noticed as they happen.
@@ -357,7 +357,7 @@ class RayWorkerGroup(WorkerGroup):
 
 
 def _attached(handles: Sequence[Any], names: Sequence[str], mesh: Mesh, classes: Payload, role: str) -> RayWorkerGroup:
-    """What a pickled group becomes: attached to the same workers."""
+    """Unpickle a group: make one that is attached to the same workers."""
     group_cls, worker_cls = decode(classes)
     group: RayWorkerGroup = group_cls.from_detached(None, names, handles, worker_cls, mesh=mesh)
     return group.spawn([role])[role] if role else group
@@ -373,10 +373,10 @@ def _check_names(cls: Any) -> None:
 
 
 def _registration(dispatch_mode: Any, execute_mode: Execute, blocking: bool) -> Registration:
-    """What verl's ``register`` was told, as bandmaster says it."""
+    """The bandmaster `Registration` for the arguments of verl's ``register``."""
     is_member = isinstance(dispatch_mode, Dispatch)
     ours = PROTOCOLS.get(dispatch_mode) if is_member else as_protocol(dispatch_mode)
-    if execute_mode is Execute.RANK_ZERO:  # which gets the arguments as they are
+    if execute_mode is Execute.RANK_ZERO:  # rank 0 gets the arguments as they are
         return Registration(PROTOCOLS[Dispatch.DP_PROTO], CoreExecute.RANK_ZERO, blocking)
     if ours is not None:
         return Registration(ours, is_blocking=blocking)

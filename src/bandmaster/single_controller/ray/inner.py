@@ -1,4 +1,4 @@
-"""What a `RayWorkerGroup` is a face of: workers that it has started, or those of others that it was attached to."""
+"""The group inside a `RayWorkerGroup`: one that has started its workers, or one attached to existing workers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from bandmaster.turns.taker import TurnTaker
 __all__ = ["AttachedGroup", "StartedGroup", "check_backend", "nsight_options", "variables_of"]
 
 ENDED = "the group was closed by its owner"
-_used_names: set[str] = set()  # every name that a group of this process has had: Ray frees those of actors late
+_used_names: set[str] = set()  # every name that a group of this process has had: Ray frees names of actors late
 
 PROTECTED = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class StartedGroup(CoreGroup):
-    """A bandmaster group with what verl's callers may ask for beyond it."""
+    """A bandmaster group with verl's additions: actor options, environment variables and detached actors."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class StartedGroup(CoreGroup):
         options: Mapping[str, Any],
     ) -> None:
         self._variables, self._is_detached, self._more_options = variables, is_detached, options
-        if name_prefix is None:  # as verl's, whose names have to differ from those of other controllers
+        if name_prefix is None:  # random letters as in verl, so that names differ between controllers
             name_prefix = pool.name_prefix + "".join(string.ascii_letters[byte % 52] for byte in uuid.uuid4().bytes[:6])
         super().__init__(pool, given, mesh=mesh, name_prefix=name_prefix, start_timeout=start_timeout)
 
@@ -73,7 +73,7 @@ class StartedGroup(CoreGroup):
         return super()._turn_taker()
 
     def close(self) -> None:
-        """End the workers, also those whose handles somebody has, but for detached ones; release their slots."""
+        """End the workers, also those whose handles are kept, except detached ones; release their slots."""
         if self._ownership.is_open and not self._is_detached:
             try:
                 workers = self._ownership.workers()
@@ -83,11 +83,11 @@ class StartedGroup(CoreGroup):
         super().close()
 
 
-StartedGroup.__name__ = "RayWorkerGroup"  # what messages and tables call it, as it is what users know
+StartedGroup.__name__ = "RayWorkerGroup"  # the name that users know, for messages and tables
 
 
 class AttachedGroup:
-    """The workers of others, as far as a `RayWorkerGroup` asks for them."""
+    """Existing workers of another group, with the members of a group that a `RayWorkerGroup` uses."""
 
     def __init__(self, handles: Sequence[Any] | None, names: Sequence[str] | None, cls: Any, mesh: Mesh | None) -> None:
         if not handles and not names:
@@ -110,12 +110,12 @@ class AttachedGroup:
         self._submitter = Submitter(self._ownership.workers, cls, self.mesh, self.name)
 
     def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
-        """As `bandmaster.WorkerGroup.on_death`."""
+        """Call ``callback`` once for each death of a worker; see `bandmaster.WorkerGroup.on_death`."""
         site = CallSite(self.name, self.mesh, self.name)
         self._watches.append(DeathWatch(self._ownership.workers(), site, callback))
 
     def close(self) -> None:
-        """Let go of the workers; they live on."""
+        """Release the workers, which live on."""
         for watch in self._watches:
             watch.end()
         self._ownership.close()
@@ -125,13 +125,13 @@ class AttachedGroup:
 
 
 def _attached_workers(launch: ActorLaunch, actors: Sequence[Any]) -> Workers:
-    from bandmaster.single_controller.ray.actor_workers import AttachedWorkers  # which imports Ray
+    from bandmaster.single_controller.ray.actor_workers import AttachedWorkers  # here, as it imports Ray
 
     return AttachedWorkers(launch, actors)
 
 
 def check_backend(pool: ResourcePool, worker_env: Mapping[str, str] | None, detached: bool) -> None:
-    """Refuse what the pool's backend cannot do."""
+    """Refuse options that the pool's backend does not support."""
     if worker_env and pool.backend == "inprocess":
         raise UsageError("worker_env needs workers with processes of their own, but the pool is on backend 'inprocess'")
     if detached and pool._lease.backend != ACTORS:
@@ -139,7 +139,7 @@ def check_backend(pool: ResourcePool, worker_env: Mapping[str, str] | None, deta
 
 
 def variables_of(pool: ResourcePool, asked: Mapping[str, str] | None) -> dict[str, str]:
-    """The environment variables of all workers that verl's groups set, and those that the user asks for."""
+    """The environment variables that verl's groups set in all workers, and those that the user asks for."""
     taken = sorted(set(PROTECTED) & set(asked or {}))
     if taken:
         raise ValueError(f"worker_env must not set {', '.join(taken)}: the group sets it")

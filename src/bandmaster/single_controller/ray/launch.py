@@ -1,4 +1,4 @@
-"""What the actors of a `RayWorkerGroup` need beyond a launch of bandmaster's own groups. Imports no Ray."""
+"""`ActorLaunch` and `ActorRequest`: a launch and a request with the additions that Ray actors need. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ActorLaunch(Launch):
         uses_gpu: Whether every slot has a GPU.
         bundle: The resources of a slot, by name.
         is_detached: Whether the actors outlive their controller. Otherwise they end with the group, or with the last
-            of their handles where any was given away.
+            of their handles if the user has any.
         is_again: Whether actors of the same names may have ended just before.
     """
 
@@ -35,7 +35,7 @@ class ActorLaunch(Launch):
 
     @classmethod
     def of(cls, launch: Launch, **more: Any) -> ActorLaunch:
-        """A launch with what actors need besides."""
+        """Make an `ActorLaunch` of a launch and the values of its additional fields."""
         return cls(**vars(launch), **more)
 
 

@@ -67,7 +67,7 @@ class RayMethod(GroupMethod[..., Any, Any]):
         return self._submitter.call(request) if waits else self._submitter.submit(request)
 
     def _dispatched(self, protocol: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[CallPlan, int]:
-        """What each rank gets, and how many rows of it are padding."""
+        """Run the dispatch function. Returns the plan of the call and the number of rows that are padding."""
         teach_codec()
         placed, named = dispatched(self._spec.label, self._group, protocol, args, kwargs)
         by_name = {name: _listed(value) for name, value in named.items()}
@@ -92,10 +92,10 @@ class RayMethod(GroupMethod[..., Any, Any]):
 
 
 def references(submitter: Submitter, owner: object, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Any]:
-    """Send a call; for each rank an ObjectRef, or a future where the ranks are no actors.
+    """Send a call. Returns an ObjectRef for each rank, or a future if the ranks are not actors.
 
     Args:
-        submitter: That of the group.
+        submitter: The group's submitter.
         owner: The group, which lives as long as the futures.
         method: Name of the method.
         plan: Its arguments.

@@ -1,4 +1,4 @@
-"""Standard output and error of a Ray actor, which Ray reads from files: progress bars, and files of its own."""
+"""Standard output and error of a Ray actor: fewer lines for progress bars, and redirection to a file of its own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BarStream:
         self._told = 0.0
 
     def write(self, text: str) -> int:
-        """Write text, or keep the part that belongs to a bar."""
+        """Write text, but hold back the part that belongs to a bar."""
         if "\r" not in text and self._lines.is_between_lines:
             self._is_mid_line = not text.endswith("\n") if text else self._is_mid_line
             return self._stream.write(text)  # type: ignore[no-any-return]
@@ -59,7 +59,7 @@ class BarStream:
 
 
 def tame_bars() -> None:
-    """Have progress bars of this process not write a line for each of their states."""
+    """Replace this process's output streams by `BarStream`, so that a progress bar does not write a line per state."""
     sys.stdout, sys.stderr = BarStream(sys.stdout), BarStream(sys.stderr)
 
 

@@ -76,7 +76,7 @@ class RayResourcePool(ResourcePool):
 
     @property
     def backend(self) -> str:
-        """``"ray"``, though its slots are reserved in another way than those of other pools."""
+        """``"ray"``, although internally the slots are reserved by the backend ``"ray-actors"``."""
         return "ray"
 
     @property
@@ -87,7 +87,7 @@ class RayResourcePool(ResourcePool):
 
     @property
     def store(self) -> list[int]:
-        """Slots on each node; of a part, on each node of the pool that was split."""
+        """Slots on each node; for a part of a split pool, on each node of the whole pool."""
         return list(self.process_on_nodes) if self._whole is None else self._whole.store
 
     def __call__(self) -> list[int]:
@@ -98,7 +98,8 @@ class RayResourcePool(ResourcePool):
     def pgs(self) -> list[Any] | None:
         """The placement group of each node; None before the slots are reserved. Setting it uses groups made elsewhere.
 
-        Those of a part are those of the pool that was split; its ``start_bundle_index`` counts from their first slot.
+        A part of a split pool has the placement groups of the whole pool, and its ``start_bundle_index`` counts from
+        their first slot.
 
         Raises:
             UsageError: The placement groups that are set have too few bundles.
@@ -123,7 +124,7 @@ class RayResourcePool(ResourcePool):
 
         Args:
             strategy: Ignored: the slots of an entry are always on one node.
-            name: Ignored: placement groups are called after the pool.
+            name: Ignored: placement groups are named after the pool.
             device_name: Ignored: slots have GPUs if the pool was made with ``use_gpu``.
 
         Raises:
@@ -136,13 +137,13 @@ class RayResourcePool(ResourcePool):
 
 
 def _adopted(name: str, groups: Sequence[Any]) -> Any:
-    from bandmaster.single_controller.ray.backend import ActorReservation  # which imports Ray
+    from bandmaster.single_controller.ray.backend import ActorReservation  # here, as it imports Ray
 
     return ActorReservation.of(name, groups)
 
 
 def _actor_backend() -> Any:
-    from bandmaster.single_controller.ray.backend import ActorBackend  # which imports Ray
+    from bandmaster.single_controller.ray.backend import ActorBackend  # here, as it imports Ray
 
     return ActorBackend()
 
@@ -157,13 +158,13 @@ class SubRayResourcePool(RayResourcePool):
         placement_groups: The placement groups of all slots.
         start_bundle_index: Number of the first slot.
         subgroup_world_size: Number of slots.
-        **kwargs: As for `RayResourcePool`, for all slots.
+        **kwargs: Arguments of `RayResourcePool`, which apply to all slots.
     """
 
     def __init__(
         self, placement_groups: Sequence[Any], start_bundle_index: int, subgroup_world_size: int, **kwargs: Any
     ) -> None:
-        whole = RayResourcePool(**kwargs)  # its slots are those that it is given
+        whole = RayResourcePool(**kwargs)  # its slots are the bundles of the given placement groups
         whole.pgs = list(placement_groups)
         stop = start_bundle_index + subgroup_world_size
         if not 0 <= start_bundle_index < stop <= whole.world_size:
@@ -183,7 +184,7 @@ class SubRayResourcePool(RayResourcePool):
 
 @dataclass
 class ResourcePoolManager:
-    """Several pools, and which role uses which.
+    """Several pools, and the pool of each role.
 
     Attributes:
         resource_pool_spec: Slots on each node, by name of the pool.
@@ -229,7 +230,7 @@ class ResourcePoolManager:
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[SubRayResourcePool]:
-    """As `bandmaster.split_resource_pool`, for pools of this module; the slots are reserved now."""
+    """Reserve the slots of a pool and split it; see `bandmaster.split_resource_pool`."""
     resource_pool.reserve()
     start, found = getattr(resource_pool, "start_bundle_index", 0), []
     for index, part in enumerate(pools.split_resource_pool(resource_pool, split_size)):
@@ -241,14 +242,14 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
 
 
 def merge_resource_pool(*resource_pools: RayResourcePool) -> RayResourcePool:
-    """As `bandmaster.merge_resource_pool`, for pools of this module."""
+    """Merge pools of this module into one; see `bandmaster.merge_resource_pool`."""
     merged = pools.merge_resource_pool(*resource_pools)
     return RayResourcePool._of(merged._parts, "_".join(filter(None, (pool.name_prefix for pool in resource_pools))))
 
 
 def sort_placement_group_by_node_ip(pgs: Sequence[Any]) -> list[Any]:
-    """Placement groups by the addresses of their nodes, as strings."""
-    import ray  # not for those who only make pools
+    """Sort placement groups by the addresses of their nodes, compared as strings."""
+    import ray  # here, because making pools does not need Ray
 
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     table = ray.util.placement_group_table
