@@ -409,7 +409,7 @@ class ActorWorkers:
                 self._on_its_node(rank, control_page.interrupt, self._infos[rank].pid, ticket.number)
 
     def resume(self, tickets: Mapping[int, Any]) -> None:
-        """Allow held calls to begin, see `contract.Workers.resume`. Only calls over lanes are held."""
+        """Let failed ranks go on, see `contract.Workers.resume`; ranks called by actor task do not wait for this."""
         self._client.resume({rank: ticket for rank, ticket in tickets.items() if isinstance(ticket, ChannelTicket)})
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
