@@ -203,7 +203,7 @@ class Replica(bm.Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def enter_interrupted_at(self, n):
-        trace = InterruptsAt(n)
+        trace, before = InterruptsAt(n), signal.getsignal(signal.SIGINT)
         try:
             sys.settrace(trace)
             with self.engine:
@@ -212,6 +212,7 @@ class Replica(bm.Worker):
             assert trace.has_struck
         finally:
             sys.settrace(None)
+            signal.signal(signal.SIGINT, before)  # it also strikes where no signal can: as handlers are put back
         return trace.has_struck
 
 
