@@ -62,9 +62,9 @@ if case == "deadline":
     assert waits(start_timeout=30).echo(1) == [1, 1]
 if case == "another thread":
     groups = []
-    thread = threading.Thread(target=lambda: groups.append(waits()))
+    thread = threading.Thread(target=lambda: groups.append(waits()), daemon=True)
     thread.start()
-    error = error_of(lambda: waits(start_timeout=1), within=3)
+    error = error_of(lambda: waits(start_timeout=1), within=6)
     assert isinstance(error, bm.CallTimeout), error
     let_it_go_on()
     thread.join()
