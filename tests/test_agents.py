@@ -257,7 +257,9 @@ class Odd(Maker):
 def tree(monkeypatch):
     """Seven hosts, three of which pass calls on to the others."""
     monkeypatch.setenv("BANDMASTER_TREE_FROM", "4")
-    monkeypatch.setenv("BANDMASTER_HOST_TIMEOUT", "60")  # an agent here gives no sign of life while it imports the class
+    monkeypatch.setenv(
+        "BANDMASTER_HOST_TIMEOUT", "60"
+    )  # an agent here gives no sign of life while it imports the class
     with bm.ResourcePool([2, 1, 2, 1, 2, 1, 2], backend="hosts") as pool:
         yield bm.WorkerGroup(pool, Odd)
 

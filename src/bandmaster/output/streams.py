@@ -49,8 +49,9 @@ class Lines:
         *lines, rest = (self._rest + data).split(b"\n")
         self._rest = rest[max(0, rest.rstrip(b"\r").rfind(b"\r")) :]
         if len(self._rest) > MAX_LINE_NBYTES:
-            lines.append(self._rest)
-            self._rest = b""
+            end = _end_of_characters(self._rest)
+            lines.append(self._rest[:end])
+            self._rest = self._rest[end:]
         return [_shown(line) for line in lines]
 
     @property
@@ -67,6 +68,14 @@ class Lines:
         """Return the incomplete line at the end of the stream; no line if the stream ended in a complete one."""
         line, self._rest = _shown(self._rest), b""
         return [line] if line else []
+
+
+def _end_of_characters(line: bytes) -> int:
+    """Return the length of a line without the first bytes of a character that goes on behind it, in UTF-8."""
+    for n, byte in enumerate(reversed(line[-3:]), 1):
+        if byte >= 0xC0:  # the first byte of a character of two to four bytes
+            return len(line) - (n if n < 2 + (byte >= 0xE0) + (byte >= 0xF0) else 0)
+    return len(line)
 
 
 def _shown(line: bytes) -> str:

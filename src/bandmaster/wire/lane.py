@@ -123,8 +123,9 @@ class Lane:
         writer.on_close.append(self._segment_closed)
         self._closed_ids: list[int] = []
         self._returned: list[int] = []  # segments in which nothing lies any more, as the other end is to be told
-        self._spoiled: list[int] = []  # the same, but forks of this process may read them, or they cannot be opened
-        self._news = self._closed_ids, self._returned, self._spoiled
+        self._forked: list[int] = []  # the same, but forks of this process may read them
+        self._unusable: list[int] = []  # segments of the other end's that could not be opened
+        self._news = self._closed_ids, self._returned, self._forked, self._unusable
         self._claims: dict[int, Any] = {}  # on segments that the last body names, until they are taken
         self._why_unopened = ""  # why a segment could not be opened
         self.body: memoryview | None = None
@@ -277,17 +278,17 @@ class Lane:
 
     def _take_control(self, control: memoryview, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
         """Take what a message tells of segments, the new ones, and the claims on those that it names."""
-        named, new, closed, returned, spoiled = pickle.loads(control)
+        named, new, closed, returned, forked, unusable = pickle.loads(control)
         self.writer.end_leases(returned, self._reader_id)
-        self._attached.difference_update(spoiled)
-        self.writer.end_leases(spoiled, self._reader_id, is_spoiled=True)
+        self._attached.difference_update(unusable)  # the other end is not told of the end of those
+        self.writer.end_leases([*forked, *unusable], self._reader_id, is_spoiled=True)
         self.reader.forget(closed)
         if new:
             self._attach(new, ancillary, flags)
         for number in named:
             self._claims[number] = claim = self.reader.lease(number)
             if claim is None:
-                self._spoiled.append(number)
+                self._unusable.append(number)
 
     def _attach(
         self, new: Sequence[tuple[int, int, bool]], ancillary: Sequence[tuple[int, int, bytes]], flags: int
@@ -314,7 +315,7 @@ class Lane:
     def _note_returned(self) -> None:
         """Note ended leases; segments that a fork of this process may read must not be used again."""
         for number in self.reader.leases.drain():
-            (self._spoiled if self.reader.was_forked(number) else self._returned).append(number)
+            (self._forked if self.reader.was_forked(number) else self._returned).append(number)
 
     @property
     def has_leases(self) -> bool:
