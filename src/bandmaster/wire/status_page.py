@@ -335,6 +335,9 @@ class StatusPage:
     def __init__(self, identity: WorkerIdentity) -> None:
         self.running = 0
         self._put_off: SimpleQueue[None] | None = None  # an item for each interrupt that has to come again
+        libc = ctypes.CDLL(None)
+        for number in (INTERRUPT_SIGNAL, STACKS_SIGNAL):  # before others find the page: by default these signals kill
+            libc.signal(number, ctypes.c_void_p(signal.SIG_IGN))
         self._fd = os.memfd_create(str(identity), os.MFD_CLOEXEC)
         os.ftruncate(self._fd, PAGE_NBYTES)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)  # stacks are appended after the page
@@ -343,8 +346,6 @@ class StatusPage:
         faulthandler.register(STACKS_SIGNAL, file=self._fd, all_threads=True, chain=False)
         if threading.current_thread() is threading.main_thread():  # where Python handles signals
             signal.signal(INTERRUPT_SIGNAL, self._signalled)
-        else:
-            ctypes.CDLL(None).signal(INTERRUPT_SIGNAL, ctypes.c_void_p(signal.SIG_IGN))
 
     def begin(self, number: int) -> None:
         """Allow a call to be interrupted from now on.
