@@ -41,6 +41,7 @@ LONGEST_FIRST = (
     "tests/faults",
     "tests/test_debugging.py",
     "tests/test_replay.py",
+    "tests/test_features.py",
     "tests/test_handles.py",
     "tests/test_contract.py",
     "tests/test_cli.py",

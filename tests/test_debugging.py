@@ -84,7 +84,7 @@ def step(child, n):
 def attached(*arguments):
     """``bandmaster debug`` on a terminal, at its first prompt behind `breakpoint()`, where Python 3.13 has one more."""
     command = ["-m", "bandmaster", "debug", *arguments, *MINE]
-    child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=20)
+    child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=100)
     child.expect_exact("(Pdb) ")
     if "-> breakpoint()" in child.before:
         child.sendline("n")

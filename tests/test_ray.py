@@ -220,6 +220,7 @@ def test_workers_put_into_queues(users, ray_cluster):
     queue.shutdown()
 
 
+@pytest.mark.slow
 def test_workers_use_ray_data(users):
     assert users.data() == [list(range(10))] * 2
 

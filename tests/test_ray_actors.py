@@ -15,6 +15,8 @@ import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
 from bandmaster.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
+pytestmark = pytest.mark.slow  # each actor is a process of Ray's own
+
 
 def pool_of(n, **options):
     return RayResourcePool(spread([n]), use_gpu=False, **options)

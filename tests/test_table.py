@@ -22,7 +22,10 @@ def groups(backend):
     kept.close()
 
 
-@pytest.mark.parametrize("name", TYPES)
+NAMES = [pytest.param(name, marks=pytest.mark.slow if "in a large" in name else ()) for name in TYPES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_of_each_type_are_those_of_plain_python(groups, name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # pandas' and torch's, of kinds of values
@@ -31,6 +34,7 @@ def test_rows_of_each_type_are_those_of_plain_python(groups, name):
     assert failure is None, f"{program[failure.number].code()}\n{failure.kind}\ngot  {failure.got}\nwant {failure.want}"
 
 
+@pytest.mark.slow
 def test_the_table_has_every_operation():
     done = {step.name for value in TYPES.values() for step in program_of_type(value) if isinstance(step, Operate)}
     everything = {"rows", "select", "drop", "rename", "join", "concat", "repeat", "shuffle", "sort_by", "batches"}
