@@ -11,8 +11,6 @@ from bandmaster.codec import Payload, decode
 from bandmaster.plan.mesh import Mesh
 from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
 
-__all__ = ["SEPARATOR", "Role", "Roles"]
-
 SEPARATOR = "/"  # in "role/method", the name of a role's method in a call
 
 

@@ -21,18 +21,6 @@ from bandmaster.plan.transfer import (
     check_weights,
 )
 
-__all__ = [
-    "ClassLoading",
-    "ClassWithInitArgs",
-    "Registration",
-    "Worker",
-    "WorkerContext",
-    "imports_of",
-    "make_worker",
-    "mark",
-    "registrations",
-]
-
 _MARK = "__bandmaster_registration__"
 _LONG_IMPORTS = {"numpy", "pandas", "scipy", "sklearn", "tensordict", "torch", "transformers"}  # take long; no threads
 

@@ -37,8 +37,6 @@ from bandmaster.wire.lanes import LaneClient
 from bandmaster.wire.status_page import WorkerIdentity
 from bandmaster.worker_process.rendezvous import listening_socket, rendezvous_environment
 
-__all__ = ["LOOPBACK", "HostWorkers", "Place"]
-
 LOOPBACK = "127.0.0.1"
 END_GRACE_S = 0.5  # time for workers to exit by themselves before they are killed
 

@@ -28,8 +28,6 @@ from bandmaster.wire.segment_reader import RowReader
 from bandmaster.worker import Worker
 from bandmaster.worker_process.executor import Executor
 
-__all__ = ["InProcessBackend", "InProcessTicket", "InProcessWorkers"]
-
 
 class InProcessBackend(MachineBackend):
     """Backend whose ranks are objects in the controller's process."""

@@ -19,8 +19,6 @@ from bandmaster.backends.zygotes import Zygotes, default_modules
 from bandmaster.contract import Launch, ShowOutput
 from bandmaster.platform.hardware import visible_devices
 
-__all__ = ["LocalBackend"]
-
 
 class LocalBackend(MachineBackend):
     """Backend whose workers are processes on this machine.

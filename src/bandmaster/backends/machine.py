@@ -10,8 +10,6 @@ from bandmaster.plan.placement import RESERVING, Node, Request, assign_nodes, ca
 from bandmaster.platform.hardware import count_gpus
 from bandmaster.platform.locks import check_not_held
 
-__all__ = ["MachineBackend", "Reservation"]
-
 
 @dataclass(frozen=True, eq=False)
 class Reservation:

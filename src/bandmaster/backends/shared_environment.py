@@ -9,8 +9,6 @@ from functools import partial
 
 from bandmaster.errors import UsageError
 
-__all__ = ["SharedEnvironment"]
-
 
 class SharedEnvironment:
     """Sets variables while there are groups that ask for them, and puts back what was there before.

@@ -45,8 +45,6 @@ from bandmaster.platform.math_threads import THREAD_VARIABLES
 from bandmaster.platform.proc import running_children_of
 from bandmaster.platform.processes import Ended, end_descendants, memory_file
 
-__all__ = ["NoAnswer", "Zygote"]
-
 ANSWER_S = 10.0  # for an answer that the zygote can give at once: its silence costs all its workers
 POLL_S = 0.02  # how often a waiting thread looks at the time, and whether another thread has read its answer
 GUARD = "import os, sys; os.waitpid(os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ), 0)"

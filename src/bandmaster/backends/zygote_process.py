@@ -33,8 +33,6 @@ from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import serve
 from bandmaster.worker_process.rendezvous import Rendezvous
 
-__all__ = ["EXIT_S", "GONE_S", "MESSAGE_NBYTES", "ORPHANS_S", "STATUS_S", "Spawn", "main"]
-
 STATUS_S = 1.0  # time for a worker to exit after it closed its lane
 GONE_S = 1.5  # time for killed processes to end
 EXIT_S = 2.0  # time for the zygote to end all workers and itself

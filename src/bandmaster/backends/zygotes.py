@@ -19,8 +19,6 @@ from bandmaster.errors import ResourceError, UsageError
 from bandmaster.platform.limits import cannot_start
 from bandmaster.platform.settings import preloaded_modules
 
-__all__ = ["Zygotes", "default_modules"]
-
 Key = tuple[tuple[str, ...] | None, tuple[tuple[str, str], ...]]  # what pools ask for: ``preload`` and ``env``
 
 # Modules that take long to import, and start no threads: a zygote imports those that the controller

@@ -48,8 +48,6 @@ from bandmaster.platform.locks import SigintSafeLock, check_not_held
 from bandmaster.rows.kept import KeptPart, KeptRows
 from bandmaster.rows.table import Table
 
-__all__ = ["Call", "Failures"]
-
 LOOK_AROUND_S = 5.0  # another thread may cancel a call while this one waits for it
 UNCHANGEABLE = {type(None), bool, int, float, str, bytes}
 
@@ -68,7 +66,7 @@ class Failures(dict[int, Failure]):
         self.fenced: dict[int, Any] = {}
 
 
-class OtherCalls(Protocol):
+class _OtherCalls(Protocol):
     """The interface to the other calls of the same workers that a call uses; see `bandmaster.calls.open_work`."""
 
     def first_before(self, call: Any) -> list[Any]: ...
@@ -113,7 +111,7 @@ class Call(Result):
     workers: Workers
 
     def __init__(
-        self, request: CallRequest, site: CallSite, send: Callable[[Call, CallRequest], None] | None, work: OtherCalls
+        self, request: CallRequest, site: CallSite, send: Callable[[Call, CallRequest], None] | None, work: _OtherCalls
     ) -> None:
         self.request: CallRequest | None = request
         self.done: Done | None = None

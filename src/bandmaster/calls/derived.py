@@ -18,8 +18,6 @@ from bandmaster.platform.deadline import Deadline
 from bandmaster.rows.kept import KeptPart
 from bandmaster.rows.table import JoinPath, Part, ResultRows, Table, Taken, addressed, assemble
 
-__all__ = ["Derived", "PutRows"]
-
 
 class Derived(Result):
     """Rows that are derived from the rows of other futures; no row moves until `value`.

@@ -12,8 +12,6 @@ from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.worker import Worker
 
-__all__ = ["encode_argument", "encode_constructor", "encode_group"]
-
 
 def encode_group(group: ArgumentGroup, method: str) -> Payload:
     """Encode ``((position or keyword, value), ...)``.

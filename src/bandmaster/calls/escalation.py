@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["Escalation", "Step"]
-
 PATIENCE_S = 0.5  # after a rank has failed
 DEATH_PATIENCE_S = 0.2  # after a rank has died: the call fails within a second
 DEATH_WAIT_S = 0.8  # after a death, the call does not wait for the others any longer

@@ -23,8 +23,6 @@ from bandmaster.rows.table import Table
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Claim", "Future", "claims_of", "concat", "derived", "table_of"]
-
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 from bandmaster.contract import Workers
 from bandmaster.rows.kept import RowsRecord
 
-__all__ = ["CallTrace", "Gate", "Hooks", "hooks"]
-
 
 class CallTrace(RowsRecord, Protocol):
     """The record of one call."""

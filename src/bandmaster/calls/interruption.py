@@ -12,8 +12,6 @@ from bandmaster.errors import CallTimeout, ResourceError
 from bandmaster.errors.failure import stacks_by_equality
 from bandmaster.platform.limits import start_thread
 
-__all__ = ["WaitedFor", "note_calls"]
-
 _log = logging.getLogger(__name__)
 STACKS_WITHIN_S = 0.5
 MOST_CALLS = 4  # described in notes

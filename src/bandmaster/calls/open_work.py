@@ -25,8 +25,6 @@ from bandmaster.calls.request import CallSite
 from bandmaster.errors import CallTimeout
 from bandmaster.platform.deadline import Deadline
 
-__all__ = ["InParts", "OpenWork", "Waiting"]
-
 FENCE_LOOK_S = 0.02  # a failed call holds back the one that is waited for
 MANY = 64  # open calls; with more of them, each new call checks whether the oldest is over
 

@@ -8,17 +8,6 @@ from typing import Any, Literal, TypedDict
 
 from bandmaster.errors import UsageError
 
-__all__ = [
-    "FLOW_NAMES",
-    "CallOptions",
-    "FlowOptions",
-    "Limits",
-    "MethodOptions",
-    "check_seconds",
-    "default_options",
-    "set_default_options",
-]
-
 
 def check_seconds(name: str, value: Any) -> None:
     """Raise if a value is not a duration.

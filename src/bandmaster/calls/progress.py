@@ -27,8 +27,6 @@ from bandmaster.errors import ResourceError
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 
-__all__ = ["CallWatch", "Progress", "Watch", "Watchers", "progress"]
-
 PATIENCE_S = 0.02
 LOOK_S = 0.1  # polling interval for workers without a descriptor that shows arrivals
 LOOK_AROUND_S = 5.0  # Ctrl-C may have come between the end of a call and its notification

@@ -14,8 +14,6 @@ from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import CollectEach
 from bandmaster.plan.transfer import Gather, Incoming
 
-__all__ = ["NOTHING", "CallRequest", "CallSite", "Collection"]
-
 
 class CallSite(NamedTuple):
     """The names for messages about a call, and its time limits.

@@ -11,8 +11,6 @@ from bandmaster.errors import CallTimeout
 from bandmaster.platform.deadline import Deadline
 from bandmaster.rows.table import Table
 
-__all__ = ["Done", "Result", "awaited", "late", "wait_for_all"]
-
 
 class Done(NamedTuple):
     """The end of a result.

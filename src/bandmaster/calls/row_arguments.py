@@ -44,8 +44,6 @@ from bandmaster.rows.table import (
     rows_by_part,
 )
 
-__all__ = ["RowsElsewhere", "refers_to_rows"]
-
 _KINDS = {Future, Portion}
 _pickled: tuple[tuple[tuple[type, BatchType], ...], tuple[bytes, ...]] = (), ()  # batch types
 

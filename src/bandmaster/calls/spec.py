@@ -28,8 +28,6 @@ from bandmaster.plan.transfer import (
 )
 from bandmaster.worker import Registration
 
-__all__ = ["MethodSpec", "specs_of"]
-
 
 @dataclass(frozen=True)
 class MethodSpec:

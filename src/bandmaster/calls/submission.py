@@ -31,8 +31,6 @@ from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.shares import Share
 from bandmaster.plan.transfer import Only
 
-__all__ = ["Submitter"]
-
 
 @dataclass(frozen=True)
 class _Sending:

@@ -9,8 +9,6 @@ from bandmaster.cli.names import complaints_about, named
 from bandmaster.debugging.terminal import attach
 from bandmaster.wire.status_page import WorkerIdentity, in_debuggers
 
-__all__ = ["debug"]
-
 
 def debug(name: str, rank: int | None, controller: int | None = None) -> int:
     """Attach to a rank.

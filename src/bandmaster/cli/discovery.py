@@ -19,8 +19,6 @@ from bandmaster.platform.proc import pids, stat
 from bandmaster.wire.segment_reader import held_nbytes
 from bandmaster.wire.status_page import AGENT, WorkerIdentity, announcement, find_all
 
-__all__ = ["Discovered", "Group", "Process", "discover"]
-
 ZYGOTE = b"bandmaster.backends.zygote"
 
 

@@ -20,8 +20,6 @@ from bandmaster.pool import ResourcePool
 from bandmaster.registration import register
 from bandmaster.worker import Worker
 
-__all__ = ["doctor"]
-
 ANSWER_WITHIN_S = 60.0
 
 

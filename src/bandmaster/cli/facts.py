@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from bandmaster.platform.cgroups import Limit
 
-__all__ = ["DESCRIPTORS_PER_WORKER", "Cores", "Facts", "Gpus", "Kernel", "Memory", "Software"]
-
 DESCRIPTORS_PER_WORKER = 3  # open in the controller for each local worker: its lane, its standard output and error
 
 

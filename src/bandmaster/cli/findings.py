@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from bandmaster.cli.facts import DESCRIPTORS_PER_WORKER, Cores, Facts, Gpus, Kernel, Memory, Software
 
-__all__ = ["Finding", "judge"]
-
 ENOUGH_WORKERS = 128  # local workers for which the descriptors should suffice
 ENOUGH_DESCRIPTORS = 4096
 ENOUGH_PROCESSES = 256

@@ -20,8 +20,6 @@ from bandmaster.platform.hardware import visible_devices
 from bandmaster.platform.limits import process_limit
 from bandmaster.platform.math_threads import THREAD_VARIABLES
 
-__all__ = ["gather"]
-
 PACKAGES = ("bandmaster", "numpy", "cloudpickle", "torch", "ray")
 
 _DRIVER = Path("/proc/driver/nvidia")

@@ -8,8 +8,6 @@ from itertools import groupby
 
 from bandmaster.cli.discovery import Discovered, Group
 
-__all__ = ["complaints_about", "named", "ranges"]
-
 
 def complaints_about(names: Sequence[str], discovered: Discovered) -> list[str]:
     """Return an error message for each name that does not select one group, because it is unknown or ambiguous.

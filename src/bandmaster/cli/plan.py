@@ -11,8 +11,6 @@ from bandmaster.plan.preview import plan
 from bandmaster.plan.render import text_table
 from bandmaster.pool import ResourcePool
 
-__all__ = ["plan_pool"]
-
 GENERATION_AXES = ("gen_pp", "gen_tp")
 
 

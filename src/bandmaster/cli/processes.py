@@ -17,8 +17,6 @@ from bandmaster.errors import UsageError
 from bandmaster.plan.render import text_table
 from bandmaster.wire.status_page import WorkerIdentity, find
 
-__all__ = ["chosen", "kill", "ps", "shown"]
-
 GONE_WITHIN_S = 2.0
 
 

@@ -15,8 +15,6 @@ from bandmaster.backends import get_backend
 from bandmaster.backends.ray.session import running_cluster
 from bandmaster.plan.placement import Node
 
-__all__ = ["NotThere", "links_and_nodes"]
-
 REACHABLE_WITHIN_S = 5.0
 STARTED_WITHIN_S = 60.0  # for the listening process on another host
 

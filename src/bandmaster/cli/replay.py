@@ -15,8 +15,6 @@ from typing import Any
 from bandmaster.errors import UsageError
 from bandmaster.testing.recording import SUFFIX, restore_random_states
 
-__all__ = ["replay"]
-
 
 def replay(path: str, rank: int | None, is_run: bool) -> int:
     """Run a recorded call again, with the same worker state, arguments and states of random number generators.

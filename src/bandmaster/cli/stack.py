@@ -9,8 +9,6 @@ from bandmaster.cli.names import complaints_about, named, ranges
 from bandmaster.errors.failure import stacks_by_equality
 from bandmaster.wire.status_page import stacks
 
-__all__ = ["stack"]
-
 
 def stack(name: str, rank: int | None, controller: int | None = None) -> int:
     """Print the Python stacks of a group's ranks on this machine, innermost frame last, grouped by equality.

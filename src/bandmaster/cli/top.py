@@ -18,8 +18,6 @@ from bandmaster.cli.usage import Moment, Sampler
 from bandmaster.errors import UsageError
 from bandmaster.plan.render import text_table
 
-__all__ = ["top"]
-
 FIRST_LOOK_S = 0.2  # between the two moments whose difference is the processor time of a snapshot
 SHORTEST_INTERVAL_S = 0.1
 NO_GROUPS = "you have no groups on this machine"

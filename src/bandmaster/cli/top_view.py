@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from bandmaster.cli.names import ranges
 from bandmaster.cli.usage import GroupUsage, Moment, RankUsage
 
-__all__ = ["HEADER", "columns_that_fit", "rows_of"]
-
 HEADER = ("group", "rank", "pid", "runs", "for", "cpu", "memory", "rows held", "device")
 IDLE = "idle"
 LEAST_FIRST = ("pid", "rows held", "device", "memory", "cpu")

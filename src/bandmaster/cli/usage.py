@@ -19,8 +19,6 @@ from bandmaster.platform.proc import stat
 from bandmaster.wire.segment_reader import held_nbytes
 from bandmaster.wire.status_page import Activity, in_debuggers
 
-__all__ = ["GroupUsage", "Moment", "RankUsage", "Sampler"]
-
 
 @dataclass(frozen=True)
 class RankUsage:

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["is_bare", "reduce_array", "writable"]
-
 _PLAIN_KINDS = "biufcSUmMV"  # dtype kinds whose items are raw bytes: no objects, no variable-width strings
 
 

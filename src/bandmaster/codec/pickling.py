@@ -24,8 +24,6 @@ import numpy as np
 from bandmaster.codec import tensors
 from bandmaster.codec.arrays import is_bare, reduce_array, writable
 
-__all__ = ["Payload", "add_plain", "add_reducer", "decode", "encode"]
-
 OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
 MAX_ITEMS = 100  # inspected by `_contents`
 MAX_CONTAINER_ITEMS = 1000  # most items of a container that `_large_bytes` searches

@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["add_reducers", "arriving_on"]
-
 _arrival = threading.local()
 _NUMPYS = {  # numpy's names of dtypes, by their names in torch
     f"torch.{name}": name

@@ -17,8 +17,6 @@ from typing import Any
 
 from bandmaster.wire.status_page import WorkerIdentity
 
-__all__ = ["install_breakpoints"]
-
 OF_RAY = "ray.util.rpdb."  # Ray sets PYTHONBREAKPOINT to this in its processes; the user has not chosen it
 OF_IDES = "debugpy.breakpoint"
 

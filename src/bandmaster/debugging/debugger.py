@@ -17,8 +17,6 @@ from typing import Any, TextIO, cast
 from bandmaster.debugging.terminal import Terminal, say_where
 from bandmaster.wire.status_page import WorkerIdentity
 
-__all__ = ["Debugger"]
-
 _MODULES = ("bandmaster.", "asyncio.")
 _COROUTINES = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 

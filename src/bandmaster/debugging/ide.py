@@ -13,8 +13,6 @@ from types import FrameType, ModuleType
 from bandmaster.debugging.terminal import say_where
 from bandmaster.wire.status_page import DEBUGGER, announce
 
-__all__ = ["Ide"]
-
 _HOST = "127.0.0.1"
 _PORT = 5678  # the port of debugpy's documentation, and of IDEs' templates
 _LOOK_S = 0.2

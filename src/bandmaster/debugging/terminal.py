@@ -23,8 +23,6 @@ from typing import TextIO
 
 from bandmaster.wire.status_page import DEBUGGER, announce, announcement
 
-__all__ = ["Terminal", "attach", "say_where"]
-
 _UNIX = "unix:"
 
 

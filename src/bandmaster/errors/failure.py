@@ -17,19 +17,6 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = [
-    "IN_DEBUGGER",
-    "N_LAST_LINES",
-    "Failure",
-    "FailureKind",
-    "is_in_debugger",
-    "reraise_if_from_signal",
-    "stacks_by_equality",
-    "summary_of",
-    "with_source_lines",
-    "without_library_frames",
-]
-
 IN_DEBUGGER = "  in a debugger"  # the beginning of the stack of a rank that waits in a debugger
 N_LAST_LINES = 90  # of the standard error of a process that died; Ray, C libraries and Python end with long dumps
 

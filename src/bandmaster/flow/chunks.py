@@ -28,8 +28,6 @@ from bandmaster.plan.transfer import Concat, Custom, Outgoing, PerRank, Reduce, 
 from bandmaster.rows import table as handles
 from bandmaster.rows.table import Table
 
-__all__ = ["PullPlan", "chunk_numbers", "collect_chunks", "plan_pull", "replicas", "stack_chunks"]
-
 
 def chunk_numbers(n_rows: int, size: int, keys: Sequence[Hashable] | None = None) -> tuple[Index, ...]:
     """Cut rows into chunks; zero rows make one chunk without rows.

@@ -19,8 +19,6 @@ from bandmaster.errors import CallCancelled
 from bandmaster.plan.shares import Share
 from bandmaster.platform.deadline import Deadline
 
-__all__ = ["Arrivals", "Feed", "ItemFeed", "ShareFeed", "pending_calls"]
-
 Arrival: TypeAlias = "Future[Any] | BaseException | Callable[[], object] | None"
 
 

@@ -26,8 +26,6 @@ from bandmaster.plan.rows import RealRows
 from bandmaster.plan.shares import Share, of_one_rank, shares
 from bandmaster.plan.transfer import Concat, Only, TransferProtocol
 
-__all__ = ["Flow"]
-
 ITEMS_AHEAD = 2  # of each rank, by default
 
 

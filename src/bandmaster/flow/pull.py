@@ -25,8 +25,6 @@ from bandmaster.flow.feeds import Feed, pending_calls
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.shares import Share
 
-__all__ = ["ChunkFeed", "Pull", "Puller"]
-
 
 class Puller:
     """Sends chunks to free replicas, in the threads that find earlier chunks done.

@@ -23,8 +23,6 @@ from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.rows.table import Table
 
-__all__ = ["FailedRows", "PartialResult", "PulledCall"]
-
 
 class FailedRows(NamedTuple):
     """The rows of a chunk that has failed.

@@ -24,8 +24,6 @@ from bandmaster.flow.feeds import Feed
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Stream"]
-
 
 class Stream:
     """Iterates over the results of a call as they arrive; `GroupMethod.stream` returns it.

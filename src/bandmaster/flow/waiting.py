@@ -13,8 +13,6 @@ from bandmaster.calls.options import check_seconds
 from bandmaster.errors import UsageError
 from bandmaster.platform.deadline import Deadline
 
-__all__ = ["DoneAndNotDone", "as_completed", "wait"]
-
 
 class DoneAndNotDone(NamedTuple):
     """The result of `wait`: two sets of futures.

@@ -14,8 +14,6 @@ from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.plan.transfer import Gather, Only
 from bandmaster.worker import Worker
 
-__all__ = ["ByName"]
-
 
 class ByName:
     """The part of a group that calls methods by their names. The group sets the attributes that are declared here."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from bandmaster.calls.submission import Submitter
 
-__all__ = ["Cancelling"]
-
 
 class Cancelling:
     """The part of a group that cancels its calls. The group sets the attributes that are declared here."""

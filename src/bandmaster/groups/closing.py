@@ -6,8 +6,6 @@ from bandmaster.lifecycle.open_groups import open_groups
 from bandmaster.pool.lease import close_all as close_each
 from bandmaster.pool.resource_pool import open_pools
 
-__all__ = ["close_all"]
-
 
 def close_all() -> None:
     """Close all worker groups and resource pools of this process, also those that no variable refers to any more.

@@ -33,8 +33,6 @@ from bandmaster.worker import ClassWithInitArgs, Worker, registrations
 if TYPE_CHECKING:
     from bandmaster.turns.taker import TurnTaker
 
-__all__ = ["ColocatedGroup", "RoleGroup", "colocate"]
-
 
 def colocate(
     pool: ResourcePool,

@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from bandmaster.turns.taker import TurnTaker
     from bandmaster.turns.turns import Turn
 
-__all__ = ["GroupOf", "WorkerGroup"]
-
 W = TypeVar("W", bound=Worker)
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from bandmaster.flow.flow import Flow
     from bandmaster.flow.stream import Stream
 
-__all__ = ["GroupMethod"]
-
 FLOW = FlowOptions()
 
 P = ParamSpec("P")  # the method's parameters

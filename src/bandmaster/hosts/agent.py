@@ -33,8 +33,6 @@ from bandmaster.platform.limits import start_thread
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.status_page import AGENT, announce
 
-__all__ = ["AgentServer", "Host"]
-
 MAX_STRANGERS = 64  # connections that have not proved that they know the secret; the oldest makes room for another
 ACCEPT_AGAIN_S = 0.2  # after a connection could not be accepted
 OUTPUT_POLL_S = 0.01  # how often to look whether a link takes more of the output of workers

@@ -19,8 +19,6 @@ from bandmaster.codec import Payload
 from bandmaster.hosts.handshake import Keys
 from bandmaster.hosts.link import Link, Raw
 
-__all__ = ["FOR_MESSAGES", "FOR_RELAY", "FOR_ROWS", "Connection", "Kind", "Message", "Place", "in_memory"]
-
 FOR_MESSAGES, FOR_ROWS, FOR_RELAY = 1, 2, 3  # purposes of connections: of the controller, for rows, of another agent
 _NOTHING: Mapping[int, Payload] = MappingProxyType({})
 

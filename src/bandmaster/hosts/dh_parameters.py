@@ -1,7 +1,5 @@
 """The group ffdhe2048 of RFC 7919, for key exchanges without certificates: public, and the same for everybody."""
 
-__all__ = ["FFDHE2048"]
-
 FFDHE2048 = """\
 -----BEGIN DH PARAMETERS-----
 MIIBCAKCAQEA//////////+t+FRYortKmq/cViAnPTzx2LnFg84tNpWp4TZBFGQz+8yTnc4kmz75

@@ -26,8 +26,6 @@ from functools import cache
 from bandmaster.hosts.dh_parameters import FFDHE2048
 from bandmaster.platform.settings import is_link_encrypted
 
-__all__ = ["HANDSHAKE_TIMEOUT_S", "Keys", "Refused", "Secret", "greet", "welcome"]
-
 MAGIC = b"bandmaster-link-3"  # another number whenever the format of frames changes
 NONCE_NBYTES = PROOF_NBYTES = 32
 HANDSHAKE_TIMEOUT_S = 5.0

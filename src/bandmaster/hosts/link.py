@@ -28,8 +28,6 @@ from typing import Any, NamedTuple
 from bandmaster.hosts.handshake import Keys
 from bandmaster.wire.messages import Closed
 
-__all__ = ["Link", "LinkStalled", "Place", "Raw", "await_frame", "flush"]
-
 MAC_NBYTES = 16
 DIGEST_NBYTES = 32
 MAX_HEAD_NBYTES = 1 << 30

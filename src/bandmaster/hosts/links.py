@@ -26,8 +26,6 @@ from bandmaster.wire.client import Client, MessageTicket
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.poller import HAS_ROOM, Poller
 
-__all__ = ["Agent", "AgentLinks", "revived"]
-
 BEAT_S = 1.0  # how often a thread looks whether the hosts are there
 SILENCE_S = 2.0  # after which a host that owes a reply is asked for a sign of life
 

@@ -33,8 +33,6 @@ from bandmaster.wire.messages import (
     reply_message,
 )
 
-__all__ = ["HostRanks", "Replies", "WorkersHere"]
-
 PATIENCE_S = 0.002  # for the other replies of this host to a call, which then come in one message
 
 

@@ -30,8 +30,6 @@ from bandmaster.plan.batch import join_rows, required_batch
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.messages import Closed
 
-__all__ = ["Address", "Fetch", "PendingFetch", "RowKey", "RowLinks", "RowServer", "RowStore"]
-
 N_ATTEMPTS = 3  # to connect
 PATIENCE_S = 10.0  # with a host that sends or takes nothing
 IDLE_S = 3.0  # after which a connection is closed by which rows were fetched

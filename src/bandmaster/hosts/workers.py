@@ -24,8 +24,6 @@ from bandmaster.wire.client import Client, MessageTicket
 from bandmaster.wire.messages import INLINE_NBYTES, call_message, inline
 from bandmaster.wire.messages import Kind as MessageKind
 
-__all__ = ["AgentWorkers", "FarRows"]
-
 STACKS_TIMEOUT_S = 1.0
 Said = tuple[str, int, str]  # host, pid and device of a rank
 Ranks = tuple[int, ...] | None  # None for all that the group has on a host

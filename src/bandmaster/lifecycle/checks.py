@@ -13,21 +13,6 @@ from bandmaster.errors import ArgumentError, MeshError, UsageError
 from bandmaster.plan.mesh import Mesh
 from bandmaster.worker import ClassWithInitArgs, Worker
 
-__all__ = [
-    "ON_RESUME",
-    "ON_YIELD",
-    "TURN_HOOKS",
-    "check_name",
-    "check_names",
-    "check_options",
-    "checked_level",
-    "checked_mesh",
-    "checked_meshes",
-    "checked_output",
-    "has_turn_hooks",
-    "unwrap",
-]
-
 TURN_HOOKS = ON_YIELD, ON_RESUME = "on_yield", "on_resume"  # methods by which a class takes turns on its slots
 
 

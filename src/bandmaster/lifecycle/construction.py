@@ -35,8 +35,6 @@ from bandmaster.errors import CallTimeout, ConstructorError, RemoteError
 from bandmaster.plan.arguments import CallPlan
 from bandmaster.platform.deadline import Deadline
 
-__all__ = ["WATCHERS", "Start", "replace_worker", "start_workers"]
-
 EVERY_S = 0.5  # interval at which replies of ranks are read, so that `Start.late` is up to date
 
 

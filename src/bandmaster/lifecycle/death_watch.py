@@ -11,8 +11,6 @@ from bandmaster.calls.request import CallSite
 from bandmaster.contract import Workers
 from bandmaster.errors import WorkerDied
 
-__all__ = ["DeathWatch"]
-
 LOOK_S = 1.0  # polling interval for backends that do not report deaths by themselves
 _log = logging.getLogger(__name__)
 

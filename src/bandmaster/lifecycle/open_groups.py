@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 from bandmaster.lifecycle.ownership import Ownership
 
-__all__ = ["OpenGroups", "open_groups"]
-
 _log = logging.getLogger(__name__)
 
 

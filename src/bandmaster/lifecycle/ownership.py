@@ -10,8 +10,6 @@ from bandmaster.contract import Workers
 from bandmaster.errors import ClosedError, UsageError
 from bandmaster.platform.forks import n_forks
 
-__all__ = ["Ownership"]
-
 
 @dataclass
 class _Held:

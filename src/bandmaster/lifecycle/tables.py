@@ -11,8 +11,6 @@ from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.render import html_table, text_table
 from bandmaster.plan.transfer import Custom, Dispatch
 
-__all__ = ["as_html", "as_text"]
-
 FACTS = ("host", "pid", "device", "channel")  # of a rank that runs
 Held = Mapping[int, int]
 

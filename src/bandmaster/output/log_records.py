@@ -16,8 +16,6 @@ import socket
 
 from bandmaster.contract import Written
 
-__all__ = ["MAX_RECORD_NBYTES", "RecordSender", "pass_on", "send_records"]
-
 MAX_RECORD_NBYTES = 128 * 1024  # a socket takes about 200 KiB
 _PLAIN = (str, int, float, bool, type(None))
 _NOT_SENT = {"args", "msg", "message", "exc_info", "exc_text", "stack_info"}  # part of the formatted text

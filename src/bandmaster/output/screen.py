@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
-__all__ = ["SELDOM_S", "show", "watched"]
-
 SELDOM_S = 10.0  # between two lines about the same bar or start
 QUIET_S = 2.0  # shorter starts show nothing
 MOST_RANKS = 8  # named in a line

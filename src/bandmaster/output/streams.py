@@ -28,8 +28,6 @@ from bandmaster.output.screen import show
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 
-__all__ = ["MAX_LINE_NBYTES", "Lines", "WorkerOutput"]
-
 MAX_LINE_NBYTES = 64 * 1024
 LAST_LINE_NCHARS = 1000  # characters shown of each of the last lines of standard error
 LAST_LINES_S = 1.0  # time for the thread to read them

@@ -14,23 +14,6 @@ from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import Cut, RealRows, cut_rows
 from bandmaster.plan.transfer import Broadcast, Outgoing, PerRank, Split
 
-__all__ = [
-    "ArgumentGroup",
-    "BoundArgument",
-    "CallPlan",
-    "alike",
-    "by_dispatch_rule",
-    "column_called",
-    "common_rows",
-    "costs_of_rows",
-    "everywhere",
-    "first_ranks",
-    "groups_by_rank",
-    "plan_call",
-    "scatter",
-    "to_ranks",
-]
-
 
 class BoundArgument(NamedTuple):
     """One argument of a call, bound to a parameter of the method.

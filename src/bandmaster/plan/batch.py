@@ -39,30 +39,6 @@ from bandmaster.plan.batch_types import (
     rebuilt,
 )
 
-__all__ = [
-    "KNOWN",
-    "Batch",
-    "Portion",
-    "add_batch_type",
-    "as_batch",
-    "column_of",
-    "concat",
-    "concat_rows",
-    "copies_rows",
-    "count_rows",
-    "describe",
-    "detached",
-    "is_same_kind",
-    "join_rows",
-    "learn_batch_type",
-    "pad_rows",
-    "register_batch_type",
-    "required_batch",
-    "slice_rows",
-    "take_rows",
-    "users_batch_types",
-]
-
 KNOWN = (
     "arrays and tensors with a row dim, list, TensorDict, pandas DataFrame and Series, Hugging Face Dataset, "
     "registered types, and mappings, NamedTuples and dataclasses of equally long batches"

@@ -14,21 +14,6 @@ import numpy as np
 
 from bandmaster.errors import BatchError
 
-__all__ = [
-    "KNOWN_BY_NAME",
-    "MAPPING",
-    "RECORD",
-    "TENSOR",
-    "TENSORDICT",
-    "BatchType",
-    "ColumnsType",
-    "Index",
-    "columns_of",
-    "is_named_tuple",
-    "rebuilt",
-]
-
-
 Index = range | np.ndarray  # numbers of rows, in order; a range has step 1
 
 

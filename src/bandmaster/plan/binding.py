@@ -10,8 +10,6 @@ from bandmaster.errors import ArgumentError, suggestion
 from bandmaster.plan.arguments import BoundArgument
 from bandmaster.plan.transfer import Custom
 
-__all__ = ["bind", "bind_per_rank", "dispatched", "signature_without_self"]
-
 ADDED_BY_RAY = "_ray_trace_ctx"  # @ray.remote adds it to the signature of every method, inherited ones included
 
 _TAKES_SELF = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}

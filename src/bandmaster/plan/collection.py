@@ -17,8 +17,6 @@ from bandmaster.plan.batch import KNOWN, Batch, as_batch, concat, detached, is_s
 from bandmaster.plan.rows import CollectEach, RealRows
 from bandmaster.plan.transfer import Concat, Gather, Incoming, Only, Reduce
 
-__all__ = ["collect"]
-
 ADVICE = f"return a batch ({KNOWN}), or collect with Gather() or Reduce('mean')"
 
 

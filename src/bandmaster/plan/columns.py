@@ -12,20 +12,6 @@ import numpy as np
 from bandmaster.plan.batch import as_batch, users_batch_types
 from bandmaster.plan.batch_types import rebuilt
 
-__all__ = [
-    "Column",
-    "RowFacts",
-    "Schema",
-    "ascending",
-    "choose_columns",
-    "dtypes_of",
-    "facts_of",
-    "join_columns",
-    "may_hold_users_types",
-    "schema_of",
-    "stacked_schema",
-]
-
 
 class Column(NamedTuple):
     """The facts about a column without its rows.

@@ -10,8 +10,6 @@ from itertools import product
 from bandmaster.errors import MeshError
 from bandmaster.plan.render import html_table
 
-__all__ = ["Mesh"]
-
 RANK = "rank"  # an axis of all ranks, which every mesh has without naming it
 
 

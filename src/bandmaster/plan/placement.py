@@ -10,18 +10,6 @@ from typing import Any
 
 from bandmaster.errors import PlacementError, UsageError
 
-__all__ = [
-    "ANY_NODE",
-    "RESERVING",
-    "STRATEGIES",
-    "Node",
-    "NodeChoice",
-    "Request",
-    "assign_nodes",
-    "cannot_place",
-    "node_choices",
-]
-
 RESERVING = (
     "a signal handler cannot reserve slots while another reservation is in progress; set a flag in the handler, and "
     "reserve after it has returned"

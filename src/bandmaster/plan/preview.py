@@ -23,8 +23,6 @@ from bandmaster.plan.render import Cell, svg_bands, text_table
 from bandmaster.plan.rows import part_numbers, row_ranges, shards, sources
 from bandmaster.plan.transfer import Concat, Custom, Incoming, PerRank, Split, TransferProtocol, as_protocol
 
-__all__ = ["TransferPlan", "plan"]
-
 
 @dataclass(frozen=True)
 class TransferPlan:

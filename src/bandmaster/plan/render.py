@@ -6,8 +6,6 @@ import colorsys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Cell", "html_table", "svg_bands", "text_table"]
-
 # Sites and notebooks show a drawing on a white or on a dark page, which it cannot always find out. Frames, and text
 # outside of boxes, have colours that are visible on both; text in boxes is dark, as boxes are light.
 TEXT, IN_BOX, FRAME, THIN = "#767676", "#222", "#2f6fde", "#999"

@@ -19,19 +19,6 @@ from bandmaster.plan.batch_types import Index
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.transfer import Dispatch, Gather, Incoming, Reduce, Split
 
-__all__ = [
-    "CollectEach",
-    "Cut",
-    "RealRows",
-    "balanced",
-    "cut_rows",
-    "on_mesh",
-    "part_numbers",
-    "row_ranges",
-    "shards",
-    "sources",
-]
-
 TABLE_AXES = frozenset(axis for dispatch in Dispatch for axis in dispatch.value.axis_names)
 
 

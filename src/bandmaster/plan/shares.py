@@ -9,8 +9,6 @@ from bandmaster.plan.arguments import groups_by_rank
 from bandmaster.plan.rows import CollectEach
 from bandmaster.plan.transfer import Concat, Incoming, Only
 
-__all__ = ["Share", "of_one_rank", "shares"]
-
 
 class Share(NamedTuple):
     """Ranks that act together, one of which returns the value of the share.

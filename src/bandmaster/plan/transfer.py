@@ -19,23 +19,6 @@ from typing import Any, Generic, TypeVar
 
 from bandmaster.errors import ProtocolError
 
-__all__ = [
-    "Broadcast",
-    "Concat",
-    "Custom",
-    "Dispatch",
-    "Execute",
-    "Gather",
-    "Incoming",
-    "Only",
-    "Outgoing",
-    "PerRank",
-    "Reduce",
-    "Split",
-    "TransferProtocol",
-    "collect_all_to_all",
-]
-
 
 def _set(value: object, **fields: object) -> None:
     for name, item in fields.items():

@@ -10,8 +10,6 @@ from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-__all__ = ["AfterImport"]
-
 
 class AfterImport(MetaPathFinder):
     """Calls a function once a module has been imported: at once if that has happened already.

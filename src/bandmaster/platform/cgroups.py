@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Cgroups", "Limit"]
-
 _MEMORY = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _PROCESSES = (("pids.max", "pids.current"),)
 _NO_LIMIT = 1 << 60  # version 1 reports a number above this where no limit is set

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-__all__ = ["Deadline"]
-
 
 class Deadline:
     """A deadline on the monotonic clock, or none.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["n_forks"]
-
 
 class _Forks:
     count = 0

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from bandmaster.platform.cgroups import Cgroups
 
-__all__ = ["count_cores", "count_gpus", "has_gpus", "visible_devices"]
-
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 

@@ -17,8 +17,6 @@ try:
 except ImportError as error:  # the first module of Unix that an import of the package comes to
     raise ImportError("bandmaster runs on Linux, and backend 'inprocess' on macOS too; on Windows, use WSL") from error
 
-__all__ = ["cannot_start", "process_limit", "start_thread", "working_directory"]
-
 
 def start_thread(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
     """Start a daemon thread.

@@ -17,8 +17,6 @@ from typing import Any
 
 from bandmaster.errors import UsageError
 
-__all__ = ["SigintSafeLock", "check_not_held"]
-
 _SIGINT = int(signal.SIGINT)
 
 

@@ -11,8 +11,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 
-__all__ = ["THREAD_VARIABLES", "set_threads"]
-
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 # Name of OpenBLAS's setter in current numpy wheels, in older ones, and in OpenBLAS's own builds.

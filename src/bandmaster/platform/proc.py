@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Stat", "descriptors", "everyone", "peer_of", "pids", "running_children_of", "stat"]
-
 
 class Stat(NamedTuple):
     """The state of a process at one moment.

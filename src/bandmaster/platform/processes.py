@@ -17,17 +17,6 @@ from bandmaster.platform.cgroups import Cgroups
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.proc import Stat, everyone, running_children_of, stat
 
-__all__ = [
-    "Ended",
-    "MemoryPressure",
-    "Orphans",
-    "end_descendants",
-    "host_identity",
-    "memory_file",
-    "prctl",
-    "status_in_words",
-]
-
 GiB = 1 << 30
 TRACKER_GRACE_S = 1.0  # time for a resource tracker of `multiprocessing` to unlink leaked objects
 

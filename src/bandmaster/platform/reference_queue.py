@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-__all__ = ["ReferenceQueue"]
-
 T = TypeVar("T")
 
 

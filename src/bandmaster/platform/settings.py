@@ -8,15 +8,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = [
-    "CONTROLLERS_RAY",
-    "controllers_ray",
-    "host_timeout_s",
-    "is_link_encrypted",
-    "preloaded_modules",
-    "tree_from",
-]
-
 CONTROLLERS_RAY = "BANDMASTER_RAY"
 
 

@@ -1,5 +1,3 @@
 """The version of this package, for modules that must not import the package itself."""
 
-__all__ = ["VERSION"]
-
 VERSION = "0.1.0"

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from bandmaster.errors import UsageError
 
-__all__ = ["check_amount", "check_count", "checked_env", "checked_modules", "checked_resources", "checked_sizes"]
-
 _SET_FOR_EACH_RANK = "bandmaster sets it in each worker, so that torch.distributed finds the other ranks"
 _REFUSED = {  # environment variables, and why a pool does not set them
     **dict.fromkeys(

@@ -9,8 +9,6 @@ from bandmaster.pool.checks import checked_sizes
 from bandmaster.pool.lease import Part, Place, joined
 from bandmaster.pool.resource_pool import ResourcePool
 
-__all__ = ["merge_resource_pool", "split_resource_pool"]
-
 
 def merge_resource_pool(*pools: ResourcePool) -> ResourcePool:
     """Return one pool over the slots of several pools, in the given order. The slots are shared, not moved.

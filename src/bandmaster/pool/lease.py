@@ -15,8 +15,6 @@ from bandmaster.plan.placement import RESERVING, Node, Request, assign_nodes, ca
 from bandmaster.platform.locks import check_not_held
 from bandmaster.worker import ClassLoading
 
-__all__ = ["Closes", "Lease", "Part", "Place", "WorkerStart", "close_all", "free", "joined", "occupying"]
-
 
 class Closes(Protocol):
     """The part of a worker group that a pool uses: the group occupies slots, and `close` releases them."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from bandmaster.plan.placement import Node, Request
 from bandmaster.plan.render import html_table, text_table
 
-__all__ = ["PlannedNode", "PoolPlan"]
-
 _HEADER = ("node", "host", "ranks", "slots", "takes")
 
 

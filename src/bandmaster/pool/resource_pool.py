@@ -27,8 +27,6 @@ from bandmaster.pool.plan import PlannedNode, PoolPlan
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ResourcePool", "open_pools"]
-
 _pools: weakref.WeakKeyDictionary[ResourcePool, int] = weakref.WeakKeyDictionary()  # the process that has made each
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-__all__ = ["load", "save"]
-
 
 def save(path: str | os.PathLike[str], model: Module, optimizer: Optimizer | None = None, **more: Any) -> None:
     """Save a model, its optimizer and more, each rank its own shards.

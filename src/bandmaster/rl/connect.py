@@ -23,8 +23,6 @@ from bandmaster import Dispatch, Execute, UsageError, Worker, as_completed, regi
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Connectable", "Connection", "connect"]
-
 NAME = "connection"
 TIMEOUT_S = 60.0
 

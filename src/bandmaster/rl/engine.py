@@ -31,8 +31,6 @@ from bandmaster.rl.resharding import Resharding, reshard
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["HybridEngine"]
-
 BUCKET_NBYTES = 64 << 20
 
 

@@ -11,8 +11,6 @@ from bandmaster.rl.resharding import Move
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Pieces", "exchange", "fill", "pack"]
-
 
 class Pieces(NamedTuple):
     """Local tensors of a rank, and the rectangle of the whole tensor that each of them is, by name."""

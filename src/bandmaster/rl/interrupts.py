@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-__all__ = ["uninterrupted"]
-
 
 def uninterrupted(function: Callable[[], None]) -> None:
     """Call a function, and run the handlers of signals that arrive meanwhile, such as SIGINT, after it has returned.

@@ -12,8 +12,6 @@ from types import MappingProxyType
 from bandmaster import LayoutError, Mesh
 from bandmaster.plan.render import text_table
 
-__all__ = ["Box", "Layout", "Spec"]
-
 Spec = tuple[tuple[int, ...], str]  # shape and dtype of a whole tensor
 
 NBYTES = {

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["layout_of_ranks", "local_tensor", "own_boxes", "specs", "tensors_of"]
-
 
 def tensors_of(model: Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers of a model, by name; a tensor with several names appears once."""

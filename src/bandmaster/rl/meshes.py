@@ -11,8 +11,6 @@ from bandmaster import UsageError, Worker
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["device_mesh", "start_torch_distributed"]
-
 _made: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()  # by the process group of all ranks
 OTHERS = "others"  # name of the dim of a DeviceMesh for the axes that the caller does not name
 

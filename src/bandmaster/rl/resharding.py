@@ -21,8 +21,6 @@ from bandmaster import LayoutError, UsageError
 from bandmaster.plan.render import text_table
 from bandmaster.rl.layout import Box, Layout
 
-__all__ = ["Move", "Resharding", "reshard"]
-
 K = TypeVar("K")
 _Choices = Sequence[tuple[Box, tuple[int, ...]]]  # rectangles, and the ranks that can send each
 PIECE_NBYTES = 1 << 20  # larger rectangles are cut, if several ranks can send them

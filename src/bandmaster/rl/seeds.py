@@ -10,8 +10,6 @@ import numpy as np
 
 from bandmaster import Worker
 
-__all__ = ["seed"]
-
 
 def seed(worker: Worker, number: int, alike: Sequence[str] = ()) -> int:
     """Seed Python's, numpy's and torch's random numbers of a rank.

@@ -44,8 +44,6 @@ from bandmaster.rl.resharding import Move, Resharding, reshard
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["HoldsWeights", "WeightSync"]
-
 BUCKET_NBYTES = 64 << 20
 N_BUCKETS = 2  # in transit at a time
 Piece = tuple[str, Box]  # name of a tensor, and a rectangle of it

@@ -18,8 +18,6 @@ from bandmaster.rows.table import Table
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Handle", "Place", "index_of"]
-
 MOST_BOXES = 64  # of a drawing
 
 

@@ -19,8 +19,6 @@ from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
 from bandmaster.rows.table import Part, ResultRows, Table, Taken, concat, take
 
-__all__ = ["KeptPart", "KeptRows", "Origin", "RowsRecord", "held_by", "released_rows"]
-
 STILL_COMING = "wait for them again with error.future.result()"
 FETCHED = {"Ray", "network"}  # places from which hosts fetch rows
 _living: WeakSet[KeptPart] = WeakSet()  # parts whose rows may lie where they were made

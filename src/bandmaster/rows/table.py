@@ -28,35 +28,6 @@ from bandmaster.plan.batch import Batch, concat_rows, copies_rows, join_rows, re
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.columns import Schema, choose_columns, dtypes_of, join_columns, stacked_schema
 
-__all__ = [
-    "Addressed",
-    "Elsewhere",
-    "JoinPath",
-    "Joined",
-    "Part",
-    "Renamed",
-    "ResultRows",
-    "Stacked",
-    "Table",
-    "Taken",
-    "addressed",
-    "assemble",
-    "check_named",
-    "concat",
-    "contains",
-    "is_in_order",
-    "join",
-    "nbytes_of",
-    "repeated",
-    "results_of",
-    "rows_by_part",
-    "rows_needed",
-    "select",
-    "shuffled",
-    "take",
-    "united",
-]
-
 JoinPath = tuple[int, ...]  # of a table: its number in each of the joins around it
 Names = Mapping[Any, Any]  # the former name of a column, by its new name
 FEW_ROWS = 32  # looking them up and slicing them one by one is faster than numpy

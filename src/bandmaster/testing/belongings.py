@@ -18,8 +18,6 @@ from bandmaster.platform.proc import Stat, everyone
 if TYPE_CHECKING:
     from bandmaster.backends.local import LocalBackend
 
-__all__ = ["KINDS", "HeldResources", "held_resources", "is_connected_to_ray"]
-
 KINDS = ("threads", "processes", "descriptors", "segments", "placements")
 
 _SEGMENTS = "/memfd:bandmaster ", "/memfd:bandmaster-rows "  # a status page has another name

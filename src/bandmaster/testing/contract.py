@@ -37,8 +37,6 @@ from bandmaster.testing.leaks import no_leaks
 from bandmaster.testing.workers import Behaves, Counted, Echo, FailsToStart, Keeps, Notes, Restarts
 from bandmaster.worker import Worker
 
-__all__ = ["BackendContract"]
-
 SMALL, LARGE = 4, 200_000  # array lengths: one that may travel inside a message, and one that is too large for it
 MESHES = [Mesh(dp=1), Mesh(dp=3), Mesh(pp=1, dp=2, tp=2), Mesh(pp=2, dp=2, tp=1)]
 ROWS = [0, 1, 2, 3, 10]

@@ -11,8 +11,6 @@ from typing import Any, ClassVar
 
 from bandmaster.errors import UsageError
 
-__all__ = ["BadResult", "Delay", "Exit", "FailToUnpickle", "Fault", "Hang", "Kill", "Raise"]
-
 FOREVER_S = 1e6  # eleven days
 
 

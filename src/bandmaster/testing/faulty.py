@@ -29,8 +29,6 @@ from bandmaster.errors import UsageError
 from bandmaster.testing.faults import Fault
 from bandmaster.worker import Worker, registrations
 
-__all__ = ["with_faults"]
-
 WorkerClass = TypeVar("WorkerClass", bound=type[Worker])
 
 

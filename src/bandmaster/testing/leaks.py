@@ -21,8 +21,6 @@ from collections.abc import Collection, Iterator, Mapping
 from bandmaster.errors import UsageError
 from bandmaster.testing.belongings import KINDS, HeldResources, held_resources, is_connected_to_ray
 
-__all__ = ["LeakError", "no_leaks"]
-
 POLL_S = 0.02  # interval between two checks of the resources
 GARBAGE_S = 0.1  # resources held for longer may belong to uncollected garbage
 COLLECT_S = 0.5  # interval between two collections; with torch loaded, each takes a fifth of a second

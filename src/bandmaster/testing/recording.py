@@ -41,8 +41,6 @@ from bandmaster.plan.transfer import Only
 from bandmaster.worker import Worker
 from bandmaster.worker_process.executor import Executor
 
-__all__ = ["SUFFIX", "random_states", "record", "restore_random_states"]
-
 SUFFIX = ".call"
 
 

@@ -32,8 +32,6 @@ from bandmaster.hosts.handshake import Secret, greet
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
 
-__all__ = ["SimulatedHosts"]
-
 PATIENCE_S = 60.0
 
 

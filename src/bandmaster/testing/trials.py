@@ -23,8 +23,6 @@ from bandmaster.testing.faults import BadResult, Delay, Exit, Fault, Hang, Kill,
 from bandmaster.testing.faulty import WorkerClass, with_faults
 from bandmaster.testing.leaks import no_leaks
 
-__all__ = ["InjectedError", "Trial", "trials", "unchanged"]
-
 LONGEST_DELAY_S = 0.02  # enough to change the order in which ranks act, and short enough for tests
 
 

@@ -13,8 +13,6 @@ from bandmaster.plan.transfer import Broadcast, Dispatch, Execute, Gather, Trans
 from bandmaster.registration import register
 from bandmaster.worker import Worker
 
-__all__ = ["Behaves", "Counted", "Echo", "FailsToStart", "Keeps", "Notes", "Restarts"]
-
 
 class Echo(Worker):
     """Returns its arguments."""

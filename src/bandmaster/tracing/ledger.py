@@ -19,8 +19,6 @@ from bandmaster.tracing.records import CallRecord, CallTable, mean_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Trace", "calls_of", "recording", "trace"]
-
 
 class Trace:
     """Records calls until it is stopped; `trace` begins one.

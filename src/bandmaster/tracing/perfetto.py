@@ -11,8 +11,6 @@ from typing import Any
 
 from bandmaster.tracing.records import CallRecord, RankTimes, bytes_of
 
-__all__ = ["events"]
-
 CONTROLLER = 1  # number of the controller's process in the trace
 TRACKS = 100_000  # most tracks of a process: Perfetto requires numbers that are unique among all processes
 

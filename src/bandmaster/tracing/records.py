@@ -20,8 +20,6 @@ from bandmaster.contract import TIMES, Kept, Ticket, Workers
 from bandmaster.errors.failure import Failure
 from bandmaster.plan.render import text_table
 
-__all__ = ["CallRecord", "CallTable", "RankTimes", "bytes_of", "mean_of"]
-
 NOTHING: Mapping[str, int] = MappingProxyType({})
 STRAGGLES, STRAGGLES_S = 1.5, 1e-3  # a rank that runs so much longer than the median is called a straggler
 

@@ -29,8 +29,6 @@ from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.platform.deadline import Deadline
 from bandmaster.turns.turns import TURNS, Request, entered
 
-__all__ = ["TurnTaker", "turn_taker"]
-
 _takers: weakref.WeakSet[TurnTaker] = weakref.WeakSet()
 
 

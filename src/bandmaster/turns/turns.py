@@ -22,10 +22,8 @@ from bandmaster.errors import CallCancelled, TurnTimeout, UsageError
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.limits import start_thread
 
-__all__ = ["TURNS", "Owner", "Request", "Turn", "TurnsInUse", "entered"]
 
-
-class Taker(Protocol):
+class _Taker(Protocol):
     """A group that takes turns; see `bandmaster.turns.taker.TurnTaker`.
 
     Attributes:
@@ -38,7 +36,7 @@ class Taker(Protocol):
     def is_open(self) -> bool: ...
     def check(self) -> None: ...
     def shares_with_any(self, takers: Iterable[Any]) -> bool: ...
-    def rivals(self) -> Sequence[Taker]: ...
+    def rivals(self) -> Sequence[_Taker]: ...
     def give_way(self, deadline: Deadline) -> None: ...
     def resume(self, deadline: Deadline) -> None: ...
 
@@ -76,7 +74,7 @@ class Request:
         blocks_thread: Whether the owner's whole thread waits, with all of its tasks.
     """
 
-    def __init__(self, takers: Sequence[Taker], timeout_s: float | None = None, blocks_thread: bool = True) -> None:
+    def __init__(self, takers: Sequence[_Taker], timeout_s: float | None = None, blocks_thread: bool = True) -> None:
         self.takers, self.owner, self.deadline = frozenset(takers), Owner.current(), Deadline(timeout_s)
         self.is_cancelled = self.is_entered = False
         self._blocks_thread = blocks_thread
@@ -104,7 +102,7 @@ class InUse:
         has_begun: Whether rivals have yielded, and the groups have resumed.
     """
 
-    def __init__(self, takers: frozenset[Taker]) -> None:
+    def __init__(self, takers: frozenset[_Taker]) -> None:
         self.takers, self.has_begun = takers, False
         self.owners: dict[Owner, list[int]] = {}
 
@@ -127,12 +125,12 @@ class TurnsInUse:
         self._waiting: dict[Request, int] = {}  # with their numbers, in the order of arrival
         self._numbers = itertools.count()
 
-    def of(self, taker: Taker) -> list[InUse]:
+    def of(self, taker: _Taker) -> list[InUse]:
         """The turns that a group has."""
         with self.changed:
             return [turn for turn in self._in_use if taker in turn.takers]
 
-    def rivals_of(self, taker: Taker) -> list[InUse]:
+    def rivals_of(self, taker: _Taker) -> list[InUse]:
         """The turns of others on some of the slots of a group."""
         with self.changed:
             others = [turn for turn in self._in_use if taker not in turn.takers]
@@ -236,7 +234,7 @@ class TurnsInUse:
 TURNS = TurnsInUse()
 
 
-def _names(takers: Sequence[Taker] | frozenset[Taker]) -> str:
+def _names(takers: Sequence[_Taker] | frozenset[_Taker]) -> str:
     return ", ".join(sorted(repr(taker.name) for taker in takers))
 
 
@@ -275,7 +273,7 @@ def entered(request: Request, resumes: bool = True) -> Iterator[None]:
 class Turn:
     """The turn of a group on its slots; see `WorkerGroup.turn`. It is entered with ``with`` or ``async with``, once."""
 
-    def __init__(self, groups: object, takers: Sequence[Taker], timeout_s: float | None) -> None:
+    def __init__(self, groups: object, takers: Sequence[_Taker], timeout_s: float | None) -> None:
         self._groups = groups  # live as long as this
         self._takers, self._timeout_s = takers, timeout_s
         self._request: Request | None = None

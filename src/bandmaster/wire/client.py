@@ -23,8 +23,6 @@ from bandmaster.errors.failure import Failure
 from bandmaster.wire.messages import HEADER_NBYTES, TIMES_NBYTES, Receiver, ReplyKind, header_of, read_reply
 from bandmaster.wire.poller import Poller
 
-__all__ = ["Client", "MessageTicket"]
-
 _VALUE, _TIMED = ReplyKind.VALUE, ReplyKind.TIMED
 
 

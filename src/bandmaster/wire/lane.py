@@ -30,8 +30,6 @@ from bandmaster.wire.messages import INLINE_NBYTES, MAX_MESSAGE_NBYTES, Closed, 
 from bandmaster.wire.segment_reader import KeptSegment, SegmentReader
 from bandmaster.wire.segments import Segment, SegmentWriter, SharedPayload
 
-__all__ = ["LENGTH_NBYTES", "TELL_S", "Buffer", "Lane", "lane_pair", "set_buffer"]
-
 BUFFER_NBYTES = 208 * 1024  # of a socket: the largest message, and what the kernel adds to it
 TELL_S = 0.5  # how often each end looks for leases that have ended and that no message has told of
 MAX_DESCRIPTORS = 64  # in one message

@@ -43,8 +43,6 @@ from bandmaster.wire.poller import HAS_ROOM, Poller
 from bandmaster.wire.segment_reader import KeptSegment
 from bandmaster.wire.segments import Segment, SegmentPayload, SegmentWriter, SharedPayload
 
-__all__ = ["LaneClient"]
-
 MAX_UNANSWERED = min(256, status_page.N_SLOTS // 2)  # messages to one worker: each needs a slot on its status page
 MAX_NUMBERS_NBYTES = MAX_MESSAGE_NBYTES - MAX_PARTS_NBYTES - 8 * 1024  # of rows, in a message
 

@@ -22,27 +22,6 @@ from bandmaster.codec import Payload, decode
 from bandmaster.contract import TIMES, Kept, RowFacts
 from bandmaster.errors.failure import Failure, FailureKind
 
-__all__ = [
-    "HEADER_NBYTES",
-    "INLINE_NBYTES",
-    "MAX_MESSAGE_NBYTES",
-    "MAX_PARTS_NBYTES",
-    "TIMES_NBYTES",
-    "CallContent",
-    "Closed",
-    "Kind",
-    "Receiver",
-    "ReplyKind",
-    "call_message",
-    "control_message",
-    "header_of",
-    "inline",
-    "read_call",
-    "read_reply",
-    "read_small_call",
-    "reply_message",
-]
-
 INLINE_NBYTES = 64 * 1024  # larger payloads go into a segment, which takes longer for smaller ones
 MAX_MESSAGE_NBYTES = 160 * 1024
 MAX_PARTS_NBYTES = 144 * 1024  # of all parts of one message together

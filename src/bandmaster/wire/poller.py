@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 
 from bandmaster.platform.locks import SigintSafeLock
 
-__all__ = ["HAS_ROOM", "Poller"]
-
 ARRIVED, HAS_ROOM = int(select.EPOLLIN), int(select.EPOLLOUT)
 CLOSE_TIMEOUT_S = 5.0
 

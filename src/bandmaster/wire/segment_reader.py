@@ -23,21 +23,6 @@ from bandmaster.platform.mapped_file import MappedFile
 from bandmaster.platform.proc import descriptors
 from bandmaster.platform.reference_queue import ReferenceQueue
 
-__all__ = [
-    "NO_ROWS",
-    "KeptFile",
-    "KeptSegment",
-    "Lease",
-    "RowReader",
-    "RowReaders",
-    "SegmentReader",
-    "chunks_in",
-    "held_nbytes",
-    "kept_name",
-    "layout",
-    "start_of",
-]
-
 ALIGNMENT = 64  # of every chunk, so that arrays are aligned for any instruction
 LENGTH_NBYTES = 8  # of each number in a segment's header
 FEW_PAGES = 32  # which are dropped sooner than looked at

@@ -34,8 +34,6 @@ from bandmaster.platform.mapped_file import MappedFile
 from bandmaster.platform.reference_queue import ReferenceQueue
 from bandmaster.wire.segment_reader import Lease, layout
 
-__all__ = ["Segment", "SegmentPayload", "SegmentWriter", "SharedPayload"]
-
 MAX_FREE_NBYTES = 512 << 20  # of segments that are kept for reuse
 MAX_FREE = 64  # segments that are kept for reuse: each may have a descriptor
 MAX_FREE_KEPT = 8  # of them, kept segments, whose descriptors their readers hold

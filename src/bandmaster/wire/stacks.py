@@ -14,8 +14,6 @@ from pathlib import Path
 
 from bandmaster.errors.failure import with_source_lines
 
-__all__ = ["TASKS", "can_tell_of_tasks", "readable", "tells_of_tasks"]
-
 TASKS = "\n\nTasks: "
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _PACKAGE = f"{Path(__file__).parents[1]}/"

@@ -40,31 +40,6 @@ from bandmaster.platform.limits import start_thread
 from bandmaster.platform.proc import descriptors, pids
 from bandmaster.wire.stacks import TASKS, can_tell_of_tasks, readable, tells_of_tasks
 
-__all__ = [
-    "AGENT",
-    "DEBUGGER",
-    "INTERRUPT_SIGNAL",
-    "N_SLOTS",
-    "N_TASKS",
-    "RUNNING",
-    "SINCE",
-    "STACKS_SIGNAL",
-    "Activity",
-    "ActivityWords",
-    "Interrupted",
-    "StatusPage",
-    "WorkerIdentity",
-    "announce",
-    "announced",
-    "announcement",
-    "find",
-    "find_all",
-    "in_debuggers",
-    "interrupt",
-    "resume",
-    "stacks",
-]
-
 _LAST_SIGNAL = int(getattr(signal, "SIGRTMAX", 64))  # there is none on systems where no worker has its own process
 INTERRUPT_SIGNAL = _LAST_SIGNAL - 7
 STACKS_SIGNAL = _LAST_SIGNAL - 8

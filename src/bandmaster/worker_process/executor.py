@@ -38,8 +38,6 @@ from bandmaster.worker_process.kept_rows import with_rows
 from bandmaster.worker_process.streams import END, Streams
 from bandmaster.worker_process.tasks import EventLoopThread
 
-__all__ = ["Executor", "Hook"]
-
 Arguments = Sequence[Payload] | memoryview  # encoded; a memoryview if they are a single pickle stream without buffers
 Hook = Callable[[Any, str, Sequence[Any], dict[Any, Any]], object]  # worker, name of the method, its arguments
 

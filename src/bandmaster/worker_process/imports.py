@@ -7,8 +7,6 @@ import importlib
 import os
 from collections.abc import Iterable, Iterator
 
-__all__ = ["importing", "preload"]
-
 
 def preload(names: Iterable[str]) -> None:
     """Import modules, in order.

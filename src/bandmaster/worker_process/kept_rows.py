@@ -19,8 +19,6 @@ from bandmaster.plan.batch import Batch, as_batch, copies_rows, learn_batch_type
 from bandmaster.rows.table import Elsewhere, JoinPath, assemble
 from bandmaster.wire.segment_reader import KeptFile, RowReader, RowReaders, chunks_in, start_of
 
-__all__ = ["with_rows"]
-
 MAX_HEAD_NBYTES = 1 << 20  # of a segment that is viewed: the head is compared each time
 MAX_SHARED_HEAD_NBYTES = 1 << 16  # of an object in Ray's store: it may be decoded for nothing, each time
 

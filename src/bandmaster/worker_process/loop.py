@@ -31,8 +31,6 @@ from bandmaster.wire.segments import SharedPayload
 from bandmaster.wire.status_page import StatusPage
 from bandmaster.worker_process.executor import Executor
 
-__all__ = ["serve"]
-
 FENCE_LOOK_S, FENCE_MOST_S = 0.001, 0.05  # between two looks whether the worker may go on, at first and at most
 _log = logging.getLogger(__name__)
 

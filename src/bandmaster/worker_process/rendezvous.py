@@ -22,8 +22,6 @@ from typing import Any
 
 from bandmaster.platform.after_import import AfterImport
 
-__all__ = ["Rendezvous", "listening_socket", "rendezvous_environment"]
-
 _MODULE = "torch.distributed.rendezvous"  # once it is loaded, stores can be made
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Generator
 from typing import Any
 
-__all__ = ["END", "Streams"]
-
 END = object()  # in place of an item: there is none any more
 
 

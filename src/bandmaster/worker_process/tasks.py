@@ -18,8 +18,6 @@ from typing import Any
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.status_page import N_TASKS, ActivityWords
 
-__all__ = ["EventLoopThread"]
-
 MOST_STACKS = 8  # that are told of other tasks
 MOST_DEAD = 8
 MOST_FRAMES = 100

@@ -41,8 +41,6 @@ from bandmaster.hosts.ranks import WorkersHere
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.limits import start_thread
 
-__all__ = ["AgentKey", "RayAgents", "is_alive"]
-
 END_TIMEOUT_S = 2.0  # for Ray to end an agent
 PROBE_TIMEOUT_S = 3.0  # for a host to take a connection
 NOTICED_AFTER_S = 30.0  # Ray itself knows by then which hosts are lost

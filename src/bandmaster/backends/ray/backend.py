@@ -31,8 +31,6 @@ from bandmaster.platform.limits import start_thread
 from bandmaster.platform.proc import Stat, peer_of, stat
 from bandmaster.platform.settings import CONTROLLERS_RAY
 
-__all__ = ["RayBackend"]
-
 POLL_S = 0.1  # Ray has no event for "a resource became free"
 LOOK_S = 0.5  # how often to look whether the user has left Ray, or it has ended, of which Ray tells nobody
 _BY_POOL = (

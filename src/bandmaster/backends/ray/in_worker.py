@@ -14,8 +14,6 @@ from bandmaster.codec import add_reducer
 from bandmaster.platform.after_import import AfterImport
 from bandmaster.platform.settings import controllers_ray
 
-__all__ = ["SETUP_HOOK", "connect_when_used", "is_name", "teach_codec"]
-
 SETUP_HOOK = "worker_process_setup_hook"  # of a ``runtime_env``: the name of a function that each worker calls first
 
 _COLLECTIVE = "ray.util.collective.collective"

@@ -17,20 +17,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from bandmaster.backends.ray.session import PLACE, RaySession
 from bandmaster.plan.placement import Node, Request
 
-__all__ = [
-    "START_TIMEOUT_S",
-    "Reservation",
-    "bundle_of",
-    "device_key",
-    "gpus_of",
-    "gpus_of_bundle",
-    "inventory",
-    "name_of",
-    "node_of",
-    "placed",
-    "release",
-]
-
 START_TIMEOUT_S = 300.0  # for Ray to start a process
 _UNIQUE = " #"  # begins the suffix that makes the name of a placement group unique; messages omit the suffix
 

@@ -7,8 +7,6 @@ import socket
 import time
 from collections.abc import Sequence
 
-__all__ = ["answering"]
-
 Address = tuple[str, int]
 
 
