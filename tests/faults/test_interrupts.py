@@ -542,6 +542,14 @@ class Pulled(bm.Worker):
         time.sleep(0.05)
         return x
 
+    @register(Dispatch.DP_PROTO)
+    def echo_rows(self, x):
+        return x
+
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, x):
+        return x
+
 
 def interrupts_at(monkeypatch, owner, name, is_meant=lambda self: True):
     """Ctrl-C is pressed once, when a function has done what it does."""
@@ -603,6 +611,28 @@ def test_a_pulled_call_that_is_interrupted_as_it_is_given_up_holds_no_other_up(m
     with pytest.raises(bm.CallCancelled):
         call.result()
     assert group.slow.options(timeout=20)(np.arange(2)).tolist() == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as a generator is closed
+@pytest.mark.backends("inprocess")
+def test_a_pulled_call_that_is_interrupted_at_any_moment_holds_no_other_up(make_group):
+    group, n_left, moment = make_group(2, Pulled), 0, 0
+
+    def press(frame, kind, what):
+        nonlocal n_left
+        n_left -= "/bandmaster/flow/" in frame.f_code.co_filename
+        if n_left == 0:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    while n_left <= 0:  # the last call was interrupted
+        moment = n_left = moment + 1
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.setprofile(press)
+            group.echo_rows.options(pull=1).submit(np.arange(3))
+        sys.setprofile(None)
+        assert group.echo.options(timeout=5)(moment) == [moment, moment], moment
+    assert moment > 100
 
 
 class CanBeReplaced(bm.Worker):

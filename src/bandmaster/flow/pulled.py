@@ -250,6 +250,7 @@ class PulledCall(Result):
             if puller is None or puller.n_left:
                 return
             self._chunks, self._futures, self._puller = puller.chunks, puller.done, None
+            self._sent.set()  # before its end: what is over is given up no more if Ctrl-C comes now
             if self._is_released and self.keeps_rows:
                 self.release()
             self.done = Done(is_here=False)
