@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak fuzz bench bench-verl bench-rlhf bench-hosts dist docs clean
+.PHONY: demo test test-fast test-all test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak fuzz bench bench-verl bench-rlhf bench-hosts dist docs clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -14,7 +14,10 @@ demo: $(VENV)/.base  ## install the base package and run the quickstart
 TEST_PROCESSES ?= $(shell n=$$(nproc); echo $$((n > 4 ? n : 4)))
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
-test: $(VENV)/.dev lint  ## install everything, and run the tests of all that a change can break in a few minutes
+test: $(VENV)/.dev  ## install everything, check the code, and run the tests of all that a change can break in five minutes
+	$(MAKE) --no-print-directory --jobs=2 lint test-fast
+
+test-fast: $(VENV)/.dev
 	$(PYTEST) -m "not slow" $(TEST_OPTIONS)
 
 test-all: test  ## and the slow rest: tutorials, examples, benchmarks, soak, random programs, several hosts, verl's own tests
