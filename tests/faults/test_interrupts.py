@@ -613,26 +613,54 @@ def test_a_pulled_call_that_is_interrupted_as_it_is_given_up_holds_no_other_up(m
     assert group.slow.options(timeout=20)(np.arange(2)).tolist() == [0, 1]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as a generator is closed
-@pytest.mark.backends("inprocess")
-def test_a_pulled_call_that_is_interrupted_at_any_moment_holds_no_other_up(make_group):
-    group, n_left, moment = make_group(2, Pulled), 0, 0
+def moments(room):
+    """Yield for each moment at which a call of a room's code begins or has ended: in the block, Ctrl-C comes then."""
+    n_left = n = 0
 
     def press(frame, kind, what):
         nonlocal n_left
-        n_left -= "/bandmaster/flow/" in frame.f_code.co_filename
+        n_left -= f"/bandmaster/{room}/" in frame.f_code.co_filename and kind in ("call", "c_return")
         if n_left == 0:
             sys.setprofile(None)
             signal.raise_signal(signal.SIGINT)
 
-    while n_left <= 0:  # the last call was interrupted
-        moment = n_left = moment + 1
+    @contextlib.contextmanager
+    def interrupted():
+        nonlocal n_left
+        n_left = n
         with contextlib.suppress(KeyboardInterrupt):
             sys.setprofile(press)
+            try:
+                yield
+            finally:
+                sys.setprofile(None)
+
+    while n_left <= 0:  # the last block was interrupted
+        n += 1
+        yield interrupted()
+    assert n > 20, "only these moments were tried"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as a generator is closed
+@pytest.mark.backends("inprocess")
+def test_a_pulled_call_that_is_interrupted_at_any_moment_holds_no_other_up(make_group):
+    group = make_group(2, Pulled)
+    for interrupted in moments("flow"):
+        with interrupted:
             group.echo_rows.options(pull=1).submit(np.arange(3))
-        sys.setprofile(None)
-        assert group.echo.options(timeout=5)(moment) == [moment, moment], moment
-    assert moment > 100
+        assert group.echo.options(timeout=5)(1) == [1, 1]
+
+
+@pytest.mark.backends("local")
+@pytest.mark.parametrize("timeout", [0, None])
+def test_a_wait_that_is_interrupted_at_any_moment_leaves_the_call_to_others(make_group, timeout):
+    group = make_group(2, Slow)
+    for interrupted in moments("calls"):
+        future, told = group.nap.submit(0.01), threading.Event()
+        with interrupted, contextlib.suppress(bm.CallTimeout):
+            future.result(timeout)
+        future.add_done_callback(lambda _, told=told: told.set())
+        assert told.wait(10), "the call still belongs to the thread that was interrupted"
 
 
 class CanBeReplaced(bm.Worker):

@@ -329,7 +329,12 @@ class Call(Result):
                 self._conclude()
             return self.done is not None
         finally:
-            self._stop_reading()
+            try:
+                self.lock.release()  # not in a function, at whose beginning Ctrl-C may come
+            except RuntimeError:  # this thread did not get it, because of the timeout or of Ctrl-C
+                pass
+            else:
+                self._tell_if_missed()
 
     def wait_for_all(self) -> None:
         """Read until every rank has replied or has ended, without making the result."""
@@ -337,7 +342,12 @@ class Call(Result):
             self.lock.acquire()
             self._read(None, is_patient=True)
         finally:
-            self._stop_reading()
+            try:
+                self.lock.release()  # not in a function, at whose beginning Ctrl-C may come
+            except RuntimeError:  # this thread did not get it, because of the timeout or of Ctrl-C
+                pass
+            else:
+                self._tell_if_missed()
 
     def drive(self) -> float | None:
         """Take the replies that have arrived and run the due steps of the escalation, unless another thread does so.
@@ -356,17 +366,15 @@ class Call(Result):
             moment = self._escalate()
             return None if self._note_end() else moment
         finally:
-            self._stop_reading()
+            try:
+                self.lock.release()  # not in a function, at whose beginning Ctrl-C may come
+            except RuntimeError:  # this thread did not get it, because of the timeout or of Ctrl-C
+                pass
+            else:
+                self._tell_if_missed()
 
-    def _stop_reading(self) -> None:
-        """Release `lock`, unless this thread did not get it, because of the timeout or of Ctrl-C.
-
-        Tells the watch to look again if it found the lock taken meanwhile, or if replies are there without a result.
-        """
-        try:
-            self.lock.release()  # first, as Ctrl-C cannot come before it
-        except RuntimeError:
-            return
+    def _tell_if_missed(self) -> None:
+        """Have the watch look again if it found `lock` taken meanwhile, or if replies are there without a result."""
         if self.on_news is not None and (self._was_missed or (self.has_ended and self.done is None)):
             self._was_missed = False
             self._tell()
