@@ -642,12 +642,20 @@ def moments(room):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as a generator is closed
-@pytest.mark.backends("inprocess")
-def test_a_pulled_call_that_is_interrupted_at_any_moment_holds_no_other_up(make_group):
+@pytest.mark.backends("inprocess", "local")
+@pytest.mark.parametrize(
+    ("room", "call"),
+    [
+        ("flow", lambda rows: rows.options(pull=1).submit(np.arange(3))),
+        ("calls", lambda rows: rows(rows.submit(rows.submit(np.arange(3))))),
+    ],
+    ids=["pulled", "behind its rows"],
+)
+def test_a_call_that_is_interrupted_at_any_moment_holds_no_other_up(make_group, room, call):
     group = make_group(2, Pulled)
-    for interrupted in moments("flow"):
+    for interrupted in moments(room):
         with interrupted:
-            group.echo_rows.options(pull=1).submit(np.arange(3))
+            call(group.echo_rows)
         assert group.echo.options(timeout=5)(1) == [1, 1]
 
 

@@ -303,7 +303,8 @@ class Call(Result):
         before = self._cancelled_at
         self._cancelled_at, self.is_cancelled = before or time.monotonic(), True
         try:
-            self.workers.interrupt(dict(self.tickets))
+            if tickets := dict(self.tickets):  # none if it was never sent
+                self.workers.interrupt(tickets)
         except UsageError:
             self._cancelled_at, self.is_cancelled = before, before is not None
             raise
