@@ -9,7 +9,7 @@ import pytest
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
-from bandmaster.backends import local, register_backend, zygotes
+from bandmaster.backends import local, register_backend
 from bandmaster.platform import limits
 from bandmaster.platform.cgroups import Limit
 
@@ -103,7 +103,7 @@ def test_a_process_that_cannot_be_started_is_named_with_both_numbers(fresh_pool,
     def refuse(*_, **__):
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(zygotes, "Zygote", refuse)
+    monkeypatch.setattr(local, "Zygote", refuse)
     monkeypatch.setattr(limits, "process_limit", lambda: Limit(512, 511))
     with pytest.raises(
         bm.ResourceError, match=r"cannot start the process that .*temporarily unavailable; 511 of at mo"

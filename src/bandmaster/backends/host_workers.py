@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bandmaster.backends.zygote import NoAnswer, Zygote
 from bandmaster.backends.zygote_process import Spawn
@@ -37,6 +37,9 @@ from bandmaster.wire.lanes import LaneClient
 from bandmaster.wire.status_page import WorkerIdentity
 from bandmaster.worker_process.rendezvous import listening_socket, rendezvous_environment
 
+if TYPE_CHECKING:
+    from bandmaster.output.streams import WorkerOutput
+
 LOOPBACK = "127.0.0.1"
 END_GRACE_S = 0.5  # time for workers to exit by themselves before they are killed
 
@@ -50,7 +53,7 @@ class Place:
         address: Address of the host, on which rank 0 opens the rendezvous.
         gpus: For each rank, the entries of ``CUDA_VISIBLE_DEVICES`` for its GPUs; empty where it has none.
         variables: Environment variables besides those of the process that forks and those of the launch.
-        modules: What a zygote imports where the launch does not say: see `bandmaster.backends.zygotes`.
+        modules: What a zygote imports where the launch does not say: see `bandmaster.backends.local`.
     """
 
     ranks: Sequence[int]
@@ -60,39 +63,28 @@ class Place:
     modules: Sequence[str] = ()
 
 
-class Output(Protocol):
-    """The standard output and error of the workers of a group."""
+class InheritedOutput:
+    """Workers that write to the standard output and error of this process, where the room `output` was removed."""
 
     def add(self, rank: int) -> list[int]:
         """Return the descriptors that a worker writes to, the third for its log records; the caller closes them."""
+        return [os.dup(1), os.dup(2)]
 
     def last_errors(self, rank: int) -> str:
         """Return the last lines that a worker that has ended wrote to standard error."""
+        return ""
 
     def finish(self, timeout_s: float) -> None:
         """Wait until all output of workers that have ended is written."""
 
 
-class _InheritedOutput:
-    """Workers that write to the standard output and error of this process, where the room `output` was removed."""
-
-    def add(self, rank: int) -> list[int]:
-        return [os.dup(1), os.dup(2)]
-
-    def last_errors(self, rank: int) -> str:
-        return ""
-
-    def finish(self, timeout_s: float) -> None:
-        pass
-
-
-def _output_of(launch: Launch, shows: ShowOutput | None) -> Output:
+def _output_of(launch: Launch, shows: ShowOutput | None) -> InheritedOutput | WorkerOutput:
     try:
         from bandmaster.output.streams import WorkerOutput
     except ModuleNotFoundError:
         if launch.output is not None or launch.log_level is not None:
             raise
-        return _InheritedOutput()
+        return InheritedOutput()
     return WorkerOutput(launch, shows)
 
 

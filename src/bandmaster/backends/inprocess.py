@@ -6,6 +6,7 @@ are isolated in the same way.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -18,7 +19,6 @@ from typing import Any
 
 from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
-from bandmaster.backends.shared_environment import SharedEnvironment
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, TIMES, Call, Kept, KeptCopy, Launch, Rows, WorkerRecord
 from bandmaster.errors import UsageError
@@ -34,7 +34,7 @@ class InProcessBackend(MachineBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self._environment = SharedEnvironment()
+        self._environment = _SharedEnvironment()
         self._had_process_group = False  # before the first group of one rank was made
 
     def start(self, launch: Launch) -> InProcessWorkers:
@@ -239,3 +239,52 @@ def _worker_of(executor: Executor) -> Worker | None:
 
 def _private(part: Payload | Kept) -> Payload:
     return part.private() if isinstance(part, Payload) else part.payload()
+
+
+class _SharedEnvironment:
+    """Sets variables while there are groups that ask for them, and puts back what was there before.
+
+    Any thread may call it, and finalizers at any moment: the lock is held for moments only, and may be taken again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._asked: dict[object, tuple[str, Mapping[str, str]]] = {}  # group and variables, by what holds them
+        self._before: dict[str, str | None] = {}  # values of the variables before; None where there was none
+
+    def hold(self, group: str, variables: Mapping[str, str]) -> Callable[[], object]:
+        """Set variables for a group. Returns a function that releases them; calling that again does nothing.
+
+        Raises:
+            UsageError: Another group has one of them with another value.
+        """
+        holder = object()
+        with self._lock:
+            for other, theirs in list(self._asked.values()):
+                for name in variables.keys() & theirs.keys():
+                    if variables[name] != theirs[name]:
+                        raise UsageError(
+                            f"groups {other!r} and {group!r} ask for {name}={theirs[name]!r} and {variables[name]!r}, "
+                            "but the ranks of backend 'inprocess' share the variables of this one process; close the "
+                            "first group, or use backend 'local'"
+                        )
+            self._asked[holder] = group, dict(variables)
+            for name, value in variables.items():
+                self._before.setdefault(name, os.environ.get(name))
+                os.environ[name] = value
+        return partial(self._release, holder)
+
+    def has(self, name: str) -> bool:
+        """Whether a variable is set for a group."""
+        return any(name in variables for _, variables in list(self._asked.values()))
+
+    def _release(self, holder: object) -> None:
+        with self._lock:
+            self._asked.pop(holder, None)
+            for name in [name for name in list(self._before) if not self.has(name)]:
+                with contextlib.suppress(KeyError):  # a finalizer has put it back meanwhile
+                    before = self._before.pop(name)
+                    if before is None:
+                        os.environ.pop(name, None)
+                    else:
+                        os.environ[name] = before

@@ -6,8 +6,8 @@
     Zygote(...) ── starts ─────────► imports numpy, torch...
     spawn(...) ── descriptors ─────► fork ───────────────────────────────► serve(lane)
                ◄─ pid ──────────────┘
-    how_it_ended(pid) ─────────────► wait4 ◄────────── exit ───────────────┘
-    end(pids) ─────────────────────► kills workers that do not exit in time
+    end(pids) ─────────────────────► wait4 ◄────────── exit ───────────────┘
+               ◄─ how each ended ────  kills workers that do not exit in time
 
 Nothing outlives the controller: when it ends, the zygote kills the workers, each with the processes it started, and
 exits. When the zygote ends, the kernel kills the workers, and the controller kills the processes they started.
@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bandmaster.backends.zygote_process import EXIT_S, GONE_S, MESSAGE_NBYTES, ORPHANS_S, STATUS_S, Spawn
+from bandmaster.backends.zygote_process import EXIT_S, GONE_S, MESSAGE_NBYTES, ORPHANS_S, Spawn
 from bandmaster.errors import PlacementError
 from bandmaster.platform.forks import n_forks
 from bandmaster.platform.limits import start_thread
@@ -46,6 +46,7 @@ from bandmaster.platform.proc import running_children_of
 from bandmaster.platform.processes import Ended, end_descendants, memory_file
 
 ANSWER_S = 10.0  # for an answer that the zygote can give at once: its silence costs all its workers
+STATUS_S = 1.0  # time for a worker to exit after it closed its lane
 POLL_S = 0.02  # how often a waiting thread looks at the time, and whether another thread has read its answer
 GUARD = "import os, sys; os.waitpid(os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ), 0)"
 _log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class Zygote:
             PlacementError: The machine cannot start another process, or the zygote has ended or does not answer.
         """
         with memory_file(pickle.dumps(spawn)) as file:  # an environment can be larger than a message
-            answer = self._ask(("spawn",), 0.0, timeout_s, [*descriptors, file.fileno()])
+            answer = self._ask(None, 0.0, timeout_s, [*descriptors, file.fileno()])
         if isinstance(answer, str):
             raise PlacementError(f"cannot start a worker process: {answer}")
         pid, skipped = answer
@@ -168,14 +169,11 @@ class Zygote:
     def how_it_ended(self, pid: int) -> str:
         """Describe, for a message, how a worker ended whose lane was closed. If it is still running, it is killed."""
         try:
-            ended: Ended | None = self._ask(("status", pid), STATUS_S)
+            (ended,) = self._end([pid], STATUS_S, awaits_orphans=False)
         except PlacementError:
-            self._watch.join(GONE_S)
             return f"killed, because the process that workers are forked from {self._why_ended}"
         if ended is None:
-            self.end([pid], 0.0)
             return "it closed its connection to the controller but did not exit, so the controller killed it"
-        self._workers.discard(pid)
         return ended.in_words()
 
     def end(self, pids: Sequence[int], grace_s: float) -> None:
@@ -187,13 +185,23 @@ class Zygote:
             pids: Process ids of the workers.
             grace_s: Seconds until the workers that are still running are killed.
         """
-        if not (self.is_ours and pids):
-            return
+        if self.is_ours and pids:
+            with contextlib.suppress(PlacementError):  # the zygote has ended, and with it the workers
+                self._end(pids, grace_s, awaits_orphans=True)
+
+    def _end(self, pids: Sequence[int], grace_s: float, awaits_orphans: bool) -> Sequence[Ended | None]:
+        """Wait for workers to exit. Returns how each ended; None for each if some had to be killed.
+
+        Raises:
+            PlacementError: The zygote has ended: the kernel has killed the workers, and `_watch` their children.
+        """
         try:
-            self._ask(("end", list(pids), grace_s), grace_s + GONE_S)
-        except PlacementError:  # the zygote has ended: the kernel has killed the workers, and `_watch` their children
+            ended: Sequence[Ended | None] = self._ask((list(pids), grace_s, awaits_orphans), grace_s + GONE_S)
+        except PlacementError:
             self._watch.join(GONE_S)
+            raise
         self._workers.difference_update(pids)
+        return ended
 
     def close(self) -> None:
         """End the zygote, its workers, and all processes that the workers started."""
@@ -223,7 +231,7 @@ class Zygote:
         """Send a request and wait for its answer.
 
         Args:
-            request: The request.
+            request: The pids, grace and whether orphans are awaited, of workers that are to end; None to fork one.
             takes_s: Seconds that the zygote may take for it.
             timeout_s: Seconds after which the caller gives up; None for no limit.
             descriptors: Descriptors that go with the request.
@@ -239,7 +247,7 @@ class Zygote:
             self._answers[number] = None
             while self._answers[number] is None:
                 if not is_sent:
-                    is_sent = self._send(pickle.dumps((number, *request)), ancillary)
+                    is_sent = self._send(pickle.dumps((number, request)), ancillary)
                 poll.register(self.control, select.POLLIN if is_sent else select.POLLIN | select.POLLOUT)
                 if not poll.poll(POLL_S * 1000):
                     self._check_time(began, takes_s, timeout_s)

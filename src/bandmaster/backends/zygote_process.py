@@ -33,7 +33,6 @@ from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import serve
 from bandmaster.worker_process.rendezvous import Rendezvous
 
-STATUS_S = 1.0  # time for a worker to exit after it closed its lane
 GONE_S = 1.5  # time for killed processes to end
 EXIT_S = 2.0  # time for the zygote to end all workers and itself
 ORPHANS_S = 0.05  # how often to look for orphans that still run
@@ -118,21 +117,21 @@ def _other_threads() -> list[str]:
 
 
 @dataclass
-class _Question:
-    """A request that is answered when workers have ended, or at a time limit.
+class _Ending:
+    """A request that is answered when workers have ended, which are killed at a time limit.
 
     Attributes:
         number: Number of the request.
         pids: Process ids of the workers.
         until: The time limit, as `time.monotonic`.
-        kills: Whether to kill the workers that are still running at the time limit, and wait once more.
-        has_killed: Whether they were killed.
+        awaits_orphans: Whether the processes that they started have to end as well.
+        has_killed: Whether the time limit was reached; there is another one from then on.
     """
 
     number: int
-    pids: frozenset[int]
+    pids: Sequence[int]
     until: float
-    kills: bool
+    awaits_orphans: bool
     has_killed: bool = False
 
 
@@ -147,7 +146,7 @@ class _Zygote:
         self._ended: dict[int, Ended] = {}
         self._orphans = Orphans(os.getpid())
         self._has_orphans = False
-        self._questions: list[_Question] = []
+        self._endings: list[_Ending] = []
         self._memory = MemoryPressure()
         self._wake, self._waker = socket.socketpair()  # becomes readable when a child ends
         self._wake.setblocking(False)
@@ -168,11 +167,11 @@ class _Zygote:
                 self._end_all()
                 signal.set_wakeup_fd(-1)
                 return
-            self._answer_what_is_due()
+            self._answer_endings()
 
     def _patience_ms(self) -> float | None:
         """Milliseconds until the next time limit or look for orphans; None if there is neither."""
-        moments = [question.until for question in self._questions]
+        moments = [ending.until for ending in self._endings]
         if self._has_orphans:
             moments.append(time.monotonic() + ORPHANS_S)
         return max(0.0, min(moments) - time.monotonic()) * 1000 if moments else None
@@ -187,41 +186,34 @@ class _Zygote:
             return False
         if not data:
             return False
-        number, operation, *arguments = pickle.loads(data)
-        if operation == "spawn":
+        number, request = pickle.loads(data)
+        if request is None:
             *fds, spawn = array.array("i", b"".join(chunk for _, _, chunk in ancillary))
             self._answer(number, self._fork(spawn, fds))
-        elif operation == "status":
-            (pid,) = arguments
-            self._questions.append(_Question(number, frozenset([pid]), time.monotonic() + STATUS_S, kills=False))
         else:
-            pids, grace_s = arguments
-            self._questions.append(_Question(number, frozenset(pids), time.monotonic() + grace_s, kills=True))
+            pids, grace_s, awaits_orphans = request
+            self._endings.append(_Ending(number, pids, time.monotonic() + grace_s, awaits_orphans))
         return True
 
     def _answer(self, number: int, answer: Any) -> None:
         with contextlib.suppress(ConnectionError):  # `_take` detects the end of the controller
             self._control.send(pickle.dumps((number, answer)), socket.MSG_NOSIGNAL)
 
-    def _answer_what_is_due(self) -> None:
-        for question in list(self._questions):
-            running = self._living & question.pids
-            is_over = not running and not (question.kills and self._has_orphans)
-            if not is_over and time.monotonic() < question.until:
-                continue
-            if not is_over and question.kills and not question.has_killed:
-                for pid in running:
-                    os.kill(pid, signal.SIGKILL)  # its pid is not reused before `_reap` waits for it
-                question.has_killed, question.until = True, time.monotonic() + GONE_S
-                continue
-            self._questions.remove(question)
-            if question.kills:
-                for pid in question.pids:
-                    self._ended.pop(pid, None)
-                self._answer(question.number, None)
-            else:
-                (pid,) = question.pids
-                self._answer(question.number, self._ended.get(pid))
+    def _answer_endings(self) -> None:
+        """Answer how workers ended, where all have; kill those whose time is over."""
+        for ending in list(self._endings):
+            running = self._living.intersection(ending.pids)
+            if running or (ending.awaits_orphans and self._has_orphans):
+                if time.monotonic() < ending.until:
+                    continue
+                if not ending.has_killed:
+                    for pid in running:
+                        os.kill(pid, signal.SIGKILL)  # its pid is not reused before `_reap` waits for it
+                    ending.has_killed, ending.until = True, time.monotonic() + GONE_S
+                    continue
+            self._endings.remove(ending)
+            ended = [self._ended.pop(pid, None) for pid in ending.pids]
+            self._answer(ending.number, [None] * len(ended) if ending.has_killed else ended)
 
     def _fork(self, spawn: int, fds: list[int]) -> tuple[int, str] | str:
         with open(spawn, "rb") as file:

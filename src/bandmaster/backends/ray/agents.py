@@ -26,11 +26,10 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bandmaster.backends.host_workers import Place
-from bandmaster.backends.local import LocalBackend
+from bandmaster.backends.local import LocalBackend, default_modules
 from bandmaster.backends.ray.placement import START_TIMEOUT_S
 from bandmaster.backends.ray.probes import answering
 from bandmaster.backends.ray.session import RaySession
-from bandmaster.backends.zygotes import default_modules
 from bandmaster.contract import Launch, ShowOutput
 from bandmaster.errors import ClosedError, PlacementError
 from bandmaster.hosts.agent import AgentServer, Host

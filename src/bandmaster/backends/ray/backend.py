@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import ray
 
 from bandmaster.backends.host_workers import HostWorkers, Place
-from bandmaster.backends.local import LocalBackend
+from bandmaster.backends.local import LocalBackend, default_modules
 from bandmaster.backends.ray import placement
 from bandmaster.backends.ray.agents import AgentKey, RayAgents
 from bandmaster.backends.ray.in_worker import SETUP_HOOK, is_name
 from bandmaster.backends.ray.placement import Reservation
 from bandmaster.backends.ray.session import RayConnection, RaySession
-from bandmaster.backends.zygotes import default_modules
 from bandmaster.contract import Launch
 from bandmaster.errors import UsageError
 from bandmaster.hosts.workers import AgentWorkers
