@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.backends import get_backend, register_backend
-from bandmaster.hosts.connection import FOR_MESSAGES, FOR_ROWS
+from bandmaster.codec import Payload
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
-from bandmaster.hosts.link import Link, Raw, await_frame, flush
+from bandmaster.hosts.link import FOR_MESSAGES, FOR_ROWS, Kind, Link, await_frame, flush
 from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
 from bandmaster.wire.messages import Closed
@@ -424,22 +424,20 @@ def test_with_encryption_nothing_can_be_read_or_said_without_it(monkeypatch):
 
 
 def awaited(link):
-    """The next frame of a link: head and chunks."""
-    while (head := link.receive()) is None:
+    """The next message of a link: content, and the bytes of its payloads."""
+    while (message := link.receive()) is None:
         await_frame(link, 10)
-    return head, [bytes(chunk) for chunk in link.placed]
+    return said(message)
 
 
-def place_in(link):
-    """Remember where the chunks of a frame of a link are."""
-    link.placed = []
+def said(message):
+    """The content of a message, and the bytes of its payloads."""
+    chunks = [[bytes(chunk) for chunk in (payload.head, *payload.buffers)] for payload in message.large.values()]
+    return message.content, chunks
 
-    def place(_, sizes):
-        link.placed = [memoryview(bytearray(size)) for size in sizes]
-        return link.placed
 
-    link.place = place
-    return link
+def payload_of(*chunks):
+    return Payload(chunks[0], chunks[1:])
 
 
 def link_pair(secret=None):
@@ -449,8 +447,8 @@ def link_pair(secret=None):
         accepted, _ = server.accept()
     with ThreadPoolExecutor(1) as threads:
         welcomed = threads.submit(welcome, accepted, secret)
-        mine = Link(*greet(client, secret, FOR_MESSAGES), place=None)
-        theirs = place_in(Link(*welcomed.result()[:2], place=None))
+        mine = Link(*greet(client, secret, FOR_MESSAGES))
+        theirs = Link(*welcomed.result()[:2])
     return mine, theirs
 
 
@@ -458,37 +456,42 @@ def link_pair(secret=None):
 @settings(max_examples=15)
 @given(
     frames=st.lists(
-        st.tuples(st.integers(0, 300_000), st.lists(st.integers(0, 200_000), max_size=4)), min_size=1, max_size=5
+        st.tuples(
+            st.integers(0, 300_000),
+            st.lists(st.lists(st.integers(0, 200_000), min_size=1, max_size=3), max_size=3),
+        ),
+        min_size=1,
+        max_size=5,
     )
 )
-def test_frames_arrive_as_they_were_sent(is_encrypted, frames):
+def test_messages_arrive_as_they_were_sent(is_encrypted, frames):
     mine, theirs = link_pair(Secret(bytes(32), is_encrypted))
     try:
-        sent = [(os.urandom(head), [os.urandom(size) for size in sizes]) for head, sizes in frames]
-        for head, chunks in sent:
-            mine.send(head, [Raw(chunk) if n % 2 else chunk for n, chunk in enumerate(chunks)])
+        sent = [((os.urandom(n),), [list(map(os.urandom, sizes)) for sizes in payloads]) for n, payloads in frames]
+        for content, payloads in sent:
+            mine.send(Kind.ASK, *content, large={n: payload_of(*chunks) for n, chunks in enumerate(payloads)})
         found = []
         while len(found) < len(sent):
             mine.pump()
-            head = theirs.receive()
-            if head is not None:
-                found.append((head, [bytes(chunk) for chunk in theirs.placed]))
-                theirs.placed = []
+            message = theirs.receive()
+            if message is not None:
+                found.append(said(message))
         assert found == sent
     finally:
         mine.close()
         theirs.close()
 
 
-@pytest.mark.parametrize("is_raw", [False, True], ids=["pickled", "raw"])
-def test_chunks_that_are_not_raw_are_authenticated(is_raw):
+@pytest.mark.parametrize("is_array", [False, True], ids=["pickled", "array"])
+def test_what_is_unpickled_is_authenticated(is_array):
     mine, theirs = link_pair()
     try:
         send = mine._sent
         mine._sent = lambda views: send([bytes(view).replace(b"good", b"evil") for view in views])
-        mine.send(b"head", [b"pickled", Raw(b"good") if is_raw else b"good"])
-        if is_raw:
-            assert awaited(theirs)[1][1] == b"evil"
+        chunks = (b"head", b"good") if is_array else (b"good", b"array")
+        mine.send(Kind.ASK, large={1: payload_of(*chunks)})
+        if is_array:
+            assert awaited(theirs)[1] == [[b"head", b"evil"]]
         else:
             with pytest.raises(Closed, match="frame authentication failed"):
                 awaited(theirs)
@@ -500,14 +503,15 @@ def test_chunks_that_are_not_raw_are_authenticated(is_raw):
 def test_a_frame_cannot_be_sent_twice():
     mine, theirs = link_pair()
     try:
-        mine.send(b"once")
+        mine.send(Kind.ASK, "once")
         copy = mine._socket.dup()
-        assert awaited(theirs)[0] == b"once"
-        sent = struct.pack("<II", 4, 0)
+        assert awaited(theirs)[0] == ("once",)
+        head = pickle.dumps((Kind.ASK, (), "once"), protocol=5)
+        sent = struct.pack("<II", len(head), 0)
         mac = mine._mac_out.copy()
-        mac.update(struct.pack("<Q", 0) + sent + b"once")  # as an eavesdropper has seen it
+        mac.update(struct.pack("<Q", 0) + sent + head)  # as an eavesdropper has seen it
         copy.setblocking(True)
-        copy.sendall(sent + mac.digest() + b"once")
+        copy.sendall(sent + mac.digest() + head)
         copy.close()
         with pytest.raises(Closed, match="frame authentication failed"):
             awaited(theirs)
@@ -519,10 +523,10 @@ def test_a_frame_cannot_be_sent_twice():
 def test_flush_sends_everything():
     mine, theirs = link_pair()
     try:
-        mine.send(b"head", [bytes(1000)])
+        mine.send(Kind.ASK, "head", large={1: payload_of(bytes(1000))})
         flush([mine], 10.0)
         assert not mine.has_unsent
-        assert awaited(theirs)[0] == b"head"
+        assert awaited(theirs)[0] == ("head",)
     finally:
         mine.close()
         theirs.close()
@@ -531,7 +535,7 @@ def test_flush_sends_everything():
 def test_a_link_that_takes_what_is_sent_slowly_is_alive():
     mine, theirs = link_pair()
     try:
-        mine.send(b"large", [bytes(50_000_000)])
+        mine.send(Kind.ASK, large={1: payload_of(b"", bytes(50_000_000))})
         assert mine.has_unsent
         before = mine.heard_at
         while theirs.receive() is None:

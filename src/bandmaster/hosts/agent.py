@@ -25,10 +25,20 @@ from typing import Any, TypeVar
 from bandmaster.codec import Payload
 from bandmaster.contract import ShowOutput, Written
 from bandmaster.errors import ClosedError, ResourceError
-from bandmaster.hosts.connection import FOR_MESSAGES, FOR_RELAY, FOR_ROWS, Connection, Kind, Message, in_memory
-from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet, welcome
+from bandmaster.hosts.handshake import Refused, Secret, welcome
+from bandmaster.hosts.link import (
+    FOR_MESSAGES,
+    FOR_RELAY,
+    FOR_ROWS,
+    Address,
+    Kind,
+    Link,
+    Message,
+    connect,
+    in_memory,
+)
 from bandmaster.hosts.ranks import HostRanks, WorkersHere
-from bandmaster.hosts.rows import Address, Fetch, RowLinks, RowServer, RowStore
+from bandmaster.hosts.rows import Fetch, RowLinks, RowServer, RowStore
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.status_page import AGENT, announce
@@ -81,9 +91,9 @@ class AgentServer:
         self._rows, self._links = RowServer(self._store), RowLinks(secret)
         self._groups: dict[str, HostRanks] = {}
         self._by_fd: dict[int, HostRanks] = {}
-        self._controller: Connection
-        self._connections: dict[int, Connection] = {}  # by descriptor: with the controller, and other agents
-        self._below: dict[Address, Connection] = {}  # by address: agents that this one passes calls on to
+        self._controller: Link
+        self._connections: dict[int, Link] = {}  # by descriptor: with the controller, and other agents
+        self._below: dict[Address, Link] = {}  # by address: agents that this one passes calls on to
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._to_do: deque[Callable[[], object]] = deque()  # for the thread that serves, from others
         self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
@@ -132,7 +142,7 @@ class AgentServer:
             self._came.append((trusted, keys))
             self._has_come.set()
         elif purpose == FOR_RELAY:
-            self.later(lambda: self._serve_connection(Connection(trusted, keys, self._place)))
+            self.later(lambda: self._serve_connection(Link(trusted, keys, self._place)))
         else:
             trusted.close()
 
@@ -149,7 +159,7 @@ class AgentServer:
             return
         self._poll = select.epoll()
         self._poll.register(self._wake, select.EPOLLIN)
-        self._controller = Connection(*self._came.popleft(), self._place)
+        self._controller = Link(*self._came.popleft(), self._place)
         self._serve_connection(self._controller)
         try:
             while True:
@@ -157,7 +167,7 @@ class AgentServer:
         except Closed:
             self._host.close()
 
-    def _serve_connection(self, other: Connection) -> None:
+    def _serve_connection(self, other: Link) -> None:
         """Serve a connection from here on."""
         self._connections[other.fileno()] = other
         self._poll.register(other.fileno(), select.EPOLLIN)
@@ -174,16 +184,16 @@ class AgentServer:
                 self._by_fd[fd].check()
         self._tell()
 
-    def _receive_from(self, other: Connection, events: int) -> None:
+    def _receive_from(self, other: Link, events: int) -> None:
         try:
             if events & select.EPOLLOUT and other.pump():
                 self._poll.modify(other.fileno(), select.EPOLLIN)
-            while (message := other.receive_message()) is not None:
+            while (message := other.receive()) is not None:
                 self._take(other, message)
         except Closed:
             self._end(other)
 
-    def _end(self, other: Connection) -> None:
+    def _end(self, other: Link) -> None:
         """A connection has ended. Without the controller there is nothing left to do."""
         if other is self._controller:
             raise Closed("the controller is gone")
@@ -210,17 +220,17 @@ class AgentServer:
             if not ranks.has_news:
                 continue
             deaths = ranks.deaths()
-            replies = ranks.replies(bool(deaths))
-            if replies.said:
-                self._send(ranks.home or self._controller, Kind.REPLIES, name, replies.said, large=replies.large)
+            said, large = ranks.replies(bool(deaths))
+            if said:
+                self._send(ranks.home or self._controller, Kind.REPLIES, name, said, large=large)
             if deaths:
                 self._send(self._controller, Kind.DEATHS, name, deaths)
 
-    def _send(self, other: Connection, kind: Kind, *content: Any, large: Mapping[int, Payload] | None = None) -> None:
+    def _send(self, other: Link, kind: Kind, *content: Any, large: Mapping[int, Payload] | None = None) -> None:
         if other.fileno() < 0:
             return  # it has ended: the controller finds out by itself, and what it is owed is lost
         try:
-            is_sent = other.send_message(kind, *content, large=large or {})
+            is_sent = other.send(kind, *content, large=large or {})
         except Closed:
             self._end(other)
         else:
@@ -248,7 +258,7 @@ class AgentServer:
                 return ranks.workers.reserve(sizes)
         return in_memory(kind, content, sizes)
 
-    def _take(self, other: Connection, message: Message) -> None:
+    def _take(self, other: Link, message: Message) -> None:
         kind, content, large = message
         ranks = self._groups.get(content[0]) if kind in _OF_GROUPS else None
         if kind == Kind.FORWARD:
@@ -270,7 +280,7 @@ class AgentServer:
         else:
             (ranks.interrupt if kind == Kind.INTERRUPT else ranks.resume)(content[1])
 
-    def _call(self, other: Connection, ranks: HostRanks, message: Message) -> None:
+    def _call(self, other: Link, ranks: HostRanks, message: Message) -> None:
         _, _, fetches, is_for_all = message.content
         ranks.home = other
         is_passed_on = is_for_all and bool(ranks.below)
@@ -286,12 +296,12 @@ class AgentServer:
         self._store.keep(fetch.key, pending, fetch.rows)
         pending.add_done_callback(lambda _: self.later(ranks.advance))
 
-    # --- questions ---
+    # --- questions: a controller asks for one of these methods ---
 
-    def _answer(self, number: int, what: str, *args: Any) -> None:
+    def _answer(self, number: int, question: Callable[..., object], *args: Any) -> None:
         """Answer a question, in a thread of its own."""
         try:
-            said, is_error = getattr(self, f"_ask_{what}")(*args), False
+            said, is_error = question(self, *args), False
         except BaseException as error:
             said, is_error = error, True
         try:
@@ -305,14 +315,15 @@ class AgentServer:
 
         self.later(answer)
 
-    def _ask_start(self, name: str, said: bytes) -> Any:
+    def start(self, name: str, said: bytes) -> Any:
         """Start the part of a group: where each rank is, and how others find rank 0 if it is one of them."""
         workers, ranks = self._host.start(said, self.show)
         mine = HostRanks(workers, ranks, self._store)
         self._in_time(lambda: self._begin(name, mine))
         return [tuple(record[:3]) for record in workers.records], workers.rendezvous
 
-    def _ask_announce(self, name: str, rendezvous: Mapping[str, str]) -> None:
+    def announce(self, name: str, rendezvous: Mapping[str, str]) -> None:
+        """Tell ranks of the rendezvous that rank 0 has opened on another host."""
         self._groups[name].workers.announce(rendezvous)
 
     def _begin(self, name: str, ranks: HostRanks) -> None:
@@ -322,22 +333,24 @@ class AgentServer:
             self._by_fd[fd] = ranks
             self._poll.register(fd, select.EPOLLIN)
 
-    def _ask_relay(self, name: str, addresses: Sequence[Address], n_ranks: int) -> None:
+    def relay(self, name: str, addresses: Sequence[Address], n_ranks: int) -> None:
         """Pass calls of a group on to other agents, which have so many ranks of it together."""
         missing = [address for address in addresses if address not in self._below]
         made = {}
         for address in missing:
-            sock = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
-            made[address] = Connection(*greet(sock, self._secret, FOR_RELAY), self._place)
-        self._in_time(lambda: self._relay(self._groups[name], addresses, n_ranks, made))
+            made[address] = connect(address, self._secret, FOR_RELAY, self._place)
 
-    def _relay(self, ranks: HostRanks, addresses: Any, n_ranks: int, made: Mapping[Any, Connection]) -> None:
-        for address, below in made.items():
-            self._below[address] = below
-            self._serve_connection(below)
-        ranks.below, ranks.n_below = [self._below[address] for address in addresses], n_ranks
+        def relay() -> None:
+            self._below.update(made)
+            for below in made.values():
+                self._serve_connection(below)
+            ranks = self._groups[name]
+            ranks.below, ranks.n_below = [self._below[address] for address in addresses], n_ranks
 
-    def _ask_stop(self, name: str, why: str) -> None:
+        self._in_time(relay)
+
+    def stop(self, name: str, why: str) -> None:
+        """End the part of a group."""
         ranks = self._in_time(lambda: self._forget(name))
         if ranks is not None:
             ranks.workers.stop(why)
@@ -350,17 +363,20 @@ class AgentServer:
                 del self._by_fd[fd]
         return ranks
 
-    def _ask_end(self) -> None:
+    def end(self) -> None:
+        """End all that was started on this host."""
         self._host.close()
 
-    def _ask_stacks(self, name: str, numbers: Mapping[int, int | None]) -> Mapping[int, str]:
+    def stacks(self, name: str, numbers: Mapping[int, int | None]) -> Mapping[int, str]:
+        """Return the stacks of ranks, given by the numbers of their calls."""
         return self._groups[name].stacks(numbers)
 
-    def _ask_kill(self, name: str, numbers: Mapping[int, int | None], why: str) -> None:
+    def kill(self, name: str, numbers: Mapping[int, int | None], why: str) -> None:
+        """End the ranks that are at the calls with these numbers."""
         ranks = self._groups[name]
         ranks.workers.interrupt(self._in_time(lambda: ranks.tickets(numbers)), why)
 
-    def _ask_replace(self, name: str, rank: int) -> tuple[Any, Any]:
+    def replace(self, name: str, rank: int) -> tuple[Any, Any]:
         """Start a worker anew: where it is, and how others find rank 0."""
         ranks = self._groups[name]
         ranks.workers.replace(rank)

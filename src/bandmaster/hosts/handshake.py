@@ -23,13 +23,23 @@ import time
 from dataclasses import dataclass, field
 from functools import cache
 
-from bandmaster.hosts.dh_parameters import FFDHE2048
 from bandmaster.platform.settings import is_link_encrypted
 
-MAGIC = b"bandmaster-link-3"  # another number whenever the format of frames changes
+MAGIC = b"bandmaster-link-4"  # another number whenever the format of frames changes
 NONCE_NBYTES = PROOF_NBYTES = 32
 HANDSHAKE_TIMEOUT_S = 5.0
 _CIPHERS = "ADH-AES128-GCM-SHA256:@SECLEVEL=0"  # OpenSSL counts ciphers without certificates as level 0
+
+# For key exchanges without certificates: public, and the same for everybody (RFC 7919).
+_FFDHE2048 = """\
+-----BEGIN DH PARAMETERS-----
+MIIBCAKCAQEA//////////+t+FRYortKmq/cViAnPTzx2LnFg84tNpWp4TZBFGQz+8yTnc4kmz75
+fS/jY2MMddj2gbICrsRhetPfHtXV/WVhJDP1H18GbtCFY2VVPe0a87VXE15/V8k1mE8McODmi3fi
+pona8+/och3xWKE2rec1MKzKT0g6eXq8CrGCsyT7YdEIqUuyyOP7uWrat2DX9GgdT0Kj3jlN9K5W
+7edjcrsZCwenyO4KbXCeAvzhzffi7MA0BM0oNC9hkXL+nOmFg/+OTxIy7vKBg8P+OxtMb61zO7X8
+vC7CIAXFjvGDfRaDssbzSibBsu/6iGtCOGEoXJf//////////wIBAg==
+-----END DH PARAMETERS-----
+"""
 
 
 class Refused(Exception):
@@ -160,7 +170,7 @@ def _context(is_server: bool) -> ssl.SSLContext:
     context.set_ciphers(_CIPHERS)
     if is_server:
         with tempfile.NamedTemporaryFile("w", suffix=".pem") as file, contextlib.suppress(FileNotFoundError):
-            file.write(FFDHE2048)
+            file.write(_FFDHE2048)
             file.flush()
             context.load_dh_params(file.name)
     return context

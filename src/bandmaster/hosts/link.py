@@ -1,14 +1,16 @@
-"""A link: the TCP connection between two hosts, in frames.
+"""A link: the TCP connection between two hosts, whose frames are messages.
 
 ::
 
     frame = bytes of head (4), number of chunks (4), mac (16) │ bytes of each chunk (8), digest (32) │ head │ chunks
 
-Whoever receives a frame has the head, which is pickled, only once its *mac* was found right: a keyed hash of the
-key of the connection, the number of the frame, and all before the chunks. Chunks are sent from where they lie and
-received where they are to lie, by no more copies than the kernel's. The *digest*, which is there if there are chunks,
-is a hash of those that are pickled, and the receiver gets the frame only once it was found right. The others are `Raw`,
-the bytes of arrays: to hash them would take three times as long as sending them. With encryption, all is authenticated.
+The head is a pickled tuple: the `Kind` of the message, the numbers of its large payloads, and its content. The head and
+the buffers of a large payload are chunks of the frame; small payloads lie in the head of the frame. The receiver
+unpickles a head only once its *mac* was found right: a keyed hash of the key of the connection, the number of the
+frame, and all before the chunks. Chunks are sent from where they lie and received where they are to lie, by no more
+copies than the kernel's. The *digest*, which is there if there are chunks, is a hash of the heads of payloads, which
+are unpickled; the receiver gets the message only once it was found right. The buffers are bytes of arrays: to hash them
+would take three times as long as sending them. With encryption, all is authenticated.
 """
 
 from __future__ import annotations
@@ -16,18 +18,25 @@ from __future__ import annotations
 import errno
 import hashlib
 import hmac
+import pickle
 import select
 import socket
 import ssl
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from bandmaster.hosts.handshake import Keys
+import numpy as np
+
+from bandmaster.codec import Payload
+from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Keys, Secret, greet
 from bandmaster.wire.messages import Closed
 
+FOR_MESSAGES, FOR_ROWS, FOR_RELAY = 1, 2, 3  # purposes of links: of the controller, for rows, of another agent
 MAC_NBYTES = 16
 DIGEST_NBYTES = 32
 MAX_HEAD_NBYTES = 1 << 30
@@ -38,38 +47,74 @@ _START = struct.Struct("<II")
 _START_NBYTES = _START.size + MAC_NBYTES
 _NUMBER = struct.Struct("<Q")
 _NOT_AUTHENTIC = "frame authentication failed"
-_RAW = 1 << 63  # the bit of a chunk's size that says that the digest is not of it, too
+_NOTHING: Mapping[int, Payload] = MappingProxyType({})
 
 # How the kernel finds out that the other host is gone, although nothing is sent: after 2 + 3 * 2 s.
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 USER_TIMEOUT_MS = 9_000  # what was sent is acknowledged in this time, or the connection fails: tcp(7)
+
+Address = tuple[str, int]
+Place = Callable[[int, tuple[Any, ...], Sequence[int]], Payload]  # the memory for a payload of a kind and content
+
+
+class Kind(IntEnum):
+    """The kind of a message, and its content."""
+
+    CALLS = 1  # group, (ranks, message) for each call, rows to fetch, whether it is for all hosts below as well
+    INTERRUPT = 2  # group, {rank: number or None}
+    RELEASE = 3  # keys of rows
+    ASK = 4  # number, method of `AgentServer`, arguments
+    PING = 5  # nothing
+    REPLIES = 6  # group, (ranks, reply) for each reply that differs
+    DEATHS = 7  # group, {rank: pickled failure}
+    ANSWER = 8  # number, whether it is an error, the pickled answer
+    PONG = 9  # nothing
+    FORWARD = 10  # address of one of the agents below, kind and content of the message for it
+    RESUME = 11  # group, {rank: number of a call that has failed there}
+    OUTPUT = 12  # a `Written`
+    FETCH = 13  # key of rows, the numbers of the rows that are needed, or None for all
+    ROWS = 14  # why there are none; "" if payload 0 has them
+
+
+class Message(NamedTuple):
+    """One message that has arrived.
+
+    Attributes:
+        kind: Its kind.
+        content: The content of that kind.
+        large: The large payloads, by number.
+    """
+
+    kind: int
+    content: tuple[Any, ...]
+    large: Mapping[int, Payload]
+
+    def unpack(self, part: Any) -> Payload:
+        """The payload that a part names."""
+        return self.large[part] if type(part) is int else Payload(*part)
+
+
+def in_memory(kind: int, content: tuple[Any, ...], sizes: Sequence[int]) -> Payload:
+    """A payload in memory of this process, whose head and buffers of these sizes are still to be written."""
+    head, *buffers = [np.empty(size, np.uint8).data for size in sizes]
+    return Payload(head, tuple(buffers))
+
+
+_EMPTY = Message(0, (), _NOTHING)
 
 
 class LinkStalled(Exception):
     """Raised when the other end takes or sends nothing for too long."""
 
 
-class Raw(NamedTuple):
-    """A chunk that is the bytes of an array, which are sent without a hash: nobody unpickles them.
-
-    Attributes:
-        buffer: The bytes.
-    """
-
-    buffer: Any
-
-
-Place = Callable[[bytes, Sequence[int]], Sequence[memoryview]]  # where the chunks of these sizes are to be received
-
-
 class Link:
     """One end of a link. Not thread-safe: its owner holds a lock.
 
     Attributes:
+        place: Makes the memory that a large payload is received in.
         heard_at: When something was received last, or the other end took more of what it had not taken at once; by
             `time.monotonic`.
         received_nbytes: Bytes of all that was received.
-        place: Where the chunks of a frame are to be received.
 
     Args:
         sock: The connection; it is owned from here on.
@@ -77,7 +122,7 @@ class Link:
         place: As the attribute.
     """
 
-    def __init__(self, sock: socket.socket, keys: Keys, place: Place) -> None:
+    def __init__(self, sock: socket.socket, keys: Keys, place: Place = in_memory) -> None:
         self._socket = sock
         self._is_encrypted = isinstance(sock, ssl.SSLSocket)
         sock.setblocking(False)
@@ -94,11 +139,9 @@ class Link:
         self._is_held_up = False  # the other end did not take all at once
         self._start = bytearray(_START_NBYTES)
         self._rest = bytearray()  # of a frame whose start is there, up to its chunks
-        self._head = b""
-        self._chunks: Sequence[memoryview] = ()
-        self._are_raw: list[bool] = []  # of the chunks
+        self._message = _EMPTY  # the message whose chunks are being received
         self._open: deque[memoryview] = deque()  # the memory that is to be filled
-        self._step: Callable[[], bytes | None]  # what is done once it is full
+        self._step: Callable[[], Message | None]  # what is done once it is full
         self._next([memoryview(self._start)], self._read_start)
         self.heard_at = time.monotonic()
         self.received_nbytes = 0
@@ -118,12 +161,13 @@ class Link:
         """Whether something was not sent yet."""
         return bool(self._out)
 
-    def send(self, head: bytes, chunks: Sequence[Any] = ()) -> bool:
-        """Send a frame, as far as the kernel takes it now. The chunks must not change until all is sent.
+    def send(self, kind: Kind, *content: Any, large: Mapping[int, Payload] = _NOTHING) -> bool:
+        """Send a message, as far as the kernel takes it now.
 
         Args:
-            head: The head.
-            chunks: The chunks; those that are not `Raw` are hashed.
+            kind: Its kind.
+            *content: The content of that kind.
+            large: The large payloads, by number, which must not change until all is sent.
 
         Returns:
             Whether all was sent; else `pump` sends more.
@@ -131,7 +175,11 @@ class Link:
         Raises:
             Closed: The other end is gone.
         """
-        views, described = self._described(chunks) if chunks else ([], b"")
+        counts = tuple([(number, 1 + len(payload.buffers)) for number, payload in large.items()])
+        head = pickle.dumps((kind, counts, *content), protocol=5)
+        views = _views(large.values()) if large else []
+        sizes = struct.pack(f"<{len(views)}Q", *[view.nbytes for view in views])
+        described = sizes + self._digest(large.values()) if views else b""
         start = _START.pack(len(head), len(views))
         mac = self._mac_out.copy()
         mac.update(b"".join((_NUMBER.pack(self._n_sent), start, described, head)))
@@ -148,13 +196,6 @@ class Link:
         self._out.append(memoryview(b"".join(first)))
         self._out.extend(view for view in views if view.nbytes)
         return self.pump()
-
-    def _described(self, chunks: Sequence[Any]) -> tuple[list[memoryview], bytes]:
-        """The bytes of chunks, and what precedes the head: their sizes and the digest."""
-        are_raw = [self._is_encrypted or type(chunk) is Raw for chunk in chunks]
-        views = [memoryview(chunk.buffer if type(chunk) is Raw else chunk).cast("B") for chunk in chunks]
-        sizes = [view.nbytes | _RAW if is_raw else view.nbytes for view, is_raw in zip(views, are_raw, strict=True)]
-        return views, struct.pack(f"<{len(sizes)}Q", *sizes) + _digest(views, are_raw)
 
     def pump(self) -> bool:
         """Send what was not sent yet, as far as the kernel takes it now; whether all was sent.
@@ -189,16 +230,16 @@ class Link:
 
     # --- receiving ---
 
-    def receive(self) -> bytes | None:
-        """The head of the next frame, whose chunks lie where `place` has put them; None if it is not all there.
+    def receive(self) -> Message | None:
+        """The next message; None if it is not all there.
 
         Raises:
             Closed: The other end is gone, or the frame is not authentic.
         """
         while self._fill():
-            head = self._step()
-            if head is not None:
-                return head
+            message = self._step()
+            if message is not None:
+                return message
         return None
 
     def _fill(self) -> bool:
@@ -237,25 +278,41 @@ class Link:
             raise Closed(_NOT_AUTHENTIC)
         self._n_received += 1
         sizes = struct.unpack_from(f"<{n_chunks}Q", self._rest)
-        self._are_raw = [bool(size & _RAW) for size in sizes]
-        self._head = bytes(self._rest[_described_nbytes(n_chunks) :])
-        self._chunks = self.place(self._head, [size & ~_RAW for size in sizes]) if sizes else ()
-        self._next(self._chunks, self._read_chunks)
+        kind, counts, *content = pickle.loads(memoryview(self._rest)[_described_nbytes(n_chunks) :])
+        large, at = {}, 0
+        for number, n in counts:
+            large[number] = self.place(kind, tuple(content), sizes[at : at + n])
+            at += n
+        self._message = Message(kind, tuple(content), large)
+        self._next(_views(large.values()), self._read_chunks)
 
-    def _read_chunks(self) -> bytes:
-        """Authenticate the chunks of a frame, and open the memory of the next one; returns the head."""
-        n_sizes = 8 * len(self._chunks)
-        said = self._rest[n_sizes : n_sizes + DIGEST_NBYTES]
-        if self._chunks and not hmac.compare_digest(_digest(self._chunks, self._are_raw), said):
-            raise Closed(_NOT_AUTHENTIC)
-        self._chunks, self._rest = (), bytearray()
+    def _read_chunks(self) -> Message:
+        """Authenticate the payloads of a message, and open the memory of the next frame; returns the message."""
+        message, self._message = self._message, _EMPTY
+        if message.large:
+            end = _described_nbytes(_START.unpack_from(self._start)[1])
+            if not hmac.compare_digest(self._digest(message.large.values()), self._rest[end - DIGEST_NBYTES : end]):
+                raise Closed(_NOT_AUTHENTIC)
+        self._rest = bytearray()
         self._next([memoryview(self._start)], self._read_start)
-        return self._head
+        return message
 
-    def _next(self, views: Sequence[memoryview], step: Callable[[], bytes | None]) -> None:
+    def _next(self, views: Sequence[memoryview], step: Callable[[], Message | None]) -> None:
         """Have memory filled, and something done once it is full."""
         self._open.extend(view for view in views if view.nbytes)
         self._step = step
+
+    def _digest(self, payloads: Iterable[Payload]) -> bytes:
+        """The hash of the heads of payloads. Their sizes are authenticated beside it, so that they can be joined."""
+        digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
+        for payload in payloads if not self._is_encrypted else ():
+            digest.update(payload.head)
+        return digest.digest()
+
+
+def _views(payloads: Iterable[Payload]) -> list[memoryview]:
+    """The memory of the chunks of payloads."""
+    return [memoryview(chunk).cast("B") for payload in payloads for chunk in (payload.head, *payload.buffers)]
 
 
 def _described_nbytes(n_chunks: int) -> int:
@@ -263,13 +320,25 @@ def _described_nbytes(n_chunks: int) -> int:
     return 8 * n_chunks + DIGEST_NBYTES if n_chunks else 0
 
 
-def _digest(chunks: Sequence[memoryview], are_raw: Sequence[bool]) -> bytes:
-    """The hash of the chunks that are not raw. Their sizes are authenticated beside it, so that they can be joined."""
-    digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
-    for chunk, is_raw in zip(chunks, are_raw, strict=True):
-        if not is_raw:
-            digest.update(chunk)
-    return digest.digest()
+def connect(address: Address, secret: Secret, purpose: int, place: Place = in_memory) -> Link:
+    """Connect to an agent.
+
+    Args:
+        address: Where it listens.
+        secret: The secret that both ends know.
+        purpose: `FOR_MESSAGES`, `FOR_ROWS` or `FOR_RELAY`.
+        place: Makes the memory that large payloads are received in.
+
+    Raises:
+        Refused: It does not know the secret.
+        OSError: It cannot be reached.
+    """
+    sock = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
+    try:
+        return Link(*greet(sock, secret, purpose), place)
+    except BaseException:
+        sock.close()
+        raise
 
 
 def flush(links: Sequence[Link], timeout_s: float) -> None:

@@ -17,8 +17,8 @@ from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED
 from bandmaster.errors import BandmasterError, ClosedError
 from bandmaster.errors.failure import Failure, FailureKind
-from bandmaster.hosts.connection import Connection, Kind, Message
 from bandmaster.hosts.handshake import Secret
+from bandmaster.hosts.link import Kind, Link, Message
 from bandmaster.hosts.rows import RowKey, RowLinks
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.settings import host_timeout_s
@@ -63,7 +63,7 @@ class Agent:
         pinged_at: When it was asked for a sign of life.
     """
 
-    def __init__(self, link: Connection, key: Hashable, host: str, address: tuple[str, int], pid: int) -> None:
+    def __init__(self, link: Link, key: Hashable, host: str, address: tuple[str, int], pid: int) -> None:
         self.link, self.key, self.host, self.address, self.pid = link, key, host, address, pid
         self.groups: dict[str, Group] = {}
         self.lost: str | None = None
@@ -143,8 +143,8 @@ class AgentLinks(Client):
             return
         try:
             if agent.released:
-                agent.link.send_message(Kind.RELEASE, _drained(agent.released))
-            agent.link.send_message(kind, *content, large=large or {})
+                agent.link.send(Kind.RELEASE, _drained(agent.released))
+            agent.link.send(kind, *content, large=large or {})
         except Closed as error:
             self._lose(agent, str(error))
 
@@ -170,13 +170,13 @@ class AgentLinks(Client):
             self._lose(agent, str(error))
             return True
 
-    def ask(self, agent: Agent, what: str, *args: Any) -> MessageTicket:
-        """Ask an agent for something; `answers` waits for its answer."""
+    def ask(self, agent: Agent, question: Callable[..., object], *args: Any) -> MessageTicket:
+        """Have an agent call a method of its `AgentServer`; `answers` waits for what that returns."""
         ticket = MessageTicket(next(self.numbers))
         with self.lock:
             if agent.lost is None:
                 self._open[id(agent)][ticket.number] = ticket
-                self.send(agent, Kind.ASK, ticket.number, what, *args)
+                self.send(agent, Kind.ASK, ticket.number, question, *args)
             else:
                 self._finish(ticket, _gone(agent))
         self.flush([agent])
@@ -213,7 +213,7 @@ class AgentLinks(Client):
         if events == HAS_ROOM:
             return
         try:
-            while agent.lost is None and (message := agent.link.receive_message()) is not None:
+            while agent.lost is None and (message := agent.link.receive()) is not None:
                 self._take(agent, message)
         except Closed as error:
             self._lose(agent, str(error))

@@ -20,7 +20,7 @@ from bandmaster.codec import Payload, encode
 from bandmaster.contract import Call, Kept, KeptCopy, Reply, Workers
 from bandmaster.errors import RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
-from bandmaster.hosts.connection import Connection, Message
+from bandmaster.hosts.link import Link, Message
 from bandmaster.hosts.rows import PendingFetch, RowStore
 from bandmaster.wire.messages import (
     INLINE_NBYTES,
@@ -78,41 +78,30 @@ class _Queued(NamedTuple):
         return all(rows.done() for rows in self.rows.values() if isinstance(rows, Future))
 
 
-class Replies(NamedTuple):
-    """Replies that are to be sent.
-
-    Attributes:
-        said: The ranks and the reply, for each reply that differs.
-        large: The large payloads that they name, by number.
-    """
-
-    said: list[tuple[tuple[int, ...], bytes]]
-    large: dict[int, Payload]
-
-
 class _Unsent:
     """The replies to one call that were not sent yet.
 
     Attributes:
         is_urgent: Whether a rank has failed.
+        large: The large payloads that they name, by number.
     """
 
     def __init__(self) -> None:
         self.is_urgent = False
+        self.large: dict[int, Payload] = {}
         self._ranks: dict[tuple[bytes, int | None], list[int]] = {}
-        self._large: dict[int, Payload] = {}
 
     def add(self, ranks: Sequence[int], body: bytes, large: Mapping[int, Payload]) -> None:
         """Add a reply. Ranks that have replied the same come together, but for those that have failed."""
         has_failed = header_of(body)[0] & ~ReplyKind.TIMED == ReplyKind.FAILURE
         self.is_urgent |= has_failed
         self._ranks.setdefault((body, ranks[0] if has_failed else None), []).extend(ranks)
-        self._large.update(large)
+        self.large.update(large)
 
-    def move_to(self, replies: Replies) -> None:
-        """Have the replies sent."""
-        replies.said.extend((tuple(ranks), body) for (body, _), ranks in self._ranks.items())
-        replies.large.update(self._large)
+    @property
+    def said(self) -> list[tuple[tuple[int, ...], bytes]]:
+        """The ranks and the reply, for each reply that differs."""
+        return [(tuple(ranks), body) for (body, _), ranks in self._ranks.items()]
 
 
 class HostRanks:
@@ -134,8 +123,8 @@ class HostRanks:
     def __init__(self, workers: WorkersHere, ranks: Sequence[int], store: RowStore) -> None:
         self.workers, self.ranks = workers, tuple(ranks)
         self._store = store
-        self.home: Connection | None = None
-        self.below: list[Connection] = []
+        self.home: Link | None = None
+        self.below: list[Link] = []
         self.n_below = 0
         self._queue: deque[_Queued] = deque()  # calls that wait for rows, and calls behind them
         self._open: dict[int, dict[int, Any]] = {rank: {} for rank in ranks}  # tickets by rank and number
@@ -238,8 +227,8 @@ class HostRanks:
         for ranks, body in message.content[1]:
             self._add(ranks, body, message.large)
 
-    def replies(self, is_flushed: bool = False) -> Replies:
-        """Remove and return the replies that are to be sent now.
+    def replies(self, is_flushed: bool = False) -> tuple[list[tuple[tuple[int, ...], bytes]], dict[int, Payload]]:
+        """Remove and return the replies that are to be sent now, and the large payloads that they name, by number.
 
         Args:
             is_flushed: Whether to return all, also those to calls that only some ranks have replied to.
@@ -249,16 +238,18 @@ class HostRanks:
             ticket = self._open[rank].pop(number, None)
             if ticket is not None:
                 self._add([rank], *self._reply(rank, number, ticket))
-        replies = Replies([], {})
+        said: list[tuple[tuple[int, ...], bytes]] = []
+        large: dict[int, Payload] = {}
         is_flushed = is_flushed or time.monotonic() - self._since >= PATIENCE_S
         for number, unsent in list(self._unsent.items()):
             is_whole = not self._n_missing[number]
             if is_whole or is_flushed or unsent.is_urgent:
-                unsent.move_to(replies)
+                said += unsent.said
+                large |= unsent.large
                 del self._unsent[number]
             if is_whole:
                 del self._n_missing[number]
-        return replies
+        return said, large
 
     def _reply(self, rank: int, number: int, ticket: Any) -> tuple[bytes, Mapping[int, Payload]]:
         """The reply of a rank, and the large payload that it names."""

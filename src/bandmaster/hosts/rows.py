@@ -23,9 +23,20 @@ from typing import Any, NamedTuple
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Kept
 from bandmaster.errors import ResourceError, RowsLost
-from bandmaster.hosts.connection import FOR_ROWS, Connection, Kind, Message, Place, in_memory
-from bandmaster.hosts.handshake import Keys, Refused, Secret, greet
-from bandmaster.hosts.link import LinkStalled, await_frame, flush
+from bandmaster.hosts.handshake import Keys, Refused, Secret
+from bandmaster.hosts.link import (
+    FOR_ROWS,
+    Address,
+    Kind,
+    Link,
+    LinkStalled,
+    Message,
+    Place,
+    await_frame,
+    connect,
+    flush,
+    in_memory,
+)
 from bandmaster.plan.batch import join_rows, required_batch
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.messages import Closed
@@ -35,7 +46,6 @@ PATIENCE_S = 10.0  # with a host that sends or takes nothing
 IDLE_S = 3.0  # after which a connection is closed by which rows were fetched
 MAX_AT_ONCE = 4  # fetches from one host, which has a thread for each of their connections
 
-Address = tuple[str, int]
 RowKey = tuple[int, int]
 PendingFetch = Future[Payload]  # rows that are being fetched from another host
 
@@ -94,13 +104,13 @@ class RowServer:
 
     def serve(self, sock: socket.socket, keys: Keys) -> None:
         """Serve one connection, until it ends."""
-        connection = Connection(sock, keys)
+        connection = Link(sock, keys)
         with contextlib.suppress(Closed, LinkStalled), contextlib.closing(connection):
             while True:
                 key, rows = _received(connection, 1e6).content
                 self._answer(connection, key, rows)
 
-    def _answer(self, connection: Connection, key: RowKey, rows: Any) -> None:
+    def _answer(self, connection: Link, key: RowKey, rows: Any) -> None:
         try:
             found = self._store.get(key)
             if found is None:
@@ -110,9 +120,9 @@ class RowServer:
             if rows is not None:
                 payload = encode(join_rows([(required_batch(decode(payload)), rows)]))
         except Exception as error:  # they are gone, or cannot be read here
-            connection.send_message(Kind.ROWS, str(error))
+            connection.send(Kind.ROWS, str(error))
         else:
-            connection.send_message(Kind.ROWS, "", large={0: payload})
+            connection.send(Kind.ROWS, "", large={0: payload})
         flush([connection], PATIENCE_S)
 
 
@@ -166,7 +176,7 @@ class _Fetchers:
 
     def _run(self) -> None:
         with contextlib.ExitStack() as close_at_end:
-            connection: Connection | None = None
+            connection: Link | None = None
             while (wanted := self._next()) is not None:
                 try:
                     if connection is None or connection.fileno() < 0:
@@ -196,16 +206,12 @@ class _Fetchers:
         for wanted in lost:
             wanted.future.set_exception(error)
 
-    def _connected(self, fetch: Fetch) -> Connection:
+    def _connected(self, fetch: Fetch) -> Link:
         """A new connection. It is tried again: a flood of connections to that host may have it closed."""
         for left in range(N_ATTEMPTS - 1, -1, -1):
-            sock = None
             try:
-                sock = socket.create_connection(self._address, timeout=PATIENCE_S)
-                return Connection(*greet(sock, self._secret, FOR_ROWS))
+                return connect(self._address, self._secret, FOR_ROWS)
             except (OSError, Refused) as error:
-                if sock is not None:
-                    sock.close()
                 if not left:
                     raise _unreachable(fetch, error) from None
         raise AssertionError("the last attempt returns or raises")
@@ -249,11 +255,11 @@ class RowLinks:
             host.close()
 
 
-def _fetched(connection: Connection, wanted: _Wanted) -> Payload:
+def _fetched(connection: Link, wanted: _Wanted) -> Payload:
     """The rows that the other end of a connection sends. If that fails, the connection is closed."""
-    connection.place_payload = wanted.place
+    connection.place = wanted.place
     try:
-        connection.send_message(Kind.FETCH, wanted.fetch.key, wanted.fetch.rows)
+        connection.send(Kind.FETCH, wanted.fetch.key, wanted.fetch.rows)
         flush([connection], PATIENCE_S)
         answer = _received(connection, PATIENCE_S)
     except BaseException as error:
@@ -267,14 +273,14 @@ def _fetched(connection: Connection, wanted: _Wanted) -> Payload:
     return answer.large[0]
 
 
-def _received(connection: Connection, timeout_s: float) -> Message:
+def _received(connection: Link, timeout_s: float) -> Message:
     """The next message of a connection.
 
     Raises:
         Closed: The other end is gone.
         LinkStalled: Nothing has come for so long.
     """
-    while (message := connection.receive_message()) is None:
+    while (message := connection.receive()) is None:
         await_frame(connection, timeout_s)
     return message
 

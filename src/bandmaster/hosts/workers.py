@@ -15,7 +15,8 @@ from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, NOT_STARTED, Call, Kept, Launch, RowFacts, WorkerProcess, WorkerRecord
 from bandmaster.errors import ClosedError, PlacementError, RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
-from bandmaster.hosts.connection import Kind, Message
+from bandmaster.hosts.agent import AgentServer
+from bandmaster.hosts.link import Kind, Message
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.rows import Fetch, PendingFetch, RowKey
 from bandmaster.platform.settings import tree_from
@@ -339,7 +340,7 @@ class AgentWorkers(Client):
         if kill_because is None:
             self._tell(Kind.INTERRUPT, by_agent)
         else:
-            self._settle([self._ask(agent, "kill", said, kill_because) for agent, said in by_agent.items()])
+            self._settle([self._ask(agent, AgentServer.kill, said, kill_because) for agent, said in by_agent.items()])
 
     def resume(self, tickets: Mapping[int, Any]) -> None:
         """Let ranks begin their next calls; see `contract.Workers.resume`."""
@@ -352,11 +353,11 @@ class AgentWorkers(Client):
                 self._send(agent, kind, self.name, numbers)
         self._links.flush(self.hosts)
 
-    def _ask(self, agent: Agent, what: str, *args: Any) -> MessageTicket:
-        return self._links.ask(agent, what, self.name, *args)
+    def _ask(self, agent: Agent, question: Callable[..., object], *args: Any) -> MessageTicket:
+        return self._links.ask(agent, question, self.name, *args)
 
-    def _answer(self, agent: Agent, what: str, *args: Any) -> Any:
-        return self._links.answers([self._ask(agent, what, *args)])[0]
+    def _answer(self, agent: Agent, question: Callable[..., object], *args: Any) -> Any:
+        return self._links.answers([self._ask(agent, question, *args)])[0]
 
     def _settle(self, asked: Sequence[MessageTicket]) -> None:
         for ticket in asked:
@@ -366,7 +367,7 @@ class AgentWorkers(Client):
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
         """The stacks of ranks, of all hosts at the same time; see `contract.Workers.stacks`."""
         by_agent = self._numbers_of(_unanswered(tickets))
-        asked = [self._ask(agent, "stacks", numbers) for agent, numbers in by_agent.items()]
+        asked = [self._ask(agent, AgentServer.stacks, numbers) for agent, numbers in by_agent.items()]
         found: dict[int, str] = {}
         deadline = time.monotonic() + STACKS_TIMEOUT_S
         for ticket in asked:
@@ -399,7 +400,7 @@ class AgentWorkers(Client):
         """
         self._names, self._told, self._again = launch.worker_names, said, again
         try:
-            asked = [self._ask(agent, "start", said(self.ranks_on(agent))) for agent in self.hosts]
+            asked = [self._ask(agent, AgentServer.start, said(self.ranks_on(agent))) for agent in self.hosts]
             found: dict[int, Said] = {}
             for agent, (records, rendezvous) in zip(self.hosts, self._links.answers(asked), strict=True):
                 found.update(zip(self.ranks_on(agent), records, strict=True))
@@ -418,7 +419,7 @@ class AgentWorkers(Client):
         """Tell the agents that are not lost where the rendezvous is, but for one, which knows."""
         others = [agent for agent in self.hosts if agent is not but and agent.lost is None]
         if self._rendezvous:
-            self._links.answers([self._ask(agent, "announce", self._rendezvous) for agent in others])
+            self._links.answers([self._ask(agent, AgentServer.announce, self._rendezvous) for agent in others])
 
     def _form_tree(self) -> None:
         """Have some agents pass calls on to others."""
@@ -427,7 +428,7 @@ class AgentWorkers(Client):
         asked = []
         for relay, *below in blocks:
             n_ranks = sum(len(self.ranks_on(agent)) for agent in below)
-            asked.append(self._ask(relay, "relay", [agent.address for agent in below], n_ranks))
+            asked.append(self._ask(relay, AgentServer.relay, [agent.address for agent in below], n_ranks))
         self._links.answers(asked)
         with self.lock:
             self._relay_of = {agent: block[0] for block in blocks for agent in block}
@@ -437,9 +438,9 @@ class AgentWorkers(Client):
         agent = self._agents[rank]
         if agent.lost is not None and self._again is not None:
             agent = self._again(rank)
-            ((record,), rendezvous) = self._answer(agent, "start", self._told([rank]))
+            ((record,), rendezvous) = self._answer(agent, AgentServer.start, self._told([rank]))
         else:
-            record, rendezvous = self._answer(agent, "replace", rank)
+            record, rendezvous = self._answer(agent, AgentServer.replace, rank)
         with self.lock:
             agent.groups[self.name] = self
             self._agents[rank], self._records[rank] = agent, record
@@ -449,7 +450,7 @@ class AgentWorkers(Client):
             self._rendezvous = rendezvous
             self._announce(but=agent)
         elif self._rendezvous != rendezvous:
-            self._answer(agent, "announce", self._rendezvous)
+            self._answer(agent, AgentServer.announce, self._rendezvous)
 
     @property
     def records(self) -> list[WorkerRecord]:
@@ -467,7 +468,7 @@ class AgentWorkers(Client):
             self._why_stopped = why
             hosts = self.hosts
             self.take_deaths({rank: Failure(FailureKind.DIED, why) for rank in range(len(self._agents))})
-        self._settle([self._ask(agent, "stop", why) for agent in hosts])
+        self._settle([self._ask(agent, AgentServer.stop, why) for agent in hosts])
         with self.lock:
             for agent in hosts:
                 agent.groups.pop(self.name, None)

@@ -15,7 +15,6 @@ import json
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -27,8 +26,8 @@ from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
 from bandmaster.contract import Launch, ShowOutput
 from bandmaster.hosts.agent import AgentServer, Host
-from bandmaster.hosts.connection import FOR_MESSAGES, Connection, in_memory
-from bandmaster.hosts.handshake import Secret, greet
+from bandmaster.hosts.handshake import Secret
+from bandmaster.hosts.link import FOR_MESSAGES, connect, in_memory
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
 
@@ -80,9 +79,8 @@ class SimulatedHosts(MachineBackend):
         nodes = [str(host) for host in hosts]
         missing = [node for node in dict.fromkeys(nodes) if node not in self._links.agents]
         for node, (address, pid) in zip(missing, self._started(len(missing)), strict=True):
-            sock = socket.create_connection(address, timeout=PATIENCE_S)
-            trusted, keys = greet(sock, self._links.secret, FOR_MESSAGES)
-            self._links.add(Agent(Connection(trusted, keys), node, f"host{node}", address, pid))
+            link = connect(address, self._links.secret, FOR_MESSAGES)
+            self._links.add(Agent(link, node, f"host{node}", address, pid))
         agents = [self._links.agents[node] for node in nodes]
         workers = AgentWorkers(f"{launch.group} {next(self._names)}", self._links, agents)
         workers.begin(launch, lambda ranks: pickle.dumps((launch.sent(), tuple(ranks))))

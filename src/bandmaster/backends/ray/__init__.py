@@ -2,10 +2,10 @@
 
 ::
 
-    RayBackend.reserve ── placement ──► a placement group for each node of the pool
+    RayBackend.reserve ───────────────► a placement group for each node of the pool
     RayBackend.start ─┬─ ranks on this host ───────────────► LocalBackend.start_ranks ── fork ──► workers
                       └─ otherwise ── agents ── link ──► BandmasterAgent, an actor per node ── fork ──► workers
 
-`session` connects to Ray, `placement` reserves, `agents` starts agents, `backend` is the backend itself, and
-`in_worker` connects a worker that uses Ray to the cluster of its controller. Importing this package imports no Ray.
+`session` connects to Ray, `backend` reserves and is the backend itself, `agents` starts agents, and `in_worker`
+connects a worker that uses Ray to the cluster of its controller. Importing this package imports no Ray.
 """

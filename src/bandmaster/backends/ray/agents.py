@@ -16,8 +16,8 @@ import pickle
 import socket
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,14 +27,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bandmaster.backends.host_workers import Place
 from bandmaster.backends.local import LocalBackend, default_modules
-from bandmaster.backends.ray.placement import START_TIMEOUT_S
-from bandmaster.backends.ray.probes import answering
-from bandmaster.backends.ray.session import RaySession
+from bandmaster.backends.ray.session import START_TIMEOUT_S, RaySession
 from bandmaster.contract import Launch, ShowOutput
 from bandmaster.errors import ClosedError, PlacementError
 from bandmaster.hosts.agent import AgentServer, Host
-from bandmaster.hosts.connection import FOR_MESSAGES, Connection
-from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Refused, Secret, greet
+from bandmaster.hosts.handshake import Refused, Secret
+from bandmaster.hosts.link import FOR_MESSAGES, connect
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.ranks import WorkersHere
 from bandmaster.hosts.workers import AgentWorkers
@@ -42,7 +40,6 @@ from bandmaster.platform.limits import start_thread
 
 END_TIMEOUT_S = 2.0  # for Ray to end an agent
 PROBE_TIMEOUT_S = 3.0  # for a host to take a connection
-NOTICED_AFTER_S = 30.0  # Ray itself knows by then which hosts are lost
 PATIENCE_S = 24 * 3600.0  # of an agent, for its controller to connect: Ray ends it if the controller ends before
 _log = logging.getLogger(__name__)
 
@@ -142,7 +139,6 @@ class RayAgents:
         self._actors: dict[AgentKey, Any] = {}
         self._opened: dict[AgentKey, Any] = {}  # the ObjectRef of the facts of agents without a link
         self._held: dict[object, Sequence[AgentKey]] = {}  # by reservation
-        self._lost_at: dict[str, float] = {}  # by node: when it could not be reached
         self._session: RaySession | None = None
         self._numbers = itertools.count()
 
@@ -210,7 +206,8 @@ class RayAgents:
             facts: AgentFacts | None = None
             try:
                 facts = ray.get(self._opened.pop(key), timeout=START_TIMEOUT_S)
-                links.add(_connected(key, facts, links.secret))
+                link = connect(facts.address, links.secret, FOR_MESSAGES)
+                links.add(Agent(link, key, facts.host, facts.address, facts.pid))
             except (RayError, OSError, Refused) as error:
                 self._is_due = True
                 raise _unreachable(key, facts, error) from error
@@ -241,14 +238,10 @@ class RayAgents:
         """The nodes that cannot be reached, of those whose agents are gone although they were not ended."""
         has_link = set() if self._links is None else set(self._links.agents)
         gone = {key.node for key in self._actors.keys() - has_link - self._opened.keys()}
-        now = time.monotonic()
-        known = {node for node, found_at in self._lost_at.items() if node in gone and now - found_at < NOTICED_AFTER_S}
-        asked = [node for node in (ray.nodes() if gone - known else ()) if node["NodeID"] in gone - known]
-        addresses = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in asked]
-        answers = answering(addresses, PROBE_TIMEOUT_S)
-        lost = {node["NodeID"] for node, address in zip(asked, addresses, strict=True) if address not in answers}
-        self._lost_at |= dict.fromkeys(lost, now)
-        return known | lost
+        asked = [node for node in (ray.nodes() if gone else ()) if node["Alive"] and node["NodeID"] in gone]
+        with ThreadPoolExecutor(max(1, len(asked))) as threads:  # of all nodes at the same time
+            are_reached = list(threads.map(_takes_connections, asked))
+        return {node["NodeID"] for node, is_reached in zip(asked, are_reached, strict=True) if not is_reached}
 
     def release_agents(self) -> None:
         """End the agents that are not needed, now or when a thread that starts or ends some has done so."""
@@ -277,7 +270,7 @@ class RayAgents:
             self._opened.pop(key, None)
             if agent is not None:
                 with contextlib.suppress(ClosedError, TimeoutError):
-                    self._links.answers([self._links.ask(agent, "end")], END_TIMEOUT_S)
+                    self._links.answers([self._links.ask(agent, AgentServer.end)], END_TIMEOUT_S)
             if self._session is not None and self._session.is_current:
                 ray.kill(actor)  # before its link ends, at which it would end by itself: Ray would report that
             if agent is not None:
@@ -292,16 +285,6 @@ class RayAgents:
             links.close()
 
 
-def _connected(key: AgentKey, facts: AgentFacts, secret: Secret) -> Agent:
-    sock = socket.create_connection(facts.address, timeout=HANDSHAKE_TIMEOUT_S)
-    try:
-        trusted, keys = greet(sock, secret, FOR_MESSAGES)
-    except BaseException:
-        sock.close()
-        raise
-    return Agent(Connection(trusted, keys), key, facts.host, facts.address, facts.pid)
-
-
 def _unreachable(key: AgentKey, facts: AgentFacts | None, error: Exception) -> PlacementError:
     reason = str(error).strip().split("\n")[0] or type(error).__name__
     if facts is None:
@@ -312,6 +295,15 @@ def _unreachable(key: AgentKey, facts: AgentFacts | None, error: Exception) -> P
         f"there: {reason}; let the hosts of the cluster connect to each other on all ports, and see `bandmaster doctor "
         "--ray`"
     )
+
+
+def _takes_connections(node: Mapping[str, Any]) -> bool:
+    """Whether the process by which Ray keeps a node takes a connection. Ray itself takes a while to notice."""
+    with contextlib.suppress(OSError):
+        address = node["NodeManagerAddress"], node["NodeManagerPort"]
+        socket.create_connection(address, timeout=PROBE_TIMEOUT_S).close()
+        return True
+    return False
 
 
 def is_alive(node: str) -> bool:

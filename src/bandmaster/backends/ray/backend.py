@@ -7,21 +7,25 @@ import functools
 import json
 import os
 import socket
-import threading
 import time
+import uuid
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bandmaster.backends.host_workers import HostWorkers, Place
 from bandmaster.backends.local import LocalBackend, default_modules
-from bandmaster.backends.ray import placement
 from bandmaster.backends.ray.agents import AgentKey, RayAgents
 from bandmaster.backends.ray.in_worker import SETUP_HOOK, is_name
-from bandmaster.backends.ray.placement import Reservation
-from bandmaster.backends.ray.session import RayConnection, RaySession
+from bandmaster.backends.ray.session import PLACE, START_TIMEOUT_S, RayConnection, RaySession
 from bandmaster.contract import Launch
 from bandmaster.errors import UsageError
 from bandmaster.hosts.workers import AgentWorkers
@@ -32,6 +36,7 @@ from bandmaster.platform.settings import CONTROLLERS_RAY
 
 POLL_S = 0.1  # Ray has no event for "a resource became free"
 LOOK_S = 0.5  # how often to look whether the user has left Ray, or it has ended, of which Ray tells nobody
+_UNIQUE = " #"  # begins the suffix that makes the name of a placement group unique; messages omit the suffix
 _BY_POOL = (
     "the pool decides about it: use_gpu=, gpus_per_worker=, cpus_per_worker= and resources_per_worker= of ResourcePool"
 )
@@ -45,6 +50,25 @@ REFUSED_OPTIONS = {  # of @ray.remote, and what to do instead
     **dict.fromkeys(("max_restarts", "max_task_retries", "max_pending_calls"), _IN_ORDER),
     **dict.fromkeys(("max_concurrency", "concurrency_groups", "allow_out_of_order_execution"), _IN_ORDER),
 }
+
+
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """The placement groups of a pool.
+
+    Attributes:
+        name: Name of the pool.
+        groups: The placement group of each entry of the request. It has one bundle, with all slots of the entry.
+        nodes: Ray's id of the node of each entry.
+        gpus: The GPUs of each slot, as ``CUDA_VISIBLE_DEVICES`` lists them, by entry and slot.
+        session: The Ray session in which the placement groups exist.
+    """
+
+    name: str
+    groups: tuple[PlacementGroup, ...]
+    nodes: tuple[str, ...]
+    gpus: tuple[tuple[tuple[str, ...], ...], ...]
+    session: RaySession
 
 
 class RayBackend:
@@ -65,7 +89,6 @@ class RayBackend:
         self, local: LocalBackend, connection: RayConnection | None = None, agents: RayAgents | None = None
     ) -> None:
         self.local, self.connection, self.agents = local, connection or RayConnection(), agents or RayAgents()
-        self._watch = _SessionWatch()
 
     def inventory(self) -> tuple[Node, ...]:
         """The live nodes of the cluster, to which this connects if needed. A private Ray instance does not count CPUs.
@@ -74,7 +97,7 @@ class RayBackend:
             UsageError: The cluster can only be reached through Ray Client.
         """
         self.connection.connect()
-        return placement.inventory(self.connection.is_embedded)
+        return inventory(self.connection.is_embedded)
 
     def reserve(self, request: Request, timeout_s: float) -> Reservation:
         """Create a placement group on the node chosen for each entry of the request, and start agents on other nodes.
@@ -117,26 +140,26 @@ class RayBackend:
             keys: Ray's id of the node of each entry.
             deadline: Until when to wait for the placement groups, as `time.monotonic`.
         """
-        names = [placement.name_of(request.name, size) for size in request.workers]
-        bundles = [[placement.bundle_of(request, size, self.connection.is_embedded)] for size in request.workers]
-        groups = placement.placed(names, bundles, keys, deadline)
+        names = [name_of(request.name, size) for size in request.workers]
+        bundles = [[bundle_of(request, size, self.connection.is_embedded)] for size in request.workers]
+        groups = placed(names, bundles, keys, deadline)
         if groups is None:
             return None
         try:
-            return Reservation(request.name, groups, tuple(keys), placement.gpus_of(groups, request), RaySession())
+            return Reservation(request.name, groups, tuple(keys), gpus_of(groups, request), RaySession())
         except BaseException:
-            placement.release(groups)
+            remove(groups)
             raise
 
     def _remove(self, reservation: Reservation) -> None:
-        placement.release(reservation.groups)
+        remove(reservation.groups)
 
     def nodes(self, reservation: Reservation) -> list[Node | None]:
         """The node of each entry; where the agent of a host is gone, it is found out at once whether the host is."""
         reservation.session.check(f"pool {reservation.name!r}")
         lost = self.agents.lost_nodes()
         living = {node.key: node for node in self.inventory() if node.key not in lost}
-        return [living.get(placement.node_of(group)) for group in reservation.groups]
+        return [living.get(node_of(group)) for group in reservation.groups]
 
     def release(self, reservation: Reservation) -> None:
         """Remove the placement groups of a reservation. A private Ray instance ends with its last reservation."""
@@ -167,7 +190,9 @@ class RayBackend:
         if not runtime_env and set(nodes) == {ray.get_runtime_context().get_node_id()}:
             place = self._place(launch, range(len(nodes)), variables, ray.util.get_node_ip_address())
             workers = self.local.start_ranks(launch, place, [slot.reservation for slot in launch.slots])
-            self._watch.add(workers, launch.slots[0].reservation.session, launch.group)
+            raylet = _raylet(ray.get_runtime_context().get_node_id())
+            watched = _Watched(launch.group, launch.slots[0].reservation.session, raylet)
+            start_thread("bandmaster-ray-session", _end_with_ray, weakref.ref(workers), watched)
             return workers
         ranks: dict[str, list[int]] = {}
         for rank, node in enumerate(nodes):
@@ -183,6 +208,142 @@ class RayBackend:
         gpus = {rank: launch.slots[rank].reservation.gpus[launch.slots[rank].node] for rank in ranks}
         of_slot = {rank: of_node[launch.slots[rank].index] for rank, of_node in gpus.items()}
         return Place(tuple(ranks), address, of_slot, variables, default_modules(launch.imports))
+
+
+def inventory(is_embedded: bool) -> tuple[Node, ...]:
+    """The live nodes of the cluster. A private Ray instance does not count CPUs.
+
+    Args:
+        is_embedded: Whether Ray is such an instance.
+    """
+    holders = _holders_by_node()
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    free = {
+        node.node_id: {one.resource_name: one.total - one.used for one in node.resource_usage.usage}
+        for node in (*status.active_nodes, *status.idle_nodes)
+        if node.resource_usage is not None
+    }
+    nodes = []
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        key, total, left = node["NodeID"], node["Resources"], free.get(node["NodeID"], {})
+        nodes.append(
+            Node(
+                name=node["NodeManagerAddress"],
+                cpus_total=None if is_embedded else total.get("CPU", 0.0),
+                cpus_free=None if is_embedded else left.get("CPU", 0.0),
+                gpus_total=total.get("GPU", 0.0),
+                gpus_free=left.get("GPU", 0.0),
+                holders=tuple(sorted(holders.get(key, ()))),
+                key=key,
+                hostname=node["NodeManagerHostname"],
+                labels=node.get("Labels", {}),
+                total=total,
+                free=left,
+                is_many=is_embedded,
+            )
+        )
+    return tuple(nodes)
+
+
+def name_of(pool: str, n_slots: int) -> str:
+    """The name that messages give to the placement group of some slots of a pool."""
+    return f"pool {pool!r} ({n_slots} slots)"
+
+
+def placed(
+    names: Sequence[str],
+    bundles: Sequence[Sequence[Mapping[str, float]]],
+    keys: Sequence[str],
+    deadline: float,
+    life: str | None = None,
+) -> tuple[PlacementGroup, ...] | None:
+    """Create a placement group on each of some nodes; None, leaving none behind, if resources were taken meanwhile.
+
+    Args:
+        names: What messages call each placement group.
+        bundles: The bundles of each.
+        keys: The node of each.
+        deadline: Until when to wait for them, as `time.monotonic`.
+        life: Their lifetime, as Ray calls it.
+    """
+    groups: list[PlacementGroup] = []
+    try:
+        for name, wanted, key in zip(names, bundles, keys, strict=True):
+            unique, labels = f"{name}{_UNIQUE}{uuid.uuid4().hex}", [{"ray.io/node-id": key}] * len(wanted)
+            groups.append(placement_group(list(wanted), "STRICT_PACK", unique, life, bundle_label_selector=labels))
+        if all(group.wait(max(1.0, min(10.0, deadline - time.monotonic()))) for group in groups):
+            return tuple(groups)
+    except GetTimeoutError:
+        pass
+    except BaseException:
+        remove(groups)
+        raise
+    remove(groups)
+    return None
+
+
+def remove(groups: Sequence[PlacementGroup]) -> None:
+    """Remove placement groups."""
+    for group in groups:
+        remove_placement_group(group)
+
+
+def node_of(group: PlacementGroup) -> str:
+    """Ray's id of the node of a placement group; empty if that is lost."""
+    return str(placement_group_table(group)["bundles_to_node_id"].get(0, ""))
+
+
+def bundle_of(request: Request, n_slots: int, is_embedded: bool) -> dict[str, float]:
+    """The resources that Ray reserves for some slots of one node; Ray refuses an empty bundle."""
+    amounts: dict[str, float] = {"GPU": request.gpus_per_worker}
+    if is_embedded:
+        amounts[PLACE] = 1
+    else:
+        amounts |= {"CPU": request.cpus_per_worker, **dict(request.resources_per_worker)}
+    found = {name: n_slots * float(amount) for name, amount in amounts.items() if amount}
+    return found or {"CPU": 0.01}
+
+
+def gpus_of(groups: Sequence[PlacementGroup], request: Request) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """The GPUs of each slot, in the order of their numbers, which only a task in a bundle can read."""
+    each = request.gpus_per_worker
+    if not each:
+        return tuple(((),) * size for size in request.workers)
+    asked = [
+        gpus_of_bundle.options(
+            num_gpus=each * size, scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0)
+        ).remote()
+        for group, size in zip(groups, request.workers, strict=True)
+    ]
+    found = [sorted(gpus, key=device_key) for gpus in ray.get(asked, timeout=START_TIMEOUT_S)]
+    return tuple(
+        tuple(tuple(gpus[slot * each : (slot + 1) * each]) for slot in range(size))
+        for gpus, size in zip(found, request.workers, strict=True)
+    )
+
+
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+def gpus_of_bundle() -> list[str]:
+    """The GPUs of the bundle that this task runs in."""
+    return list(map(str, ray.get_gpu_ids()))
+
+
+def device_key(gpu: str) -> tuple[int, str]:
+    """The sort key of a GPU: its number, if it has one."""
+    return (int(gpu), "") if gpu.isdigit() else (0, gpu)
+
+
+def _holders_by_node() -> dict[str, list[str]]:
+    """For each node id, what messages call the placement groups that have bundles on that node."""
+    holders: dict[str, list[str]] = {}
+    for group in placement_group_table().values():
+        name, is_ours, _ = group["name"].partition(_UNIQUE)
+        for node, n in Counter(group["bundles_to_node_id"].values()).items() if group["state"] == "CREATED" else ():
+            called = name if is_ours else f"{name or 'an unnamed placement group'} ({n} bundles)"
+            holders.setdefault(node, []).append(called)
+    return holders
 
 
 def _environment(asked: Mapping[str, Any] | None) -> tuple[dict[str, str], dict[str, Any]]:
@@ -239,35 +400,13 @@ class _Watched(NamedTuple):
         return ""
 
 
-class _SessionWatch:
-    """Ends workers on this host once the Ray that their slots are on has ended, or the user has left it.
+def _end_with_ray(workers: weakref.ref[HostWorkers], watched: _Watched) -> None:
+    """End workers on this host once the Ray that their slots are on has ended, or the user has left it.
 
     Ray itself ends agents.
     """
-
-    def __init__(self) -> None:
-        self._watched: weakref.WeakKeyDictionary[HostWorkers, _Watched] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-        self._is_looking = False
-
-    def add(self, workers: HostWorkers, session: RaySession, group: str) -> None:
-        """Watch the workers of a group until they are stopped."""
-        watched = _Watched(group, session, _raylet(ray.get_runtime_context().get_node_id()))
-        with self._lock:
-            self._watched[workers] = watched
-            if not self._is_looking:
-                start_thread("bandmaster-ray-session", self._look)
-                self._is_looking = True
-
-    def _look(self) -> None:
-        while self._running():
-            time.sleep(LOOK_S)  # Ray tells nobody of `ray.shutdown`
-            for workers, watched in self._running():
-                if why := watched.why_ended():
-                    workers.stop(why)
-
-    def _running(self) -> list[tuple[HostWorkers, _Watched]]:
-        with self._lock:
-            found = [(workers, known) for workers, known in self._watched.items() if not workers.is_stopped]
-            self._is_looking = bool(found)
-        return found
+    while (running := workers()) is not None and not running.is_stopped:
+        if why := watched.why_ended():
+            running.stop(why)
+        del running
+        time.sleep(LOOK_S)  # Ray tells nobody of `ray.shutdown`

@@ -18,6 +18,7 @@ from bandmaster.errors import ClosedError, UsageError
 from bandmaster.platform.forks import n_forks
 from bandmaster.platform.limits import working_directory
 
+START_TIMEOUT_S = 300.0  # for Ray to start a process
 PLACE = "bandmaster_place"  # custom resource of a private Ray instance; each slot takes one unit
 _NO_CLIENT = (
     "backend 'ray' does not work over Ray Client (ray://), because the controller must be part of the cluster; run the "

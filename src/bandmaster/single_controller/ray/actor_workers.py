@@ -20,8 +20,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayE
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from bandmaster import contract
-from bandmaster.backends.ray.placement import START_TIMEOUT_S
-from bandmaster.backends.ray.session import RaySession
+from bandmaster.backends.ray.session import START_TIMEOUT_S, RaySession
 from bandmaster.codec import Payload
 from bandmaster.contract import (
     CLOSED,

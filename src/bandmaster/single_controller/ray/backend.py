@@ -14,10 +14,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bandmaster.backends import get_backend
 from bandmaster.backends.host_workers import HostWorkers
-from bandmaster.backends.ray import placement
-from bandmaster.backends.ray.backend import POLL_S, RayBackend
-from bandmaster.backends.ray.placement import START_TIMEOUT_S, Reservation, device_key
-from bandmaster.backends.ray.session import RaySession
+from bandmaster.backends.ray import backend
+from bandmaster.backends.ray.backend import POLL_S, RayBackend, Reservation
+from bandmaster.backends.ray.session import START_TIMEOUT_S, RaySession
 from bandmaster.contract import Launch
 from bandmaster.errors import UsageError
 from bandmaster.hosts.workers import AgentWorkers
@@ -66,7 +65,7 @@ class ActorReservation(Reservation):
         found = [gpus_of_bundles(group) if are_free else _in_order(group.bundle_count) for group in groups]
         bundles = tuple(tuple(sorted(range(len(of)), key=of.__getitem__)) for of in found)
         gpus = tuple(tuple(of[index][1] for index in order) for of, order in zip(found, bundles, strict=True))
-        nodes = tuple(map(placement.node_of, groups))
+        nodes = tuple(map(backend.node_of, groups))
         return cls(name, tuple(groups), nodes, gpus, RaySession(), bundles, is_detached=True)
 
 
@@ -79,16 +78,16 @@ class ActorBackend(RayBackend):
 
     def _reserved(self, request: Request, keys: Sequence[str], deadline: float) -> Reservation | None:
         is_detached = isinstance(request, ActorRequest) and request.is_detached
-        bundle = placement.bundle_of(request, 1, self.connection.is_embedded)
-        names = [placement.name_of(request.name, size) for size in request.workers]
+        bundle = backend.bundle_of(request, 1, self.connection.is_embedded)
+        names = [backend.name_of(request.name, size) for size in request.workers]
         bundles = [[bundle] * size for size in request.workers]
-        groups = placement.placed(names, bundles, keys, deadline, "detached" if is_detached else None)
+        groups = backend.placed(names, bundles, keys, deadline, "detached" if is_detached else None)
         if groups is None:
             return None
         try:
             made = ActorReservation.of(request.name, groups, are_free=True)
         except BaseException:
-            placement.release(groups)
+            backend.remove(groups)
             raise
         return ActorReservation(made.name, made.groups, made.nodes, made.gpus, made.session, made.bundles, is_detached)
 
@@ -183,10 +182,10 @@ def gpus_of_bundles(group: PlacementGroup) -> Bundles:
     if not any(n_gpus):
         return _in_order(group.bundle_count)
     asked = [
-        placement.gpus_of_bundle.options(
+        backend.gpus_of_bundle.options(
             num_gpus=n, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)
         ).remote()
         for index, n in enumerate(n_gpus)
     ]
     found = ray.get(asked, timeout=START_TIMEOUT_S)
-    return [(device_key(gpus[0]), tuple(gpus)) for gpus in found]
+    return [(backend.device_key(gpus[0]), tuple(gpus)) for gpus in found]
