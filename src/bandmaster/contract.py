@@ -349,17 +349,17 @@ class Ticket:
         is_done: Whether it has its reply; False where only `Workers.wait` tells.
         is_dropped: Whether the rank never gets it.
         on_done: If it is set, the thread that receives the reply calls it; it must not block.
-        times: The times of the worker, packed as `TIMES`, and when the reply was received; only of calls that are
+        times: The times of the worker, packed as `TIMES`, and when the reply was received; None but for calls that are
             timed, once they are done.
     """
 
     __slots__ = ("on_done", "times")
 
     is_done = is_dropped = False
-    times: tuple[bytes, int]
 
     def __init__(self) -> None:
         self.on_done: Callable[[], object] | None = None
+        self.times: tuple[bytes, int] | None = None
 
 
 class Workers(Protocol):

@@ -5,7 +5,7 @@
     controller                               another host
     AgentWorkers ── AgentLinks ── link ──► AgentServer ── HostRanks ── lanes ──► workers
       (a group)     (all links)              (a process)   (a group)
-                                             RowServer ◄── connections of agents of other hosts, which fetch rows
+                                             serve_rows ◄─ connections of agents of other hosts, which fetch rows
 
 A call is one message for each host, whatever the number of its ranks; the replies of a host come together. The bytes of
 calls and replies are those of lanes (`bandmaster.wire.messages`). Nothing here knows what started the workers: that is

@@ -3,7 +3,7 @@
 ::
 
     controller ── link ──► AgentServer ── calls ──► HostRanks, one per group ── lanes ──► workers
-    other agents ── connections for rows ──► RowServer
+    other agents ── connections for rows ──► serve_rows
                  ── connections of a tree ─► calls and replies that are passed on
 """
 
@@ -12,19 +12,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import select
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from bandmaster.codec import Payload
 from bandmaster.contract import ShowOutput, Written
 from bandmaster.errors import ClosedError, ResourceError
+from bandmaster.errors.failure import Failure
 from bandmaster.hosts.handshake import Refused, Secret, welcome
 from bandmaster.hosts.link import (
     FOR_MESSAGES,
@@ -38,7 +38,7 @@ from bandmaster.hosts.link import (
     in_memory,
 )
 from bandmaster.hosts.ranks import HostRanks, WorkersHere
-from bandmaster.hosts.rows import Fetch, RowLinks, RowServer, RowStore
+from bandmaster.hosts.rows import Fetch, RowLinks, RowStore, serve_rows
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.status_page import AGENT, announce
@@ -88,7 +88,7 @@ class AgentServer:
         self._listening = socket.create_server((address, 0), backlog=128)
         self.address: Address = self._listening.getsockname()[:2]
         self._store = RowStore()
-        self._rows, self._links = RowServer(self._store), RowLinks(secret)
+        self._links = RowLinks(secret)
         self._groups: dict[str, HostRanks] = {}
         self._by_fd: dict[int, HostRanks] = {}
         self._controller: Link
@@ -98,8 +98,7 @@ class AgentServer:
         self._to_do: deque[Callable[[], object]] = deque()  # for the thread that serves, from others
         self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
         self._meeting = threading.Lock()
-        self._came: deque[tuple[socket.socket, Any]] = deque()
-        self._has_come = threading.Event()
+        self._first: Future[Link] = Future()  # the link to the controller
         start_thread("bandmaster-agent-listener", self._listen)
 
     # --- new connections ---
@@ -116,16 +115,13 @@ class AgentServer:
                 has_failed = True
                 time.sleep(ACCEPT_AGAIN_S)
 
-    def _turn_away(self, sock: socket.socket) -> None:
-        """Have the thread that awaits a connection's proof give up."""
-        del self._strangers[sock]
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-
     def _welcome(self, sock: socket.socket, peer: Any) -> None:
         with self._meeting:
             if len(self._strangers) == MAX_STRANGERS:
-                self._turn_away(next(iter(self._strangers)))
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with contextlib.suppress(OSError):  # the thread that awaits its proof gives up
+                    oldest.shutdown(socket.SHUT_RDWR)
             self._strangers[sock] = None
         try:
             trusted, keys, purpose = welcome(sock, self._secret)
@@ -137,10 +133,9 @@ class AgentServer:
             with self._meeting:
                 self._strangers.pop(sock, None)
         if purpose == FOR_ROWS:
-            self._rows.serve(trusted, keys)
-        elif purpose == FOR_MESSAGES and not self._has_come.is_set():
-            self._came.append((trusted, keys))
-            self._has_come.set()
+            serve_rows(Link(trusted, keys), self._store)
+        elif purpose == FOR_MESSAGES and not self._first.done():
+            self._first.set_result(Link(trusted, keys, self._place))
         elif purpose == FOR_RELAY:
             self.later(lambda: self._serve_connection(Link(trusted, keys, self._place)))
         else:
@@ -154,12 +149,12 @@ class AgentServer:
         Args:
             patience_s: Seconds in which it has to connect.
         """
-        if not self._has_come.wait(patience_s):
+        if not wait([self._first], patience_s).done:
             _log.warning("no controller has connected within %g s", patience_s)
             return
+        self._controller = self._first.result()
         self._poll = select.epoll()
         self._poll.register(self._wake, select.EPOLLIN)
-        self._controller = Link(*self._came.popleft(), self._place)
         self._serve_connection(self._controller)
         try:
             while True:
@@ -301,17 +296,13 @@ class AgentServer:
     def _answer(self, number: int, question: Callable[..., object], *args: Any) -> None:
         """Answer a question, in a thread of its own."""
         try:
-            said, is_error = question(self, *args), False
+            said = question(self, *args)
         except BaseException as error:
-            said, is_error = error, True
-        try:
-            pickled = pickle.dumps(said)
-        except Exception as error:
-            pickled, is_error = pickle.dumps(RuntimeError(f"{said!r} ({error})")), True
+            said = Failure.of(error)
 
         def answer() -> None:
             self._tell()  # of deaths first, if it was that
-            self._send(self._controller, Kind.ANSWER, number, is_error, pickled)
+            self._send(self._controller, Kind.ANSWER, number, said)
 
         self.later(answer)
 

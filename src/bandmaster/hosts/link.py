@@ -66,8 +66,8 @@ class Kind(IntEnum):
     ASK = 4  # number, method of `AgentServer`, arguments
     PING = 5  # nothing
     REPLIES = 6  # group, (ranks, reply) for each reply that differs
-    DEATHS = 7  # group, {rank: pickled failure}
-    ANSWER = 8  # number, whether it is an error, the pickled answer
+    DEATHS = 7  # group, {rank: failure}
+    ANSWER = 8  # number, what the method has returned, or a failure
     PONG = 9  # nothing
     FORWARD = 10  # address of one of the agents below, kind and content of the message for it
     RESUME = 11  # group, {rank: number of a call that has failed there}

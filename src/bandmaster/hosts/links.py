@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import pickle
 import select
 import threading
 import time
@@ -13,7 +12,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED
 from bandmaster.errors import BandmasterError, ClosedError
 from bandmaster.errors.failure import Failure, FailureKind
@@ -143,7 +141,7 @@ class AgentLinks(Client):
             return
         try:
             if agent.released:
-                agent.link.send(Kind.RELEASE, _drained(agent.released))
+                agent.link.send(Kind.RELEASE, [agent.released.popleft() for _ in range(len(agent.released))])
             agent.link.send(kind, *content, large=large or {})
         except Closed as error:
             self._lose(agent, str(error))
@@ -196,11 +194,12 @@ class AgentLinks(Client):
                 if left is not None and left <= 0:
                     raise TimeoutError(f"an agent has not answered within {timeout_s:g} s")
                 self.wait([ticket], left)
-        outcomes: list[Any] = [ticket.outcome for ticket in tickets]
+        outcomes = [ticket.outcome for ticket in tickets]
         for outcome in outcomes:
             if isinstance(outcome, Failure):
-                raise outcome.exception or ClosedError(outcome.summary)
-        return [None if outcome is None else pickle.loads(outcome.head) for outcome in outcomes]
+                is_gone = outcome.kind is FailureKind.DIED
+                raise outcome.exception or (ClosedError if is_gone else RuntimeError)(outcome.summary)
+        return outcomes
 
     # --- receiving; the lock is held ---
 
@@ -224,16 +223,15 @@ class AgentLinks(Client):
         if kind == Kind.REPLIES and group is not None:
             group.take_replies(message)
         elif kind == Kind.DEATHS and group is not None:
-            group.take_deaths({rank: revived(failure) for rank, failure in content[1].items()})
+            group.take_deaths(content[1])
         elif kind == Kind.OUTPUT:
             from bandmaster.output.screen import show
 
             show(content[0])
         elif kind == Kind.ANSWER:
-            number, is_error, pickled = content
-            ticket = self._open[id(agent)].pop(number, None)
+            ticket = self._open[id(agent)].pop(content[0], None)
             if ticket is not None:
-                self._finish(ticket, _error(pickled) if is_error else Payload(pickled))
+                self._finish(ticket, content[1])
 
     def _lose(self, agent: Agent, why: str) -> None:
         """Take the end of an agent."""
@@ -277,29 +275,5 @@ class AgentLinks(Client):
             self.send(agent, Kind.PING)
 
 
-def revived(pickled: bytes) -> Failure:
-    """A failure that has travelled."""
-    try:
-        failure: Failure = pickle.loads(pickled)
-    except BaseException as error:  # the user's exceptions may do anything when they are unpickled
-        return Failure.of(error)
-    return failure
-
-
-def _error(pickled: bytes) -> Failure:
-    try:
-        return Failure(FailureKind.RAISED, "an agent could not do what it was asked for", "", pickle.loads(pickled))
-    except BaseException as error:
-        return Failure.of(error)
-
-
 def _gone(agent: Agent) -> Failure:
     return Failure(FailureKind.DIED, f"the agent on {agent.host} is gone: {agent.lost}")
-
-
-def _drained(keys: deque[RowKey]) -> list[RowKey]:
-    found = []
-    with contextlib.suppress(IndexError):
-        while True:
-            found.append(keys.popleft())
-    return found

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -213,7 +212,7 @@ class HostRanks:
 
     def _fail(self, number: int, ranks: Iterable[int], why: Failure) -> None:
         for rank in ranks:
-            self._add([rank], reply_message(number, ReplyKind.FAILURE, _failure_part(why))[4:], {})
+            self._add([rank], reply_message(number, ReplyKind.FAILURE, inline(encode(why)))[4:], {})
 
     def _add(self, ranks: Sequence[int], body: bytes, large: Mapping[int, Payload]) -> None:
         """Add a reply to those that are to be sent."""
@@ -258,10 +257,11 @@ class HostRanks:
         except Exception as error:  # that of unpickling
             outcome = Failure.of(error)
         large: dict[int, Payload] = {}
+        content: Any = None
         if outcome is None:
-            kind, content = ReplyKind.NOTHING, None
+            kind = ReplyKind.NOTHING
         elif isinstance(outcome, Failure):
-            kind, content = ReplyKind.FAILURE, _failure_part(outcome)
+            kind, content = ReplyKind.FAILURE, inline(encode(outcome))
             if not ticket.is_dropped:
                 self._failed[rank] = number, ticket
         elif not isinstance(outcome, Payload):
@@ -275,8 +275,7 @@ class HostRanks:
         else:
             name = number << 24 | rank  # no other reply has this one, nor one of another host
             kind, content, large = ReplyKind.PART, name, {name: outcome}
-        times = getattr(ticket, "times", None)  # a slot, which is empty if the call is not timed
-        return reply_message(number, kind, content, times and times[0])[4:], large
+        return reply_message(number, kind, content, ticket.times and ticket.times[0])[4:], large
 
     @property
     def has_news(self) -> bool:
@@ -288,13 +287,13 @@ class HostRanks:
         """Seconds after which replies are to be sent; None if there are none."""
         return max(0.0, self._since + PATIENCE_S - time.monotonic()) if self._unsent else None
 
-    def deaths(self) -> dict[int, bytes]:
-        """Ranks that have died since this was called last, and how, pickled."""
+    def deaths(self) -> dict[int, Failure]:
+        """Ranks that have died since this was called last, and how."""
         if len(self.workers.deaths) == self._n_deaths:
             return {}
         known = dict(self.workers.deaths)
         self._n_deaths = len(known)
-        return {rank: pickle.dumps(failure) for rank, failure in known.items()}
+        return known
 
     def forget_deaths(self) -> None:
         """A rank has come back."""
@@ -326,10 +325,3 @@ class HostRanks:
             for rank, number in numbers.items()
             if number is None or number in self._open[rank]
         }
-
-
-def _failure_part(failure: Failure) -> Any:
-    try:
-        return inline(encode(failure))
-    except Exception as error:  # the user's exceptions may do anything when they are pickled
-        return inline(encode(Failure(FailureKind.RAISED, f"{failure.summary} (which cannot be pickled: {error})")))

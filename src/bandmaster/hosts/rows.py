@@ -4,7 +4,7 @@
 
     RowStore ── keeps what calls leave on this host, and copies
       ▲
-    RowServer ◄── connections ── RowLinks: of agents of other hosts, and of the controller, which fetch rows
+    serve_rows ◄── links ── RowLinks: of agents of other hosts, and of the controller, which fetch rows
 
 Rows are known by their key on all hosts: the number of the call that has made them, and the rank. Those that a call
 needs and that lie on another host are fetched once for all ranks of a host, straight from where they were made.
@@ -13,7 +13,6 @@ needs and that lie on another host are fetched once for all ranks of a host, str
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Kept
 from bandmaster.errors import ResourceError, RowsLost
-from bandmaster.hosts.handshake import Keys, Refused, Secret
+from bandmaster.hosts.handshake import Refused, Secret
 from bandmaster.hosts.link import (
     FOR_ROWS,
     Address,
@@ -92,38 +91,28 @@ class RowStore:
         return self._rows.get(key)
 
 
-class RowServer:
-    """Sends rows to agents of other hosts, and to the controller.
+def serve_rows(link: Link, store: RowStore) -> None:
+    """Send rows to an agent of another host, or to the controller, until the link ends."""
+    with contextlib.suppress(Closed, LinkStalled), contextlib.closing(link):
+        while True:
+            key, numbers = _received(link, 1e6).content
+            try:
+                payload = _of_this_host(store, key, numbers)
+            except Exception as error:  # they are gone, or cannot be read here
+                link.send(Kind.ROWS, str(error))
+            else:
+                link.send(Kind.ROWS, "", large={0: payload})
+            flush([link], PATIENCE_S)
 
-    Args:
-        store: The rows.
-    """
 
-    def __init__(self, store: RowStore) -> None:
-        self._store = store
-
-    def serve(self, sock: socket.socket, keys: Keys) -> None:
-        """Serve one connection, until it ends."""
-        connection = Link(sock, keys)
-        with contextlib.suppress(Closed, LinkStalled), contextlib.closing(connection):
-            while True:
-                key, rows = _received(connection, 1e6).content
-                self._answer(connection, key, rows)
-
-    def _answer(self, connection: Link, key: RowKey, rows: Any) -> None:
-        try:
-            found = self._store.get(key)
-            if found is None:
-                raise RowsLost("rows were released on the host that had made them")
-            assert not isinstance(found[0], Future), "rows are fetched from where they were made"
-            payload = found[0].payload()
-            if rows is not None:
-                payload = encode(join_rows([(required_batch(decode(payload)), rows)]))
-        except Exception as error:  # they are gone, or cannot be read here
-            connection.send(Kind.ROWS, str(error))
-        else:
-            connection.send(Kind.ROWS, "", large={0: payload})
-        flush([connection], PATIENCE_S)
+def _of_this_host(store: RowStore, key: RowKey, numbers: Any) -> Payload:
+    """The rows with these numbers, or all, in a payload of their own."""
+    found = store.get(key)
+    if found is None:
+        raise RowsLost("rows were released on the host that had made them")
+    assert not isinstance(found[0], Future), "rows are fetched from where they were made"
+    payload = found[0].payload()
+    return payload if numbers is None else encode(join_rows([(required_batch(decode(payload)), numbers)]))
 
 
 class _Wanted(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import finalize
 
 from bandmaster.codec import Payload
@@ -98,19 +98,16 @@ def _release(agent: Agent, key: RowKey, copies: Mapping[Agent, Any]) -> None:
         other.released.append(key)
 
 
-class _Part:
-    """A large payload, or rows, that were passed to `AgentWorkers.put`.
+class _Large(NamedTuple):
+    """A large payload that was passed to `AgentWorkers.put`.
 
     Attributes:
-        name: The part by which messages name it.
-        payload: The payload; None for rows that lie on other hosts.
-        rows: These rows.
+        key: The number by which messages name it.
+        payload: The payload.
     """
 
-    __slots__ = ("name", "payload", "rows")
-
-    def __init__(self, name: Any, payload: Payload | None, rows: FarRows | None = None) -> None:
-        self.name, self.payload, self.rows = name, payload, rows
+    key: int
+    payload: Payload
 
 
 class _Outgoing:
@@ -130,8 +127,8 @@ class _Outgoing:
         """Add a call."""
         self.calls.append((ranks, message))
         for part in parts:
-            if type(part) is _Part and part.payload is not None:
-                self.large[part.name] = part.payload
+            if type(part) is _Large:
+                self.large[part.key] = part.payload
 
     def want(self, rows: FarRows, numbers: Any) -> None:
         """Some ranks of the host need these rows of another one."""
@@ -182,7 +179,6 @@ class AgentWorkers(Client):
         self._rendezvous: Mapping[str, str] = {}
         self._relay_of: Mapping[Agent, Agent] | None = None  # by which agent the messages of each go, if in a tree
         self._why_stopped: str | None = None
-        self._routes: dict[tuple[int, ...], list[tuple[Agent, Ranks]]] = {}
         with self.lock:
             for agent in self.hosts:
                 agent.groups[name] = self
@@ -204,10 +200,10 @@ class AgentWorkers(Client):
 
     def _part(self, payload: Payload | Kept) -> Any:
         if isinstance(payload, FarRows):
-            return _Part(payload.key, None, payload)
+            return payload
         if not isinstance(payload, Payload):
             payload = payload.payload()
-        return inline(payload) if payload.nbytes <= INLINE_NBYTES else _Part(next(self._numbers), payload)
+        return inline(payload) if payload.nbytes <= INLINE_NBYTES else _Large(next(self._numbers), payload)
 
     def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
         """Send calls, one message to each host; see `contract.Workers.call`."""
@@ -243,13 +239,13 @@ class AgentWorkers(Client):
         ranks = tuple(self._living(call.ranks, number, tickets) if self.deaths else call.ranks)
         if not ranks:
             return
-        holds = [part.rows for _, part in call.rows if type(part) is _Part and part.rows is not None]
+        holds = [part for _, part in call.rows if type(part) is FarRows]
         for rank in ranks:
             self._open[rank][number] = tickets[rank] = ticket = MessageTicket(number)
             if holds:
                 ticket.holds = holds
         parts = [*call.parts, *[part for _, part in call.rows]]
-        names = [part.name if type(part) is _Part else part for part in parts]
+        names = [part if type(part) is tuple else part.key for part in parts]
         n, flags = len(call.parts), (MessageKind.FENCED * call.is_fenced) | (MessageKind.TIMED * call.is_timed)
         rows = [(label, name) for (label, _), name in zip(call.rows, names[n:], strict=True)]
         message = call_message(number, (call.method, int(call.reply), names[:n], rows, None), flags)[4:]
@@ -262,9 +258,8 @@ class AgentWorkers(Client):
     def _want(self, outgoing: _Outgoing, agent: Agent, call: Call, ranks: Sequence[int]) -> None:
         """Note the rows that the ranks of a host need and that lie on another one."""
         needed = None if call.needed is None else call.needed(ranks)
-        for label, part in call.rows:
-            rows = part.rows if type(part) is _Part else None
-            if rows is not None and rows.agent is not agent and (needed is None or label in needed):
+        for label, rows in call.rows:
+            if type(rows) is FarRows and rows.agent is not agent and (needed is None or label in needed):
                 outgoing.want(rows, range(rows.facts.n_rows) if needed is None else needed[label])
 
     def _relays(self) -> list[tuple[Agent, Ranks]]:
@@ -273,18 +268,12 @@ class AgentWorkers(Client):
 
     def _route(self, ranks: tuple[int, ...]) -> list[tuple[Agent, Ranks]]:
         """For each host, the ranks of a call on it."""
-        known = self._routes.get(ranks)
-        if known is None:
-            by_agent: dict[Agent, list[int]] = {}
-            for rank in ranks:
-                by_agent.setdefault(self._agents[rank], []).append(rank)
-            known = [
-                (agent, None if tuple(mine) == self.ranks_on(agent) else tuple(mine))
-                for agent, mine in by_agent.items()
-            ]
-            if len(self._routes) < 1000:
-                self._routes[ranks] = known
-        return known
+        if len(ranks) == len(self._agents):
+            return [(agent, None) for agent in self.hosts]
+        by_agent: dict[Agent, list[int]] = {}
+        for rank in ranks:
+            by_agent.setdefault(self._agents[rank], []).append(rank)
+        return [(agent, tuple(mine)) for agent, mine in by_agent.items()]
 
     # --- receiving ---
 
@@ -444,7 +433,6 @@ class AgentWorkers(Client):
         with self.lock:
             agent.groups[self.name] = self
             self._agents[rank], self._records[rank] = agent, record
-            self._routes.clear()
             self.deaths.pop(rank, None)
         if rank == 0:
             self._rendezvous = rendezvous

@@ -137,10 +137,10 @@ class CallRecord:
 
     def came(self, rank: int, ticket: Ticket, value: Payload | Kept | Failure | None) -> None:
         """Record the reply of a rank."""
-        try:
-            self._raw[rank] = ticket.times
-        except AttributeError:
+        if ticket.times is None:
             self._raw.pop(rank, None)  # a worker that has died reports no times
+        else:
+            self._raw[rank] = ticket.times
         if type(value) is Payload:
             self.returned_nbytes += value.nbytes
         elif value is not None and type(value) is not Failure and value.facts is not None:  # type: ignore[union-attr]

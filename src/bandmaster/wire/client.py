@@ -33,17 +33,18 @@ class MessageTicket(contract.Ticket):
         number: Number of the message.
         is_done: Whether it was replied to, or will not be.
         is_dropped: Whether it was not sent, and will not be.
-        outcome: The reply; None before it has come, and for a value that was dropped.
+        outcome: The reply to a call: payload, kept rows or failure; what an agent answers; None before it has come, and
+            for a value that was dropped.
         holds: The rows that must not be released before the reply has come.
     """
 
     __slots__ = ("holds", "is_done", "is_dropped", "number", "outcome")
 
     def __init__(self, number: int) -> None:
-        self.on_done = None
+        self.on_done = self.times = None
         self.number = number
         self.is_done = self.is_dropped = False
-        self.outcome: Payload | Kept | Failure | None = None
+        self.outcome: Any = None
         self.holds: Sequence[Any] = ()
 
 
@@ -110,7 +111,8 @@ class Client:
 
     def fetch(self, ticket: MessageTicket) -> Payload | Kept | Failure | None:
         """The reply of a ticket; see `contract.Workers.fetch`."""
-        return ticket.outcome
+        reply: Payload | Kept | Failure | None = ticket.outcome
+        return reply
 
     @property
     def arrivals(self) -> int | None:
@@ -144,7 +146,7 @@ class Client:
                 ticket.on_done()
         return is_first
 
-    def _finish(self, ticket: MessageTicket, outcome: Payload | Kept | Failure | None) -> None:
+    def _finish(self, ticket: MessageTicket, outcome: Any) -> None:
         ticket.outcome, ticket.is_done, ticket.holds = outcome, True, ()
         if type(outcome) is Failure:
             self._n_failed += 1
