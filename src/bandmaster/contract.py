@@ -264,8 +264,8 @@ class Kept(Protocol):
     """The rows that one rank has kept, on the controller's side.
 
     Attributes:
-        place: Where they lie: ``"shared memory"``, ``"network"`` for another host, or ``"controller"``; a backend may
-            have a name of its own.
+        place: Where they lie: ``"shared memory"`` of the host, ``"network"`` where other hosts have to fetch them, or
+            ``"controller"``.
         origin: What messages call them, as text: "rows 0 to 4 of Actor.generate, which ... ,". It is set by who holds
             them. A call that takes rows which are gone fails with a failure of kind LOST that says so.
     """

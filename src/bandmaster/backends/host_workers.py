@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from bandmaster.backends.zygote_process import Spawn
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, Launch, ShowOutput, WorkerProcess, WorkerRecord
 from bandmaster.errors import ClosedError, ResourceError
-from bandmaster.errors.failure import Failure
+from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.hardware import count_cores, has_gpus
 from bandmaster.platform.limits import working_directory
 from bandmaster.platform.locks import SigintSafeLock
@@ -253,12 +253,14 @@ class HostWorkers:
     def _kill(self, ranks: Sequence[int], why: str) -> None:
         """Kill the processes of ranks, with all processes that they started."""
         for rank in ranks:
-            self._client.is_killed(rank, why)
+            self._client.note_death(rank, replace(self._death(rank, why), kind=FailureKind.CANCELLED))
         self._zygote.end([self._client.processes[rank] for rank in ranks], 0.0)
-        for rank in ranks:
-            self._client.note_death(rank)
 
     def _how_it_died(self, rank: int) -> Failure:
-        pid = self._client.processes[rank]
-        ended, last = self._zygote.how_it_ended(pid), self._output.last_errors(rank)
-        return Failure.of_death(ended, last, socket.gethostname(), pid, self._device(rank))
+        ended = self._zygote.how_it_ended(self._client.processes[rank])
+        return self._death(rank, ended, self._output.last_errors(rank))
+
+    def _death(self, rank: int, why: str, last_errors: str = "") -> Failure:
+        return Failure.of_death(
+            why, last_errors, socket.gethostname(), self._client.processes[rank], self._device(rank)
+        )

@@ -20,7 +20,6 @@ from bandmaster.platform.deadline import Deadline
 from bandmaster.rows.table import Part, ResultRows, Table, Taken, concat, take
 
 STILL_COMING = "wait for them again with error.future.result()"
-FETCHED = {"Ray", "network"}  # places from which hosts fetch rows
 _living: WeakSet[KeptPart] = WeakSet()  # parts whose rows may lie where they were made
 
 
@@ -238,7 +237,7 @@ class KeptRows:
         """The rows of some ranks whose columns have the same dtypes."""
         parts = tuple([Part(rank, facts[rank].n_rows, facts[rank].nbytes, self._parts[rank]) for rank in ranks])
         schema = stacked_schema([facts[rank].schema for rank in ranks])
-        result = ResultRows(self._method, parts, schema, any(part.kept.way in FETCHED for part in parts))
+        result = ResultRows(self._method, parts, schema, any(part.kept.way == "network" for part in parts))
         return Taken(result, range(result.n_rows))
 
     def release(self) -> None:

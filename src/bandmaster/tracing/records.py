@@ -52,8 +52,8 @@ class CallRecord:
         sent_nbytes: Bytes of arguments that the controller has encoded, each payload once.
         returned_nbytes: Bytes of values that the controller received.
         kept_nbytes: Bytes of rows that have stayed where they were made.
-        read_nbytes: Bytes of rows that ranks have read by reference, by transport: ``"shared memory"``, or ``"Ray"``
-            for its object store.
+        read_nbytes: Bytes of rows that ranks have read by reference, by place: ``"shared memory"``, or ``"network"``
+            for those of other hosts.
         takes_from: The numbers of the calls that made those rows, each with the rank that made them.
 
     Args:

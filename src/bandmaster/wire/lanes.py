@@ -15,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -70,7 +69,6 @@ class LaneClient(Client):
         self.processes: dict[int, int] = {}
         self.is_stopped, self._why_closed = False, CLOSED
         self._how_it_died = how_it_died
-        self._killed_because: dict[int, str] = {}
         self._writer = SegmentWriter()
         self._buffer = Buffer()
         self._lanes: dict[int, Lane] = {}
@@ -354,25 +352,17 @@ class LaneClient(Client):
             self.processes[rank] = pid
             self._open[rank], self._queues[rank] = {}, deque()
             self._poller.watch(sock.fileno(), partial(self._take, rank))
-            self._forget_death(rank)
+            self.deaths.pop(rank, None)
 
-    def forget_death(self, rank: int) -> None:
-        """There is a new worker for a rank that has died."""
+    def note_death(self, rank: int, failure: Failure | None = None) -> None:
+        """Note the death of a rank that its lane has not told of yet, or that has no lane.
+
+        Args:
+            rank: The rank.
+            failure: How it died, or is about to be killed; by default this asks for it.
+        """
         with self.lock:
-            self._forget_death(rank)
-
-    def _forget_death(self, rank: int) -> None:
-        self.deaths.pop(rank, None)
-        self._killed_because.pop(rank, None)
-
-    def is_killed(self, rank: int, because: str) -> None:
-        """The process of a rank is about to be killed: when its lane breaks, this is the reason."""
-        self._killed_because.setdefault(rank, because)
-
-    def note_death(self, rank: int) -> None:
-        """Note the death of a rank that its lane has not told of yet, or that has no lane."""
-        with self.lock:
-            self._note_death(rank)
+            self._note_death(rank, failure)
 
     def close(self, why: str = CLOSED) -> None:
         """Hang up on every worker; threads that wait are told that the workers are gone."""
@@ -397,12 +387,9 @@ class LaneClient(Client):
             self._take(rank, 0)
         self._note_death(rank)
 
-    def _note_death(self, rank: int) -> None:
+    def _note_death(self, rank: int, failure: Failure | None = None) -> None:
         if rank not in self.deaths:
-            failure = self._how_it_died(rank)
-            if rank in self._killed_because:
-                failure = replace(failure, kind=FailureKind.CANCELLED, summary=self._killed_because[rank])
-            self.deaths[rank] = failure
+            self.deaths[rank] = failure or self._how_it_died(rank)
             if rank in self._lanes:
                 self._poller.ignore(self._lanes[rank].fileno())
                 self._hang_up(rank)

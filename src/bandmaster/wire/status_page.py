@@ -5,7 +5,6 @@
     worker: StatusPage(identity)                         any process of the same user on its host
       a memfd whose name says who the worker is       ◄── find(pid), find_all() look among descriptors in /proc
       words: the method that runs, and since when      ──► Activity.of(pid)
-      word: the call that runs, if it is announced     ──► announced(pid)
       word: the failed call after which it may go on  ◄── resume(pid, number)
       words: numbers of calls to interrupt            ◄── interrupt(pid, number), then a signal
       the names of methods
@@ -45,7 +44,7 @@ INTERRUPT_SIGNAL = _LAST_SIGNAL - 7
 STACKS_SIGNAL = _LAST_SIGNAL - 8
 
 # The layout: words of 8 bytes, then the names of methods, each followed by a zero byte; the first name has the index 1.
-RUNNING, SINCE, N_MORE, N_TASKS, ANNOUNCED, RESUMED = range(6)
+RUNNING, SINCE, N_MORE, N_TASKS, SPARE, RESUMED = range(6)  # the spare word is for workers of other kinds
 N_SLOTS = 512  # words for the numbers of calls to interrupt; fewer calls than that are on their way to one worker
 _SLOTS_AT = 8
 _NAMES_AT = (_SLOTS_AT + N_SLOTS) * 8
@@ -152,7 +151,7 @@ def find(pid: int) -> tuple[WorkerIdentity, str] | None:
 
 
 @contextlib.contextmanager
-def _opened(pid: int, mode: str) -> Iterator[int | None]:
+def opened(pid: int, mode: str) -> Iterator[int | None]:
     """The descriptor of a worker's page within the block; None if there is no such worker."""
     found = find(pid)
     if found is None:
@@ -179,16 +178,8 @@ def resume(pid: int, number: int) -> None:
 
 def _write(pid: int, word: int, number: int) -> bool:
     """Write a number to a worker's page; whether there is such a worker."""
-    with _opened(pid, "r+b") as page:
+    with opened(pid, "r+b") as page:
         return page is not None and bool(os.pwrite(page, number.to_bytes(8, "little"), word * 8))
-
-
-def announced(pid: int) -> int:
-    """Number of the call that a worker has announced that it runs; 0 if it has announced none, or is not there."""
-    with contextlib.suppress(OSError), _opened(pid, "rb") as page:
-        if page is not None:
-            return int.from_bytes(os.pread(page, 8, ANNOUNCED * 8), "little")
-    return 0
 
 
 def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int, str]:
@@ -197,7 +188,7 @@ def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int
         pages: dict[int, int] = {}
         for pid in pids:
             with contextlib.suppress(OSError):
-                page = close_all.enter_context(_opened(pid, "r+b"))
+                page = close_all.enter_context(opened(pid, "r+b"))
                 if page is not None:
                     os.ftruncate(page, PAGE_NBYTES)
                     _signal(pid, STACKS_SIGNAL)
@@ -262,7 +253,7 @@ class Activity:
     @classmethod
     def of(cls, pid: int) -> Activity | None:
         """Read the page of a worker; None if the process is gone, not ours to see, or has no such page."""
-        with contextlib.suppress(OSError), _opened(pid, "rb") as page:
+        with contextlib.suppress(OSError), opened(pid, "rb") as page:
             if page is not None:
                 return cls._read(page)
         return None
@@ -301,6 +292,7 @@ class StatusPage:
 
     Attributes:
         activity: Shows which method runs.
+        words: The words of the page.
         running: Number of the call that may be interrupted; 0 between calls and while interrupts are deferred.
         told_of_tasks: Returns the text about tasks that follows stacks; see `bandmaster.worker_process.tasks`.
     """
@@ -317,7 +309,7 @@ class StatusPage:
         os.ftruncate(self._fd, PAGE_NBYTES)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)  # stacks are appended after the page
         page = memoryview(mmap.mmap(self._fd, PAGE_NBYTES))
-        self._words, self.activity = page.cast("Q"), ActivityWords(page)
+        self.words, self.activity = page.cast("Q"), ActivityWords(page)
         faulthandler.register(STACKS_SIGNAL, file=self._fd, all_threads=True, chain=False)
         if threading.current_thread() is threading.main_thread():  # where Python handles signals
             signal.signal(INTERRUPT_SIGNAL, self._signalled)
@@ -333,20 +325,8 @@ class StatusPage:
                 at any moment until `end`.
         """
         self.running = number
-        if self._words[_SLOTS_AT + number % N_SLOTS] == number:
+        if self.words[_SLOTS_AT + number % N_SLOTS] == number:
             self._interrupt()
-
-    @contextlib.contextmanager
-    def announce(self, number: int) -> Iterator[None]:
-        """Show other processes, until the block is left, that this call is running.
-
-        Replies over a lane show it by their order; replies of actor tasks do not.
-        """
-        self._words[ANNOUNCED] = number
-        try:
-            yield
-        finally:
-            self._words[ANNOUNCED] = 0
 
     def end(self) -> None:
         """Stop allowing the call to be interrupted."""
@@ -354,7 +334,7 @@ class StatusPage:
 
     def is_resumed(self, number: int) -> bool:
         """Whether all ranks have ended a call that has failed here."""
-        return self._words[RESUMED] == number
+        return self.words[RESUMED] == number
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -378,7 +358,7 @@ class StatusPage:
 
     def _interrupt(self, frame: FrameType | None = None) -> None:
         number = self.running
-        if number and self._words[_SLOTS_AT + number % N_SLOTS] == number:
+        if number and self.words[_SLOTS_AT + number % N_SLOTS] == number:
             while frame is not None:
                 # Python lets no exception out of a finalizer, and a module that is imported in part cannot be used
                 # later: try again until it is over.

@@ -16,7 +16,7 @@ import select
 import sys
 import termios
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,7 +36,7 @@ from bandmaster.single_controller.ray.output import redirect, tame_bars
 from bandmaster.wire.lane import Lane
 from bandmaster.wire.segment_reader import RowReader, RowReaders, kept_name
 from bandmaster.wire.segments import SegmentWriter
-from bandmaster.wire.status_page import StatusPage, WorkerIdentity
+from bandmaster.wire.status_page import SPARE, StatusPage, WorkerIdentity, opened
 from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.loop import serve
@@ -103,6 +103,27 @@ class ActorInfo:
     overlaps: bool
 
 
+class ActorPage(StatusPage):
+    """The status page of an actor. Replies over a lane show by their order which call runs; those of tasks do not."""
+
+    @contextlib.contextmanager
+    def announce(self, number: int) -> Iterator[None]:
+        """Show other processes, until the block is left, that this call is running."""
+        self.words[SPARE] = number
+        try:
+            yield
+        finally:
+            self.words[SPARE] = 0
+
+
+def announced(pid: int) -> int:
+    """Number of the call that an actor has announced that it runs; 0 if it has announced none, or is not there."""
+    with contextlib.suppress(OSError), opened(pid, "rb") as page:
+        if page is not None:
+            return int.from_bytes(os.pread(page, 8, SPARE * 8), "little")
+    return 0
+
+
 class WorkerActor:
     """Base of the actor classes: holds the worker and runs the calls of its group.
 
@@ -118,7 +139,7 @@ class WorkerActor:
         self._label = label
         self._executor = Executor()
         self._lane: Lane | None = None
-        self._page: StatusPage
+        self._page: ActorPage
         self._patience_s = SHORT_S  # how long the lane is served before other actor tasks get a turn
         self._is_away = False  # whether the lane is to be served again after that
         self._n_left = 0
@@ -147,7 +168,7 @@ class WorkerActor:
         tame_bars()
         controller = identity.controller if controllers_host == host_identity() else 0
         identity = replace(identity, pid=os.getpid(), controller=controller)
-        self._page = StatusPage(identity)
+        self._page = ActorPage(identity)
         install_breakpoints(identity, self._page.hold)
         self._executor.hold, self._page.told_of_tasks = self._page.hold, self._executor.told_of_tasks
         self._executor.activity = self._page.activity

@@ -36,7 +36,16 @@ from bandmaster.contract import (
 from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, UsageError, WorkerDied
 from bandmaster.errors.failure import N_LAST_LINES, Failure, FailureKind
 from bandmaster.platform.processes import host_identity
-from bandmaster.single_controller.ray.actor import FIRST_NUMBER, LONG_S, OTHERS, REFERRED, SHARED_S, ActorInfo, Timed
+from bandmaster.single_controller.ray.actor import (
+    FIRST_NUMBER,
+    LONG_S,
+    OTHERS,
+    REFERRED,
+    SHARED_S,
+    ActorInfo,
+    Timed,
+    announced,
+)
 from bandmaster.single_controller.ray.launch import ActorLaunch
 from bandmaster.single_controller.ray.listener import LaneListener
 from bandmaster.wire import status_page
@@ -221,7 +230,8 @@ class ActorWorkers:
             self._kill([rank], "ended by the controller, because it is being replaced")
         try:
             self.actors[rank] = self._start_actor(replace(self._launch, is_again=True), rank)
-            self._client.forget_death(rank)
+            with self._lock:
+                self._client.deaths.pop(rank, None)
             self._told.pop(rank, None)
             self._infos.pop(rank, None)
             self._infos.update(self._begun([rank]))
@@ -423,10 +433,10 @@ class ActorWorkers:
     def _is_at(self, rank: int, ticket: Any) -> bool:
         """Whether an actor is running a call, or has not started. A running call is announced."""
         if isinstance(ticket, MessageTicket):
-            return self._client.is_at(rank, ticket) and status_page.announced(self._infos[rank].pid) != OTHERS
+            return self._client.is_at(rank, ticket) and announced(self._infos[rank].pid) != OTHERS
         if rank not in self._infos or self._infos[rank].overlaps:
             return True  # it has not started yet, or runs several
-        return bool(ticket.number == self._on_its_node(rank, status_page.announced, self._infos[rank].pid))
+        return bool(ticket.number == self._on_its_node(rank, announced, self._infos[rank].pid))
 
     def check(self, is_thorough: bool = True) -> bool:
         """Read the lanes and, if ``is_thorough``, ask Ray about each actor. False once `stop` was called."""
@@ -459,10 +469,9 @@ class ActorWorkers:
     def _kill(self, ranks: Sequence[int], why: str) -> None:
         """Kill the actors of ranks at once."""
         for rank in ranks:
-            self._client.is_killed(rank, why)
+            self._client.note_death(rank, replace(self._death(rank, why), kind=FailureKind.CANCELLED))
             if self._session.is_current:
                 ray.kill(self.actors[rank])
-            self._note_death(rank)
             self._has_lane.discard(rank)
             self._serving.discard(rank)
 
@@ -490,10 +499,13 @@ class ActorWorkers:
         summary = "its process has ended" if error is None else f"{type(error).__name__}: {error}".strip()
         if not self._session.is_current:
             summary = self._session.ended(self._group)
+        return self._death(rank, summary, self._last_errors(rank))
+
+    def _death(self, rank: int, why: str, last_errors: str = "") -> Failure:
         info = self._infos.get(rank)
         if info is None:
-            return Failure(FailureKind.DIED, summary)
-        return Failure.of_death(summary, self._last_errors(rank), info.host_name, info.pid, info.device)
+            return Failure(FailureKind.DIED, why)
+        return Failure.of_death(why, last_errors, info.host_name, info.pid, info.device)
 
     def _last_words(self, rank: int) -> RayError | None:
         """The error that Ray raises for an actor whose lane was closed; None if it raises none."""
@@ -590,11 +602,11 @@ class KeptObject:
     Attributes:
         reference: ObjectRef of the payload.
         facts: Type, size and schema of the rows.
-        place: ``"Ray"``.
+        place: ``"network"``.
         origin: The name that messages use for them.
     """
 
-    place = "Ray"
+    place = "network"
 
     def __init__(self, reference: Any, facts: RowFacts) -> None:
         self.reference, self.facts = reference, facts
