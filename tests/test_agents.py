@@ -27,7 +27,7 @@ from bandmaster import Dispatch, register
 from bandmaster.backends import get_backend, register_backend
 from bandmaster.codec import Payload
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
-from bandmaster.hosts.link import FOR_MESSAGES, FOR_ROWS, Kind, Link, await_frame, flush
+from bandmaster.hosts.link import FOR_MESSAGES, FOR_ROWS, Kind, Link
 from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
 from bandmaster.wire.messages import Closed
@@ -425,9 +425,7 @@ def test_with_encryption_nothing_can_be_read_or_said_without_it(monkeypatch):
 
 def awaited(link):
     """The next message of a link: content, and the bytes of its payloads."""
-    while (message := link.receive()) is None:
-        await_frame(link, 10)
-    return said(message)
+    return said(link.receive())
 
 
 def said(message):
@@ -440,15 +438,15 @@ def payload_of(*chunks):
     return Payload(chunks[0], chunks[1:])
 
 
-def link_pair(secret=None):
+def link_pair(secret=None, timeout_s=10.0):
     secret = secret or Secret.new()
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
     with ThreadPoolExecutor(1) as threads:
         welcomed = threads.submit(welcome, accepted, secret)
-        mine = Link(*greet(client, secret, FOR_MESSAGES))
-        theirs = Link(*welcomed.result()[:2])
+        mine = Link(*greet(client, secret, FOR_MESSAGES), timeout_s=timeout_s)
+        theirs = Link(*welcomed.result()[:2], timeout_s=timeout_s)
     return mine, theirs
 
 
@@ -465,7 +463,7 @@ def link_pair(secret=None):
     )
 )
 def test_messages_arrive_as_they_were_sent(is_encrypted, frames):
-    mine, theirs = link_pair(Secret(bytes(32), is_encrypted))
+    mine, theirs = link_pair(Secret(bytes(32), is_encrypted), timeout_s=0.0)
     try:
         sent = [((os.urandom(n),), [list(map(os.urandom, sizes)) for sizes in payloads]) for n, payloads in frames]
         for content, payloads in sent:
@@ -520,20 +518,22 @@ def test_a_frame_cannot_be_sent_twice():
         theirs.close()
 
 
-def test_flush_sends_everything():
-    mine, theirs = link_pair()
+def test_a_link_that_waits_sends_everything_or_says_that_the_other_end_takes_nothing():
+    mine, theirs = link_pair(timeout_s=0.2)
     try:
-        mine.send(Kind.ASK, "head", large={1: payload_of(bytes(1000))})
-        flush([mine], 10.0)
-        assert not mine.has_unsent
+        assert mine.send(Kind.ASK, "head", large={1: payload_of(bytes(1000))})
         assert awaited(theirs)[0] == ("head",)
+        with pytest.raises(Closed, match="does not answer any more"):
+            mine.send(Kind.ASK, large={1: payload_of(bytes(50_000_000))})
+        with pytest.raises(Closed, match="does not answer any more"):
+            mine.receive()
     finally:
         mine.close()
         theirs.close()
 
 
 def test_a_link_that_takes_what_is_sent_slowly_is_alive():
-    mine, theirs = link_pair()
+    mine, theirs = link_pair(timeout_s=0.0)
     try:
         mine.send(Kind.ASK, large={1: payload_of(b"", bytes(50_000_000))})
         assert mine.has_unsent

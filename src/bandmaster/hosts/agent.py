@@ -38,7 +38,7 @@ from bandmaster.hosts.link import (
     in_memory,
 )
 from bandmaster.hosts.ranks import HostRanks, WorkersHere
-from bandmaster.hosts.rows import Fetch, RowLinks, RowStore, serve_rows
+from bandmaster.hosts.rows import PATIENCE_S, Fetch, RowLinks, RowStore, serve_rows
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.messages import Closed
 from bandmaster.wire.status_page import AGENT, announce
@@ -133,7 +133,7 @@ class AgentServer:
             with self._meeting:
                 self._strangers.pop(sock, None)
         if purpose == FOR_ROWS:
-            serve_rows(Link(trusted, keys), self._store)
+            serve_rows(Link(trusted, keys, timeout_s=PATIENCE_S), self._store)
         elif purpose == FOR_MESSAGES and not self._first.done():
             self._first.set_result(Link(trusted, keys, self._place))
         elif purpose == FOR_RELAY:

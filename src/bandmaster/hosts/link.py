@@ -19,7 +19,6 @@ import errno
 import hashlib
 import hmac
 import pickle
-import select
 import socket
 import ssl
 import struct
@@ -103,10 +102,6 @@ def in_memory(kind: int, content: tuple[Any, ...], sizes: Sequence[int]) -> Payl
 _EMPTY = Message(0, (), _NOTHING)
 
 
-class LinkStalled(Exception):
-    """Raised when the other end takes or sends nothing for too long."""
-
-
 class Link:
     """One end of a link. Not thread-safe: its owner holds a lock.
 
@@ -120,12 +115,14 @@ class Link:
         sock: The connection; it is owned from here on.
         keys: Its keys.
         place: As the attribute.
+        timeout_s: Seconds for which `send` and `receive` wait for the other end before they take it for gone; by
+            default they do not wait.
     """
 
-    def __init__(self, sock: socket.socket, keys: Keys, place: Place = in_memory) -> None:
+    def __init__(self, sock: socket.socket, keys: Keys, place: Place = in_memory, timeout_s: float = 0.0) -> None:
         self._socket = sock
         self._is_encrypted = isinstance(sock, ssl.SSLSocket)
-        sock.setblocking(False)
+        sock.settimeout(timeout_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEP_ALIVE:
@@ -320,7 +317,7 @@ def _described_nbytes(n_chunks: int) -> int:
     return 8 * n_chunks + DIGEST_NBYTES if n_chunks else 0
 
 
-def connect(address: Address, secret: Secret, purpose: int, place: Place = in_memory) -> Link:
+def connect(address: Address, secret: Secret, purpose: int, place: Place = in_memory, timeout_s: float = 0.0) -> Link:
     """Connect to an agent.
 
     Args:
@@ -328,6 +325,7 @@ def connect(address: Address, secret: Secret, purpose: int, place: Place = in_me
         secret: The secret that both ends know.
         purpose: `FOR_MESSAGES`, `FOR_ROWS` or `FOR_RELAY`.
         place: Makes the memory that large payloads are received in.
+        timeout_s: As that of a `Link`.
 
     Raises:
         Refused: It does not know the secret.
@@ -335,42 +333,13 @@ def connect(address: Address, secret: Secret, purpose: int, place: Place = in_me
     """
     sock = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
     try:
-        return Link(*greet(sock, secret, purpose), place)
+        return Link(*greet(sock, secret, purpose), place, timeout_s)
     except BaseException:
         sock.close()
         raise
 
 
-def flush(links: Sequence[Link], timeout_s: float) -> None:
-    """Send all that was not sent yet over some links, to all of them at the same time.
-
-    Raises:
-        Closed: An end is gone.
-        LinkStalled: One has taken nothing for so long.
-    """
-    waiting = [link for link in links if not link.pump()]
-    while waiting:
-        poll = select.poll()
-        for link in waiting:
-            poll.register(link.fileno(), select.POLLOUT)
-        if not poll.poll(timeout_s * 1000):
-            raise LinkStalled
-        waiting = [link for link in waiting if not link.pump()]
-
-
 def _why(error: OSError) -> str:
-    if error.errno == errno.ETIMEDOUT:
+    if error.errno == errno.ETIMEDOUT or isinstance(error, TimeoutError):
         return "the host does not answer any more"
     return f"{type(error).__name__}: {error}"
-
-
-def await_frame(link: Link, timeout_s: float) -> None:
-    """Wait until something has come over a link.
-
-    Raises:
-        LinkStalled: Nothing has come for so long.
-    """
-    poll = select.poll()
-    poll.register(link.fileno(), select.POLLIN)
-    if not poll.poll(timeout_s * 1000):
-        raise LinkStalled

@@ -28,12 +28,8 @@ from bandmaster.hosts.link import (
     Address,
     Kind,
     Link,
-    LinkStalled,
-    Message,
     Place,
-    await_frame,
     connect,
-    flush,
     in_memory,
 )
 from bandmaster.plan.batch import join_rows, required_batch
@@ -93,16 +89,15 @@ class RowStore:
 
 def serve_rows(link: Link, store: RowStore) -> None:
     """Send rows to an agent of another host, or to the controller, until the link ends."""
-    with contextlib.suppress(Closed, LinkStalled), contextlib.closing(link):
-        while True:
-            key, numbers = _received(link, 1e6).content
+    with contextlib.suppress(Closed), contextlib.closing(link):
+        while (message := link.receive()) is not None:
+            key, numbers = message.content
             try:
                 payload = _of_this_host(store, key, numbers)
             except Exception as error:  # they are gone, or cannot be read here
                 link.send(Kind.ROWS, str(error))
             else:
                 link.send(Kind.ROWS, "", large={0: payload})
-            flush([link], PATIENCE_S)
 
 
 def _of_this_host(store: RowStore, key: RowKey, numbers: Any) -> Payload:
@@ -199,7 +194,7 @@ class _Fetchers:
         """A new connection. It is tried again: a flood of connections to that host may have it closed."""
         for left in range(N_ATTEMPTS - 1, -1, -1):
             try:
-                return connect(self._address, self._secret, FOR_ROWS)
+                return connect(self._address, self._secret, FOR_ROWS, timeout_s=PATIENCE_S)
             except (OSError, Refused) as error:
                 if not left:
                     raise _unreachable(fetch, error) from None
@@ -249,31 +244,18 @@ def _fetched(connection: Link, wanted: _Wanted) -> Payload:
     connection.place = wanted.place
     try:
         connection.send(Kind.FETCH, wanted.fetch.key, wanted.fetch.rows)
-        flush([connection], PATIENCE_S)
-        answer = _received(connection, PATIENCE_S)
+        answer = connection.receive()
     except BaseException as error:
         connection.close()
-        if isinstance(error, Closed | LinkStalled):
+        if isinstance(error, Closed):
             raise _unreachable(wanted.fetch, error) from None
         raise
+    assert answer is not None, "this waits for it"
     (why,) = answer.content
     if not answer.large:
         raise RowsLost(f"{wanted.fetch.origin} are gone: {why}")
     return answer.large[0]
 
 
-def _received(connection: Link, timeout_s: float) -> Message:
-    """The next message of a connection.
-
-    Raises:
-        Closed: The other end is gone.
-        LinkStalled: Nothing has come for so long.
-    """
-    while (message := connection.receive()) is None:
-        await_frame(connection, timeout_s)
-    return message
-
-
 def _unreachable(fetch: Fetch, error: Exception) -> _Unreachable:
-    why = "it sends nothing" if isinstance(error, LinkStalled) else str(error)
-    return _Unreachable(f"{fetch.origin} cannot be fetched from {fetch.address[0]}: {why}")
+    return _Unreachable(f"{fetch.origin} cannot be fetched from {fetch.address[0]}: {error}")
