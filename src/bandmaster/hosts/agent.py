@@ -87,7 +87,7 @@ class AgentServer:
         self._announced = announce(AGENT, controller)
         self._listening = socket.create_server((address, 0), backlog=128)
         self.address: Address = self._listening.getsockname()[:2]
-        self._store = RowStore()
+        self._store: RowStore = {}
         self._links = RowLinks(secret)
         self._groups: dict[str, HostRanks] = {}
         self._by_fd: dict[int, HostRanks] = {}
@@ -176,7 +176,7 @@ class AgentServer:
                 os.eventfd_read(self._wake)
                 self._do()
             elif fd in self._by_fd:
-                self._by_fd[fd].check()
+                self._by_fd[fd].workers.check(is_thorough=False)
         self._tell()
 
     def _receive_from(self, other: Link, events: int) -> None:
@@ -261,7 +261,8 @@ class AgentServer:
             if below is not None:  # else the controller has been told that it is gone, or will be
                 self._send(below, content[1], *content[2], large=large)
         elif kind == Kind.RELEASE:
-            self._store.release(content[0])
+            for key in content[0]:
+                self._store.pop(key, None)
         elif kind == Kind.PING:
             self._send(other, Kind.PONG)
         elif kind == Kind.ASK:
@@ -288,7 +289,7 @@ class AgentServer:
     def _fetch(self, fetch: Fetch, ranks: HostRanks) -> None:
         """Fetch rows of another host into a segment."""
         pending = self._links.fetch(fetch, lambda _, __, sizes: ranks.workers.reserve(sizes, is_kept=True))
-        self._store.keep(fetch.key, pending, fetch.rows)
+        self._store[fetch.key] = pending, fetch.rows
         pending.add_done_callback(lambda _: self.later(ranks.advance))
 
     # --- questions: a controller asks for one of these methods ---
@@ -311,7 +312,7 @@ class AgentServer:
         workers, ranks = self._host.start(said, self.show)
         mine = HostRanks(workers, ranks, self._store)
         self._in_time(lambda: self._begin(name, mine))
-        return [tuple(record[:3]) for record in workers.records], workers.rendezvous
+        return workers.records, workers.rendezvous
 
     def announce(self, name: str, rendezvous: Mapping[str, str]) -> None:
         """Tell ranks of the rendezvous that rank 0 has opened on another host."""
@@ -327,9 +328,7 @@ class AgentServer:
     def relay(self, name: str, addresses: Sequence[Address], n_ranks: int) -> None:
         """Pass calls of a group on to other agents, which have so many ranks of it together."""
         missing = [address for address in addresses if address not in self._below]
-        made = {}
-        for address in missing:
-            made[address] = connect(address, self._secret, FOR_RELAY, self._place)
+        made = {address: connect(address, self._secret, FOR_RELAY, self._place) for address in missing}
 
         def relay() -> None:
             self._below.update(made)
@@ -360,7 +359,8 @@ class AgentServer:
 
     def stacks(self, name: str, numbers: Mapping[int, int | None]) -> Mapping[int, str]:
         """Return the stacks of ranks, given by the numbers of their calls."""
-        return self._groups[name].stacks(numbers)
+        ranks = self._groups[name]
+        return dict(ranks.workers.stacks(ranks.tickets(numbers)))
 
     def kill(self, name: str, numbers: Mapping[int, int | None], why: str) -> None:
         """End the ranks that are at the calls with these numbers."""
@@ -372,8 +372,7 @@ class AgentServer:
         ranks = self._groups[name]
         ranks.workers.replace(rank)
         self._in_time(ranks.forget_deaths)
-        record = dict(zip(ranks.ranks, ranks.workers.records, strict=True))[rank]
-        return tuple(record[:3]), ranks.workers.rendezvous
+        return ranks.workers.records[ranks.ranks.index(rank)], ranks.workers.rendezvous
 
     def _in_time(self, do: Callable[[], _T]) -> _T:
         """Have something done by the thread that serves; returns what it returns."""

@@ -206,10 +206,6 @@ class HostRanks:
 
     # --- replies ---
 
-    def check(self) -> None:
-        """Take everything that has arrived."""
-        self.workers.check(is_thorough=False)
-
     def _fail(self, number: int, ranks: Iterable[int], why: Failure) -> None:
         for rank in ranks:
             self._add([rank], reply_message(number, ReplyKind.FAILURE, inline(encode(why)))[4:], {})
@@ -267,7 +263,7 @@ class HostRanks:
         elif not isinstance(outcome, Payload):
             assert outcome.facts is not None, "a value without rows is returned"
             kind, content = ReplyKind.ROWS, ((number, rank), tuple(outcome.facts))
-            self._store.keep((number, rank), outcome)
+            self._store[number, rank] = outcome, None
         elif not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
             kind, content = ReplyKind.VALUE, bytes(outcome.head)
         elif outcome.nbytes <= INLINE_NBYTES:
@@ -313,10 +309,6 @@ class HostRanks:
         """Let ranks begin their next calls, by the numbers of calls; see `contract.Workers.resume`."""
         failed = {rank: self._failed.get(rank, (0, None)) for rank in numbers}
         self.workers.resume({rank: ticket for rank, (number, ticket) in failed.items() if number == numbers[rank]})
-
-    def stacks(self, numbers: Mapping[int, int | None]) -> dict[int, str]:
-        """The stacks of ranks, by the numbers of calls; see `contract.Workers.stacks`."""
-        return dict(self.workers.stacks(self.tickets(numbers)))
 
     def tickets(self, numbers: Mapping[int, int | None]) -> dict[int, Any]:
         """The tickets of calls that ranks have not replied to; None stands for whatever a rank is doing."""

@@ -2,7 +2,7 @@
 
 ::
 
-    RowStore ── keeps what calls leave on this host, and copies
+    RowStore ── has what calls leave on this host, and copies
       ▲
     serve_rows ◄── links ── RowLinks: of agents of other hosts, and of the controller, which fetch rows
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -43,6 +42,9 @@ MAX_AT_ONCE = 4  # fetches from one host, which has a thread for each of their c
 
 RowKey = tuple[int, int]
 PendingFetch = Future[Payload]  # rows that are being fetched from another host
+# The rows on a host by their key, until they are released; with the numbers of the rows that a copy of another host's
+# has, None for all.
+RowStore = dict[RowKey, tuple[Kept | PendingFetch, Any]]
 
 
 class Fetch(NamedTuple):
@@ -59,32 +61,6 @@ class Fetch(NamedTuple):
     key: RowKey
     origin: str
     rows: Any
-
-
-class RowStore:
-    """The rows on this host, by key. Any thread may call it."""
-
-    def __init__(self) -> None:
-        self._rows: dict[RowKey, tuple[Kept | PendingFetch, Any]] = {}
-
-    def keep(self, key: RowKey, rows: Kept | PendingFetch, present: Any = None) -> None:
-        """Keep rows, or a copy of rows of another host, until they are released.
-
-        Args:
-            key: Their key.
-            rows: The rows.
-            present: The numbers of those that a copy has; None for all.
-        """
-        self._rows[key] = rows, present
-
-    def release(self, keys: Iterable[RowKey]) -> None:
-        """Release rows."""
-        for key in keys:
-            self._rows.pop(key, None)
-
-    def get(self, key: RowKey) -> tuple[Kept | PendingFetch, Any] | None:
-        """The rows, and the numbers of those that are present; None if they are not on this host."""
-        return self._rows.get(key)
 
 
 def serve_rows(link: Link, store: RowStore) -> None:

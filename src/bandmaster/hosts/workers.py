@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import finalize
 
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, NOT_STARTED, Call, Kept, Launch, RowFacts, WorkerProcess, WorkerRecord
+from bandmaster.contract import CLOSED, NOT_STARTED, Call, Kept, Launch, RowFacts, WorkerRecord
 from bandmaster.errors import ClosedError, PlacementError, RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.agent import AgentServer
@@ -26,7 +25,6 @@ from bandmaster.wire.messages import INLINE_NBYTES, call_message, inline
 from bandmaster.wire.messages import Kind as MessageKind
 
 STACKS_TIMEOUT_S = 1.0
-Said = tuple[str, int, str]  # host, pid and device of a rank
 Ranks = tuple[int, ...] | None  # None for all that the group has on a host
 
 
@@ -158,6 +156,7 @@ class AgentWorkers(Client):
     Attributes:
         deaths: The ranks whose processes are known to have ended, and how.
         ranks_are_own: True.
+        records: Host, process and device of each rank; handles are `WorkerProcess` objects.
 
     Args:
         name: Name of the group, which no other group of this controller has.
@@ -172,8 +171,7 @@ class AgentWorkers(Client):
         self.name, self._links = name, links
         self._agents = list(agents)
         self._open = {rank: {} for rank in range(len(agents))}
-        self._records: list[Said] = []
-        self._names: Sequence[str] = ()
+        self.records: list[WorkerRecord] = []
         self._told: Callable[[Sequence[int]], bytes]
         self._again: Callable[[int], Agent] | None = None
         self._rendezvous: Mapping[str, str] = {}
@@ -306,9 +304,9 @@ class AgentWorkers(Client):
         """Take the end of a host; see `links.Group`."""
         found = {}
         for rank in self.ranks_on(agent):
-            _, pid, device = self._records[rank] if self._records else ("", 0, "")
+            known = self.records[rank] if self.records else WorkerRecord("", 0, "", "", bool)
             summary = f"host {agent.host} ({agent.address[0]}) is lost: {why}"
-            found[rank] = Failure.of_death(summary, "", agent.host, pid, device)
+            found[rank] = Failure.of_death(summary, "", agent.host, known.pid, known.device)
         self.take_deaths(found)
         if self._relay_of is not None:
             below = {other for other, relay in self._relay_of.items() if relay is agent}
@@ -387,14 +385,14 @@ class AgentWorkers(Client):
             PlacementError: An agent is gone.
             Exception: That of an agent.
         """
-        self._names, self._told, self._again = launch.worker_names, said, again
+        self._told, self._again = said, again
         try:
             asked = [self._ask(agent, AgentServer.start, said(self.ranks_on(agent))) for agent in self.hosts]
-            found: dict[int, Said] = {}
+            found: dict[int, WorkerRecord] = {}
             for agent, (records, rendezvous) in zip(self.hosts, self._links.answers(asked), strict=True):
                 found.update(zip(self.ranks_on(agent), records, strict=True))
                 self._rendezvous = rendezvous or self._rendezvous
-            self._records = [found[rank] for rank in range(len(self._agents))]
+            self.records = [found[rank]._replace(channel="link") for rank in range(len(self._agents))]
             self._announce(but=self._agents[0])
             if len(self.hosts) >= tree_from():
                 self._form_tree()
@@ -427,26 +425,18 @@ class AgentWorkers(Client):
         agent = self._agents[rank]
         if agent.lost is not None and self._again is not None:
             agent = self._again(rank)
-            ((record,), rendezvous) = self._answer(agent, AgentServer.start, self._told([rank]))
+            (record,), rendezvous = self._answer(agent, AgentServer.start, self._told([rank]))
         else:
             record, rendezvous = self._answer(agent, AgentServer.replace, rank)
         with self.lock:
             agent.groups[self.name] = self
-            self._agents[rank], self._records[rank] = agent, record
+            self._agents[rank], self.records[rank] = agent, record._replace(channel="link")
             self.deaths.pop(rank, None)
         if rank == 0:
             self._rendezvous = rendezvous
             self._announce(but=agent)
         elif self._rendezvous != rendezvous:
             self._answer(agent, AgentServer.announce, self._rendezvous)
-
-    @property
-    def records(self) -> list[WorkerRecord]:
-        """Host, process and device of each rank; handles are `WorkerProcess` objects."""
-        return [
-            WorkerRecord(host, pid, device, "link", partial(WorkerProcess, name, rank, host, pid))
-            for rank, (name, (host, pid, device)) in enumerate(zip(self._names, self._records, strict=True))
-        ]
 
     def stop(self, why: str = CLOSED) -> None:
         """End the workers; see `contract.Workers.stop`."""

@@ -19,12 +19,13 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bandmaster.backends.inprocess import InProcessWorkers
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
-from bandmaster.contract import Launch, ShowOutput
+from bandmaster.contract import Launch, ShowOutput, WorkerProcess, WorkerRecord
 from bandmaster.hosts.agent import AgentServer, Host
 from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FOR_MESSAGES, connect, in_memory
@@ -109,6 +110,15 @@ class _SimulatedHost(Host):
 
 
 class _Ranks(InProcessWorkers):
+    @property
+    def records(self) -> Sequence[WorkerRecord]:
+        """Host, process and device of each rank. The handles are `WorkerProcess` objects, which travel."""
+        names = self._launch.worker_names
+        return [
+            record._replace(handle=partial(WorkerProcess, names[rank], rank, record.host, record.pid))
+            for rank, record in zip(self._executors, super().records, strict=True)
+        ]
+
     @property
     def rendezvous(self) -> Mapping[str, str]:
         """Always empty: the ranks have no processes."""
