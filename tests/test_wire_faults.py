@@ -309,9 +309,7 @@ def test_signals_whose_handler_raises_fail_the_call_that_runs_and_no_other(group
 @pytest.mark.parametrize("buffer_nbytes", [None, 4_000_000], ids=["as it is", "of a tuned host"])
 def test_calls_that_are_given_up_are_not_run_however_much_a_socket_holds(group, buffer_nbytes):
     if buffer_nbytes is not None:
-        group._ownership.workers()._client._lanes[0].socket.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_nbytes
-        )
+        group._ownership.workers()._lanes[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_nbytes)
     hanging = group.hang.submit()
     futures = [group.count.submit() for _ in range(1500)]
     assert {future.cancel() for future in futures} == {True}
@@ -370,7 +368,7 @@ def test_closing_a_group_wakes_who_waits_for_it(group):
 
 
 def test_an_interrupted_send_does_not_shift_the_answers(group, monkeypatch):
-    first = group._ownership.workers()._client._lanes[0]
+    first = group._ownership.workers()._lanes[0]
     real = first.send
 
     def interrupted(*message):

@@ -3,7 +3,7 @@
 ::
 
     HostWorkers(launch, zygote, place) ──► Zygote.spawn, once per rank ──► worker processes: worker_process.loop
-         └── LaneClient ◄─ one lane each ──────────────────────────────────┘
+         └── a LaneClient ◄─ one lane each ────────────────────────────────┘
          └── WorkerOutput ◄─ their standard output and error
 
 The controller has one of these for the ranks of its own host, and the agent of each other host one for those there.
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from bandmaster.backends.zygote import NoAnswer, Zygote
 from bandmaster.backends.zygote_process import Spawn
-from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, Launch, ShowOutput, WorkerProcess, WorkerRecord
 from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.errors.failure import Failure, FailureKind
@@ -88,12 +87,12 @@ def _output_of(launch: Launch, shows: ShowOutput | None) -> InheritedOutput | Wo
     return WorkerOutput(launch, shows)
 
 
-class HostWorkers:
+class HostWorkers(LaneClient):
     """The worker processes of a group on this host, each reached over a lane; see `bandmaster.contract.Workers`.
 
     Attributes:
-        deaths: The ranks whose processes are known to have ended, and how.
         ranks_are_own: True.
+        rendezvous: The environment variables by which workers find the rendezvous on rank 0.
     """
 
     ranks_are_own = True
@@ -101,25 +100,17 @@ class HostWorkers:
     def __init__(self, launch: Launch, zygote: Zygote, place: Place, shows: ShowOutput | None = None) -> None:
         self._launch, self._zygote, self._place = launch, zygote, place
         self._output = _output_of(launch, shows)
-        self.rendezvous: Mapping[str, str] = {}  # the variables by which workers find the rendezvous on rank 0
-        self._is_ended, self._why_stopped = False, ""
-        self._client = client = LaneClient(self._how_it_died)
-        self.deaths: Mapping[int, Failure] = client.deaths
-        self.put, self.wait, self.fetch, self.check = client.put, client.wait, client.fetch, client.check
-        self.call, self.stacks, self.resume = client.call, client.stacks, client.resume
+        self.rendezvous: Mapping[str, str] = {}
+        self._is_ended = False
+        super().__init__(self._how_it_died)
         try:
             zygote.hold(self)
             began = time.monotonic()
             for rank in place.ranks:
                 self._start_process(rank, began)
         except BaseException:
-            self._close(0.0)
+            self._end(0.0)
             raise
-
-    @property
-    def arrivals(self) -> int | None:
-        """A descriptor that is readable when a reply or a death may have arrived: both arrive over lanes."""
-        return self._client.arrivals
 
     @property
     def records(self) -> list[WorkerRecord]:
@@ -127,17 +118,8 @@ class HostWorkers:
         host, names = socket.gethostname(), self._launch.worker_names
         return [
             WorkerRecord(host, pid, self._device(rank), "lane", partial(WorkerProcess, names[rank], rank, host, pid))
-            for rank, pid in sorted(self._client.processes.items())
+            for rank, pid in sorted(self.processes.items())
         ]
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether `stop` was called."""
-        return self._client.is_stopped
-
-    def reserve(self, sizes: Sequence[int], is_kept: bool = False) -> Payload:
-        """A payload whose bytes are still to be written, as `LaneClient.reserve` makes it."""
-        return self._client.reserve(sizes, is_kept)
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
         """Interrupt calls through the status page of each rank.
@@ -148,15 +130,15 @@ class HostWorkers:
                 processes that they started.
         """
         if kill_because is None:
-            self._client.interrupt(tickets)
+            super().interrupt(tickets)
         else:
-            self._kill([rank for rank, t in tickets.items() if t is None or self._client.is_at(rank, t)], kill_because)
+            self._kill([rank for rank, t in tickets.items() if t is None or self.is_at(rank, t)], kill_because)
 
     def replace(self, rank: int) -> None:
         """Fork a new process for a rank. A new rank 0 opens a new rendezvous, which the other ranks here are told."""
         if self.is_stopped:
-            raise ClosedError(self._why_stopped)
-        if rank in self._client.processes:
+            raise ClosedError(self._why_closed)
+        if rank in self.processes:
             self._kill([rank], "ended by the controller, because it is being replaced")
         self._start_process(rank, time.monotonic())
         if rank == 0:
@@ -165,20 +147,20 @@ class HostWorkers:
     def announce(self, rendezvous: Mapping[str, str]) -> None:
         """Have the ranks here find a rendezvous that a rank 0 has opened; rank 0 itself knows."""
         self.rendezvous = rendezvous
-        for rank in self._client.processes:
+        for rank in self.processes:
             if rank != 0:
-                self._client.change_environment(rank, rendezvous)
+                self.change_environment(rank, rendezvous)
 
     def stop(self, why: str = CLOSED) -> None:
         """Close the lanes, so that the workers exit; kill those that do not exit in time."""
         if not self._is_ended:
-            self._why_stopped = self._why_stopped or why
-            self._client.close(why)
-            self._close(END_GRACE_S)
+            self.close(why)
+            self._end(END_GRACE_S)
 
-    def _close(self, grace_s: float) -> None:
-        self._client.close()
-        processes = list(self._client.processes.values())
+    def _end(self, grace_s: float) -> None:
+        """Hang up on the workers, unless that was done, and have their processes end."""
+        self.close()
+        processes = list(self.processes.values())
         try:
             self._zygote.end(processes, grace_s)
         except BaseException:  # Ctrl-C: kill the workers without waiting for them
@@ -219,7 +201,7 @@ class HostWorkers:
             except NoAnswer as error:
                 if limit_s is None or time.monotonic() < began + limit_s:
                     raise
-                started = self._client.processes
+                started = self.processes
                 missing = [other for other in self._place.ranks if other == rank or other not in started]
                 raise launch.late(missing, str(error)) from error
             except OSError as error:
@@ -229,7 +211,7 @@ class HostWorkers:
                 ) from error
             with SigintSafeLock():
                 if_it_fails.pop_all()
-                self._client.add(rank, mine, pid)
+                self.add(rank, mine, pid)
 
     def _spawn_of(self, rank: int) -> Spawn:
         launch, place = self._launch, self._place
@@ -253,14 +235,12 @@ class HostWorkers:
     def _kill(self, ranks: Sequence[int], why: str) -> None:
         """Kill the processes of ranks, with all processes that they started."""
         for rank in ranks:
-            self._client.note_death(rank, replace(self._death(rank, why), kind=FailureKind.CANCELLED))
-        self._zygote.end([self._client.processes[rank] for rank in ranks], 0.0)
+            self.note_death(rank, replace(self._death(rank, why), kind=FailureKind.CANCELLED))
+        self._zygote.end([self.processes[rank] for rank in ranks], 0.0)
 
     def _how_it_died(self, rank: int) -> Failure:
-        ended = self._zygote.how_it_ended(self._client.processes[rank])
+        ended = self._zygote.how_it_ended(self.processes[rank])
         return self._death(rank, ended, self._output.last_errors(rank))
 
     def _death(self, rank: int, why: str, last_errors: str = "") -> Failure:
-        return Failure.of_death(
-            why, last_errors, socket.gethostname(), self._client.processes[rank], self._device(rank)
-        )
+        return Failure.of_death(why, last_errors, socket.gethostname(), self.processes[rank], self._device(rank))

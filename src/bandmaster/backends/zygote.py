@@ -242,12 +242,14 @@ class Zygote:
         """
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         number, began, is_sent = next(self._numbers), time.monotonic(), False
-        poll = select.poll()
+        poll, message = select.poll(), pickle.dumps((number, request))
         try:
             self._answers[number] = None
             while self._answers[number] is None:
                 if not is_sent:
-                    is_sent = self._send(pickle.dumps((number, request)), ancillary)
+                    with contextlib.suppress(BlockingIOError):  # the zygote has not read earlier messages
+                        self.control.sendmsg([message], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+                        is_sent = True
                 poll.register(self.control, select.POLLIN if is_sent else select.POLLIN | select.POLLOUT)
                 if not poll.poll(POLL_S * 1000):
                     self._check_time(began, takes_s, timeout_s)
@@ -257,14 +259,6 @@ class Zygote:
             raise PlacementError(f"{self._who} {self._why_ended} ({error}); create the group again") from error
         finally:
             self._answers.pop(number, None)
-
-    def _send(self, message: bytes, ancillary: Any) -> bool:
-        """Send a message; False if the socket is full, because the zygote has not read earlier messages."""
-        try:
-            self.control.sendmsg([message], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        return True
 
     def _receive(self) -> None:
         """Read an answer, if one has arrived."""
