@@ -21,42 +21,11 @@ from typing import Any, NamedTuple, Protocol
 from bandmaster.codec import Payload, decode
 from bandmaster.errors import CallTimeout
 from bandmaster.errors.failure import Failure
-from bandmaster.plan.columns import RowFacts, facts_of
+from bandmaster.plan.columns import RowFacts as RowFacts
+from bandmaster.plan.columns import facts_of
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.placement import Node, Request
 from bandmaster.worker import WorkerContext
-
-__all__ = [
-    "CLOSED",
-    "CLOSE_STREAM",
-    "CONSTRUCT",
-    "KEPT_FROM_NBYTES",
-    "METHOD",
-    "NEXT",
-    "NOT_STARTED",
-    "OPEN_STREAM",
-    "PRELOAD",
-    "QUEUED",
-    "RUN",
-    "START_ADVICE",
-    "STREAM",
-    "TIMES",
-    "Backend",
-    "Call",
-    "Kept",
-    "KeptCopy",
-    "Launch",
-    "Reply",
-    "RowFacts",
-    "Rows",
-    "ShowOutput",
-    "Slot",
-    "Ticket",
-    "WorkerProcess",
-    "WorkerRecord",
-    "Workers",
-    "Written",
-]
 
 CLOSED = "the group was closed"
 NOT_STARTED = "the group could not be started"

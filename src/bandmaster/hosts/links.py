@@ -57,7 +57,6 @@ class Agent:
         lost: Why it is gone; None as long as it is not.
         kept: Keys of rows that futures of this controller refer to.
         released: Keys of rows that nothing refers to any more, and that it was not told of.
-        awaits_release: Whether it is to end as soon as it is not needed.
         pinged_at: When it was asked for a sign of life.
     """
 
@@ -67,7 +66,6 @@ class Agent:
         self.lost: str | None = None
         self.kept: set[RowKey] = set()
         self.released: deque[RowKey] = deque()
-        self.awaits_release = False
         self.pinged_at = 0.0
 
     @property
@@ -97,8 +95,7 @@ class AgentLinks(Client):
         numbers: The numbers of calls and questions.
 
     Args:
-        release: Ends the agents that are not needed. A thread calls it, some time after one that awaits its release has
-            become so.
+        release: Ends the agents that are not needed. A thread calls it again and again as long as there is one.
     """
 
     def __init__(self, release: Callable[[], object] = lambda: None) -> None:
@@ -260,7 +257,7 @@ class AgentLinks(Client):
                 self.poller.receive_all()  # before anything is concluded: no thread may have waited for what has come
                 for agent in list(self.agents.values()):
                     self._look_after(agent)
-            if any(agent.awaits_release and not agent.is_needed for agent in list(self.agents.values())):
+            if not all(agent.is_needed for agent in list(self.agents.values())):
                 self._release()
 
     def _look_after(self, agent: Agent) -> None:

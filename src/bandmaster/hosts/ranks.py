@@ -187,7 +187,10 @@ class HostRanks:
             except Exception as error:  # rows are gone, there is no memory, or the group was stopped
                 why = Failure(FailureKind.LOST, str(error)) if isinstance(error, RowsLost) else Failure.of(error)
             for rank, ticket in sent.items():
-                self._await(queued.number, rank, ticket)
+                self._open[rank][queued.number] = ticket
+                ticket.on_done = partial(self._done.append, (rank, queued.number))
+                if ticket.is_done:
+                    self._done.append((rank, queued.number))
             if why is not None:
                 self._fail(queued.number, [rank for rank in queued.call.ranks if rank not in sent], why)
 
@@ -197,12 +200,6 @@ class HostRanks:
         placed, n = self.workers.put([*queued.call.parts, *rows]), len(queued.call.parts)
         labelled = tuple(zip(queued.rows, placed[n:], strict=True))
         return queued.call._replace(parts=tuple(placed[:n]), rows=labelled)
-
-    def _await(self, number: int, rank: int, ticket: Any) -> None:
-        self._open[rank][number] = ticket
-        ticket.on_done = partial(self._done.append, (rank, number))
-        if ticket.is_done:
-            self._done.append((rank, number))
 
     # --- replies ---
 

@@ -209,17 +209,18 @@ class AgentWorkers(Client):
         with self.lock:
             if self._why_stopped is not None:
                 raise ClosedError(self._why_stopped)
-            is_for_all = len(calls) == 1 and self._is_passed_on(calls[0])
+            relays = self._relays_of(calls)
             for call in calls:
-                self._add(call, tickets, outgoing, is_for_all)
+                self._add(call, tickets, outgoing, relays)
             for agent, mine in outgoing.items():
-                self._send(agent, Kind.CALLS, self.name, mine.calls, mine.fetches(agent), is_for_all, large=mine.large)
+                content = self.name, mine.calls, mine.fetches(agent), bool(relays)
+                self._send(agent, Kind.CALLS, *content, large=mine.large)
         self._links.flush(list(outgoing) if self._relay_of is None else self.hosts)
 
-    def _is_passed_on(self, call: Call) -> bool:
-        """Whether a call goes to a few agents of a large group, which pass it on: it is the same for all ranks."""
-        is_same = not call.rows and len(call.ranks) == len(self._agents)
-        return is_same and self._relay_of is not None and not self.deaths
+    def _relays_of(self, calls: Sequence[Call]) -> Sequence[Agent]:
+        """The agents of a large group that pass a call on, if it is the same for all ranks."""
+        is_same = len(calls) == 1 and not calls[0].rows and len(calls[0].ranks) == len(self._agents)
+        return list(dict.fromkeys(self._relay_of.values())) if self._relay_of and is_same and not self.deaths else []
 
     def _send(self, agent: Agent, kind: Kind, *content: Any, large: Mapping[int, Payload] | None = None) -> None:
         """Send a message to an agent, through its relay if it has one; the lock is held."""
@@ -230,7 +231,7 @@ class AgentWorkers(Client):
             self._links.send(relay, Kind.FORWARD, agent.address, kind, content, large=large)
 
     def _add(
-        self, call: Call, tickets: dict[int, Any], outgoing: dict[Agent, _Outgoing], is_for_all: bool = False
+        self, call: Call, tickets: dict[int, Any], outgoing: dict[Agent, _Outgoing], relays: Sequence[Agent]
     ) -> None:
         """Add a call to the messages for its hosts; the lock is held."""
         number = next(self._numbers)
@@ -247,7 +248,7 @@ class AgentWorkers(Client):
         n, flags = len(call.parts), (MessageKind.FENCED * call.is_fenced) | (MessageKind.TIMED * call.is_timed)
         rows = [(label, name) for (label, _), name in zip(call.rows, names[n:], strict=True)]
         message = call_message(number, (call.method, int(call.reply), names[:n], rows, None), flags)[4:]
-        for agent, mine in self._relays() if is_for_all else self._route(ranks):
+        for agent, mine in [(relay, None) for relay in relays] or self._route(ranks):
             for_host = outgoing.setdefault(agent, _Outgoing())
             for_host.add(mine, message, parts)
             if any(held.agent is not agent for held in holds):
@@ -259,10 +260,6 @@ class AgentWorkers(Client):
         for label, rows in call.rows:
             if type(rows) is FarRows and rows.agent is not agent and (needed is None or label in needed):
                 outgoing.want(rows, range(rows.facts.n_rows) if needed is None else needed[label])
-
-    def _relays(self) -> list[tuple[Agent, Ranks]]:
-        assert self._relay_of is not None, "the caller has looked"
-        return [(relay, None) for relay in dict.fromkeys(self._relay_of.values())]
 
     def _route(self, ranks: tuple[int, ...]) -> list[tuple[Agent, Ranks]]:
         """For each host, the ranks of a call on it."""

@@ -85,16 +85,6 @@ def set_buffer(sock: socket.socket) -> None:
         )
 
 
-class Buffer:
-    """Memory that messages are received in."""
-
-    __slots__ = ("memory", "view")
-
-    def __init__(self) -> None:
-        self.memory = [bytearray(MAX_MESSAGE_NBYTES)]  # as `socket.recvmsg_into` takes it
-        self.view = memoryview(self.memory[0])
-
-
 class Lane:
     """One end of a lane: the worker's, or the controller's, which has more lanes.
 
@@ -111,7 +101,7 @@ class Lane:
     """
 
     def __init__(
-        self, sock: socket.socket, writer: SegmentWriter, rank: int | None = None, buffer: Buffer | None = None
+        self, sock: socket.socket, writer: SegmentWriter, rank: int | None = None, buffer: bytearray | None = None
     ) -> None:
         self.socket = sock
         self.reader = SegmentReader()
@@ -130,7 +120,8 @@ class Lane:
         self._received: list[Any] = []  # at most one message, which lies in the buffer
         self._patience_s: float | None = None
         self._send_flags = _SEND_FLAGS | (0 if self._is_worker else _DONT_WAIT)
-        self._buffer = buffer or Buffer()
+        self._memory = [buffer or bytearray(MAX_MESSAGE_NBYTES)]  # as `socket.recvmsg_into` takes it
+        self._view = memoryview(self._memory[0])
 
     def fileno(self) -> int:
         """The socket's descriptor."""
@@ -224,11 +215,11 @@ class Lane:
         Raises:
             Closed: The other end is gone.
         """
-        flags, buffer = _RECEIVE_FLAGS if block else _RECEIVE_NOW_FLAGS, self._buffer
+        flags, memory, view = _RECEIVE_FLAGS if block else _RECEIVE_NOW_FLAGS, self._memory, self._view
         while True:
             while not self._received:
                 try:  # one call of C code reads and stores, so that an exception of a handler loses no message
-                    self._received.extend(map(self.socket.recvmsg_into, (buffer.memory,), _ANCILLARY_NBYTES, (flags,)))
+                    self._received.extend(map(self.socket.recvmsg_into, (memory,), _ANCILLARY_NBYTES, (flags,)))
                 except BlockingIOError:
                     return None
                 except ConnectionResetError:  # once, if the other end left messages unread; what it sent is behind that
@@ -236,13 +227,13 @@ class Lane:
             n, ancillary, message_flags, _ = self._received[0]
             if not n:
                 raise Closed
-            (n_control,) = _LENGTH.unpack_from(buffer.view)
-            body = buffer.view[LENGTH_NBYTES + n_control : n]
+            (n_control,) = _LENGTH.unpack_from(view)
+            body = view[LENGTH_NBYTES + n_control : n]
             self.body = body or self.body
             self._received.clear()
             self._claims = {}
             if n_control:
-                self._take_control(buffer.view[LENGTH_NBYTES : LENGTH_NBYTES + n_control], ancillary, message_flags)
+                self._take_control(view[LENGTH_NBYTES : LENGTH_NBYTES + n_control], ancillary, message_flags)
             if len(body):
                 return body
             self.tell()  # which segments were closed because of that

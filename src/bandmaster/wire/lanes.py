@@ -25,7 +25,7 @@ from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire import status_page
 from bandmaster.wire.client import Client, MessageTicket
-from bandmaster.wire.lane import TELL_S, Buffer, Lane
+from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
     INLINE_NBYTES,
     MAX_MESSAGE_NBYTES,
@@ -70,7 +70,7 @@ class LaneClient(Client):
         self.is_stopped, self._why_closed = False, CLOSED
         self._how_it_died = how_it_died
         self._writer = SegmentWriter()
-        self._buffer = Buffer()
+        self._buffer = bytearray(MAX_MESSAGE_NBYTES)  # what all lanes receive in
         self._lanes: dict[int, Lane] = {}
         self._queues: dict[int, deque[_Outgoing]] = {}  # messages that a worker that is busy has not taken yet
         self._sender: threading.Thread | None = None

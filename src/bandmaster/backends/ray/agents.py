@@ -263,8 +263,6 @@ class RayAgents:
         for key, actor in list(self._actors.items()):
             agent = self._links.agents.get(key)
             if key in held or (agent is not None and agent.is_needed):
-                if agent is not None:
-                    agent.awaits_release = key not in held and not agent.groups
                 continue
             del self._actors[key]
             self._opened.pop(key, None)
