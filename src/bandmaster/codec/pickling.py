@@ -121,7 +121,7 @@ def add_reducer(kind: type, reducer: Callable[[Any], Any]) -> None:
 
 
 def add_plain(*kinds: type) -> None:
-    """Declare dataclasses whose values consist of their fields alone, so that they take the fast path of `encode`."""
+    """Declare dataclasses and NamedTuples that consist of their fields alone, for the fast path of `encode`."""
     _plain_classes.update(kinds)
 
 
@@ -172,7 +172,7 @@ def _contents(value: Any) -> _Contents:
             if kind is dict:
                 found += item.values()
         elif kind in _plain_classes:
-            found += vars(item).values()
+            found += item if isinstance(item, tuple) else vars(item).values()
         else:
             return _Contents.ANY
     return contents

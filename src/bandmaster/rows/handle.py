@@ -75,13 +75,15 @@ class Handle:
     @property
     def nbytes(self) -> int:
         """Encoded size of the rows in bytes, estimated if rows may differ in size; waits for the call."""
-        return round(handles.nbytes_of(self._table()))
+        return round(self._table().nbytes)
 
     @property
     def where(self) -> tuple[Place, ...]:
         """The rank and host that keeps each part of the rows; waits for the call."""
-        found = handles.rows_by_part(self._table()).values()
-        return tuple([Place(part.kept.origin.method, part.rank, part.kept.origin.host, n) for part, n in found])
+        counts: dict[Any, int] = {}
+        for part, n in self._table().rows_by_part():
+            counts[part.origin] = counts.get(part.origin, 0) + n
+        return tuple([Place(origin.method, origin.rank, origin.host, n) for origin, n in counts.items() if n])
 
     def _drawing(self) -> str | None:
         """The places of the rows as an SVG drawing; None if there are too many places."""
@@ -127,11 +129,13 @@ class Handle:
         def make(tables: Sequence[Table]) -> Table:
             (table,) = tables
             handles.check_named(table, "rows", what)
-            known = list(table.schema)
+            known = list(table.block_of)
             missing, listed = [name for name in asked if name not in known], ", ".join(map(str, known))
             if missing:
                 raise BatchError(f"cannot {what} {', '.join(map(repr, missing))}: the columns are {listed}")
             chosen = choose(known)
+            if not chosen:
+                raise BatchError(f"no column would be left after {what}: the columns are {listed}")
             if what == "rename" and len(chosen) < len(known):
                 raise BatchError(f"two columns would have one name after rename: the columns are {listed}")
             return handles.select(table, chosen)

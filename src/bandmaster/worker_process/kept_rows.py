@@ -16,7 +16,7 @@ from typing import Any
 
 from bandmaster.codec import Payload, decode
 from bandmaster.plan.batch import Batch, as_batch, copies_rows, learn_batch_type
-from bandmaster.rows.table import Elsewhere, JoinPath, assemble
+from bandmaster.rows.table import Elsewhere, assemble
 from bandmaster.wire.segment_reader import KeptFile, RowReader, RowReaders, chunks_in, start_of
 
 MAX_HEAD_NBYTES = 1 << 20  # of a segment that is viewed: the head is compared each time
@@ -44,7 +44,7 @@ def with_rows(
     def view_of(label: Any) -> Batch | None:
         return _view(rows[label]) if has_views else None
 
-    def value_at(label: Any, _: JoinPath) -> Any:
+    def value_of(label: Any) -> Any:
         return decode(rows[label].payload())
 
     def present(label: Any) -> Any:
@@ -54,7 +54,7 @@ def with_rows(
         if type(argument) is Elsewhere:
             for pickled in argument.batch_types:
                 _learn(pickled)
-            yield key, assemble(argument.share(rank), cache(value_at), view_of, present)
+            yield key, assemble(argument.share(rank), value_of, view_of, present)
         else:
             yield key, argument
 
