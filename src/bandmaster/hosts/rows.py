@@ -26,7 +26,7 @@ from bandmaster.errors import ResourceError, RowsLost
 from bandmaster.hosts.connection import FOR_ROWS, Connection, Kind, Message, Place, in_memory
 from bandmaster.hosts.handshake import Keys, Refused, Secret, greet
 from bandmaster.hosts.link import LinkStalled, await_frame, flush
-from bandmaster.plan.batch import join_rows, required_batch
+from bandmaster.plan.batch import required_batch
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.messages import Closed
 
@@ -108,7 +108,7 @@ class RowServer:
             assert not isinstance(found[0], Future), "rows are fetched from where they were made"
             payload = found[0].payload()
             if rows is not None:
-                payload = encode(join_rows([(required_batch(decode(payload)), rows)]))
+                payload = encode(required_batch(decode(payload)).rows(rows))
         except Exception as error:  # they are gone, or cannot be read here
             connection.send_message(Kind.ROWS, str(error))
         else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from bandmaster.errors import BatchError, UsageError
-from bandmaster.plan.batch import column_of
+from bandmaster.plan.batch import required_batch
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.columns import Schema, ascending
 from bandmaster.plan.render import Cell, svg_bands
@@ -167,7 +167,7 @@ class Handle:
 
     def sort_by(self, name: Hashable) -> Self:
         """The rows in ascending order of a column, which the controller reads; equal values keep their order."""
-        return self[ascending(column_of(self.select(name).result(), name))]
+        return self[ascending(required_batch(self.select(name).result()).column(name))]
 
 
 def index_of(rows: Any, n_rows: int) -> Index:

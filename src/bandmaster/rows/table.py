@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bandmaster.errors import BatchError
-from bandmaster.plan.batch import Batch, concat_rows, copies_rows, join_rows, required_batch, take_rows
+from bandmaster.plan.batch import Batch, concat_rows, copies_rows, required_batch, take_rows
+from bandmaster.plan.batch import concat as concat_batches
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.columns import Column, Schema, choose_columns, join_columns
 
@@ -391,7 +392,7 @@ def _assembled(
             found.append((source if names is None else _chosen(source.value, names), positions))
         else:
             found.append(source.rows(names, positions))
-    return join_rows(found)
+    return concat_batches(*zip(*found, strict=True))
 
 
 def _chosen(value: Any, names: Names | None) -> Batch:
