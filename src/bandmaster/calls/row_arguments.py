@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -90,16 +91,14 @@ class RowsElsewhere:
 
     def numbers(self, groups: Sequence[int]) -> Callable[[Sequence[int]], Mapping[Any, Any]]:
         """Return a function from ranks that get some argument groups to the numbers of the rows that they need."""
-        sent = [elsewhere for number in groups for elsewhere in self._sent[number]]
+        return partial(self._numbers, groups)
 
-        def needed(ranks: Sequence[int]) -> dict[Any, Any]:
-            found: dict[Any, Any] = {}
-            for elsewhere in sent:
-                for label, rows in rows_needed(elsewhere, ranks).items():
-                    found[label] = united(found.get(label, range(0)), rows)
-            return found
-
-        return needed
+    def _numbers(self, groups: Sequence[int], ranks: Sequence[int]) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for elsewhere in [elsewhere for number in groups for elsewhere in self._sent[number]]:
+            for label, rows in rows_needed(elsewhere, ranks).items():
+                found[label] = united(found.get(label, range(0)), rows)
+        return found
 
     def note_in(self, record: CallTrace) -> None:
         """Record the bytes of the rows that the call takes, and their sources."""
@@ -177,6 +176,5 @@ def _are_for_all(group: ArgumentGroup) -> bool:
 
 def _values(group: ArgumentGroup) -> tuple[Any, ...]:
     """A key that is equal for argument groups of portions of the same values, and unique for other groups."""
-    if all(type(value) is Portion for _, value in group.items):
-        return tuple([(key, id(value.value)) for key, value in group.items])
-    return (id(group),)
+    values = [(key, id(value.value)) for key, value in group.items if type(value) is Portion]
+    return tuple(values) if len(values) == len(group.items) else (id(group),)

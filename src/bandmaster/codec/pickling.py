@@ -22,7 +22,7 @@ import cloudpickle
 import numpy as np
 
 from bandmaster.codec import tensors
-from bandmaster.codec.arrays import is_bare, reduce_array, writable
+from bandmaster.codec.arrays import is_bare, reduce_array
 
 OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
 MAX_ITEMS = 100  # inspected by `_contents`
@@ -60,10 +60,6 @@ class Payload:
     def private(self) -> Payload:
         """A copy of the payload with buffers in new writable memory, which belongs to the reader."""
         return Payload(self.head, tuple(bytearray(buffer) for buffer in self.buffers))
-
-    def shared(self) -> Payload:
-        """The payload in the same memory, marked writable as torch warns of read-only buffers. Do not write to it."""
-        return Payload(self.head, tuple([writable(np.frombuffer(buffer, np.uint8)) for buffer in self.buffers]))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
         wrap: Callable[[Any], Any] = pickle.PickleBuffer if protocol >= 5 else bytearray

@@ -369,12 +369,13 @@ class SplitArguments:
 
     def groups(self, cut: Cut) -> list[ArgumentGroup]:
         """An argument group per part of a split; rows that lie elsewhere have groups of their own, to be shared."""
+        apart: dict[bool, list[tuple[BoundArgument, list[Any]]]] = {}
+        for argument, batch in self.batches:
+            apart.setdefault(batch.is_elsewhere, []).append((argument, self._parts(argument, batch, cut)))
         groups: list[ArgumentGroup] = []
-        for is_elsewhere in (False, True):
-            members = [(argument, batch) for argument, batch in self.batches if batch.is_elsewhere is is_elsewhere]
-            if members:
-                columns = [self._parts(argument, batch, cut) for argument, batch in members]
-                groups += _groups([argument for argument, _ in members], zip(*columns, strict=True), cut.receivers)
+        for is_elsewhere in sorted(apart):
+            arguments, parts = zip(*apart[is_elsewhere], strict=True)
+            groups += _groups(arguments, zip(*parts, strict=True), cut.receivers)
         return groups
 
     def _parts(self, argument: BoundArgument, batch: Batch, cut: Cut) -> list[Any]:

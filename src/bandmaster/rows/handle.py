@@ -110,7 +110,7 @@ class Handle:
                 "rows[i:i+1] is a single one"
             )
         chosen = rows if isinstance(rows, slice) else np.array(rows)  # a copy, as the caller may change it
-        return self._derived("rows", (), lambda tables: handles.take(tables[0], index_of(chosen, tables[0].n_rows)))
+        return self._taken("rows", lambda n_rows: index_of(chosen, n_rows))
 
     def select(self, *names: Hashable) -> Self:
         """The rows with only these columns, in this order."""
@@ -144,19 +144,20 @@ class Handle:
 
     def join(self, *others: Handle) -> Self:
         """The rows with the columns of other futures, which have the same rows, added to their own."""
-        return self._derived("join", others, lambda tables: handles.join(tables, _labels("rows", len(tables))))
+        labels = [f"rows {number}" for number in range(1 + len(others))]
+        return self._derived("join", others, lambda tables: handles.join(tables, labels))
 
     def repeat(self, n: int) -> Self:
         """Every row ``n`` times, with the copies of a row next to each other."""
-        return self._derived(
-            "repeat", (), lambda tables: handles.take(tables[0], handles.repeated(tables[0].n_rows, n))
-        )
+        return self._taken("repeat", lambda n_rows: np.repeat(np.arange(n_rows), n))
 
     def shuffle(self, seed: int) -> Self:
         """The rows in an order that depends only on the seed and the number of rows."""
-        return self._derived(
-            "shuffle", (), lambda tables: handles.take(tables[0], handles.shuffled(tables[0].n_rows, seed))
-        )
+        return self._taken("shuffle", lambda n_rows: np.random.default_rng(seed).permutation(n_rows))
+
+    def _taken(self, what: str, numbers: Callable[[int], Index]) -> Self:
+        """A future of the rows with the numbers that a function returns for the number of rows."""
+        return self._derived(what, (), lambda tables: handles.take(tables[0], numbers(tables[0].n_rows)))
 
     def batches(self, n: int) -> Iterator[Self]:
         """Yield futures of ``n`` rows each; the last one may have fewer. Waits for the call."""
@@ -198,7 +199,3 @@ def index_of(rows: Any, n_rows: int) -> Index:
 def _box(place: Place) -> Cell:
     who = "controller" if place.rank is None else f"rank {place.rank}"
     return Cell((who, f"{place.n_rows} row{'s' if place.n_rows != 1 else ''}"), place.rank or 0)
-
-
-def _labels(what: str, n: int) -> list[str]:
-    return [f"{what} {number}" for number in range(n)]

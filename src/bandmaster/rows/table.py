@@ -182,16 +182,6 @@ def concat(tables: Sequence[Table], labels: Sequence[str]) -> Table:
     return Table(tuple(blocks))
 
 
-def repeated(n_rows: int, n: int) -> Index:
-    """The numbers of all rows, each ``n`` times in a row."""
-    return np.repeat(np.arange(n_rows), n)
-
-
-def shuffled(n_rows: int, seed: int) -> Index:
-    """The numbers of all rows in an order that depends only on the seed and ``n_rows``."""
-    return np.random.default_rng(seed).permutation(n_rows)
-
-
 def check_named(table: Table, label: str, what: str) -> None:
     """Raise BatchError if the table's columns have no names."""
     if None in table.block_of:

@@ -302,7 +302,7 @@ class StatusPage:
     Attributes:
         activity: Shows which method runs.
         running: Number of the call that may be interrupted; 0 between calls and while interrupts are deferred.
-        told_of_tasks: Returns the text about tasks that follows stacks; see `bandmaster.worker_process.tasks`.
+        told_of_tasks: Returns the text about tasks that follows stacks; see `bandmaster.worker_process.event_loop`.
     """
 
     told_of_tasks: Callable[[], str]

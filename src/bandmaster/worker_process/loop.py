@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bandmaster.codec import Payload, decode, encode
-from bandmaster.contract import TIMES, Rows
+from bandmaster.contract import Rows
 from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import LENGTH_NBYTES, TELL_S, Lane
 from bandmaster.wire.messages import (
@@ -35,54 +35,41 @@ FENCE_LOOK_S, FENCE_MOST_S = 0.001, 0.05  # between two looks whether the worker
 _log = logging.getLogger(__name__)
 
 
-def serve(
-    lane: Lane,
-    executor: Executor,
-    page: StatusPage,
-    patience_s: float | None = None,
-    most_s: float = math.inf,
-    most_nbytes: float = math.inf,
-) -> bool:
-    """Run calls from a lane and reply, until the controller closes or pauses the lane or a limit is reached.
+class Loop:
+    """Reads messages, runs their calls and replies to each, although signal handlers may raise at any moment.
+
+    The exception of a handler fails the call that is running or being replied to; between calls it is logged.
+    ``lane.body`` is the body of the message that has no reply yet, None between calls.
 
     Args:
         lane: The lane to the controller.
         executor: Runs the calls.
         page: The status page of this worker.
-        patience_s: Seconds to wait for each message; None for no limit.
-        most_s: Seconds after which no new message is read.
-        most_nbytes: Number of bytes of messages after which no new message is read.
-
-    Returns:
-        True if a limit was reached, so that more messages may arrive; False if the lane was closed or paused.
-    """
-    deadline = math.inf if most_s == math.inf else time.monotonic() + most_s
-    return _Loop(lane, executor, page, patience_s, deadline, most_nbytes).run()
-
-
-class _Loop:
-    """Reads messages, runs their calls and replies to each, although signal handlers may raise at any moment.
-
-    The exception of a handler fails the call that is running or being replied to; between calls it is logged.
-    ``lane.body`` is the body of the message that has no reply yet, None between calls.
     """
 
-    def __init__(
-        self,
-        lane: Lane,
-        executor: Executor,
-        page: StatusPage,
-        patience_s: float | None,
-        deadline: float,
-        most_nbytes: float,
-    ) -> None:
+    def __init__(self, lane: Lane, executor: Executor, page: StatusPage) -> None:
         self._lane, self._executor, self._page = lane, executor, page
-        self._patience_s, self._deadline, self._most_nbytes = patience_s, deadline, most_nbytes
+        self._patience_s: float | None = None
+        self._deadline = self._most_nbytes = math.inf
         self._error: BaseException | None = None  # raised outside of a method, and not handled yet
         self._failed = 0  # number of a failed call that other ranks may still run
 
+    def limit(self, patience_s: float | None, most_s: float, most_nbytes: float) -> None:
+        """Let `run` return when a limit is reached.
+
+        Args:
+            patience_s: Seconds to wait for each message; None for no limit.
+            most_s: Seconds after which no new message is read.
+            most_nbytes: Number of bytes of messages after which no new message is read.
+        """
+        self._patience_s, self._deadline, self._most_nbytes = patience_s, time.monotonic() + most_s, most_nbytes
+
     def run(self) -> bool:
-        """Serve the lane. Returns True if a limit was reached, False if the lane was closed or paused."""
+        """Serve the lane until the controller closes or pauses it, or a limit is reached.
+
+        Returns:
+            True if a limit was reached, so that more messages may arrive; False if the lane was closed or paused.
+        """
         self._lane.body = None
         while True:
             try:
@@ -120,7 +107,7 @@ class _Loop:
                 lane.body = None
                 continue
             outcome = self._called(kind, number, message)
-            times = None if executor.marks is None else TIMES.pack(*executor.times())
+            times = executor.times
             if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
                 lane.send(reply_message(number, ReplyKind.VALUE, outcome.head, times))  # the common case
             else:
@@ -164,7 +151,6 @@ class _Loop:
     def _reply_with_the_error(self) -> None:
         """Fail the call during which an error was raised, for example because it was interrupted or memory ran out."""
         error, self._error = self._error, None
-        self._executor.marks = None
         self._executor.activity.end()
         assert error is not None, "the caller has looked"
         if self._lane.body is None:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import ray
 
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Reply, Rows
+from bandmaster.contract import TIMES, Reply, Rows
 from bandmaster.debugging.breakpoints import install_breakpoints
 from bandmaster.errors.failure import Failure
 from bandmaster.plan.binding import signature_without_self
@@ -39,7 +39,7 @@ from bandmaster.wire.segments import SegmentWriter
 from bandmaster.wire.status_page import StatusPage, WorkerIdentity
 from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.loop import serve
+from bandmaster.worker_process.loop import Loop
 from bandmaster.worker_process.rendezvous import Rendezvous, listening_socket
 
 __all__ = [
@@ -69,11 +69,11 @@ class Timed(NamedTuple):
 
     Attributes:
         outcome: The outcome.
-        times: The times as in `bandmaster.contract.TIMES`.
+        times: The times, packed as `bandmaster.contract.TIMES`.
     """
 
     outcome: Any
-    times: tuple[int, int, int, int]
+    times: bytes
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,9 @@ class WorkerActor:
 
     def _serve(self, patience_s: float | None, most_s: float = math.inf, most_nbytes: float = math.inf) -> None:
         assert self._lane is not None, "it was connected"
-        self._is_away = serve(self._lane, self._executor, self._page, patience_s, most_s, most_nbytes)
+        loop = Loop(self._lane, self._executor, self._page)
+        loop.limit(patience_s, most_s, most_nbytes)
+        self._is_away = loop.run()
 
     def _run(
         self, number: int, method: str, how: How, parts: Sequence[Payload], rows: RowReaders
@@ -272,10 +274,9 @@ class WorkerActor:
                 self._page.begin(number)
                 outcome = self._executor.call(method, how[0], parts, rows, how[1])
                 self._page.end()
-                return outcome if self._executor.marks is None else Timed(outcome, self._executor.times())
+                return outcome if self._executor.times is None else Timed(outcome, self._executor.times)
             except KeyboardInterrupt as error:  # interrupted, or raised by the method
                 self._page.end()
-                self._executor.marks = None
                 self._executor.activity.end()
                 return self._executor.failure(error)
 
@@ -289,7 +290,7 @@ def arguments(labels: Labels, parts: Sequence[Payload]) -> tuple[list[Payload], 
     """The parts of a call's arguments, in memory of this process, and the readers of its kept rows."""
     n = len(parts) - len(labels)
     return [part.private() for part in parts[:n]], {
-        label: RowReader(part.private, shared=part.shared, present=present)
+        label: RowReader(part.private, present=present)
         for (label, present), part in zip(labels, parts[n:], strict=True)
     }
 
@@ -324,7 +325,7 @@ class OverlappingActor(WorkerActor):
         outcome: Any = await self._executor.call_beside(method, reply, *arguments(labels, parts))
         if is_timed:
             end = time.monotonic_ns()  # in between, it was mixed with other calls
-            outcome = Timed(outcome, (begun, begun, end, end))
+            outcome = Timed(outcome, TIMES.pack(begun, begun, end, end))
         return self._as_asked(outcome, reply)
 
     bandmaster_call_of_others = bandmaster_call
