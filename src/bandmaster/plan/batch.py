@@ -44,8 +44,7 @@ KNOWN = (
     "registered types, and mappings, NamedTuples and dataclasses of equally long batches"
 )
 _CONSTANTS = {str, int, float, bool, type(None)}  # immutable, and decoded from the head alone
-_registered: dict[type, BatchType] = {}
-_of_the_user: dict[type, BatchType] = {}  # added by `register_batch_type`
+_registered: dict[type, BatchType] = {}  # by `register_batch_type`
 _learned: dict[type, BatchType] = {}  # registered by the controller; other processes may not know them
 
 
@@ -96,19 +95,13 @@ def register_batch_type(
     for name, function in (*required.items(), *optional.items()):
         if not (callable(function) or (name in optional and function is None)):
             raise UsageError(f"{name} of register_batch_type must be callable, got {function!r}")
-    _of_the_user[cls] = BatchType(rows, split, concat, take, column)
-    add_batch_type(cls, _of_the_user[cls])
-
-
-def add_batch_type(cls: type, kind: BatchType) -> None:
-    """Make instances of ``cls`` and its subclasses batches."""
-    _registered[cls] = kind
+    _registered[cls] = BatchType(rows, split, concat, take, column)
     _kind_of.cache_clear()
 
 
 def users_batch_types() -> tuple[tuple[type, BatchType], ...]:
     """The types that this process has passed to `register_batch_type`, and the `BatchType` of each."""
-    return tuple(_of_the_user.items())
+    return tuple(_registered.items())
 
 
 def learn_batch_type(cls: type, kind: BatchType) -> None:

@@ -2,13 +2,12 @@
 
 ::
 
-    call ── _begun: decode the arguments, rows of other calls included ── a method of the worker, or one of `_OWN`
+    call ── begun: decode the arguments, rows of other calls included ── a method of the worker, or one of `_OWN`
          ── _value: wait for a coroutine on the worker's event loop ── encode the value, or describe the failure
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import os
 import pickle
@@ -122,7 +121,7 @@ class Executor:
             else:
                 if self._marks is not None:
                     self._marks.append(monotonic_ns())
-                outcome = self._encoded(value, reply)
+                outcome = self.encoded(value, reply)
             if (marks := self._marks) is not None:
                 end = monotonic_ns()  # a failure, or a call that is no method of the user's, has no moments in between
                 self.times = TIMES.pack(*(marks if len(marks) == 3 else (marks[0], marks[-1], end)), end)
@@ -130,45 +129,16 @@ class Executor:
         finally:
             activity.words[RUNNING] = 0
 
-    async def call_beside(
-        self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
-    ) -> Payload | Rows | Failure | None:
-        """Run one call on the event loop of the caller, where calls of async methods overlap; see `call`."""
-        with self.activity.beside(method):
-            try:
-                args, kwargs, value = self._begun(method, parts, rows)
-                if type(value) is CoroutineType:
-                    value = await value
-                self._call_hooks(self.after, method, args, kwargs)
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:
-                return self.failure(error)
-            return self._encoded(value, reply)
-
-    def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a method with plain arguments and return its plain value. An async method is awaited."""
-        self.activity.begin(method)
-        try:
-            self._call_hooks(self.before, method, args, kwargs)
-            value = getattr(self.worker, method)(*args, **kwargs)
-            if type(value) is CoroutineType:
-                value = self._await(value)
-            self._call_hooks(self.after, method, args, kwargs)
-            return value
-        finally:
-            self.activity.end()
-
     def _value(self, method: str, parts: Arguments, rows: RowReaders) -> Any:
         """The value of a method. An async method is awaited."""
-        args, kwargs, value = self._begun(method, parts, rows)
+        args, kwargs, value = self.begun(method, parts, rows)
         if type(value) is CoroutineType:
-            value = self._await(value)
+            value = self.wait_for(value)
         if self.after:
-            self._call_hooks(self.after, method, args, kwargs)
+            self.call_hooks(self.after, method, args, kwargs)
         return value
 
-    def _begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
+    def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
         """The arguments of a method, and what it returns: a coroutine if it is async."""
         if method in _BEFORE_CALLS:
             _BEFORE_CALLS[method](self, parts)
@@ -180,10 +150,11 @@ class Executor:
         if self._marks is not None:
             self._marks.append(monotonic_ns())
         if self.before:
-            self._call_hooks(self.before, method, args, kwargs)
+            self.call_hooks(self.before, method, args, kwargs)
         return args, kwargs, getattr(self.worker, method)(*args, **kwargs)
 
-    def _call_hooks(self, hooks: Sequence[Hook], method: str, args: Sequence[Any], kwargs: dict[Any, Any]) -> None:
+    def call_hooks(self, hooks: Sequence[Hook], method: str, args: Sequence[Any], kwargs: dict[Any, Any]) -> None:
+        """Call hooks for a method."""
         for hook in tuple(hooks):  # one may remove itself
             hook(self.worker, method, args, kwargs)
 
@@ -216,7 +187,8 @@ class Executor:
     def _decode(self, payload: Payload) -> Any:
         return decode(payload, self.device)
 
-    def _encoded(self, value: Any, reply: int) -> Payload | Rows | Failure | None:
+    def encoded(self, value: Any, reply: int) -> Payload | Rows | Failure | None:
+        """The value of a method as the reply has it, or the failure if it cannot be pickled."""
         if reply == Reply.DROP or value is END:
             return None
         try:
@@ -316,7 +288,8 @@ class Executor:
 
     # --- async methods ---
 
-    def _await(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the worker's event loop, and wait for its value."""
         future = None
         try:
             with self.hold():
