@@ -167,7 +167,7 @@ def test_rows_that_were_fetched_are_only_copied_out_of_memory_that_others_read(c
     present = handles.rows_needed(plan, [])
     fetched = {label: rows_of(values[label], np.asarray(rows, dtype=np.int64)) for label, rows in present.items()}
     value = handles.assemble(
-        plan.share(0), lambda label: copy.deepcopy(fetched[label]), lambda label: as_batch(fetched[label]), present.get
+        plan.share(0), lambda label: copy.deepcopy(fetched[label]), lambda label: as_batch(fetched[label]), present
     )
     check_equal(value, plain)
     arrays = [column for column in value.values() if isinstance(column, np.ndarray)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -60,6 +60,7 @@ class RowsElsewhere:
         self._method = method
         self._labels: dict[KeptPart, int] = {}
         self._needed: list[set[int]] = []  # for each argument group
+        self._table_of = cache(table_of)
         self._tables: list[Table] = []
         self._sent: list[list[Elsewhere]] = []  # for each argument group
 
@@ -111,7 +112,7 @@ class RowsElsewhere:
         """Yield the groups, one for all that have portions of the same values if their receivers get whole tables."""
         for _, alike in groupby(groups, _values):
             members = list(alike)
-            if len(members) == 1 or not (self._ranks_are_own and _are_for_all(members[0])):
+            if len(members) == 1 or not (self._ranks_are_own and self._is_for_all(members[0])):
                 yield from ((member, None) for member in members)
                 continue
             numbers = [member.items[0][1].numbers for member in members]
@@ -122,14 +123,22 @@ class RowsElsewhere:
             items = tuple([(key, Portion(value.value, whole)) for key, value in members[0].items])
             yield members[0]._replace(items=items, ranks=tuple(shares)), shares
 
+    def _is_for_all(self, group: ArgumentGroup) -> bool:
+        """Whether to send whole tables to all receivers of portions, as each of them needs most parts anyway."""
+        tables = [self._table_of(value.value) for _, value in group.items]
+        if all(table.is_in_order for table in tables):
+            return False
+        parts = {leaf[0] for table in tables for block in table.blocks for leaf in block.leaves}
+        return not any(part.kept.place in FETCHED for part in parts)
+
     def _referring(self, value: Any, name: str, shares: Shares | None) -> Any:
         """The value to send for an argument: an `Elsewhere` for rows of a future, else the value itself."""
         if type(value) is Portion:
-            return self._elsewhere(take(table_of(value.value), value.numbers), shares)
+            return self._elsewhere(take(self._table_of(value.value), value.numbers), shares)
         if type(value) is not Future:
             return value
         try:
-            return self._elsewhere(table_of(value))
+            return self._elsewhere(self._table_of(value))
         except ArgumentError as error:
             what = f"argument {name!r} of {self._method} (Future) cannot be pickled: {error}"
             raise ArgumentError(what) from None
@@ -163,15 +172,6 @@ def _pickled_types() -> tuple[bytes, ...]:
 def _may_hold(table: Table) -> bool:
     """Whether rows may be, or hold, batches of user-registered types, whose modules the readers have to import."""
     return any(column.shape is None and column.dtype != "list" for column in table.schema.values())
-
-
-def _are_for_all(group: ArgumentGroup) -> bool:
-    """Whether it is best to send whole tables to all receivers of portions: each of them needs most parts anyway."""
-    tables = [table_of(value.value) for _, value in group.items]
-    if all(table.is_in_order for table in tables):
-        return False
-    parts = {leaf[0] for table in tables for block in table.blocks for leaf in block.leaves}
-    return not any(part.kept.place in FETCHED for part in parts)
 
 
 def _values(group: ArgumentGroup) -> tuple[Any, ...]:

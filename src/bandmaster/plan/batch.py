@@ -177,6 +177,8 @@ class Batch:
     @property
     def is_learned(self) -> bool:
         """Whether it is of a type that another process has registered, or has a column of one."""
+        if not _learned:
+            return False
         return self._kind in _learned.values() or any(column.is_learned for column in (self._columns or {}).values())
 
     def sent(self, numbers: Index) -> Any:

@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -346,7 +347,7 @@ def assemble(
     table: Table,
     read: Callable[[Any], Any],
     view: Callable[[Any], Batch | None] = lambda part: None,
-    present: Callable[[Any], Index | None] = lambda part: None,
+    present: Mapping[Any, Index] = MappingProxyType({}),
 ) -> Any:
     """The rows of a table, as one value.
 
@@ -355,12 +356,14 @@ def assemble(
         read: Returns the value of a part, in memory of its own each time; the result may share that memory.
         view: Returns the value of a part as a batch from which rows are only copied; if it returns None, the value
             comes from ``read``.
-        present: Returns the numbers of the rows of a part that its value contains, ascending; None for all.
+        present: For each part whose value does not contain all rows, the numbers of those that it contains, ascending.
     """
     values = []
     for block in table.blocks:
         pieces, order = _pieces(block)
-        value = _assembled([(leaf, _positions(present(leaf[0]), rows)) for leaf, rows in pieces], read, view)
+        if present:
+            pieces = [(leaf, _positions(present.get(leaf[0]), rows)) for leaf, rows in pieces]
+        value = _assembled(pieces, read, view)
         values.append(value if order is None else take_rows(value, order))
     return values[0] if len(values) == 1 else join_columns(values)
 
@@ -371,7 +374,8 @@ def _assembled(
     """The rows of some leaves at these positions, in their order."""
     (part, _, names), positions = pieces[0]
     if len(pieces) == 1 and isinstance(positions, range):
-        return _chosen(read(part), names).rows(positions)  # shares the value's memory
+        batch = _chosen(read(part), names)
+        return batch.value if len(positions) == batch.n_rows else batch.rows(positions)  # shares the value's memory
     copies: dict[Any, Batch | _Copies] = {}  # by part
     found = []
     for (part, _, names), positions in pieces:

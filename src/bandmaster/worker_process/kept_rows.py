@@ -41,21 +41,18 @@ def with_rows(
 
     @cache
     def view_of(label: Any) -> Batch | None:
-        file = rows[label].file if has_views else None
-        if file is None:
-            return None
-        file.view = file.view or _View(file)
-        batch: Batch | None = file.view.batch()
-        return batch
+        file = rows[label].file
+        return _view(file) if has_views and file is not None else None
 
     def read(label: Any) -> Any:
         return decode(rows[label].payload())
 
+    present = {label: reader.present for label, reader in rows.items() if reader.present is not None}
     for key, argument in items:
         if type(argument) is Elsewhere:
             for pickled in argument.batch_types:
                 _learn(pickled)
-            yield key, assemble(argument.share(rank), read, view_of, lambda label: rows[label].present)
+            yield key, assemble(argument.share(rank), read, view_of, present)
         else:
             yield key, argument
 
@@ -66,28 +63,18 @@ def _learn(pickled: bytes) -> None:
         learn_batch_type(*pickle.loads(pickled))
 
 
-class _View:
+def _view(file: KeptFile) -> Batch | None:
     """The decoded content of a kept segment; None if what is copied of it might share something with it.
 
     The segment may have other content each time. The arrays show it, if the start of the segment is the same, with the
     sizes of all chunks and the head.
     """
-
-    def __init__(self, file: KeptFile) -> None:
-        self._memory = file.memory()
-        self._start = memoryview(b"")
-        self._known = b""
-        self._batch: Batch | None = None
-
-    def batch(self) -> Batch | None:
-        """The content."""
-        if bytes(self._start) != self._known or not self._known:
-            self._known = b""  # in case that this is interrupted
-            head, *buffers = chunks_in(self._memory)
-            start = self._start = start_of(self._memory)
-            self._batch = None
-            if len(start) <= MAX_HEAD_NBYTES:
-                value = decode(Payload(head, tuple(buffers)))
-                self._batch = as_batch(value) if copies_rows(value) else None
-            self._known = bytes(start[:MAX_HEAD_NBYTES])
-        return self._batch
+    memory, start, known, batch = file.view or (file.memory(), b"", b"", None)
+    if not known or bytes(start) != known:
+        head, *buffers = chunks_in(memory)
+        start, batch = start_of(memory), None
+        if len(start) <= MAX_HEAD_NBYTES:
+            value = decode(Payload(head, tuple(buffers)))
+            batch = as_batch(value) if copies_rows(value) else None
+        file.view = memory, start, bytes(start[:MAX_HEAD_NBYTES]), batch
+    return batch
