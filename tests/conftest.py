@@ -214,10 +214,10 @@ def no_segment_is_left():
 @pytest.fixture(autouse=True, scope="module")
 def no_registered_type_is_left():
     """After the tests of a module, calls that take rows send nothing more of the batch types that they registered."""
-    before = dict(batch._of_the_user)
+    before = dict(batch._registered)
     yield
-    for cls in set(batch._of_the_user).difference(before):
-        del batch._of_the_user[cls]
+    for cls in set(batch._registered).difference(before):
+        del batch._registered[cls]
 
 
 def _wait_until_ray_is_free(timeout_s=10.0):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tensordict import TensorClass, TensorDict, lazy_stack, tensorclass
 
 from bandmaster import BatchError, UsageError, register_batch_type
-from bandmaster.plan.batch import concat_rows, count_rows, pad_rows, slice_rows, take_rows
+from bandmaster.plan.batch import concat_rows, count_rows, slice_rows, take_rows
 
 
 @tensorclass
@@ -317,33 +317,6 @@ def test_any_cuts_join_to_the_same_rows(rows, cuts):
     joined = concat_rows([slice_rows(batch, start, stop) for start, stop in pairwise(bounds)])
 
     assert plain(joined) == {"list": rows, "array": rows, "tensor": rows}
-
-
-# --- padding ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rows", "n_rows", "padded"),
-    [
-        ([1, 2, 3], 5, [1, 2, 3, 1, 2]),
-        ([1, 2], 7, [1, 2, 1, 2, 1, 2, 1]),
-        ([1, 2], 4, [1, 2, 1, 2]),
-        ([1, 2, 3], 3, [1, 2, 3]),
-        ([1, 2, 3], 1, [1, 2, 3]),
-        ([], 3, []),
-    ],
-)
-def test_pad_repeats_from_the_start(rows, n_rows, padded):
-    assert pad_rows(rows, n_rows) == padded
-    assert pad_rows(np.array(rows), n_rows).tolist() == padded
-    assert pad_rows({"x": torch.tensor(rows)}, n_rows)["x"].tolist() == padded
-
-
-def test_padding_leaves_the_batch_alone():
-    rows = [1, 2]
-    pad_rows(rows, 5)
-
-    assert rows == [1, 2]
 
 
 # --- registered types -------------------------------------------------------------------------------------------

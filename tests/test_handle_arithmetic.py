@@ -8,33 +8,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandmaster.plan.batch import as_batch
-from bandmaster.plan.columns import schema_of
+from bandmaster.plan.columns import RowFacts, schema_of
 from bandmaster.rows import table as handles
 
 
 def kept(values):
     """The result of a call that has left a value on each rank."""
-    n_rows = [len(value["a"]) for value in values]
-    parts = tuple(handles.Part(rank, n, 0, value) for rank, (n, value) in enumerate(zip(n_rows, values, strict=True)))
-    result = handles.ResultRows("Actor.rows", parts, schema_of(values[0]))
-    return handles.Taken(result, range(sum(n_rows)))
+    return handles.table_of([Part(value) for value in values])
+
+
+class Part:
+    """The rows of one rank."""
+
+    def __init__(self, value):
+        self.value, self.facts = value, RowFacts(len(value["a"]), 0, schema_of(value))
 
 
 def read(table):
-    plan, values = addressed(table)
-    return handles.assemble(plan, lambda label, *_: values[label])
+    return handles.assemble(table, lambda part: part.value)
 
 
 def addressed(table):
     """What a receiver gets for a table, and by label the values of all parts."""
-    plan = handles.addressed(table, lambda part: id(part.kept))
-    return plan, {id(part.kept): part.kept for result in handles.results_of(table) for part in result.parts}
+    plan = handles.Elsewhere(handles.addressed(table, id))
+    return plan, {id(part): part.value for part in parts_of(table)}
+
+
+def parts_of(table):
+    return {leaf[0] for block in table.blocks for leaf in block.leaves}
 
 
 @st.composite
 def chains(draw):
     """A table and the plain value that it stands for."""
-    scale = draw(st.sampled_from([1, handles.FEW_ROWS]))
+    scale = draw(st.sampled_from([1, 32]))
     sizes = [scale * n for n in draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))]
     starts = np.cumsum([0, *sizes])
     whole = {"a": np.arange(starts[-1]), "b": [f"row {i}" for i in range(starts[-1])]}
@@ -71,12 +78,12 @@ def masked(draw, table, plain):
 
 
 def shuffled(draw, table, plain):
-    index = handles.shuffled(table.n_rows, draw(st.integers(0, 9)))
+    index = np.random.default_rng(draw(st.integers(0, 9))).permutation(table.n_rows)
     return handles.take(table, index), rows_of(plain, index)
 
 
 def repeated(draw, table, plain):
-    index = handles.repeated(table.n_rows, 2)
+    index = np.repeat(np.arange(table.n_rows), 2)
     return handles.take(table, index), rows_of(plain, index)
 
 
@@ -116,12 +123,11 @@ def test_a_window_over_results_refers_to_few_of_them():
         value = np.arange(4) + step * [1, 0.5, 2][step % 3]
         window = handles.concat([handles.take(window, range(2, 6)) if step else window, kept([{"a": value}])], ["", ""])
         plain = np.concatenate([plain[2:6] if step else plain, value])
-    assert len(handles.results_of(window)) <= 5
+    assert len(parts_of(window)) <= 5
     for _ in range(3):
         window, plain = handles.take(window, np.arange(len(plain))[::-1]), plain[::-1]
         window, plain = handles.concat([window, window], ["", ""]), np.concatenate([plain, plain])
-    assert len(handles.results_of(window)) <= 5
-    assert max(map(depth, window.tables)) == 1
+    assert len(parts_of(window)) <= 5
     np.testing.assert_array_equal(read(window)["a"], plain)
     assert read(handles.take(window, range(1)))["a"].dtype == plain.dtype == np.float64
 
@@ -135,15 +141,11 @@ def test_a_receiver_takes_rows_of_a_concatenation_of_several_dtypes(data):
         table, plain = handles.take(table, np.arange(9)[::-1]), plain[::-1]
     plan, parts = addressed(table)
     start = data.draw(st.integers(0, 9))
-    rows = handles.take(plan, range(start, data.draw(st.integers(start, 9))))
-    column = handles.assemble(rows, lambda label, *_: parts[label])["a"]
+    rows = handles.take(plan.share(0), range(start, data.draw(st.integers(start, 9))))
+    column = handles.assemble(rows, lambda label: parts[label])["a"]
     np.testing.assert_array_equal(column, plain[start : start + len(column)])
     assert len(column) == rows.n_rows
     assert column.dtype == np.float64
-
-
-def depth(table):
-    return 1 + max(map(depth, table.tables)) if isinstance(table, handles.Stacked) else 1
 
 
 STEPS = [sliced, indexed, masked, shuffled, repeated, renamed, joined, stacked]
@@ -154,7 +156,7 @@ def test_any_chain_equals_the_same_operations_on_plain_values(chain):
     table, plain = chain
     value = read(table)
     assert table.n_rows == len(plain[next(iter(plain))])
-    assert list(table.schema) == list(plain)
+    assert list(table.schema) == list(table.block_of) == list(plain)
     check_equal(value, plain)
 
 
@@ -162,10 +164,10 @@ def test_any_chain_equals_the_same_operations_on_plain_values(chain):
 def test_rows_that_were_fetched_are_only_copied_out_of_memory_that_others_read(chain):
     table, plain = chain
     plan, values = addressed(table)
-    there = handles.rows_needed(handles.Elsewhere(plan), [])
-    fetched = {label: rows_of(values[label], np.asarray(rows, dtype=np.int64)) for label, rows in there.items()}
+    present = handles.rows_needed(plan, [])
+    fetched = {label: rows_of(values[label], np.asarray(rows, dtype=np.int64)) for label, rows in present.items()}
     value = handles.assemble(
-        plan, lambda label, *_: copy.deepcopy(fetched[label]), lambda label: as_batch(fetched[label]), there.get
+        plan.share(0), lambda label: copy.deepcopy(fetched[label]), lambda label: as_batch(fetched[label]), present
     )
     check_equal(value, plain)
     arrays = [column for column in value.values() if isinstance(column, np.ndarray)]
@@ -179,7 +181,7 @@ def test_rows_that_are_taken_twice_are_two_objects(chain):
     lists = {
         label: {name: [[row] for row in column] for name, column in value.items()} for label, value in values.items()
     }
-    value = handles.assemble(plan, lambda label, path: copy.deepcopy(lists[label]))
+    value = handles.assemble(plan.share(0), lambda label: copy.deepcopy(lists[label]))
     assert value == {name: [[row] for row in column] for name, column in plain.items()}
     rows = [id(row) for column in value.values() for row in column]
     assert len(set(rows)) == len(rows)

@@ -384,6 +384,8 @@ def test_wrong_uses_are_refused_in_words(two, three):
         rows[0]
     with pytest.raises(bm.BatchError, match=r"cannot select 'nothing': the columns are id, wide, name"):
         rows.select("nothing").result()
+    with pytest.raises(bm.BatchError, match=r"no column would be left after drop: the columns are id, wide, name"):
+        rows.drop("id", "wide", "name").result()
     with pytest.raises(bm.BatchError, match=r"rows 0, which has 7 rows, and rows 1, which has 3"):
         rows.join(rows[:3].rename(id="i", wide="w", name="n")).result()
     with pytest.raises(bm.BatchError, match=r"both have a column 'id'"):

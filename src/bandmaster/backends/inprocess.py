@@ -20,7 +20,7 @@ from typing import Any
 from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, TIMES, Call, Kept, KeptCopy, Launch, Rows, WorkerRecord
+from bandmaster.contract import CLOSED, Call, Kept, KeptCopy, Launch, Rows, WorkerRecord
 from bandmaster.errors import UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held
@@ -144,13 +144,12 @@ class InProcessWorkers:
         rows = {label: RowReader(partial(_private, part), present=call.present.get(label)) for label, part in call.rows}
         executor = self._executors[rank]
         outcome = executor.call(call.method, call.reply, parts, rows, call.is_timed)
-        times = None if executor.marks is None else executor.times()
         if isinstance(outcome, Rows):
             ticket = InProcessTicket(KeptCopy(outcome.payload.private(), outcome.facts))
         else:
             ticket = InProcessTicket(outcome.private() if isinstance(outcome, Payload) else outcome)
-        if times is not None:
-            ticket.times = TIMES.pack(*times), time.monotonic_ns()
+        if executor.times is not None:
+            ticket.times = executor.times, time.monotonic_ns()
         return ticket
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:

@@ -30,7 +30,7 @@ from bandmaster.wire.segments import SegmentWriter
 from bandmaster.wire.status_page import StatusPage, WorkerIdentity
 from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.loop import serve
+from bandmaster.worker_process.loop import Loop
 from bandmaster.worker_process.rendezvous import Rendezvous
 
 GONE_S = 1.5  # time for killed processes to end
@@ -293,7 +293,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         page.told_of_tasks = executor.told_of_tasks
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())))
         os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end
-        serve(lane, executor, page)
+        Loop(lane, executor, page).run()
         executor.close()
         for one in rendezvous:
             one.close()

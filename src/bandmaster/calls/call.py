@@ -531,11 +531,9 @@ class Call(Result):
         if error is not None:
             done = Done(error)
         elif self.keeps_rows:
-            kept = {
-                rank: KeptPart(self.site.method, rank, value, self.workers, self.record)
-                for rank, value in self._values.items()
-            }
-            self._rows = KeptRows(self.site.method, self._collection.ranks, kept, self.real_rows)
+            method, workers, record, values = self.site.method, self.workers, self.record, self._values
+            kept = [KeptPart(method, rank, values[rank], workers, record) for rank in self._collection.ranks]
+            self._rows = KeptRows(kept, self.real_rows)
             if self._is_released:
                 self._rows.release()
             done = Done(is_here=False)
@@ -574,7 +572,7 @@ class Call(Result):
         values = {}
         for rank in self._collection.ranks:
             try:
-                values[rank] = self._rows.value(rank, deadline)
+                values[rank] = self._rows.parts[rank].value(deadline)
             except (RowsLost, CallTimeout, ResourceError):
                 raise
             except BaseException as error:  # the user's objects may raise anything as they are unpickled
@@ -603,7 +601,7 @@ class Call(Result):
 
     def has_value_of(self, rank: int) -> bool:
         """Whether a rank has a value among the kept rows."""
-        return self._rows is not None and self._rows.has_value_of(rank)
+        return self._rows is not None and self._rows.parts[rank].has_value
 
     def release(self) -> None:
         """Release the rows that were kept, or will be. Takes no lock, as garbage may be collected under any."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 from bandmaster.calls.encoding import encode_argument
@@ -16,7 +15,7 @@ from bandmaster.plan.batch import KNOWN, describe, detached
 from bandmaster.plan.columns import facts_of
 from bandmaster.platform.deadline import Deadline
 from bandmaster.rows.kept import KeptPart
-from bandmaster.rows.table import JoinPath, Part, ResultRows, Table, Taken, addressed, assemble
+from bandmaster.rows.table import Table, assemble, table_of
 
 
 class Derived(Result):
@@ -94,11 +93,11 @@ class Derived(Result):
         return self._made
 
     def _brought(self, deadline: Deadline) -> Done:
-        def read(kept: KeptPart, _: JoinPath) -> Any:
-            return kept.value(deadline)
+        def read(part: KeptPart) -> Any:
+            return part.value(deadline)
 
         try:
-            return Done(value=detached(assemble(addressed(self.table(), _kept_of), cache(read))))
+            return Done(value=detached(assemble(self.table(), read)))
         except (RowsLost, CallTimeout, ResourceError):
             raise  # it may be temporary, or concern only some of the rows
         except Exception as error:
@@ -155,10 +154,6 @@ class Derived(Result):
             self._make = None
 
 
-def _kept_of(part: Any) -> Any:
-    return part.kept
-
-
 class PutRows(Derived):
     """Rows of the controller's own.
 
@@ -178,8 +173,7 @@ class PutRows(Derived):
         payload = encode_argument(batch, "batch", site.method).private()
         facts = found._replace(nbytes=payload.nbytes)
         self._kept = KeptPart(site.method, None, KeptCopy(payload, facts), None)
-        result = ResultRows(site.method, (Part(None, facts.n_rows, facts.nbytes, self._kept),), facts.schema)
-        super().__init__((), site, lambda: Taken(result, range(result.n_rows)))
+        super().__init__((), site, lambda: table_of([self._kept]))
 
     def release(self) -> None:
         """Release the rows."""

@@ -12,8 +12,8 @@ from bandmaster.calls.derived import Derived
 from bandmaster.calls.interruption import WaitedFor, note_calls
 from bandmaster.calls.result import Result, awaited
 from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, ResourceError, UsageError
-from bandmaster.plan.batch import add_batch_type, column_of
-from bandmaster.plan.batch_types import BatchType, Index
+from bandmaster.plan.batch import required_batch
+from bandmaster.plan.batch_types import KNOWN_BY_NAME, BatchType, Index
 from bandmaster.platform.deadline import Deadline
 from bandmaster.rows import table as handles
 from bandmaster.rows.handle import Handle
@@ -326,17 +326,14 @@ def concat(futures: Sequence[Future[Any]]) -> Future[Any]:
 
 
 def _column(rows: Future[Any], name: str) -> Any:
-    return column_of(rows.select(name).result(), name) if name in rows.schema else None
+    return required_batch(rows.select(name).result()).column(name) if name in rows.schema else None
 
 
-add_batch_type(
-    Future,
-    BatchType(
-        rows=len,
-        split=lambda rows, start, stop: rows[start:stop],
-        concat=concat,
-        take=lambda rows, numbers: rows[numbers],
-        column=_column,
-        is_elsewhere=True,
-    ),
+KNOWN_BY_NAME[Future.__module__, Future.__qualname__] = BatchType(
+    rows=len,
+    split=lambda rows, start, stop: rows[start:stop],
+    concat=concat,
+    take=lambda rows, numbers: rows[numbers],
+    column=_column,
+    is_elsewhere=True,
 )

@@ -14,11 +14,16 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from bandmaster.contract import Workers
-from bandmaster.rows.kept import RowsRecord
 
 
-class CallTrace(RowsRecord, Protocol):
-    """The record of one call."""
+class CallTrace(Protocol):
+    """The record of one call.
+
+    Attributes:
+        returned_nbytes: Bytes of values that the controller received.
+    """
+
+    returned_nbytes: int
 
     def is_encoded(self, nbytes: int) -> None:
         """Record that the arguments of the call are encoded."""

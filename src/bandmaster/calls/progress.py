@@ -6,7 +6,7 @@
                                                                      a reply arrives at a group that is watched,
                                                                      a ticket was done by another thread, or
                                                                      a watch is due
-                                           watch.look() ◄────────── and looks; it ends with the last watch
+                                           watch.look() ◄────────── and looks; it ends soon after the last watch
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from bandmaster.platform.locks import SigintSafeLock
 
 PATIENCE_S = 0.02
 LOOK_S = 0.1  # polling interval for workers without a descriptor that shows arrivals
+IDLE_S = 0.05  # after which the thread ends without watches; a pipeline soon adds one, and a start takes 0.3 ms
 LOOK_AROUND_S = 5.0  # Ctrl-C may have come between the end of a call and its notification
 _log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Watchers:
 
 
 class Progress:
-    """The watches of this process, and the thread, which runs as long as there are watches.
+    """The watches of this process, and the thread, which runs as long as there are watches, and a moment longer.
 
     Attributes:
         lock: Guards the watches. It is re-entrant, because garbage collection while it is held may call this object.
@@ -112,14 +113,15 @@ class Progress:
                     os.write(self._waker, b"1")
 
     def _run(self) -> None:
+        is_idle = False
         while True:
             self._look()
             with self.lock:
-                if not self._watches:
+                watches = list(self._watches.values())
+                if is_idle and not watches:
                     self._close()
                     return
-                watches = list(self._watches.values())
-            self._wait(watches)
+            is_idle = not self._wait(watches)
 
     def _look(self) -> None:
         while self._to_look:
@@ -136,8 +138,8 @@ class Progress:
                     with self.lock:
                         del self._watches[id(watch)]
 
-    def _wait(self, watches: list[Watch]) -> None:
-        """Wait until there is something to look at."""
+    def _wait(self, watches: list[Watch]) -> bool:
+        """Wait until there is something to look at. Returns False if nothing has come."""
         by_fd: dict[int, Workers] = {}
         now, due = time.monotonic(), [watch.due for watch in watches if watch.due is not None]
         poll = select.poll()
@@ -150,7 +152,7 @@ class Progress:
             elif fd not in by_fd:
                 by_fd[fd] = watch.workers
                 poll.register(fd, select.POLLIN)
-        waits_s = [*(moment - now for moment in due), LOOK_S if silent else LOOK_AROUND_S]
+        waits_s = [*(moment - now for moment in due), LOOK_S if silent else LOOK_AROUND_S if watches else IDLE_S]
         ready = poll.poll(max(0.0, min(waits_s)) * 1000)
         for fd, _ in ready:
             if fd == self._wake:
@@ -163,6 +165,7 @@ class Progress:
         now = time.monotonic()
         self._to_look.extend(silent if ready else watches)
         self._to_look.extend(watch for watch in watches if watch.due is not None and watch.due <= now)
+        return bool(ready)
 
     def _close(self) -> None:
         ends = self._wake, self._waker

@@ -11,8 +11,9 @@ Rows that are fetched from other hosts have a payload for each group, too, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -27,27 +28,14 @@ from bandmaster.errors import ArgumentError
 from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.plan.batch import Portion, users_batch_types
 from bandmaster.plan.batch_types import BatchType
-from bandmaster.plan.columns import may_hold_users_types
-from bandmaster.rows import table as handles
 from bandmaster.rows.kept import KeptPart
-from bandmaster.rows.table import (
-    Addressed,
-    Elsewhere,
-    Joined,
-    Part,
-    Renamed,
-    Stacked,
-    Table,
-    addressed,
-    is_in_order,
-    results_of,
-    rows_by_part,
-)
+from bandmaster.rows.table import Block, Elsewhere, Table, addressed, rows_needed, take, united
 
+Shares = Mapping[int, tuple[int, int]]  # of ranks: the first of its rows, and the one behind its last
 _KINDS = {Future, Portion}
 _pickled: tuple[tuple[tuple[type, BatchType], ...], tuple[bytes, ...]] = (), ()  # batch types
 
-add_plain(Elsewhere, Addressed, Renamed, Joined, Stacked)
+add_plain(Elsewhere, Block)
 
 
 def refers_to_rows(groups: Iterable[ArgumentGroup]) -> bool:
@@ -62,22 +50,24 @@ def refers_to_rows(groups: Iterable[ArgumentGroup]) -> bool:
 class RowsElsewhere:
     """The kept rows that the arguments of a call refer to.
 
-    Attributes:
-        parts: The rows; their labels count from 0.
-
     Args:
         method: ``"Class.method"``, for messages.
         workers: The workers that are called.
     """
 
     def __init__(self, method: str, workers: Workers) -> None:
-        self.parts: list[KeptPart] = []
         self._ranks_are_own = workers.ranks_are_own
         self._method = method
-        self._labels: dict[int, int] = {}  # by identity of the part, which the futures keep
+        self._labels: dict[KeptPart, int] = {}
         self._needed: list[set[int]] = []  # for each argument group
+        self._table_of = cache(table_of)
         self._tables: list[Table] = []
         self._sent: list[list[Elsewhere]] = []  # for each argument group
+
+    @property
+    def parts(self) -> list[KeptPart]:
+        """The rows; their labels count from 0."""
+        return list(self._labels)
 
     def addressed(self, groups: Iterable[ArgumentGroup]) -> list[ArgumentGroup]:
         """Replace the futures in argument groups by `Elsewhere` references to their rows.
@@ -87,16 +77,12 @@ class RowsElsewhere:
             Exception: The exception of a future whose call has failed.
         """
         found = []
-        for _, alike in groupby([group for group in groups if group.items], _values):
-            members = list(alike)
-            if len(members) > 1 and self._ranks_are_own:
-                tables = [table_of(value.value) for _, value in members[0].items]
-                members = [_joined(members)] if _are_for_all(tables) else members
-            for group in members:
-                self._needed.append(set())
-                self._sent.append([])
-                items = [(key, self._referring(value, name)) for (key, value), name in _named(group)]
-                found.append(group._replace(items=tuple(items)))
+        for group, shares in self._merged([group for group in groups if group.items]):
+            self._needed.append(set())
+            self._sent.append([])
+            named = zip(group.items, group.names, strict=False)
+            items = [(key, self._referring(value, name, shares)) for (key, value), name in named]
+            found.append(group._replace(items=tuple(items)))
         return found
 
     def needed(self, numbers: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
@@ -106,66 +92,69 @@ class RowsElsewhere:
 
     def numbers(self, groups: Sequence[int]) -> Callable[[Sequence[int]], Mapping[Any, Any]]:
         """Return a function from ranks that get some argument groups to the numbers of the rows that they need."""
-        sent = [elsewhere for number in groups for elsewhere in self._sent[number]]
+        return partial(self._numbers, groups)
 
-        def needed(ranks: Sequence[int]) -> dict[Any, Any]:
-            found: dict[Any, Any] = {}
-            for elsewhere in sent:
-                for label, rows in handles.rows_needed(elsewhere, ranks).items():
-                    found[label] = handles.united(found[label], rows) if label in found else rows
-            return found
-
-        return needed
+    def _numbers(self, groups: Sequence[int], ranks: Sequence[int]) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for elsewhere in [elsewhere for number in groups for elsewhere in self._sent[number]]:
+            for label, rows in rows_needed(elsewhere, ranks).items():
+                found[label] = united(found.get(label, range(0)), rows)
+        return found
 
     def note_in(self, record: CallTrace) -> None:
         """Record the bytes of the rows that the call takes, and their sources."""
         for table in self._tables:
-            for part, n in rows_by_part(table).values():
-                nbytes = round(part.nbytes * n / (part.n_rows or 1))
-                record.read(nbytes, part.kept.way, part.kept.record, part.rank)
+            for part, n in table.rows_by_part():
+                nbytes = round(part.facts.nbytes * n / (part.facts.n_rows or 1))
+                record.read(nbytes, part.kept.place, part.record, part.origin.rank)
 
-    def _referring(self, value: Any, name: str) -> Any:
+    def _merged(self, groups: Sequence[ArgumentGroup]) -> Iterator[tuple[ArgumentGroup, Shares | None]]:
+        """Yield the groups, one for all that have portions of the same values if their receivers get whole tables."""
+        for _, alike in groupby(groups, _values):
+            members = list(alike)
+            if len(members) == 1 or not (self._ranks_are_own and self._is_for_all(members[0])):
+                yield from ((member, None) for member in members)
+                continue
+            numbers = [member.items[0][1].numbers for member in members]
+            bounds = pairwise(accumulate(map(len, numbers), initial=0))
+            shares = {rank: each for member, each in zip(members, bounds, strict=True) for rank in member.ranks}
+            is_range = isinstance(numbers[0], range)  # of a split in the order of the rows
+            whole = range(sum(map(len, numbers))) if is_range else np.concatenate(numbers)
+            items = tuple([(key, Portion(value.value, whole)) for key, value in members[0].items])
+            yield members[0]._replace(items=items, ranks=tuple(shares)), shares
+
+    def _is_for_all(self, group: ArgumentGroup) -> bool:
+        """Whether to send whole tables to all receivers of portions, as each of them needs most parts anyway."""
+        tables = [self._table_of(value.value) for _, value in group.items]
+        if all(table.is_in_order for table in tables):
+            return False
+        parts = {leaf[0] for table in tables for block in table.blocks for leaf in block.leaves}
+        return not any(part.kept.place == "network" for part in parts)
+
+    def _referring(self, value: Any, name: str, shares: Shares | None) -> Any:
         """The value to send for an argument: an `Elsewhere` for rows of a future, else the value itself."""
-        if type(value) is Future:
-            try:
-                table = table_of(value)
-            except ArgumentError as error:
-                what = f"argument {name!r} of {self._method} (Future) cannot be pickled: {error}"
-                raise ArgumentError(what) from None
-            return self._elsewhere(table)
         if type(value) is Portion:
-            return self._elsewhere(handles.take(table_of(value.value), value.numbers))
-        if type(value) is _Shares:
-            return self._elsewhere(value.table, value.by_rank)
-        return value
+            return self._elsewhere(take(self._table_of(value.value), value.numbers), shares)
+        if type(value) is not Future:
+            return value
+        try:
+            return self._elsewhere(self._table_of(value))
+        except ArgumentError as error:
+            what = f"argument {name!r} of {self._method} (Future) cannot be pickled: {error}"
+            raise ArgumentError(what) from None
 
-    def _elsewhere(self, table: Table, shares: dict[int, tuple[int, int]] | None = None) -> Elsewhere:
+    def _elsewhere(self, table: Table, shares: Shares | None = None) -> Elsewhere:
         self._tables.append(table)
-        types = _pickled_types() if may_hold_users_types(table.schema) else ()  # readers have to import their modules
-        sent = Elsewhere(addressed(table, self._label), shares, types)
+        types = _pickled_types()
+        sent = Elsewhere(addressed(table, self._label), shares, types if types and _may_hold(table) else ())
         self._sent[-1].append(sent)
         return sent
 
-    def _label(self, part: Part) -> int:
+    def _label(self, part: KeptPart) -> int:
         """The label of a part; records that the last argument group needs it."""
-        found = self._labels.get(id(part))
-        if found is None:
-            self.parts.append(part.kept)
-            found = self._labels[id(part)] = len(self.parts) - 1
-        self._needed[-1].add(found)
-        return found
-
-
-class _Shares:
-    """The portions of several argument groups, in the order of these groups.
-
-    Args:
-        table: The rows of all.
-        by_rank: The ``(start, stop)`` of each rank's portion.
-    """
-
-    def __init__(self, table: Table, by_rank: dict[int, tuple[int, int]]) -> None:
-        self.table, self.by_rank = table, by_rank
+        label = self._labels.setdefault(part, len(self._labels))
+        self._needed[-1].add(label)
+        return label
 
 
 def _pickled_types() -> tuple[bytes, ...]:
@@ -180,37 +169,12 @@ def _pickled_types() -> tuple[bytes, ...]:
     return _pickled[1]
 
 
-def _are_for_all(tables: Sequence[Table]) -> bool:
-    """Whether it is best to send whole tables to all receivers of portions."""
-    is_fetched = any(result.is_fetched for table in tables for result in results_of(table))
-    return not is_fetched and not all(map(is_in_order, tables))
-
-
-def _joined(groups: Sequence[ArgumentGroup]) -> ArgumentGroup:
-    """One argument group for several that have portions of the same values."""
-    ranks = tuple([rank for group in groups for rank in group.ranks])
-    items = []
-    for (key, value), *others in zip(*[group.items for group in groups], strict=True):
-        numbers = [value.numbers, *(other.numbers for _, other in others)]
-        ends = accumulate([len(one) for one in numbers], initial=0)
-        bounds = {rank: ends for group, ends in zip(groups, pairwise(ends), strict=True) for rank in group.ranks}
-        items.append((key, _Shares(handles.take(table_of(value.value), _one_after_the_other(numbers)), bounds)))
-    return groups[0]._replace(items=tuple(items), ranks=ranks)
-
-
-def _one_after_the_other(numbers: Sequence[Any]) -> Any:
-    is_range = all(isinstance(one, range) for one in numbers)
-    if is_range and all(one.stop == then.start for one, then in pairwise(numbers)):
-        return range(numbers[0].start, numbers[-1].stop)
-    return np.concatenate([np.asarray(one, dtype=np.int64) for one in numbers])
+def _may_hold(table: Table) -> bool:
+    """Whether rows may be, or hold, batches of user-registered types, whose modules the readers have to import."""
+    return any(column.shape is None and column.dtype != "list" for column in table.schema.values())
 
 
 def _values(group: ArgumentGroup) -> tuple[Any, ...]:
     """A key that is equal for argument groups of portions of the same values, and unique for other groups."""
-    if all(type(value) is Portion for _, value in group.items):
-        return tuple([(key, id(value.value)) for key, value in group.items])
-    return (id(group),)
-
-
-def _named(group: ArgumentGroup) -> Any:
-    return zip(group.items, group.names, strict=False)
+    values = [(key, id(value.value)) for key, value in group.items if type(value) is Portion]
+    return tuple(values) if len(values) == len(group.items) else (id(group),)

@@ -26,9 +26,8 @@ from bandmaster.codec import Payload
 from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Workers
 from bandmaster.contract import Call as Order
 from bandmaster.errors import CallCancelled, CallTimeout
-from bandmaster.plan.arguments import ArgumentGroup, CallPlan, alike
+from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
 from bandmaster.plan.mesh import Mesh
-from bandmaster.plan.shares import Share
 from bandmaster.plan.transfer import Only
 
 

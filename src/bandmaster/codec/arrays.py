@@ -50,16 +50,9 @@ def _buffer_of(array: Any) -> pickle.PickleBuffer:
     raw = array.reshape(-1).view(np.uint8)
     if raw.flags.writeable:
         return pickle.PickleBuffer(raw)
-    return pickle.PickleBuffer(
-        writable(raw)
-    )  # pickle records that a buffer is read-only, as the decoded array would be
-
-
-def writable(raw: Any) -> Any:
-    """A ctypes view of the memory of an array of bytes that counts as writable. The caller must not write to it."""
-    alias = (ctypes.c_ubyte * raw.nbytes).from_address(raw.ctypes.data)
+    alias = (ctypes.c_ubyte * raw.nbytes).from_address(raw.ctypes.data)  # counts as writable, as the decoded array will
     alias._owner = raw  # keeps the memory alive as long as the buffer
-    return alias
+    return pickle.PickleBuffer(alias)
 
 
 def _rebuild(buffer: Any, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:

@@ -22,7 +22,7 @@ import cloudpickle
 import numpy as np
 
 from bandmaster.codec import tensors
-from bandmaster.codec.arrays import is_bare, reduce_array, writable
+from bandmaster.codec.arrays import is_bare, reduce_array
 
 OUT_OF_BAND_NBYTES = 4096  # smaller buffers are cheaper inside the pickle stream
 MAX_ITEMS = 100  # inspected by `_contents`
@@ -60,10 +60,6 @@ class Payload:
     def private(self) -> Payload:
         """A copy of the payload with buffers in new writable memory, which belongs to the reader."""
         return Payload(self.head, tuple(bytearray(buffer) for buffer in self.buffers))
-
-    def shared(self) -> Payload:
-        """The payload in the same memory, marked writable as torch warns of read-only buffers. Do not write to it."""
-        return Payload(self.head, tuple([writable(np.frombuffer(buffer, np.uint8)) for buffer in self.buffers]))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
         wrap: Callable[[Any], Any] = pickle.PickleBuffer if protocol >= 5 else bytearray
@@ -121,7 +117,7 @@ def add_reducer(kind: type, reducer: Callable[[Any], Any]) -> None:
 
 
 def add_plain(*kinds: type) -> None:
-    """Declare dataclasses whose values consist of their fields alone, so that they take the fast path of `encode`."""
+    """Declare dataclasses and NamedTuples that consist of their fields alone, for the fast path of `encode`."""
     _plain_classes.update(kinds)
 
 
@@ -172,7 +168,7 @@ def _contents(value: Any) -> _Contents:
             if kind is dict:
                 found += item.values()
         elif kind in _plain_classes:
-            found += vars(item).values()
+            found += item if isinstance(item, tuple) else vars(item).values()
         else:
             return _Contents.ANY
     return contents

@@ -114,13 +114,9 @@ def _rebuild(
 ) -> Any:
     import torch
 
-    element = getattr(torch, dtype)
-    size = memoryview(buffer).nbytes
-    flat = (
-        torch.frombuffer(buffer, dtype=torch.uint8).view(element)
-        if size
-        else torch.empty(0, dtype=element, device="cpu")
-    )
+    has_items = memoryview(buffer).nbytes  # torch makes no tensor of an empty buffer
+    flat = torch.frombuffer(buffer, dtype=torch.uint8) if has_items else torch.empty(0, dtype=torch.uint8, device="cpu")
+    flat = flat.view(getattr(torch, dtype))
     if was_on_gpu and (device := getattr(_arrival, "device", None)) is not None:
         flat = flat.to(device)
     return torch.as_strided(flat, shape, stride).requires_grad_(requires_grad)

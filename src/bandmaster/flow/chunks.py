@@ -12,10 +12,9 @@ from bandmaster.errors import ArgumentError, BatchError, CollectError, UsageErro
 from bandmaster.plan.arguments import (
     BoundArgument,
     CallPlan,
+    Share,
+    SplitArguments,
     by_dispatch_rule,
-    column_called,
-    common_rows,
-    costs_of_rows,
     to_ranks,
 )
 from bandmaster.plan.batch import Batch
@@ -23,7 +22,6 @@ from bandmaster.plan.batch_types import Index
 from bandmaster.plan.collection import collect
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import CollectEach, RealRows, shards, sources
-from bandmaster.plan.shares import Share
 from bandmaster.plan.transfer import Concat, Custom, Outgoing, PerRank, Reduce, Split, TransferProtocol
 from bandmaster.rows import table as handles
 from bandmaster.rows.table import Table
@@ -154,22 +152,21 @@ def plan_pull(
     members = by_rule.get(split, [])
     if not members:
         raise BatchError(f"{method} got no batch, so there are no rows to pull; pass one")
-    found = [batches[argument.key] for argument in members]
-    n_rows = common_rows(members, found, method)
+    cut = SplitArguments(members, batches, arguments, method)
+    n_rows = cut.n_rows
     keys = None
     if group_by is not None:
         why = f"{method} is called with group_by={group_by!r}"
-        column = column_called(group_by, members, found, arguments, why)
+        column = cut.column(group_by, why)
         if column.shape != (n_rows,):
             raise BatchError(f"{why}, which has shape {column.shape} for {n_rows} rows; pass one value for each row")
         keys = column.tolist()
     whole = [argument for rule, others in by_rule.items() if rule != split for argument in others]
-    batched = [(argument, batch) for argument, batch in zip(members, found, strict=True) if batch is not None]
     chunks = chunk_numbers(n_rows, size, keys)
-    costs = costs_of_rows(split, members, found, arguments, n_rows, method)
+    costs = cut.costs(split)
     if costs is not None:
         chunks = _dearest_first(chunks, costs)
-    return PullPlan(chunks, tuple(batched), tuple(whole))
+    return PullPlan(chunks, tuple(cut.batches), tuple(whole))
 
 
 def _dearest_first(chunks: Sequence[Index], costs: np.ndarray[Any, Any]) -> tuple[Index, ...]:

@@ -16,7 +16,7 @@ from bandmaster.calls.request import CallSite
 from bandmaster.calls.result import Result, awaited, wait_for_all
 from bandmaster.contract import Workers
 from bandmaster.errors import CallCancelled
-from bandmaster.plan.shares import Share
+from bandmaster.plan.arguments import Share
 from bandmaster.platform.deadline import Deadline
 
 Arrival: TypeAlias = "Future[Any] | BaseException | Callable[[], object] | None"

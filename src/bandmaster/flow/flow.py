@@ -20,10 +20,9 @@ from bandmaster.flow.feeds import Feed, ItemFeed, ShareFeed
 from bandmaster.flow.pull import ChunkFeed, Pull
 from bandmaster.flow.pulled import PulledCall
 from bandmaster.flow.stream import Stream
-from bandmaster.plan.arguments import ArgumentGroup, CallPlan
+from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, of_one_rank, shares
 from bandmaster.plan.binding import bind
 from bandmaster.plan.rows import RealRows
-from bandmaster.plan.shares import Share, of_one_rank, shares
 from bandmaster.plan.transfer import Concat, Only, TransferProtocol
 
 ITEMS_AHEAD = 2  # of each rank, by default

@@ -22,8 +22,8 @@ from bandmaster.calls.future import Future
 from bandmaster.calls.request import CallSite
 from bandmaster.contract import Workers
 from bandmaster.flow.feeds import Feed, pending_calls
+from bandmaster.plan.arguments import Share
 from bandmaster.plan.batch_types import Index
-from bandmaster.plan.shares import Share
 
 
 class Puller:

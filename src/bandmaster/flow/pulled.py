@@ -17,8 +17,8 @@ from bandmaster.errors import CallCancelled, CallTimeout, CollectError, Resource
 from bandmaster.flow.chunks import stack_chunks
 from bandmaster.flow.feeds import pending_calls
 from bandmaster.flow.pull import Pull, Puller
+from bandmaster.plan.arguments import Share
 from bandmaster.plan.batch_types import Index
-from bandmaster.plan.shares import Share
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.rows.table import Table

@@ -14,7 +14,7 @@ from bandmaster.calls.submission import Submitter
 from bandmaster.codec import decode, encode
 from bandmaster.errors import CallTimeout, UsageError
 from bandmaster.plan.arguments import CallPlan, scatter
-from bandmaster.plan.binding import bind, bind_per_rank
+from bandmaster.plan.binding import bind, dispatched
 from bandmaster.plan.transfer import (
     Concat,
     Custom,
@@ -141,7 +141,8 @@ class GroupMethod(Generic[P, C, G]):
         spec, protocol = self._spec, self._spec.registration.protocol
         if not isinstance(protocol, Custom):
             return spec.plan(args, kwargs, protocol.outgoing)
-        arguments = bind_per_rank(spec.label, spec.signature, self._group, protocol, args, kwargs)
+        given = dispatched(spec.label, self._group, protocol, args, kwargs)
+        arguments = bind(spec.label, spec.signature, *given)
         return CallPlan(tuple(scatter(arguments, len(spec.ranks), spec.label)))
 
     def _send(self, args: Sequence[Any], kwargs: Mapping[str, Any], waits: bool) -> Any:

@@ -31,7 +31,7 @@ from bandmaster.hosts.link import (
     connect,
     in_memory,
 )
-from bandmaster.plan.batch import join_rows, required_batch
+from bandmaster.plan.batch import required_batch
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.messages import Closed
 
@@ -83,7 +83,7 @@ def _of_this_host(store: RowStore, key: RowKey, numbers: Any) -> Payload:
         raise RowsLost("rows were released on the host that had made them")
     assert not isinstance(found[0], Future), "rows are fetched from where they were made"
     payload = found[0].payload()
-    return payload if numbers is None else encode(join_rows([(required_batch(decode(payload)), numbers)]))
+    return payload if numbers is None else encode(required_batch(decode(payload)).rows(numbers))
 
 
 class _Wanted(NamedTuple):

@@ -11,8 +11,8 @@ import numpy as np
 from bandmaster.errors import ArgumentError, BatchError
 from bandmaster.plan.batch import KNOWN, Batch, as_batch, describe
 from bandmaster.plan.mesh import Mesh
-from bandmaster.plan.rows import Cut, RealRows, cut_rows
-from bandmaster.plan.transfer import Broadcast, Outgoing, PerRank, Split
+from bandmaster.plan.rows import CollectEach, Cut, RealRows, cut_rows
+from bandmaster.plan.transfer import Broadcast, Concat, Incoming, Only, Outgoing, PerRank, Split
 
 
 class BoundArgument(NamedTuple):
@@ -87,6 +87,54 @@ def groups_by_rank(ranks: Sequence[int], receivers: Sequence[Sequence[int]]) -> 
     return numbers_of
 
 
+class Share(NamedTuple):
+    """Ranks that act together, one of which returns the value of the share.
+
+    Attributes:
+        rank: The rank that returns the value.
+        ranks: All ranks of the share, that rank first.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+
+
+def shares(ranks: Sequence[int], receivers: Sequence[Sequence[int]], collected: Sequence[int]) -> tuple[Share, ...]:
+    """One share for each collected rank.
+
+    A rank that is not collected belongs to the first collected rank that receives the same arguments, else to the first
+    collected rank of all.
+
+    Args:
+        ranks: The ranks that run the method.
+        receivers: Item i lists the ranks that receive argument group i.
+        collected: The ranks that return values; at least one.
+
+    Example:
+        >>> shares([0, 1, 2, 3], [[0, 1], [2, 3]], [0, 2])
+        (Share(rank=0, ranks=(0, 1)), Share(rank=2, ranks=(2, 3)))
+    """
+    received = groups_by_rank(ranks, receivers)
+    leaders: dict[tuple[int, ...], int] = {}
+    for rank in collected:
+        leaders.setdefault(received[rank], rank)
+    found = {rank: [rank] for rank in collected}
+    for rank in ranks:
+        if rank not in found:
+            found[leaders.get(received[rank], collected[0])].append(rank)
+    return tuple([Share(rank, tuple(members)) for rank, members in found.items()])
+
+
+def of_one_rank(incoming: Incoming | CollectEach, rank: int) -> Incoming | CollectEach:
+    """The collect for the value of a single rank: it removes padding, and neither joins nor lists."""
+    if isinstance(incoming, Concat):
+        return incoming
+    if isinstance(incoming, CollectEach):
+        items = [each if isinstance(each, Concat) else Only() for each, _ in incoming.collects]
+        return CollectEach(tuple([(each, (rank,)) for each in items]))
+    return Only()
+
+
 def plan_call(
     arguments: Sequence[BoundArgument], outgoing: Outgoing, rules: Mapping[str, Outgoing], mesh: Mesh, method: str
 ) -> CallPlan:
@@ -113,11 +161,9 @@ def plan_call(
         elif isinstance(rule, PerRank):
             groups += scatter(members, mesh.size, method)
         else:
-            found = [batches[argument.key] for argument in members]
-            n_rows = common_rows(members, found, method)
-            costs = costs_of_rows(rule, members, found, arguments, n_rows, method)
-            cut = cut_rows(mesh, rule, n_rows, costs)
-            groups += _cut_groups(members, found, cut, method)
+            split = SplitArguments(members, batches, arguments, method)
+            cut = cut_rows(mesh, rule, split.n_rows, split.costs(rule))
+            groups += split.groups(cut)
             if real_rows is None or rule.pad:
                 real_rows = cut.real_rows
     return CallPlan(tuple(groups), real_rows)
@@ -206,23 +252,6 @@ def _groups(
     ]
 
 
-def _cut_groups(
-    arguments: Sequence[BoundArgument], batches: Sequence[Batch | None], cut: Cut, method: str
-) -> list[ArgumentGroup]:
-    """An argument group per part of a split; rows that lie elsewhere have groups of their own, which can be shared."""
-    groups: list[ArgumentGroup] = []
-    for is_elsewhere in (False, True):
-        members = [
-            (argument, batch)
-            for argument, batch in zip(arguments, batches, strict=True)
-            if (batch is not None and batch.is_elsewhere) is is_elsewhere
-        ]
-        if members:
-            columns = [_parts(argument, batch, cut, method) for argument, batch in members]
-            groups += _groups([argument for argument, _ in members], zip(*columns, strict=True), cut.receivers)
-    return groups
-
-
 def _declared(argument: BoundArgument, rules: Mapping[str, Outgoing]) -> Outgoing | None:
     rule = rules.get(argument.name)
     return rules.get(argument.key) if rule is None and isinstance(argument.key, str) else rule
@@ -253,105 +282,108 @@ def _batch_of(argument: BoundArgument, method: str) -> Batch | None:
         ) from None
 
 
-def common_rows(arguments: Sequence[BoundArgument], batches: Sequence[Batch | None], method: str) -> int:
-    """The row count of arguments that are split alike; raises BatchError unless all of them have it."""
-    n_rows = None
-    for (_, name, value), batch in zip(arguments, batches, strict=True):
-        if batch is None:
-            raise BatchError(
-                f"argument {name!r} of {method} cannot be split: {type(value).__name__} has no rows; "
-                f"pass a batch, or declare arguments={{{name!r}: Broadcast()}}"
-            )
-        if n_rows is None:
-            n_rows = batch.n_rows
-        elif batch.n_rows != n_rows:
-            raise BatchError(
-                f"{method} got batches of unequal row counts: {arguments[0].name!r} has {n_rows}, {name!r} has "
-                f"{batch.n_rows}; make them equal, or declare arguments={{{name!r}: Broadcast()}}"
-            )
-    assert n_rows is not None, "a rule has at least one argument"
-    return n_rows
+class SplitArguments:
+    """The arguments of a call that are split alike.
 
-
-def costs_of_rows(
-    rule: Split,
-    members: Sequence[BoundArgument],
-    batches: Sequence[Batch | None],
-    arguments: Sequence[BoundArgument],
-    n_rows: int,
-    method: str,
-) -> np.ndarray[Any, Any] | None:
-    """The cost of each row for a split that balances: a column of one of its batches, or an argument of that name.
+    Attributes:
+        batches: The arguments, each with its value as a batch.
+        n_rows: Their row count.
 
     Args:
-        rule: The split.
-        members: The arguments that are split.
-        batches: Those arguments as batches.
+        members: The arguments.
+        batches: The batches among the arguments of the call, by position or keyword.
         arguments: All arguments of the call.
-        n_rows: Number of rows.
         method: ``"Class.method"``, for messages.
 
-    Returns:
-        float64 (rows,); None if the split does not balance.
-
     Raises:
-        BatchError: There is no such column, or it is not one number of 0 or more for each row.
+        BatchError: An argument is not a batch, or the row counts differ.
     """
-    if rule.balance is None:
-        return None
-    found = column_called(rule.balance, members, batches, arguments, f"{method} is split by {rule!r}")
-    costs = found.reshape(-1)
-    is_number = costs.dtype.kind in "biuf" or not len(costs)
-    if not is_number or len(costs) != n_rows or not (costs >= 0).all():
-        raise BatchError(
-            f"{method} is split by {rule!r}, but {rule.balance!r} is not one number of 0 or more for each of {n_rows} "
-            f"rows: it has {len(costs)} values of dtype {costs.dtype}"
-        )
-    return costs.astype(np.float64)  # can be negated and added up without an overflow
 
+    def __init__(
+        self,
+        members: Sequence[BoundArgument],
+        batches: Mapping[int | str, Batch | None],
+        arguments: Sequence[BoundArgument],
+        method: str,
+    ) -> None:
+        self.batches: list[tuple[BoundArgument, Batch]] = []
+        self._arguments, self._method = arguments, method
+        for argument in members:
+            name, batch = argument.name, batches[argument.key]
+            if batch is None:
+                raise BatchError(
+                    f"argument {name!r} of {method} cannot be split: {type(argument.value).__name__} has no rows; "
+                    f"pass a batch, or declare arguments={{{name!r}: Broadcast()}}"
+                )
+            self.batches.append((argument, batch))
+            first, n_rows = self.batches[0][0].name, self.batches[0][1].n_rows
+            if batch.n_rows != n_rows:
+                raise BatchError(
+                    f"{method} got batches of unequal row counts: {first!r} has {n_rows}, {name!r} has "
+                    f"{batch.n_rows}; make them equal, or declare arguments={{{name!r}: Broadcast()}}"
+                )
+        self.n_rows = n_rows
 
-def column_called(
-    name: str,
-    members: Sequence[BoundArgument],
-    batches: Sequence[Batch | None],
-    arguments: Sequence[BoundArgument],
-    why: str,
-) -> np.ndarray[Any, Any]:
-    """A column of the batches that are split, or else an argument of that name.
+    def column(self, name: str, why: str) -> np.ndarray[Any, Any]:
+        """A column of the batches, or else an argument of that name.
 
-    Args:
-        name: The name.
-        members: The arguments that are split.
-        batches: Those arguments as batches.
-        arguments: All arguments of the call.
-        why: The reason why the column is needed, for the message.
+        Args:
+            name: The name.
+            why: The reason why the column is needed, for the message.
 
-    Raises:
-        BatchError: There is neither such a column nor such an argument.
-    """
-    named = (batch.column(name) for batch in batches if batch is not None)
-    found = next((column for column in named if column is not None), None)
-    if found is None:
-        found = next((argument.value for argument in arguments if argument.name == name), None)
-    if found is None:
-        names = ", ".join(repr(argument.name) for argument in members)
-        raise BatchError(
-            f"{why}, but neither a column of {names} nor an argument is called {name!r}; add one with a value for each "
-            "row"
-        )
-    return np.asarray(found.cpu() if hasattr(found, "cpu") else found)
+        Raises:
+            BatchError: There is neither such a column nor such an argument.
+        """
+        named = (batch.column(name) for _, batch in self.batches)
+        found = next((column for column in named if column is not None), None)
+        if found is None:
+            found = next((argument.value for argument in self._arguments if argument.name == name), None)
+        if found is None:
+            names = ", ".join(repr(argument.name) for argument, _ in self.batches)
+            raise BatchError(
+                f"{why}, but neither a column of {names} nor an argument is called {name!r}; add one with a value for "
+                "each row"
+            )
+        return np.asarray(found.cpu() if hasattr(found, "cpu") else found)
 
+    def costs(self, split: Split) -> np.ndarray[Any, Any] | None:
+        """The cost of each row for a split that balances.
 
-def _parts(argument: BoundArgument, batch: Batch | None, cut: Cut, method: str) -> list[Any]:
-    """The argument's value for each part of a split, padded if the split pads."""
-    assert batch is not None, "common_rows refuses arguments that are not batches"
-    size, name = cut.real_rows.padded_to, argument.name
-    try:
-        if size is None:
+        Returns:
+            float64 (rows,); None if the split does not balance.
+
+        Raises:
+            BatchError: There is no such column or argument, or it is not one number of 0 or more for each row.
+        """
+        if split.balance is None:
+            return None
+        why, n_rows = f"{self._method} is split by {split!r}", self.n_rows
+        costs = self.column(split.balance, why).reshape(-1)
+        is_number = costs.dtype.kind in "biuf" or not len(costs)
+        if not is_number or len(costs) != n_rows or not (costs >= 0).all():
+            raise BatchError(
+                f"{why}, but {split.balance!r} is not one number of 0 or more for each of {n_rows} rows: it has "
+                f"{len(costs)} values of dtype {costs.dtype}"
+            )
+        return costs.astype(np.float64)  # can be negated and added up without an overflow
+
+    def groups(self, cut: Cut) -> list[ArgumentGroup]:
+        """An argument group per part of a split; rows that lie elsewhere have groups of their own, to be shared."""
+        apart: dict[bool, list[tuple[BoundArgument, list[Any]]]] = {}
+        for argument, batch in self.batches:
+            apart.setdefault(batch.is_elsewhere, []).append((argument, self._parts(argument, batch, cut)))
+        groups: list[ArgumentGroup] = []
+        for is_elsewhere in sorted(apart):
+            arguments, parts = zip(*apart[is_elsewhere], strict=True)
+            groups += _groups(arguments, zip(*parts, strict=True), cut.receivers)
+        return groups
+
+    def _parts(self, argument: BoundArgument, batch: Batch, cut: Cut) -> list[Any]:
+        """The argument's value for each part of a split."""
+        try:
             return [batch.sent(numbers) for numbers in cut.numbers]
-        return [batch.padded(numbers, size) for numbers in cut.numbers]
-    except BatchError as error:
-        raise BatchError(
-            f"argument {name!r} of {method}: {error}; pass another type of batch, define how to split this one with "
-            f"register_batch_type, or declare arguments={{{name!r}: Broadcast()}}"
-        ) from error
+        except BatchError as error:
+            raise BatchError(
+                f"argument {argument.name!r} of {self._method}: {error}; pass another type of batch, define how to "
+                f"split this one with register_batch_type, or declare arguments={{{argument.name!r}: Broadcast()}}"
+            ) from error

@@ -44,8 +44,7 @@ KNOWN = (
     "registered types, and mappings, NamedTuples and dataclasses of equally long batches"
 )
 _CONSTANTS = {str, int, float, bool, type(None)}  # immutable, and decoded from the head alone
-_registered: dict[type, BatchType] = {}
-_of_the_user: dict[type, BatchType] = {}  # added by `register_batch_type`
+_registered: dict[type, BatchType] = {}  # by `register_batch_type`
 _learned: dict[type, BatchType] = {}  # registered by the controller; other processes may not know them
 
 
@@ -96,19 +95,13 @@ def register_batch_type(
     for name, function in (*required.items(), *optional.items()):
         if not (callable(function) or (name in optional and function is None)):
             raise UsageError(f"{name} of register_batch_type must be callable, got {function!r}")
-    _of_the_user[cls] = BatchType(rows, split, concat, take, column)
-    add_batch_type(cls, _of_the_user[cls])
-
-
-def add_batch_type(cls: type, kind: BatchType) -> None:
-    """Make instances of ``cls`` and its subclasses batches."""
-    _registered[cls] = kind
+    _registered[cls] = BatchType(rows, split, concat, take, column)
     _kind_of.cache_clear()
 
 
 def users_batch_types() -> tuple[tuple[type, BatchType], ...]:
     """The types that this process has passed to `register_batch_type`, and the `BatchType` of each."""
-    return tuple(_of_the_user.items())
+    return tuple(_registered.items())
 
 
 def learn_batch_type(cls: type, kind: BatchType) -> None:
@@ -148,25 +141,10 @@ class Batch:
         self._kind = kind
         self._columns = columns
 
-    def cut(self, start: int, stop: int) -> Any:
-        """The rows start … stop-1 as a value of the batch's type; arrays and tensors are views of ``value``.
+    def rows(self, numbers: Index) -> Any:
+        """The rows with these numbers, in this order, as a value of the batch's type.
 
-        Raises:
-            BatchError: The rows of this value cannot be split.
-        """
-        kind = self._kind
-        try:
-            if isinstance(kind, BatchType):
-                return kind.split(self.value, start, stop)
-            columns = {key: column.cut(start, stop) for key, column in self._items()}
-            return kind.cut(self.value, columns, range(start, stop))
-        except BatchError:
-            raise
-        except Exception as error:
-            raise BatchError(f"cannot split the rows of {_name(self.value)}: {error}") from error
-
-    def take(self, numbers: np.ndarray[Any, Any]) -> Any:
-        """The rows with these numbers, in their order, as a value of the batch's type.
+        A range of rows of arrays and tensors is a view of ``value``.
 
         Raises:
             BatchError: The rows of this value cannot be split.
@@ -174,24 +152,22 @@ class Batch:
         kind = self._kind
         try:
             if isinstance(kind, ColumnsType):
-                return kind.cut(self.value, {key: column.take(numbers) for key, column in self._items()}, numbers)
+                return kind.make([self.value], {key: column.rows(numbers) for key, column in self._items()}, [numbers])
+            if isinstance(numbers, range):
+                return kind.split(self.value, numbers.start, numbers.stop)
             return self._by_runs(numbers) if kind.take is None else kind.take(self.value, numbers)
         except BatchError:
             raise
         except Exception as error:
-            raise BatchError(f"cannot take rows of {_name(self.value)} by number: {error}") from error
+            raise BatchError(f"cannot split the rows of {_name(self.value)}: {error}") from error
 
     def _by_runs(self, numbers: np.ndarray[Any, Any]) -> Any:
         """Take rows by number with a type that can only split off ranges of rows; uses as few ranges as possible."""
         if not len(numbers):
-            return self.cut(0, 0)
+            return self.rows(range(0))
         ends = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
-        parts = [self.cut(int(numbers[start]), int(numbers[stop - 1]) + 1) for start, stop in pairwise(ends)]
-        return concat_rows(parts)
-
-    def rows(self, numbers: Index) -> Any:
-        """The rows with these numbers: `cut` for a range, `take` for an array."""
-        return self.cut(numbers.start, numbers.stop) if isinstance(numbers, range) else self.take(numbers)
+        runs = [range(int(numbers[start]), int(numbers[stop - 1]) + 1) for start, stop in pairwise(ends)]
+        return concat([self] * len(runs), runs)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -201,6 +177,8 @@ class Batch:
     @property
     def is_learned(self) -> bool:
         """Whether it is of a type that another process has registered, or has a column of one."""
+        if not _learned:
+            return False
         return self._kind in _learned.values() or any(column.is_learned for column in (self._columns or {}).values())
 
     def sent(self, numbers: Index) -> Any:
@@ -217,15 +195,6 @@ class Batch:
             return None if kind.column is None else kind.column(self.value, name)
         except KeyError:
             return None
-
-    def padded(self, numbers: Index, size: int) -> Any:
-        """The rows with these numbers, followed by rows from the start of ``value`` up to ``size`` rows in total."""
-        missing = size - len(numbers)
-        parts = [self.rows(numbers)] if len(numbers) or not missing else []
-        while missing > 0:
-            parts.append(self.cut(0, min(missing, self.n_rows)))
-            missing -= self.n_rows
-        return parts[0] if len(parts) == 1 else concat_rows(parts)
 
     def _items(self) -> Any:
         assert self._columns is not None, "a batch of a ColumnsType has columns"
@@ -245,31 +214,35 @@ def as_batch(value: Any) -> Batch | None:
         return None
 
 
-def concat(batches: Sequence[Batch]) -> Any:
+def concat(batches: Sequence[Batch], numbers: Sequence[Index] | None = None) -> Any:
     """One value with the rows of all batches in order.
 
     Args:
         batches: At least one batch; all of one batch type.
+        numbers: For each batch the numbers of its rows to take; None for all rows.
 
     Returns:
-        The value of a single batch itself; for several batches a new value that shares no memory with them.
+        The value, or the rows, of a single batch; for several batches a new value that shares no memory with them.
 
     Raises:
-        BatchError: The batches have different types (both are named), or cannot be joined.
+        BatchError: The batches have different types (both are named), or cannot be split or joined.
     """
     first, kind = batches[0], batches[0]._kind
     for index, batch in enumerate(batches):
         if batch._kind is not kind:
             raise BatchError(f"cannot join {_name(first.value)} (part 0) and {_name(batch.value)} (part {index})")
     if len(batches) == 1:
-        return first.value
-    values = [batch.value for batch in batches]
+        return first.value if numbers is None else first.rows(numbers[0])
     try:
-        return kind.concat(values) if isinstance(kind, BatchType) else _joined_columns(batches, kind)
+        if isinstance(kind, ColumnsType):
+            return _joined_columns(batches, kind, numbers)
+        if numbers is None:
+            return kind.concat([batch.value for batch in batches])
+        return kind.concat([batch.rows(each) for batch, each in zip(batches, numbers, strict=True)])
     except (BatchError, MemoryError):  # a lack of memory is not a fault of the values
         raise
     except Exception as error:
-        raise BatchError(f"cannot join {len(values)} values of type {_name(values[0])}: {error}") from error
+        raise BatchError(f"cannot join {len(batches)} values of type {_name(first.value)}: {error}") from error
 
 
 def count_rows(value: Any) -> int | None:
@@ -284,12 +257,7 @@ def slice_rows(value: Any, start: int, stop: int) -> Any:
     Raises:
         BatchError: ``value`` is not a batch, or its rows cannot be split.
     """
-    return required_batch(value).cut(start, stop)
-
-
-def column_of(value: Any, name: Any) -> Any:
-    """A column of a batch by its name; None if there is none. Raises BatchError if ``value`` is not a batch."""
-    return required_batch(value).column(name)
+    return required_batch(value).rows(range(start, stop))
 
 
 def take_rows(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
@@ -298,7 +266,7 @@ def take_rows(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
     Raises:
         BatchError: ``value`` is not a batch, or its rows cannot be split.
     """
-    return required_batch(value).take(numbers)
+    return required_batch(value).rows(numbers)
 
 
 def concat_rows(values: Sequence[Any]) -> Any:
@@ -310,55 +278,13 @@ def concat_rows(values: Sequence[Any]) -> Any:
     Raises:
         BatchError: The values are not batches of one type (both types are named), or cannot be joined.
     """
-    first, batches = required_batch(values[0]), []
-    for index, value in enumerate(values):
-        batch = first if value is values[0] else _as_batch(value)
+    batches = [required_batch(values[0])]
+    for index, value in enumerate(values[1:], 1):
+        batch = _as_batch(value)
         if batch is None:
             raise BatchError(f"cannot join {_name(values[0])} (part 0) and {_name(value)} (part {index})")
         batches.append(batch)
     return concat(batches)
-
-
-def join_rows(parts: Sequence[tuple[Batch, Index]]) -> Any:
-    """One value with some rows of each of several batches in order; faster than `concat_rows` of `Batch.rows`.
-
-    Raises:
-        BatchError: The batches have different types, or cannot be split or joined.
-    """
-    first = parts[0][0]
-    if len(parts) > 1 and _are_alike([batch for batch, _ in parts]):
-        if not isinstance(first._kind, ColumnsType):
-            return concat([Batch(batch.rows(numbers), batch._kind, len(numbers)) for batch, numbers in parts])
-        of_each = [(dict(batch._items()), numbers) for batch, numbers in parts]
-        joined = {key: join_rows([(each[key], numbers) for each, numbers in of_each]) for key, _ in first._items()}
-        return rebuilt(first.value, joined)
-    return concat_rows([batch.rows(numbers) for batch, numbers in parts])
-
-
-def _are_alike(batches: Sequence[Batch]) -> bool:
-    """Whether batches have one type, and the same columns, each of which can be joined by itself."""
-    kind, columns = batches[0]._kind, batches[0]._columns
-    if isinstance(kind, ColumnsType):
-        return kind is MAPPING and all(
-            batch._kind is kind
-            and batch._columns is not None
-            and columns is not None
-            and batch._columns.keys() == columns.keys()
-            for batch in batches
-        )
-    return all(batch._kind is kind for batch in batches)
-
-
-def pad_rows(value: Any, rows: int) -> Any:
-    """A batch of ``rows`` rows: those of ``value``, then its rows repeated from the start.
-
-    ``value`` is not changed. It is returned as it is if it has no rows, or ``rows`` rows or more.
-
-    Raises:
-        BatchError: ``value`` is not a batch, or its rows cannot be split.
-    """
-    batch = required_batch(value)
-    return batch.padded(range(batch.n_rows), rows) if 0 < batch.n_rows < rows else value
 
 
 def is_same_kind(first: Any, second: Any) -> bool:
@@ -495,7 +421,7 @@ def _common_count(value: Any, columns: Mapping[Any, Batch]) -> int:
     return columns[first].n_rows
 
 
-def _joined_columns(batches: Sequence[Batch], kind: ColumnsType) -> Any:
+def _joined_columns(batches: Sequence[Batch], kind: ColumnsType, numbers: Sequence[Index] | None) -> Any:
     first = batches[0]
     columns = [dict(batch._items()) for batch in batches]
     for index, batch in enumerate(batches):
@@ -504,8 +430,8 @@ def _joined_columns(batches: Sequence[Batch], kind: ColumnsType) -> Any:
         if columns[index].keys() != columns[0].keys():
             keys = f"{list(columns[0])} (part 0) and {list(columns[index])} (part {index})"
             raise BatchError(f"cannot join dicts with keys {keys}")
-    joined = {key: concat([column[key] for column in columns]) for key in columns[0]}
-    return kind.join([batch.value for batch in batches], joined)
+    joined = {key: concat([column[key] for column in columns], numbers) for key in columns[0]}
+    return kind.make([batch.value for batch in batches], joined, numbers)
 
 
 def _may_require_grad(value: Any) -> bool:

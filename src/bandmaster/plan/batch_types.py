@@ -8,6 +8,7 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -46,35 +47,17 @@ class ColumnsType:
 
     Attributes:
         is_record: Whether a single field that is not a batch makes the value a config, which is not a batch.
-        cut: ``cut(like, columns, numbers)`` returns a value of the type of ``like`` with ``columns``, which hold the
-            rows of it with these numbers.
-        join: ``join(values, columns)`` returns a value of the type of ``values`` with their joined ``columns``.
+        make: ``make(values, columns, numbers)`` returns a value of the type of ``values`` with ``columns``, which hold
+            the rows with these numbers of each of them, one after the other; all rows if ``numbers`` is None.
     """
 
     is_record: bool
-    cut: Callable[[Any, dict[Any, Any], Index], Any]
-    join: Callable[[Sequence[Any], dict[Any, Any]], Any]
-
-
-def _slice(value: Any, start: int, stop: int) -> Any:
-    return value[start:stop]
-
-
-def _pick(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
-    return value[numbers]
-
-
-def _get(value: Any, name: str) -> Any:
-    return value[name]
-
-
-def _array_rows(value: Any) -> int | None:
-    return int(value.shape[0]) if len(value.shape) else None
+    make: Callable[[Sequence[Any], dict[Any, Any], Sequence[Index] | None], Any]
 
 
 def _tensor_split(value: Any, start: int, stop: int) -> Any:
     if value.is_nested:
-        return _nested_split(value, start, stop)
+        return _nested(value, value.unbind()[start:stop])
     try:
         return value.narrow_copy(0, start, stop - start) if value.is_sparse else value[start:stop]
     except (RuntimeError, NotImplementedError) as error:
@@ -85,31 +68,31 @@ def _tensor_take(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
     torch = sys.modules["torch"]
     if value.is_nested:
         rows = value.unbind()
-        picked = [rows[number] for number in numbers.tolist()]
-        return torch.nested.as_nested_tensor(picked, layout=value.layout) if picked else _nested_split(value, 0, 0)
+        return _nested(value, [rows[number] for number in numbers.tolist()])
     try:
         return value.index_select(0, torch.from_numpy(numbers).to(value.device))
     except (RuntimeError, NotImplementedError) as error:
         raise _refused([value]) or error from None
 
 
-def _nested_split(value: Any, start: int, stop: int) -> Any:
-    torch, rows = sys.modules["torch"], value.unbind()[start:stop]
+def _nested(like: Any, rows: Sequence[Any]) -> Any:
+    """A nested tensor of some rows, in the layout of another one."""
+    torch = sys.modules["torch"]
     if rows:
-        return torch.nested.as_nested_tensor(list(rows), layout=value.layout)
-    if value.layout is not torch.jagged:
+        return torch.nested.as_nested_tensor(list(rows), layout=like.layout)
+    if like.layout is not torch.jagged:
         raise BatchError(
-            f"a nested tensor in the {value.layout} layout cannot have 0 rows, which a part gets when there are "
+            f"a nested tensor in the {like.layout} layout cannot have 0 rows, which a part gets when there are "
             "fewer rows than parts; make the tensor with layout=torch.jagged"
         )
-    return torch.nested.nested_tensor_from_jagged(value.values()[:0], value.offsets().new_zeros(1))
+    return torch.nested.nested_tensor_from_jagged(like.values()[:0], like.offsets().new_zeros(1))
 
 
 def _tensor_concat(values: Sequence[Any]) -> Any:
     torch = sys.modules["torch"]
     if values[0].is_nested:
         rows = list(chain.from_iterable(value.unbind() for value in values))
-        return torch.nested.as_nested_tensor(rows, layout=values[0].layout) if rows else values[0]
+        return _nested(values[0], rows) if rows else values[0]
     try:
         return torch.cat(list(values), 0)
     except (RuntimeError, NotImplementedError) as error:
@@ -133,40 +116,32 @@ def _tensor_rows(value: Any) -> int | None:
     return int(value.size(0)) if value.dim() else None
 
 
-def _tensordict_rows(value: Any) -> int | None:
-    return int(value.batch_size[0]) if value.batch_dims else None
-
-
 def _tensordict_split(value: Any, start: int, stop: int) -> Any:
-    nested = _nested_keys(value)
-    if not nested:
-        return value[start:stop]
-    part = value.exclude(*nested)[start:stop]
-    for key in nested:
-        part.set(key, _nested_split(value.get(key), start, stop))
-    return part
+    return _with_nested(
+        [value], lambda values: values[0][start:stop], lambda values: _tensor_split(values[0], start, stop)
+    )
 
 
 def _tensordict_take(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
-    nested, index = _nested_keys(value), sys.modules["torch"].from_numpy(numbers)
-    part = value.exclude(*nested)[index] if nested else value[index]
-    for key in nested:
-        part.set(key, _tensor_take(value.get(key), numbers))
-    return part
-
-
-def _tensordict_column(value: Any, name: str) -> Any:
-    return value.get(name)
+    index = sys.modules["torch"].from_numpy(numbers)
+    return _with_nested([value], lambda values: values[0][index], lambda values: _tensor_take(values[0], numbers))
 
 
 def _tensordict_concat(values: Sequence[Any]) -> Any:
-    torch, nested = sys.modules["torch"], _nested_keys(values[0])
+    return _with_nested(values, lambda values: sys.modules["torch"].cat(list(values), 0), _tensor_concat)
+
+
+def _with_nested(
+    values: Sequence[Any], make: Callable[[Sequence[Any]], Any], make_nested: Callable[[Sequence[Any]], Any]
+) -> Any:
+    """Make a TensorDict of others; columns that are nested tensors are made one by one."""
+    nested = _nested_keys(values[0])
     if not nested:
-        return torch.cat(list(values), 0)
-    joined = torch.cat([value.exclude(*nested) for value in values], 0)
+        return make(values)
+    made = make([value.exclude(*nested) for value in values])
     for key in nested:
-        joined.set(key, _tensor_concat([value.get(key) for value in values]))
-    return joined
+        made.set(key, make_nested([value.get(key) for value in values]))
+    return made
 
 
 def _nested_keys(value: Any) -> list[Any]:
@@ -183,26 +158,6 @@ def _array_concat(values: Sequence[Any]) -> Any:
     dtypes = {value.dtype for value in values}
     joined = np.concatenate(values, dtype=dtypes.pop() if len(dtypes) == 1 else None)  # dtype= keeps the byte order
     return joined if type(joined) is type(values[0]) else joined.view(type(values[0]))
-
-
-def _list_concat(values: Sequence[list[Any]]) -> list[Any]:
-    return list(chain.from_iterable(values))
-
-
-def _list_take(value: list[Any], numbers: np.ndarray[Any, Any]) -> list[Any]:
-    return [value[number] for number in numbers.tolist()]
-
-
-def _frame_take(value: Any, numbers: np.ndarray[Any, Any]) -> Any:
-    return value.iloc[numbers]
-
-
-def _frame_split(value: Any, start: int, stop: int) -> Any:
-    return value.iloc[start:stop]
-
-
-def _frame_concat(values: Sequence[Any]) -> Any:
-    return sys.modules["pandas"].concat(list(values))
 
 
 def _dataset_split(value: Any, start: int, stop: int) -> Any:
@@ -224,18 +179,10 @@ def _compact(table: Any) -> Any:
     return pyarrow.ipc.open_stream(sink.getvalue()).read_all()
 
 
-def _dataset_concat(values: Sequence[Any]) -> Any:
-    return sys.modules["datasets"].concatenate_datasets(list(values))
-
-
 def _proto_split(value: Any, start: int, stop: int) -> Any:
     part = value.slice(start, stop)
     part.meta_info = dict(part.meta_info)
     return part
-
-
-def _proto_concat(values: Sequence[Any]) -> Any:
-    return type(values[0]).concat(list(values))
 
 
 # --- mappings, NamedTuples and dataclasses of columns -------------------------------------------------------------
@@ -286,41 +233,65 @@ def _rebuilt_mapping(like: Mapping[Any, Any], columns: dict[Any, Any]) -> Mappin
     return made if is_whole else columns
 
 
-def _cut_like(like: Any, columns: dict[Any, Any], numbers: Index) -> Any:
-    return rebuilt(like, columns)
-
-
-def _join_like(values: Sequence[Any], columns: dict[Any, Any]) -> Any:
+def _like_the_first(values: Sequence[Any], columns: dict[Any, Any], numbers: Sequence[Index] | None) -> Any:
     return rebuilt(values[0], columns)
 
 
-def _encoding_cut(like: Any, columns: dict[Any, Any], numbers: Index) -> Any:
-    known = like.encodings  # the details that a fast tokenizer keeps for each row
-    is_whole = known is not None and all(len(column) == len(known) for column in like.values())
-    return type(like)(columns, [known[number] for number in numbers] if is_whole else None)
-
-
-def _encoding_join(values: Sequence[Any], columns: dict[Any, Any]) -> Any:
+def _encoding(values: Sequence[Any], columns: dict[Any, Any], numbers: Sequence[Index] | None) -> Any:
+    """A BatchEncoding, with the details that a fast tokenizer keeps for each row, if all values have them."""
     known = [value.encodings for value in values]
-    return type(values[0])(columns, None if None in known else [row for rows in known for row in rows])
+    for value, details in zip(values, known, strict=True):
+        if details is None or any(len(column) != len(details) for column in value.values()):
+            return type(values[0])(columns)
+    if numbers is not None:
+        known = [[details[number] for number in each] for details, each in zip(known, numbers, strict=True)]
+    return type(values[0])(columns, list(chain.from_iterable(known)))
 
 
-MAPPING = ColumnsType(False, _cut_like, _join_like)
-RECORD = ColumnsType(True, _cut_like, _join_like)
+MAPPING = ColumnsType(False, _like_the_first)
+RECORD = ColumnsType(True, _like_the_first)
 TENSOR = BatchType(_tensor_rows, _tensor_split, _tensor_concat, _tensor_take)
-TENSORDICT = BatchType(_tensordict_rows, _tensordict_split, _tensordict_concat, _tensordict_take, _tensordict_column)
-_FRAME = BatchType(len, _frame_split, _frame_concat, _frame_take, _get)
+TENSORDICT = BatchType(
+    lambda value: int(value.batch_size[0]) if value.batch_dims else None,
+    _tensordict_split,
+    _tensordict_concat,
+    _tensordict_take,
+    lambda value, name: value.get(name),
+)
+_ARRAY = BatchType(
+    lambda value: int(value.shape[0]) if len(value.shape) else None,
+    lambda value, start, stop: value[start:stop],
+    _array_concat,
+    getitem,
+)
+_LIST = BatchType(
+    len,
+    lambda value, start, stop: value[start:stop],
+    lambda values: list(chain.from_iterable(values)),
+    lambda value, numbers: [value[number] for number in numbers.tolist()],
+)
+_FRAME = BatchType(
+    len,
+    lambda value, start, stop: value.iloc[start:stop],
+    lambda values: sys.modules["pandas"].concat(list(values)),
+    lambda value, numbers: value.iloc[numbers],
+    getitem,
+)
+_DATASET = BatchType(
+    len, _dataset_split, lambda values: sys.modules["datasets"].concatenate_datasets(list(values)), column=getitem
+)
+_PROTO = BatchType(len, _proto_split, lambda values: type(values[0]).concat(list(values)))
 KNOWN_BY_NAME: dict[tuple[str, str], BatchType | ColumnsType] = {  # names, because a lookup must not import
-    ("numpy", "ndarray"): BatchType(_array_rows, _slice, _array_concat, _pick),
-    ("builtins", "list"): BatchType(len, _slice, _list_concat, _list_take),
+    ("numpy", "ndarray"): _ARRAY,
+    ("builtins", "list"): _LIST,
     ("builtins", "dict"): MAPPING,
     ("torch", "Tensor"): TENSOR,
     ("tensordict.base", "TensorDictBase"): TENSORDICT,
-    ("verl.protocol", "DataProto"): BatchType(len, _proto_split, _proto_concat),
+    ("verl.protocol", "DataProto"): _PROTO,
     ("pandas", "DataFrame"): _FRAME,
     ("pandas", "Series"): _FRAME,
     ("pandas.core.frame", "DataFrame"): _FRAME,  # their names before pandas 3
     ("pandas.core.series", "Series"): _FRAME,
-    ("datasets.arrow_dataset", "Dataset"): BatchType(len, _dataset_split, _dataset_concat, column=_get),
-    ("transformers.tokenization_utils_base", "BatchEncoding"): ColumnsType(False, _encoding_cut, _encoding_join),
+    ("datasets.arrow_dataset", "Dataset"): _DATASET,
+    ("transformers.tokenization_utils_base", "BatchEncoding"): ColumnsType(False, _encoding),
 }

@@ -63,33 +63,6 @@ def bind(
     return arguments
 
 
-def bind_per_rank(
-    method: str,
-    signature: inspect.Signature,
-    group: Any,
-    custom: Custom,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> list[BoundArgument]:
-    """Call a custom dispatch function and bind the arguments that it returns.
-
-    Args:
-        method: ``"Class.method"``, for messages.
-        signature: Signature of the method without ``self``.
-        group: The worker group, passed to the dispatch function.
-        custom: The user's pair of functions.
-        args: The caller's positional arguments.
-        kwargs: The caller's keyword arguments.
-
-    Returns:
-        Bound arguments whose values are sequences with one value per rank; `scatter` checks their lengths.
-
-    Raises:
-        ArgumentError: The function does not return ``(args, kwargs)``, or its arguments do not match the signature.
-    """
-    return bind(method, signature, *dispatched(method, group, custom, args, kwargs))
-
-
 def dispatched(
     method: str, group: Any, custom: Custom, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -128,7 +128,7 @@ def _without_padding(rank: int, batch: Batch, sent: int, real: int, method: str)
             "identified; return one row for each row, or split without pad=True",
         )
     try:
-        return batch if real == sent else _batch_of(rank, batch.cut(0, real), method)
+        return batch if real == sent else _batch_of(rank, batch.rows(range(real)), method)
     except BatchError as error:
         raise _error(rank, method, f"returned rows whose padding cannot be removed: {error}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -67,26 +67,6 @@ def schema_of(value: Any) -> dict[Hashable, Column]:
     return {None: _column(value)} if columns is None else {name: _column(part) for name, part in columns.items()}
 
 
-def may_hold_users_types(schema: Schema) -> bool:
-    """Whether rows may be, or hold, batches of user-registered types; False if all columns are arrays or lists."""
-    return any(column.shape is None and column.dtype != "list" for column in schema.values())
-
-
-def dtypes_of(schema: Schema) -> list[tuple[Hashable, str]]:
-    """Names and dtypes of the columns, in their order."""
-    return [(name, column.dtype) for name, column in schema.items()]
-
-
-def stacked_schema(schemas: Sequence[Schema]) -> dict[Hashable, Column]:
-    """The schema of rows concatenated from values whose columns have equal names."""
-    found: dict[Hashable, Column] = {}
-    for name, first in schemas[0].items():
-        columns = [schema[name] for schema in schemas]
-        dtype = " or ".join(dict.fromkeys([column.dtype for column in columns]))
-        found[name] = Column(dtype, first.shape, sum([column.nbytes for column in columns]))
-    return found
-
-
 def choose_columns(value: Any, names: Mapping[Any, Any]) -> Any:
     """A batch with some of the columns of another batch, without a copy.
 
@@ -94,12 +74,11 @@ def choose_columns(value: Any, names: Mapping[Any, Any]) -> Any:
         value: The other batch.
         names: The name of each column in ``value``, by its new name.
     """
-    if _is_mapping(value):
-        return rebuilt(value, {new: value[old] for new, old in names.items()})
     if _is_frame(value):
         chosen, new = value[list(names.values())], {old: new for new, old in names.items()}
         return chosen if list(new) == [*new.values()] else chosen.set_axis(chosen.columns.map(new), axis=1)
-    return type(value)({new: value.get(old) for new, old in names.items()}, batch_size=value.batch_size)
+    columns = {new: value[old] for new, old in names.items()}
+    return type(value)(columns, batch_size=value.batch_size) if _is_tensordict(value) else rebuilt(value, columns)
 
 
 def join_columns(values: Sequence[Any]) -> Any:
@@ -107,8 +86,8 @@ def join_columns(values: Sequence[Any]) -> Any:
     first = values[0]
     if _is_frame(first):
         return sys.modules["pandas"].concat([value.set_axis(first.index) for value in values], axis=1)
-    columns = {name: part for value in values for name, part in _named(value).items()}
-    return rebuilt(first, columns) if _is_mapping(first) else type(first)(columns, batch_size=first.batch_size[:1])
+    columns = {name: part for value in values for name, part in (_columns(value) or {}).items()}
+    return type(first)(columns, batch_size=first.batch_size[:1]) if _is_tensordict(first) else rebuilt(first, columns)
 
 
 def ascending(column: Any) -> np.ndarray[Any, Any]:
@@ -118,18 +97,12 @@ def ascending(column: Any) -> np.ndarray[Any, Any]:
     return np.argsort(np.asarray(column), kind="stable")
 
 
-def _named(value: Any) -> Mapping[Any, Any]:
-    columns = _columns(value)
-    assert columns is not None, "joining handles refuses values without columns"
-    return columns
-
-
 def _columns(value: Any) -> Mapping[Any, Any] | None:
     """The columns of a value that has names for them; None for any other value."""
-    if _is_mapping(value):
-        return value
     if _is_tensordict(value):
         return dict(value.items())
+    if isinstance(value, Mapping):
+        return value
     return {name: value[name] for name in value.columns} if _is_frame(value) else None
 
 
@@ -156,19 +129,15 @@ def _name_of(dtype: Any) -> str:
     return f"{name}[{dtype.storage}]" if hasattr(dtype, "storage") and not name.endswith("]") else name
 
 
-def _is_of(value: Any, module: str, name: str) -> bool:
-    """Whether a value is an instance of a class, without importing its module."""
-    cls = getattr(sys.modules.get(module), name, None)
-    return cls is not None and isinstance(value, cls)
-
-
-def _is_mapping(value: Any) -> TypeGuard[Mapping[Any, Any]]:
-    return isinstance(value, Mapping) and not _is_tensordict(value)
-
-
 def _is_tensordict(value: Any) -> bool:
     return _is_of(value, "tensordict", "TensorDict")
 
 
 def _is_frame(value: Any) -> bool:
     return _is_of(value, "pandas", "DataFrame")
+
+
+def _is_of(value: Any, module: str, name: str) -> bool:
+    """Whether a value is an instance of a class, without importing its module."""
+    cls = getattr(sys.modules.get(module), name, None)
+    return cls is not None and isinstance(value, cls)

@@ -39,11 +39,6 @@ class NodeChoice:
     name: str | None = None
     labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
-    def allows(self, names: Sequence[str], labels: Mapping[str, str]) -> bool:
-        """Whether a node of these names and labels will do."""
-        is_named = self.name is None or self.name in names
-        return is_named and all(labels.get(label) in values for label, values in self.labels)
-
     def __str__(self) -> str:
         if self.name is not None:
             return f"node {self.name}"
@@ -109,7 +104,9 @@ class Node:
 
     def allows(self, choice: NodeChoice) -> bool:
         """Whether an entry with this choice of nodes may go here."""
-        return self.is_many or choice.allows((self.name, self.hostname, self.key), self.labels)
+        is_named = choice.name in (None, self.name, self.hostname, self.key)
+        has_labels = all(self.labels.get(label) in values for label, values in choice.labels)
+        return self.is_many or (is_named and has_labels)
 
 
 @dataclass(frozen=True)

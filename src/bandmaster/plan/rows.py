@@ -58,7 +58,7 @@ class Cut(NamedTuple):
 
     Attributes:
         receivers: For each part, the ranks that receive it.
-        numbers: For each part, the numbers of its rows.
+        numbers: For each part, the numbers of its rows, with those that pad it.
         real_rows: The number of rows of each rank.
     """
 
@@ -166,7 +166,13 @@ def _cut(mesh: Mesh, split: Split, rows: int, costs: np.ndarray[Any, Any] | None
     if costs is not None:
         numbers = balanced(costs, [len(part) for part in numbers])
     real = RealRows(tuple([numbers[number] for number in part_numbers(mesh, split)]), size)
-    return Cut(receivers, tuple(numbers), real)
+    return Cut(receivers, tuple(numbers if size is None else [_padded(part, size, rows) for part in numbers]), real)
+
+
+def _padded(numbers: Index, size: int, rows: int) -> Index:
+    """Row numbers, followed by those from the start of the batch, up to some size."""
+    missing = size - len(numbers)
+    return np.concatenate([np.asarray(numbers, np.int64), np.arange(missing) % rows]) if missing else numbers
 
 
 _cut_in_order = lru_cache(maxsize=64)(_cut)

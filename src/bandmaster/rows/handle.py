@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from bandmaster.errors import BatchError, UsageError
-from bandmaster.plan.batch import column_of
+from bandmaster.plan.batch import required_batch
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.columns import Schema, ascending
 from bandmaster.plan.render import Cell, svg_bands
@@ -75,13 +75,15 @@ class Handle:
     @property
     def nbytes(self) -> int:
         """Encoded size of the rows in bytes, estimated if rows may differ in size; waits for the call."""
-        return round(handles.nbytes_of(self._table()))
+        return round(self._table().nbytes)
 
     @property
     def where(self) -> tuple[Place, ...]:
         """The rank and host that keeps each part of the rows; waits for the call."""
-        found = handles.rows_by_part(self._table()).values()
-        return tuple([Place(part.kept.origin.method, part.rank, part.kept.origin.host, n) for part, n in found])
+        counts: dict[Any, int] = {}
+        for part, n in self._table().rows_by_part():
+            counts[part.origin] = counts.get(part.origin, 0) + n
+        return tuple([Place(origin.method, origin.rank, origin.host, n) for origin, n in counts.items() if n])
 
     def _drawing(self) -> str | None:
         """The places of the rows as an SVG drawing; None if there are too many places."""
@@ -108,7 +110,7 @@ class Handle:
                 "rows[i:i+1] is a single one"
             )
         chosen = rows if isinstance(rows, slice) else np.array(rows)  # a copy, as the caller may change it
-        return self._derived("rows", (), lambda tables: handles.take(tables[0], index_of(chosen, tables[0].n_rows)))
+        return self._taken("rows", lambda n_rows: index_of(chosen, n_rows))
 
     def select(self, *names: Hashable) -> Self:
         """The rows with only these columns, in this order."""
@@ -127,11 +129,13 @@ class Handle:
         def make(tables: Sequence[Table]) -> Table:
             (table,) = tables
             handles.check_named(table, "rows", what)
-            known = list(table.schema)
+            known = list(table.block_of)
             missing, listed = [name for name in asked if name not in known], ", ".join(map(str, known))
             if missing:
                 raise BatchError(f"cannot {what} {', '.join(map(repr, missing))}: the columns are {listed}")
             chosen = choose(known)
+            if not chosen:
+                raise BatchError(f"no column would be left after {what}: the columns are {listed}")
             if what == "rename" and len(chosen) < len(known):
                 raise BatchError(f"two columns would have one name after rename: the columns are {listed}")
             return handles.select(table, chosen)
@@ -140,19 +144,20 @@ class Handle:
 
     def join(self, *others: Handle) -> Self:
         """The rows with the columns of other futures, which have the same rows, added to their own."""
-        return self._derived("join", others, lambda tables: handles.join(tables, _labels("rows", len(tables))))
+        labels = [f"rows {number}" for number in range(1 + len(others))]
+        return self._derived("join", others, lambda tables: handles.join(tables, labels))
 
     def repeat(self, n: int) -> Self:
         """Every row ``n`` times, with the copies of a row next to each other."""
-        return self._derived(
-            "repeat", (), lambda tables: handles.take(tables[0], handles.repeated(tables[0].n_rows, n))
-        )
+        return self._taken("repeat", lambda n_rows: np.repeat(np.arange(n_rows), n))
 
     def shuffle(self, seed: int) -> Self:
         """The rows in an order that depends only on the seed and the number of rows."""
-        return self._derived(
-            "shuffle", (), lambda tables: handles.take(tables[0], handles.shuffled(tables[0].n_rows, seed))
-        )
+        return self._taken("shuffle", lambda n_rows: np.random.default_rng(seed).permutation(n_rows))
+
+    def _taken(self, what: str, numbers: Callable[[int], Index]) -> Self:
+        """A future of the rows with the numbers that a function returns for the number of rows."""
+        return self._derived(what, (), lambda tables: handles.take(tables[0], numbers(tables[0].n_rows)))
 
     def batches(self, n: int) -> Iterator[Self]:
         """Yield futures of ``n`` rows each; the last one may have fewer. Waits for the call."""
@@ -163,7 +168,7 @@ class Handle:
 
     def sort_by(self, name: Hashable) -> Self:
         """The rows in ascending order of a column, which the controller reads; equal values keep their order."""
-        return self[ascending(column_of(self.select(name).result(), name))]
+        return self[ascending(required_batch(self.select(name).result()).column(name))]
 
 
 def index_of(rows: Any, n_rows: int) -> Index:
@@ -194,7 +199,3 @@ def index_of(rows: Any, n_rows: int) -> Index:
 def _box(place: Place) -> Cell:
     who = "controller" if place.rank is None else f"rank {place.rank}"
     return Cell((who, f"{place.n_rows} row{'s' if place.n_rows != 1 else ''}"), place.rank or 0)
-
-
-def _labels(what: str, n: int) -> list[str]:
-    return [f"{what} {number}" for number in range(n)]

@@ -1,216 +1,123 @@
-"""Handle arithmetic: the rows and columns of kept results that a handle stands for. Pure; it moves no row.
+"""Handle arithmetic: the kept rows and columns that a handle stands for. Pure; it moves no row.
 
-A *table* is an expression over kept results. Its leaves select rows of a result::
+A table has *blocks* of columns side by side, and each block has *leaves*, which are ranges of rows of kept parts::
 
     result.rename(a="b")[10:20].join(other)
 
-        Joined ─┬─ Renamed {b: a} ── Taken(result, range(10, 20))
-                └─ Taken(other, range(0, 10))
+        block b, c ─┬─ rows 10 to 15 of part 0 of result
+                    └─ rows 0 to 3 of part 1 of result
+        block d ────── rows 0 to 9 of part 0 of other
 
-Taking rows changes only the leaves, so that the size of a table depends only on its joins and concatenations. A
-receiver gets the same table with `Addressed` leaves: these refer to the parts that the receiver needs by the labels of
-their payloads, and not to results. `assemble` makes the rows from that table in the receiver.
+A part is the rows of one rank, see `bandmaster.rows.kept.KeptPart`. Rows that are taken by number leave the leaves as
+they are, with an order of their rows. A receiver gets the same blocks with the labels of payloads in place of the
+parts, and makes the rows from them with `assemble`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import accumulate
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bandmaster.errors import BatchError
-from bandmaster.plan.batch import Batch, concat_rows, copies_rows, join_rows, required_batch, take_rows
+from bandmaster.plan.batch import Batch, concat_rows, copies_rows, required_batch, take_rows
+from bandmaster.plan.batch import concat as concat_batches
 from bandmaster.plan.batch_types import Index
-from bandmaster.plan.columns import Schema, choose_columns, dtypes_of, join_columns, stacked_schema
+from bandmaster.plan.columns import Column, Schema, choose_columns, join_columns
 
-JoinPath = tuple[int, ...]  # of a table: its number in each of the joins around it
 Names = Mapping[Any, Any]  # the former name of a column, by its new name
+Leaf = tuple[Any, range, Names | None]  # see `Block.leaves`
 FEW_ROWS = 32  # looking them up and slicing them one by one is faster than numpy
 
 
-class Part(NamedTuple):
-    """The rows of a result that one rank has kept.
+class Block(NamedTuple):
+    """Columns of a table.
 
     Attributes:
-        rank: The rank; None for rows of the controller.
-        n_rows: Number of rows.
-        nbytes: Their encoded size.
-        kept: The kept rows; see `bandmaster.rows.kept.KeptPart`.
+        leaves: At least one ``(part, rows, names)``: the part, or its label in a message; the numbers of its rows; and
+            the former name of each column by its new name, None for all columns under their own names. A leaf without
+            rows determines a dtype, or the type if there is no row at all.
+        order: For each row its number in the concatenation of the leaves; None for that order.
+        kinds: For each leaf a number, which is equal for equal dtypes; None if all are equal. Rows that are taken keep
+            a leaf of each kind, because all of them determine the dtypes of the concatenation.
     """
 
-    rank: int | None
-    n_rows: int
-    nbytes: int
-    kept: Any
-
-
-@dataclass(frozen=True, eq=False)
-class ResultRows:
-    """The rows that a call has left on its ranks.
-
-    Attributes:
-        method: ``"Class.method"``, for messages.
-        parts: The parts, in the order of the rows.
-        schema: The columns.
-        is_fetched: Whether a host that reads rows of a part fetches all of it.
-    """
-
-    method: str
-    parts: tuple[Part, ...]
-    schema: Schema
-    is_fetched: bool = False
-
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """Number of the first row of each part."""
-        return _starts(part.n_rows for part in self.parts)
-
-    @cached_property
-    def n_rows(self) -> int:
-        """Number of rows."""
-        return sum(part.n_rows for part in self.parts)
-
-
-@dataclass(frozen=True, eq=False)
-class Taken:
-    """Some rows of a result."""
-
-    result: ResultRows
-    index: Index
-
-    @property
-    def n_rows(self) -> int:
-        """Number of rows."""
-        return len(self.index)
-
-    @property
-    def schema(self) -> Schema:
-        """The columns, by name."""
-        share = self.n_rows / (self.result.n_rows or 1)
-        columns = self.result.schema.items()
-        return {name: column._replace(nbytes=round(column.nbytes * share)) for name, column in columns}
-
-
-@dataclass(frozen=True, eq=False)
-class Renamed:
-    """Some columns of a table, with their new names."""
-
-    table: Table
-    names: Names
-
-    @property
-    def n_rows(self) -> int:
-        """Number of rows."""
-        return self.table.n_rows
-
-    @property
-    def schema(self) -> Schema:
-        """The columns, by name."""
-        before = self.table.schema
-        return {new: before[old] for new, old in self.names.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class Joined:
-    """The columns of several tables with equally many rows."""
-
-    tables: tuple[Table, ...]
-
-    @property
-    def n_rows(self) -> int:
-        """Number of rows."""
-        return self.tables[0].n_rows
-
-    @property
-    def schema(self) -> Schema:
-        """The columns, by name."""
-        return {name: column for table in self.tables for name, column in table.schema.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class Stacked:
-    """The rows of several tables with the same columns.
-
-    Attributes:
-        tables: The tables.
-        order: For each row its number in the concatenation of the tables; None for that order.
-        kinds: For each table a number, which is equal for equal dtypes in an equal order of columns; None if all are
-            equal. Rows that are taken are a stack with tables of all kinds, because those without rows take part in
-            determining the dtypes of the concatenation.
-    """
-
-    tables: tuple[Table, ...]
+    leaves: tuple[Leaf, ...]
     order: np.ndarray[Any, Any] | None = None
     kinds: tuple[int, ...] | None = None
 
     @property
     def n_rows(self) -> int:
         """Number of rows."""
-        return sum(table.n_rows for table in self.tables) if self.order is None else len(self.order)
+        return sum([len(rows) for _, rows, _ in self.leaves]) if self.order is None else len(self.order)
 
     @property
-    def schema(self) -> Schema:
-        """The columns, by name."""
-        return stacked_schema([table.schema for table in self.tables])
+    def counts(self) -> Sequence[int]:
+        """Number of rows of each leaf that the block has; a row that it has twice counts twice."""
+        if self.order is None:
+            return [len(rows) for _, rows, _ in self.leaves]
+        counts: list[int] = np.bincount(_owners(self.leaves, self.order), minlength=len(self.leaves)).tolist()
+        return counts
 
 
-@dataclass(frozen=True, eq=False)
-class Addressed:
-    """Some rows of a result, in the form for a receiver.
+class Table(NamedTuple):
+    """Rows of kept parts.
 
     Attributes:
-        starts: Number of the first row of each part that the receiver needs.
-        labels: The label of the payload of each of these parts.
-        index: The rows.
+        blocks: The blocks of columns, at least one, which have equally many rows.
     """
 
-    starts: tuple[int, ...]
-    labels: tuple[Hashable, ...]
-    index: Index
+    blocks: tuple[Block, ...]
 
     @property
     def n_rows(self) -> int:
         """Number of rows."""
-        return len(self.index)
+        return self.blocks[0].n_rows
+
+    @property
+    def block_of(self) -> dict[Any, int]:
+        """The number of the block of each column; None is the name of the only column of rows without names."""
+        return {name: number for number, block in enumerate(self.blocks) for name in _schema_of(block.leaves[0])}
+
+    @property
+    def schema(self) -> dict[Hashable, Column]:
+        """The columns, by name."""
+        return {name: column for block in self.blocks for name, column in _columns_of(block)}
+
+    def rows_by_part(self) -> Iterator[tuple[Any, int]]:
+        """Yield the part of each leaf, and the number of its rows that the table has."""
+        for block in self.blocks:
+            for (part, _, _), n in zip(block.leaves, block.counts, strict=True):
+                yield part, n
+
+    @property
+    def nbytes(self) -> float:
+        """Encoded size of the rows, estimated by the share in the rows and columns of each part."""
+        counted = [(leaf, n) for block in self.blocks for leaf, n in zip(block.leaves, block.counts, strict=True)]
+        return sum(n * _row_nbytes(leaf) for leaf, n in counted)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the rows of all leaves are in their order."""
+        return all(block.order is None for block in self.blocks)
 
 
-Table = Taken | Renamed | Joined | Stacked
+def table_of(parts: Sequence[Any]) -> Table:
+    """The rows of parts with the same columns, one after the other."""
+    return Table((_block([(part, range(part.facts.n_rows), None) for part in parts], None),))
 
 
 # --- operations ---
 
 
-def take(table: Any, index: Index) -> Any:
-    """The rows of a table with these numbers, which must exist. The table may have `Addressed` leaves."""
-    if isinstance(table, Taken):
-        return Taken(table.result, _compose(table.index, index))
-    if isinstance(table, Addressed):
-        return Addressed(table.starts, table.labels, _compose(table.index, index))
-    if isinstance(table, Renamed):
-        return Renamed(take(table.table, index), table.names)
-    if isinstance(table, Joined):
-        return Joined(tuple([take(one, index) for one in table.tables]))
-    whole = index if table.order is None else _compose(table.order, index)
-    found, order = _partition(whole, _starts(one.n_rows for one in table.tables))
-    rows = dict(found or [(0, range(0))])
-    if table.kinds is not None:
-        rows.setdefault(0, range(0))  # the first table determines the order of the columns
-        known = {table.kinds[number] for number in rows}
-        for number, kind in enumerate(table.kinds):
-            if kind not in known:
-                rows[number] = range(0)
-                known.add(kind)
-    numbers = sorted(rows)
-    tables = tuple([take(table.tables[number], rows[number]) for number in numbers])
-    if len(tables) == 1 and order is None:
-        return tables[0]
-    kinds = None if table.kinds is None else tuple([table.kinds[number] for number in numbers])
-    return Stacked(tables, order, kinds)
+def take(table: Table, index: Index) -> Table:
+    """The rows of a table with these numbers, which must exist."""
+    return Table(tuple([_taken(block, index) for block in table.blocks]))
 
 
 def select(table: Table, names: Names) -> Table:
@@ -218,11 +125,11 @@ def select(table: Table, names: Names) -> Table:
 
     Args:
         table: The table.
-        names: The name of each column in the table, by its new name; the table must have these columns.
+        names: The name of each column in the table, by its new name; at least one. The table must have these columns.
     """
-    if isinstance(table, Renamed):
-        return Renamed(table.table, {new: table.names[old] for new, old in names.items()})
-    return Renamed(table, dict(names))
+    block_of = table.block_of
+    by_block = groupby(names.items(), lambda item: block_of[item[1]])
+    return Table(tuple([_renamed(table.blocks[number], dict(items)) for number, items in by_block]))
 
 
 def join(tables: Sequence[Table], labels: Sequence[str]) -> Table:
@@ -243,14 +150,13 @@ def join(tables: Sequence[Table], labels: Sequence[str]) -> Table:
                 "join results of the same rows"
             )
         check_named(table, label, "join")
-        for name in table.schema:
+        for name in table.block_of:
             if name in taken:
                 raise BatchError(
                     f"cannot join {taken[name]} and {label}: both have a column {name!r}; rename one of them"
                 )
             taken[name] = label
-    flat = [one for table in tables for one in (table.tables if isinstance(table, Joined) else [table])]
-    return flat[0] if len(flat) == 1 else Joined(tuple(flat))
+    return Table(tuple([block for table in tables for block in table.blocks]))
 
 
 def concat(tables: Sequence[Table], labels: Sequence[str]) -> Table:
@@ -259,45 +165,105 @@ def concat(tables: Sequence[Table], labels: Sequence[str]) -> Table:
     Raises:
         BatchError: The tables have different columns.
     """
-    first = tables[0].schema
-    for table, label in zip(tables, labels, strict=True):
-        if table.schema.keys() != first.keys():
+    block_of = [table.block_of for table in tables]
+    for table, label, columns in zip(tables, labels, block_of, strict=True):
+        if columns.keys() != block_of[0].keys():
             raise BatchError(
-                f"cannot concatenate {labels[0]} with {_listed(first)} and {label} with {_listed(table.schema)}; "
+                f"cannot concatenate {labels[0]} with {_listed(tables[0])} and {label} with {_listed(table)}; "
                 "select or rename columns until they are the same"
             )
     if len(tables) == 1:
         return tables[0]
-    stacks = [table if isinstance(table, Stacked) else Stacked((table,)) for table in tables]
-    order = None
-    if any(stack.order is not None for stack in stacks):
-        starts = _starts(sum(one.n_rows for one in stack.tables) for stack in stacks)
-        orders = [np.arange(stack.n_rows) if stack.order is None else stack.order for stack in stacks]
-        order = np.concatenate([each + start for each, start in zip(orders, starts, strict=True)])
-    flat = tuple([one for stack in stacks for one in stack.tables])
-    dtypes = [dtypes_of(one.schema) for one in flat]
-    kinds = tuple([dtypes.index(each) for each in dtypes])
-    return Stacked(flat, order, kinds if any(kinds) else None)
-
-
-def repeated(n_rows: int, n: int) -> Index:
-    """The numbers of all rows, each ``n`` times in a row."""
-    return np.repeat(np.arange(n_rows), n)
-
-
-def shuffled(n_rows: int, seed: int) -> Index:
-    """The numbers of all rows in an order that depends only on the seed and ``n_rows``."""
-    return np.random.default_rng(seed).permutation(n_rows)
+    blocks = []
+    for numbers, names in groupby(block_of[0], lambda name: [columns[name] for columns in block_of]):
+        chosen = {name: name for name in names}
+        blocks.append(
+            _stacked([_renamed(table.blocks[number], chosen) for table, number in zip(tables, numbers, strict=True)])
+        )
+    return Table(tuple(blocks))
 
 
 def check_named(table: Table, label: str, what: str) -> None:
     """Raise BatchError if the table's columns have no names."""
-    if None in table.schema:
+    if None in table.block_of:
         kind = table.schema[None]
         raise BatchError(
             f"cannot {what} {label}: its rows have no named columns, they are {kind!r}; return a dict of columns or a "
             "TensorDict"
         )
+
+
+def _taken(block: Block, index: Index) -> Block:
+    leaves, order, kinds = block
+    if order is not None:
+        index = order[index.start : index.stop] if isinstance(index, range) else order[index]
+    index = index if isinstance(index, range) else _as_range(index)
+    if not isinstance(index, range):
+        return Block(leaves, index, kinds)
+    rows: dict[int, range] = {}
+    for number, start in enumerate(_starts(leaves)):
+        if found := leaves[number][1][max(index.start - start, 0) : max(index.stop - start, 0)]:
+            rows[number] = found
+    return _kept(block, rows, None)
+
+
+def _pruned(block: Block) -> Block:
+    """The block without leaves of which it has no rows."""
+    if block.order is None:
+        return block
+    owners = _owners(block.leaves, block.order)
+    used: list[int] = np.flatnonzero(np.bincount(owners)).tolist()  # np.unique would import masked arrays
+    if len(used) == len(block.leaves):
+        return block
+    rows = {number: block.leaves[number][1] for number in used}
+    dropped = [0 if number in rows else len(leaf[1]) for number, leaf in enumerate(block.leaves)]
+    return _kept(block, rows, block.order - np.cumsum(dropped)[owners])
+
+
+def _kept(block: Block, rows: dict[int, range], order: np.ndarray[Any, Any] | None) -> Block:
+    """A block with some rows of the leaves with these numbers, and a leaf of each kind."""
+    leaves, kinds, rows = block.leaves, block.kinds, rows or {0: range(0)}
+    if kinds is not None:
+        for kind in dict.fromkeys(kinds).keys() - {kinds[number] for number in rows}:
+            rows[kinds.index(kind)] = range(0)
+        kinds = tuple([kinds[number] for number in sorted(rows)])
+    kept = [(leaves[number][0], rows[number], leaves[number][2]) for number in sorted(rows)]
+    return Block(tuple(kept), order, kinds)
+
+
+def _renamed(block: Block, names: Names) -> Block:
+    """The block with some of its columns; the block itself if these are all its columns, under their names."""
+    if list(names.items()) == [(name, name) for name in _schema_of(block.leaves[0])]:
+        return block
+    return _block([_with_names(leaf, names) for leaf in block.leaves], block.order)
+
+
+def _with_names(leaf: Leaf, names: Names) -> Leaf:
+    part, rows, known = leaf
+    return part, rows, names if known is None else {new: known[old] for new, old in names.items()}
+
+
+def _stacked(blocks: Sequence[Block]) -> Block:
+    blocks, order = [_pruned(block) for block in blocks], None
+    if any(block.order is not None for block in blocks):
+        starts = accumulate([sum([len(rows) for _, rows, _ in block.leaves]) for block in blocks], initial=0)
+        orders = [np.arange(block.n_rows) if block.order is None else block.order for block in blocks]
+        order = np.concatenate([each + start for each, start in zip(orders, starts, strict=False)])
+    return _block([leaf for block in blocks for leaf in block.leaves], order)
+
+
+def _block(leaves: Sequence[Leaf], order: np.ndarray[Any, Any] | None) -> Block:
+    """A block of leaves, which get their columns in the order of the first one; their dtypes are compared."""
+    schemas = [_schema_of(leaf) for leaf in leaves]
+    names = list(schemas[0])
+    dtypes = [[schema[name].dtype for name in names] for schema in schemas]
+    kinds = tuple([dtypes.index(each) for each in dtypes])
+    in_order = {name: name for name in names}
+    placed = [
+        leaf if list(schema) == names else _with_names(leaf, in_order)
+        for leaf, schema in zip(leaves, schemas, strict=True)
+    ]
+    return Block(tuple(placed), order, kinds if any(kinds) else None)
 
 
 # --- tables for a receiver ---
@@ -308,35 +274,34 @@ class Elsewhere:
     """Stands for rows among the arguments that are sent to ranks.
 
     Attributes:
-        table: The result of `addressed`.
+        blocks: The blocks of a table, with labels in place of the parts.
         shares: For each rank the ``(start, stop)`` of its rows; None if every rank gets all rows.
         batch_types: The batch types that the sender has registered, each pickled.
     """
 
-    table: Any
+    blocks: tuple[Block, ...]
     shares: Mapping[int, tuple[int, int]] | None = None
     batch_types: tuple[bytes, ...] = ()
 
-    def share(self, rank: int) -> Any:
+    def share(self, rank: int) -> Table:
         """The table of the rows of a rank."""
-        return self.table if self.shares is None else take(self.table, range(*self.shares[rank]))
+        table = Table(self.blocks)
+        return table if self.shares is None else take(table, range(*self.shares[rank]))
 
 
-def addressed(table: Table, label: Callable[[Part], Hashable]) -> Any:
-    """The table with `Addressed` leaves, as `assemble` takes it.
+def addressed(table: Table, label: Callable[[Any], Hashable]) -> tuple[Block, ...]:
+    """The blocks of a table with labels in place of the parts of which there are rows.
 
     Args:
         table: The table.
-        label: Called with every needed part; returns the label of its payload.
+        label: Returns the label of the payload of a part.
     """
-    if isinstance(table, Taken):
-        result = table.result
-        needed = _parts_of(table.index, result.starts) or [0]  # an empty part determines the type of the rows
-        starts = tuple([result.starts[number] for number in needed])
-        return Addressed(starts, tuple([label(result.parts[number]) for number in needed]), table.index)
-    if isinstance(table, Renamed):
-        return Renamed(addressed(table.table, label), table.names)
-    return replace(table, tables=tuple([addressed(one, label) for one in table.tables]))
+    return tuple(
+        [
+            Block(tuple([(label(part), rows, names) for part, rows, names in block.leaves]), block.order, block.kinds)
+            for block in map(_pruned, table.blocks)
+        ]
+    )
 
 
 def rows_needed(elsewhere: Elsewhere, ranks: Iterable[int]) -> dict[Hashable, Index]:
@@ -347,12 +312,10 @@ def rows_needed(elsewhere: Elsewhere, ranks: Iterable[int]) -> dict[Hashable, In
         ranks: The ranks.
     """
     found: dict[Hashable, Index] = {}
-    tables = [elsewhere.table] if elsewhere.shares is None else [elsewhere.share(rank) for rank in ranks]
-    for table in tables:
-        for leaf in _leaves(table):
-            for number, rows in _partition(leaf.index, leaf.starts)[0] if len(leaf.index) else [(0, range(0))]:
-                label = leaf.labels[number]
-                found[label] = united(found[label], rows) if label in found else united(rows, range(0))
+    for rank in [0] if elsewhere.shares is None else ranks:
+        for block in elsewhere.share(rank).blocks:
+            for (part, _, _), rows in _pieces(block)[0]:
+                found[part] = united(found.get(part, range(0)), rows)
     return found
 
 
@@ -380,171 +343,174 @@ def contains(rows: Index, others: Index) -> bool:
     return len(united(rows, others)) == len(rows)
 
 
-def _leaves(table: Any) -> list[Addressed]:
-    return [table] if isinstance(table, Addressed) else [leaf for one in _inner(table) for leaf in _leaves(one)]
-
-
-def _positions(there: Index | None, rows: Index) -> Index:
-    """The positions of some rows among the present rows, which ascend; ``there`` is None if all rows are present."""
-    if there is None:
-        return rows
-    if isinstance(there, range):
-        shift = there.start
-        return range(rows.start - shift, rows.stop - shift) if isinstance(rows, range) else rows - shift
-    return _as_range(np.searchsorted(there, np.asarray(rows, dtype=np.int64)))
-
-
 def assemble(
-    table: Any,
-    payloads: Callable[[Hashable, JoinPath], Any],
-    views: Callable[[Hashable], Batch | None] = lambda label: None,
-    there: Callable[[Hashable], Index | None] = lambda label: None,
-    path: JoinPath = (),
-    taken: dict[Hashable, _Taken] | None = None,
+    table: Table,
+    read: Callable[[Any], Any],
+    view: Callable[[Any], Batch | None] = lambda part: None,
+    present: Mapping[Any, Index] = MappingProxyType({}),
 ) -> Any:
-    """The rows of a table with `Addressed` leaves, as one value.
+    """The rows of a table, as one value.
 
     Args:
-        table: The table.
-        payloads: Returns the value of the part with a label for a table at a path; the result may share its memory.
-            Values for different paths must not share memory. Called once for a label and path.
-        views: Returns the value of the part with a label as a batch, from which rows are only copied; if it returns
-            None, the value comes from ``payloads``.
-        there: Returns the numbers of the rows of a part that its value contains; None for all.
-        path: The table's number in each of the joins around it.
-        taken: The rows that other tables of the surrounding concatenation have taken; None without one.
+        table: The table; its parts, or their labels, are the arguments of the functions.
+        read: Returns the value of a part, in memory of its own each time; the result may share that memory.
+        view: Returns the value of a part as a batch from which rows are only copied; if it returns None, the value
+            comes from ``read``.
+        present: For each part whose value does not contain all rows, the numbers of those that it contains, ascending.
     """
-    if isinstance(table, Addressed):
-        found, order = _pieces(table)
-        pieces = [(label, _positions(there(label), rows)) for number, rows in found for label in [table.labels[number]]]
-        label, rows = pieces[0]
-        if len(pieces) == 1 and isinstance(rows, range) and taken is None:
-            return required_batch(payloads(label, path)).rows(rows)  # they share the value's memory
-        taken = {} if taken is None else taken
-        copies = []
-        for label, rows in pieces:
-            if view := views(label):
-                copies.append((view, rows))
-                continue
-            if (label, path) not in taken:
-                taken[label, path] = _Taken(partial(payloads, label), path)
-            copies.append(taken[label, path].rows(rows))
-        return _reordered(join_rows(copies), order)
-    if isinstance(table, Renamed):
-        return choose_columns(assemble(table.table, payloads, views, there, path, taken), table.names)
-    if isinstance(table, Joined):
-        tables = enumerate(table.tables)
-        return join_columns([assemble(one, payloads, views, there, (*path, n), taken) for n, one in tables])
-    taken = {} if taken is None else taken
-    stack = [assemble(one, payloads, views, there, path, taken) for one in table.tables]
-    return _reordered(concat_rows(stack), table.order)
+    values = []
+    for block in table.blocks:
+        pieces, order = _pieces(block)
+        if present:
+            pieces = [(leaf, _positions(present.get(leaf[0]), rows)) for leaf, rows in pieces]
+        value = _assembled(pieces, read, view)
+        values.append(value if order is None else take_rows(value, order))
+    return values[0] if len(values) == 1 else join_columns(values)
 
 
-class _Taken:
-    """A part some of whose rows were taken. A row that is taken again comes from another value of the part.
+def _assembled(
+    pieces: Sequence[tuple[Leaf, Index]], read: Callable[[Any], Any], view: Callable[[Any], Batch | None]
+) -> Any:
+    """The rows of some leaves at these positions, in their order."""
+    (part, _, names), positions = pieces[0]
+    if len(pieces) == 1 and isinstance(positions, range):
+        batch = _chosen(read(part), names)
+        return batch.value if len(positions) == batch.n_rows else batch.rows(positions)  # shares the value's memory
+    copies: dict[Any, Batch | _Copies] = {}  # by part
+    found = []
+    for (part, _, names), positions in pieces:
+        source = copies.get(part)
+        if source is None:
+            source = copies[part] = view(part) or _Copies(read, part)
+        if isinstance(source, Batch):
+            found.append((source if names is None else _chosen(source.value, names), positions))
+        else:
+            found.append(source.rows(names, positions))
+    return concat_batches(*zip(*found, strict=True))
+
+
+def _chosen(value: Any, names: Names | None) -> Batch:
+    """A batch with some columns of a value."""
+    return required_batch(value if names is None else choose_columns(value, names))
+
+
+class _Copies:
+    """Values of one part. A row that is taken again comes from another value.
 
     Otherwise the objects in the row, such as lists or arrays, would be in the result twice.
     """
 
-    def __init__(self, payload: Callable[[JoinPath], Any], path: JoinPath) -> None:
-        self._payload, self._path = payload, path
-        self._batches = [required_batch(payload(path))]
-        value, n_rows = self._batches[0].value, self._batches[0].n_rows
-        self._n = None if copies_rows(value) else np.zeros(n_rows, np.int64)  # times that each row was taken
+    def __init__(self, read: Callable[[Any], Any], part: Any) -> None:
+        self._read, self._part = read, part
+        value = required_batch(read(part))
+        self._values = [value.value]
+        self._n_taken = None if copies_rows(value.value) else np.zeros(value.n_rows, np.int64)  # of each row
 
-    def rows(self, index: Index) -> tuple[Batch, Index]:
-        """A batch, and the positions in it of the rows ``index``."""
-        if self._n is None or not len(index):
-            return self._batches[0], index
-        rows = np.asarray(index, np.int64)
+    def rows(self, names: Names | None, positions: Index) -> tuple[Batch, Index]:
+        """A batch with some columns, and the positions in it of some rows."""
+        if self._n_taken is None or not len(positions):
+            return _chosen(self._values[0], names), positions
+        rows = np.asarray(positions, np.int64)
         order = np.argsort(rows, kind="stable")
-        ascending = rows[order]
-        which = np.empty_like(rows)  # for each row, the number of its batch
-        which[order] = np.arange(len(rows)) - np.searchsorted(ascending, ascending)
-        which += self._n[rows]
-        np.add.at(self._n, rows, 1)
+        which = np.empty_like(rows)  # for each row, the number of its value
+        which[order] = np.arange(len(rows)) - np.searchsorted(rows[order], rows[order])
+        which += self._n_taken[rows]
+        np.add.at(self._n_taken, rows, 1)
+        while len(self._values) <= which.max():
+            self._values.append(self._read(self._part))
         first, last = int(which.min()), int(which.max())
-        while len(self._batches) <= last:
-            self._batches.append(required_batch(self._payload((*self._path, -len(self._batches)))))
+        batches = [_chosen(value, names) for value in self._values[first : last + 1]]
         if first == last:
-            return self._batches[first], index
-        values = [batch.value for batch in self._batches[first : last + 1]]
-        return required_batch(concat_rows(values)), rows + (which - first) * len(self._n)
+            return batches[0], positions
+        joined = required_batch(concat_rows([batch.value for batch in batches]))
+        return joined, rows + (which - first) * len(self._n_taken)
 
 
-def _pieces(leaf: Addressed) -> Pieces:
-    """The rows to read from each part for a leaf, and the order in which their concatenation has to be read."""
-    if not len(leaf.index):
-        return [(0, range(0))], None
-    if isinstance(leaf.index, range) or len(leaf.index) > FEW_ROWS:
-        return _partition(leaf.index, leaf.starts)
-    rows = leaf.index.tolist()
-    owners = [bisect_right(leaf.starts, row) - 1 for row in rows]
-    if len(set(owners)) == 1:
-        return [(owners[0], leaf.index - leaf.starts[owners[0]])], None
-    found: list[tuple[int, range]] = []
-    for row, number in zip(rows, owners, strict=True):
-        row -= leaf.starts[number]
-        if found and found[-1][0] == number and found[-1][1].stop == row:
-            found[-1] = number, range(found[-1][1].start, row + 1)
+# --- the rows of a block ---
+
+
+def _pieces(block: Block) -> tuple[list[tuple[Leaf, Index]], np.ndarray[Any, Any] | None]:
+    """The rows to read of leaves, by their numbers in the part, and the order of all in their concatenation.
+
+    The order is None if it is that of the concatenation.
+    """
+    leaves, order = block.leaves, block.order
+    if order is None:
+        return [(leaf, leaf[1]) for leaf in leaves], None
+    if len(leaves) == 1:
+        return [(leaves[0], order + leaves[0][1].start)], None
+    starts = _starts(leaves)
+    if len(order) <= FEW_ROWS and block.kinds is None:
+        return _runs(leaves, starts, order.tolist()), None
+    owners, found = _owners(leaves, order), []
+    for number, (leaf, start) in enumerate(zip(leaves, starts, strict=True)):
+        rows = order[owners == number]
+        if len(rows) or block.kinds is not None:
+            found.append((leaf, _as_range(rows + (leaf[1].start - start))))
+    if (np.diff(owners) >= 0).all():
+        return found, None
+    places = np.empty(len(order), dtype=np.int64)
+    places[np.argsort(owners, kind="stable")] = np.arange(len(order))
+    return found, places
+
+
+def _runs(leaves: Sequence[Leaf], starts: Sequence[int], order: Sequence[int]) -> list[tuple[Leaf, Index]]:
+    """Few rows as ranges, in their order."""
+    runs: list[tuple[int, range]] = []
+    for row in order:
+        number = bisect_right(starts, row) - 1
+        row += leaves[number][1].start - starts[number]
+        if runs and runs[-1][0] == number and runs[-1][1].stop == row:
+            runs[-1] = number, range(runs[-1][1].start, row + 1)
         else:
-            found.append((number, range(row, row + 1)))
-    return found, None
+            runs.append((number, range(row, row + 1)))
+    return [(leaves[number], rows) for number, rows in runs]
 
 
-def is_in_order(table: Table) -> bool:
-    """Whether the table takes one range of rows of each result, in their order."""
-    if isinstance(table, Taken):
-        return isinstance(table.index, range)
-    has_order = isinstance(table, Stacked) and table.order is not None
-    return not has_order and all(is_in_order(one) for one in _inner(table))
+def _starts(leaves: Sequence[Leaf]) -> list[int]:
+    """The number of the first row of each leaf in their concatenation."""
+    return list(accumulate([len(rows) for _, rows, _ in leaves[:-1]], initial=0))
 
 
-def rows_by_part(table: Table) -> dict[int, tuple[Part, int]]:
-    """Each part of which the table has rows, with the number of these rows, by identity of the part."""
-    if isinstance(table, Taken):
-        parts, pieces = table.result.parts, _partition(table.index, table.result.starts)[0]
-        return {id(parts[number]): (parts[number], len(rows)) for number, rows in pieces}
-    found: dict[int, tuple[Part, int]] = {}
-    for one in _inner(table):
-        for key, (part, n) in rows_by_part(one).items():
-            found[key] = (part, n + (found[key][1] if key in found else 0))
-    return found
+def _owners(leaves: Sequence[Leaf], order: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """For each row of the concatenation of leaves, the number of its leaf."""
+    return np.searchsorted(_starts(leaves), order, "right") - 1
 
 
-def nbytes_of(table: Table) -> float:
-    """Encoded size of the rows of a table, estimated from its share in the rows and columns of each result."""
-    if isinstance(table, Taken):
-        return sum(part.nbytes * n / (part.n_rows or 1) for part, n in rows_by_part(table).values())
-    if isinstance(table, Renamed):
-        before = sum(column.nbytes for column in table.table.schema.values())
-        share = sum(column.nbytes for column in table.schema.values()) / before if before else 1.0
-        return nbytes_of(table.table) * share
-    return sum(nbytes_of(one) for one in table.tables)
+def _schema_of(leaf: Leaf) -> Schema:
+    """The columns of a part that a leaf has."""
+    part, _, names = leaf
+    schema: Schema = part.facts.schema
+    return schema if names is None else {new: schema[old] for new, old in names.items()}
 
 
-def results_of(table: Table) -> list[ResultRows]:
-    """The results of which a table has rows."""
-    if isinstance(table, Taken):
-        return [table.result]
-    return list(dict.fromkeys(result for one in _inner(table) for result in results_of(one)))
+def _columns_of(block: Block) -> Iterator[tuple[Hashable, Column]]:
+    """Yield the columns of a block with their names."""
+    shares = [n / (part.facts.n_rows or 1) for (part, _, _), n in zip(block.leaves, block.counts, strict=True)]
+    schemas = [_schema_of(leaf) for leaf in block.leaves]
+    for name, first in schemas[0].items():
+        columns = [schema[name] for schema in schemas]
+        dtype = " or ".join(dict.fromkeys([column.dtype for column in columns]))
+        nbytes = sum([column.nbytes * share for column, share in zip(columns, shares, strict=True)])
+        yield name, Column(dtype, first.shape, round(nbytes))
 
 
-def _inner(table: Renamed | Joined | Stacked) -> Sequence[Table]:
-    return [table.table] if isinstance(table, Renamed) else table.tables
+def _row_nbytes(leaf: Leaf) -> float:
+    """Average encoded size of the columns of a leaf, in bytes for each row."""
+    n_rows, nbytes, schema = leaf[0].facts
+    before = sum([column.nbytes for column in schema.values()])
+    share = sum([column.nbytes for column in _schema_of(leaf).values()]) / before if before else 1.0
+    return float(nbytes * share / (n_rows or 1))
 
 
-def _reordered(value: Any, order: np.ndarray[Any, Any] | None) -> Any:
-    return value if order is None else take_rows(value, order)
-
-
-def _compose(first: Index, then: Index) -> Index:
-    """``first[i] for i in then``, as a range if possible."""
-    if isinstance(then, range):
-        return first[then.start : then.stop]
-    if isinstance(first, range):
-        return _as_range(then + first.start)
-    return _as_range(first[then])
+def _positions(present: Index | None, rows: Index) -> Index:
+    """The positions of some rows among the present rows, which ascend; ``present`` is None if all rows are present."""
+    if present is None:
+        return rows
+    if isinstance(present, range):
+        shift = present.start
+        return range(rows.start - shift, rows.stop - shift) if isinstance(rows, range) else rows - shift
+    return _as_range(np.searchsorted(present, np.asarray(rows, dtype=np.int64)))
 
 
 def _as_range(index: np.ndarray[Any, Any]) -> Index:
@@ -553,53 +519,7 @@ def _as_range(index: np.ndarray[Any, Any]) -> Index:
     return index if len(index) else range(0)
 
 
-def _starts(counts: Iterable[int]) -> tuple[int, ...]:
-    """Number of the first row of each part, by the row counts of the parts."""
-    return tuple(accumulate(counts, initial=0))[:-1]
-
-
-def _parts_of(index: Index, starts: Sequence[int]) -> Sequence[int]:
-    """The numbers of the parts that have any of some rows; ``starts`` are the first rows of the parts."""
-    if isinstance(index, range):
-        return [number for number, _ in _partition(index, starts)[0]]
-    if len(index) <= FEW_ROWS:
-        return sorted({bisect_right(starts, row) - 1 for row in index.tolist()})
-    owners = np.searchsorted(starts, index, "right") - 1
-    found: list[int] = np.flatnonzero(np.bincount(owners)).tolist()  # np.unique would import masked arrays
-    return found
-
-
-Pieces = tuple[Sequence[tuple[int, Index]], np.ndarray[Any, Any] | None]
-
-
-def _partition(index: Index, starts: Sequence[int]) -> Pieces:
-    """Divide rows among parts; ``starts`` are the first rows of the parts.
-
-    Returns:
-        ``(number of the part, rows counted from its start)`` for each part that has any, and the order in which the
-        concatenation of these rows has to be read to get the index; None for the order of the concatenation.
-    """
-    found: list[tuple[int, Index]] = []
-    if isinstance(index, range):
-        for number in range(bisect_right(starts, index.start) - 1, len(starts)):
-            start, stop = starts[number], starts[number + 1] if number + 1 < len(starts) else index.stop
-            if start >= index.stop:
-                break
-            rows = range(max(index.start, start) - start, min(index.stop, stop) - start)
-            if rows:
-                found.append((number, rows))
-        return found, None
-    owners = np.searchsorted(starts, index, "right") - 1
-    for number in np.flatnonzero(np.bincount(owners)).tolist():
-        found.append((number, _as_range(index[owners == number] - starts[number])))
-    if (np.diff(owners) >= 0).all():
-        return found, None
-    order = np.empty(len(index), dtype=np.int64)
-    order[np.argsort(owners, kind="stable")] = np.arange(len(index))
-    return found, order
-
-
-def _listed(schema: Schema) -> str:
-    if None in schema:
-        return f"rows of {schema[None]!r}"
-    return "the columns " + ", ".join(map(repr, schema))
+def _listed(table: Table) -> str:
+    if None in table.block_of:
+        return f"rows of {table.schema[None]!r}"
+    return "the columns " + ", ".join(map(repr, table.block_of))

@@ -35,8 +35,7 @@ from bandmaster.contract import RUN
 from bandmaster.errors import ClosedError, UsageError, suggestion
 from bandmaster.errors.failure import summary_of
 from bandmaster.groups.group import GroupOf
-from bandmaster.plan.arguments import ArgumentGroup, CallPlan
-from bandmaster.plan.shares import Share
+from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share
 from bandmaster.plan.transfer import Only
 from bandmaster.worker import Worker
 from bandmaster.worker_process.executor import Executor

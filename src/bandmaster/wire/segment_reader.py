@@ -118,14 +118,11 @@ class RowReader(NamedTuple):
     Attributes:
         payload: Returns them, encoded, in memory of the caller's own.
         file: The kept segment that they lie in; None if they lie in none.
-        shared: Returns them in memory that others read as well, which is only copied out of; None if ``file`` tells
-            where they lie, or they lie in nobody else's memory.
         present: The numbers of the rows, in ascending order, where these are not all that the rank has kept.
     """
 
     payload: Callable[[], Payload]
     file: KeptFile | None = None
-    shared: Callable[[], Payload] | None = None
     present: Any = None
 
     @classmethod

@@ -294,7 +294,7 @@ class StatusPage:
         activity: Shows which method runs.
         words: The words of the page.
         running: Number of the call that may be interrupted; 0 between calls and while interrupts are deferred.
-        told_of_tasks: Returns the text about tasks that follows stacks; see `bandmaster.worker_process.tasks`.
+        told_of_tasks: Returns the text about tasks that follows stacks; see `bandmaster.worker_process.event_loop`.
     """
 
     told_of_tasks: Callable[[], str]

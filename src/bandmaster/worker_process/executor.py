@@ -1,11 +1,18 @@
-"""Constructs one worker and runs its calls in the worker's process. Every backend uses this code."""
+"""Constructs one worker and runs its calls in the worker's process. Every backend uses this code.
+
+::
+
+    call ── begun: decode the arguments, rows of other calls included ── a method of the worker, or one of `_OWN`
+         ── _value: wait for a coroutine on the worker's event loop ── encode the value, or describe the failure
+"""
 
 from __future__ import annotations
 
-import asyncio
+import importlib
+import os
 import pickle
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from time import monotonic, monotonic_ns
 from types import CoroutineType
@@ -22,6 +29,7 @@ from bandmaster.contract import (
     PRELOAD,
     RUN,
     STREAM,
+    TIMES,
     Reply,
     Rows,
 )
@@ -33,11 +41,10 @@ from bandmaster.roles import Roles
 from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
 from bandmaster.wire.status_page import RUNNING, SINCE, ActivityWords, Interrupted
 from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
-from bandmaster.worker_process.imports import importing, preload
+from bandmaster.worker_process.event_loop import EventLoopThread
 from bandmaster.worker_process.kept_rows import with_rows
-from bandmaster.worker_process.streams import END, Streams
-from bandmaster.worker_process.tasks import EventLoopThread
 
+END = object()  # in place of an item: the generator has none any more
 Arguments = Sequence[Payload] | memoryview  # encoded; a memoryview if they are a single pickle stream without buffers
 Hook = Callable[[Any, str, Sequence[Any], dict[Any, Any]], object]  # worker, name of the method, its arguments
 
@@ -50,7 +57,7 @@ class Executor:
         before: Called before each method runs; they may take keyword arguments away that are meant for them.
         after: Called after each method has run, as long as it raised nothing.
         device: The worker's device, to which tensors are decoded that the sender had on a GPU.
-        marks: Moments in ns of a call that is timed, until `times` is called; None if none is.
+        times: The times of the call that has run last, packed as `bandmaster.contract.TIMES`; None if it was not timed.
         hold: Returns a context manager that defers interrupts: `StatusPage.hold` if the worker has its own process,
             else a `SigintSafeLock`, which defers Ctrl-C.
         worker: The user's object; None before it is constructed and after `close`.
@@ -66,12 +73,13 @@ class Executor:
         self.activity = activity or ActivityWords()
         self.before: list[Hook] = []
         self.after: list[Hook] = []
-        self.marks: list[int] | None = None
+        self.times: bytes | None = None
         self.worker: Worker | None = None
+        self._marks: list[int] | None = None  # moments in ns of the call that runs, if it is timed
         self._context: WorkerContext | None = None
         self._loop: EventLoopThread | None = None
         self._awaited: Coroutine[Any, Any, Any] | None = None
-        self._streams = Streams()
+        self._generators: dict[str, Any] = {}  # those that have begun and not ended, by the name of their stream
 
     def prepare(self, context: WorkerContext) -> None:
         """Set the attributes that the worker has before its constructor runs."""
@@ -88,7 +96,7 @@ class Executor:
             parts: The encoded arguments, in memory that the worker owns; a memoryview if they are a single pickle
                 stream without buffers.
             rows: What reads the kept rows that arguments refer to, by label.
-            is_timed: Whether `times` is called afterwards.
+            is_timed: Whether to set `times`.
 
         Returns:
             The encoded value, with what is known of its rows if they are kept; None if the value is dropped; or the
@@ -101,8 +109,7 @@ class Executor:
         activity = self.activity
         activity.times[SINCE] = monotonic()
         activity.words[RUNNING] = activity.indices[method]
-        if is_timed:
-            self.marks = [monotonic_ns()]
+        self.times, self._marks = None, [monotonic_ns()] if is_timed else None
         try:
             try:
                 value = self._value(method, parts, rows)
@@ -110,71 +117,48 @@ class Executor:
                 raise
             except BaseException as error:  # the user's code may raise anything, SystemExit included
                 reraise_if_from_signal(error)  # e.g. the SystemExit of a SIGTERM handler, which ends the process
-                return self.failure(error)
-            if self.marks is not None:
-                self.marks.append(monotonic_ns())
-            return self._encoded(value, reply)
+                outcome: Payload | Rows | Failure | None = self.failure(error)
+            else:
+                if self._marks is not None:
+                    self._marks.append(monotonic_ns())
+                outcome = self.encoded(value, reply)
+            if (marks := self._marks) is not None:
+                end = monotonic_ns()  # a failure, or a call that is no method of the user's, has no moments in between
+                self.times = TIMES.pack(*(marks if len(marks) == 3 else (marks[0], marks[-1], end)), end)
+            return outcome
         finally:
             activity.words[RUNNING] = 0
 
-    def times(self) -> tuple[int, int, int, int]:
-        """The times as in `bandmaster.contract.TIMES` of the call that has run last and was timed.
-
-        A call that has failed, or is not one of a method of the user's, has no moments in between.
-        """
-        marks, self.marks = self.marks, None
-        assert marks is not None, "the caller has looked"
-        end = monotonic_ns()
-        begun, decoded, ran = marks if len(marks) == 3 else (marks[0], marks[-1], end)
-        return begun, decoded, ran, end
-
-    async def call_beside(
-        self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
-    ) -> Payload | Rows | Failure | None:
-        """Run one call on the event loop of the caller, where calls of async methods overlap; see `call`."""
-        with self.activity.beside(method):
-            return await self._call_beside(method, reply, parts, rows)
-
-    async def _call_beside(
-        self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
-    ) -> Payload | Rows | Failure | None:
-        try:
-            args, kwargs, value = self._begun(method, parts, rows)
-            if type(value) is CoroutineType:
-                value = await value
-            self._call_hooks(self.after, method, args, kwargs)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            return self.failure(error)
-        return self._encoded(value, reply)
-
     def _value(self, method: str, parts: Arguments, rows: RowReaders) -> Any:
         """The value of a method. An async method is awaited."""
-        args, kwargs, value = self._begun(method, parts, rows)
+        args, kwargs, value = self.begun(method, parts, rows)
         if type(value) is CoroutineType:
-            value = self._await(value)
+            value = self.wait_for(value)
         if self.after:
-            self._call_hooks(self.after, method, args, kwargs)
+            self.call_hooks(self.after, method, args, kwargs)
         return value
 
-    def _begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
+    def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
         """The arguments of a method, and what it returns: a coroutine if it is async."""
+        if method in _BEFORE_CALLS:
+            _BEFORE_CALLS[method](self, parts)
+            return (), {}, None
+        args, kwargs = self._arguments(parts, rows)
         own = _OWN.get(method)
         if own is not None:
-            return (), {}, own(self, parts, rows)
-        args, kwargs = self._arguments(parts, rows)
-        if self.marks is not None:
-            self.marks.append(monotonic_ns())
+            return (), {}, own(self, *args, **kwargs)
+        if self._marks is not None:
+            self._marks.append(monotonic_ns())
         if self.before:
-            self._call_hooks(self.before, method, args, kwargs)
+            self.call_hooks(self.before, method, args, kwargs)
         return args, kwargs, getattr(self.worker, method)(*args, **kwargs)
 
-    def _call_hooks(self, hooks: Sequence[Hook], method: str, args: Sequence[Any], kwargs: dict[Any, Any]) -> None:
+    def call_hooks(self, hooks: Sequence[Hook], method: str, args: Sequence[Any], kwargs: dict[Any, Any]) -> None:
+        """Call hooks for a method."""
         for hook in tuple(hooks):  # one may remove itself
             hook(self.worker, method, args, kwargs)
 
-    def _arguments(self, parts: Arguments, rows: RowReaders = NO_ROWS) -> tuple[list[Any], dict[Any, Any]]:
+    def _arguments(self, parts: Arguments, rows: RowReaders) -> tuple[list[Any], dict[Any, Any]]:
         """The arguments of a call, by position and by keyword."""
         args: list[Any] = []
         kwargs: dict[Any, Any] = {}
@@ -190,7 +174,21 @@ class Executor:
                 kwargs[key] = argument
         return args, kwargs
 
-    def _encoded(self, value: Any, reply: int) -> Payload | Rows | Failure | None:
+    def _merge(self, parts: Arguments) -> Sequence[Any]:
+        """The items of all parts: keyword arguments first, then positional arguments in order, as within each part."""
+        if type(parts) is memoryview:
+            parts = [Payload(parts)]
+        if len(parts) == 1:
+            merged: Sequence[Any] = self._decode(parts[0])
+            return merged
+        items = [item for part in parts for item in self._decode(part)]
+        return sorted(items, key=lambda item: item[0] if type(item[0]) is int else -1)
+
+    def _decode(self, payload: Payload) -> Any:
+        return decode(payload, self.device)
+
+    def encoded(self, value: Any, reply: int) -> Payload | Rows | Failure | None:
+        """The value of a method as the reply has it, or the failure if it cannot be pickled."""
         if reply == Reply.DROP or value is END:
             return None
         try:
@@ -207,49 +205,6 @@ class Executor:
             what = f"the returned {type(value).__name__} cannot be pickled: {summary_of(error)}"
             return self.failure(TypeError(what).with_traceback(error.__traceback__), FailureKind.RESULT)
 
-    def _preload(self, parts: Arguments, rows: RowReaders) -> None:
-        with ClassLoading():
-            preload(self._merge(parts))
-
-    def _construct(self, parts: Arguments, rows: RowReaders) -> None:
-        assert self._context is not None, "it was set before the first call"
-        with ClassLoading(), importing():
-            cls, args, kwargs = self._merge(parts)
-        self.worker = make_worker(cls, self._context, args, kwargs)
-
-    def _run(self, parts: Arguments, rows: RowReaders) -> None:
-        (function, *args), kwargs = self._arguments(parts)
-        function(self, *args, **kwargs)
-
-    def _open_stream(self, parts: Arguments, rows: RowReaders) -> Any:
-        args, kwargs = self._arguments(parts, rows)
-        stream, method = kwargs.pop(STREAM), kwargs.pop(METHOD)
-        self.activity.rename(method)
-        self._streams.open(stream, getattr(self.worker, method)(*args, **kwargs))
-        return self._streams.next(stream)
-
-    def _next(self, parts: Arguments, rows: RowReaders) -> Any:
-        (stream,), _ = self._arguments(parts)
-        self.activity.rename(self._streams.method_of(stream))
-        return self._streams.next(stream)
-
-    def _close_stream(self, parts: Arguments, rows: RowReaders) -> Any:
-        (stream,), _ = self._arguments(parts)
-        return self._streams.close(stream)
-
-    def _merge(self, parts: Arguments) -> Sequence[Any]:
-        """The items of all parts: keyword arguments first, then positional arguments in order, as within each part."""
-        if type(parts) is memoryview:
-            parts = [Payload(parts)]
-        if len(parts) == 1:
-            merged: Sequence[Any] = self._decode(parts[0])
-            return merged
-        items = [item for part in parts for item in self._decode(part)]
-        return sorted(items, key=lambda item: item[0] if type(item[0]) is int else -1)
-
-    def _decode(self, payload: Payload) -> Any:
-        return decode(payload, self.device)
-
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
         """Describe an exception that was raised in this worker, as CANCELLED if it follows from an interrupt."""
         failure = Failure.of(error, kind, self.device)
@@ -257,20 +212,84 @@ class Executor:
             return replace(failure, kind=FailureKind.CANCELLED, summary="interrupted by the controller")
         return failure
 
-    def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a method with plain arguments and return its plain value. An async method is awaited."""
-        self.activity.begin(method)
-        try:
-            self._call_hooks(self.before, method, args, kwargs)
-            value = getattr(self.worker, method)(*args, **kwargs)
-            if type(value) is CoroutineType:
-                value = self._await(value)
-            self._call_hooks(self.after, method, args, kwargs)
-            return value
-        finally:
-            self.activity.end()
+    # --- calls that are no methods of the worker ---
 
-    def _await(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _preload(self, parts: Arguments) -> None:
+        """Import modules, in order. Raises ImportError if one cannot be imported, whatever it has raised."""
+        with ClassLoading():
+            for name in self._merge(parts):
+                try:
+                    importlib.import_module(name)
+                except (Exception, SystemExit) as error:
+                    raise ImportError(
+                        f"cannot import {name!r}, which preload= of the ResourcePool names, on {os.uname().nodename}: "
+                        f"{type(error).__name__}: {error}; install it there, or leave it out",
+                        name=name,
+                    ) from error
+
+    def _construct(self, parts: Arguments) -> None:
+        assert self._context is not None, "it was set before the first call"
+        with ClassLoading(), _explained_imports():
+            cls, args, kwargs = self._merge(parts)
+        self.worker = make_worker(cls, self._context, args, kwargs)
+
+    def _run(self, function: Callable[..., object], /, *args: Any, **kwargs: Any) -> None:
+        function(self, *args, **kwargs)
+
+    def _open_stream(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Begin a generator method, and return its first item as `_next_item` does."""
+        stream, method = kwargs.pop(STREAM), kwargs.pop(METHOD)
+        generator = getattr(self.worker, method)(*args, **kwargs)
+        if not isinstance(generator, Generator | AsyncGenerator):
+            raise TypeError(f"a method with yield returned {type(generator).__name__} instead of a generator")
+        self._generators[stream] = generator
+        return self._next_item(stream)
+
+    def _next_item(self, stream: str) -> Any:
+        """The next item of a generator, a coroutine that returns it, or `END`.
+
+        Raises:
+            LookupError: The generator has ended, was closed, or was never begun here.
+        """
+        generator = self._generators.get(stream)
+        if generator is None:
+            raise LookupError(
+                "this worker has no open generator of the stream: it was closed, or the worker was replaced or "
+                "restarted; make the call again"
+            )
+        self.activity.rename(str(generator.__name__))
+        if isinstance(generator, AsyncGenerator):
+            return self._next_of_async(stream, generator)
+        item = END
+        try:
+            item = next(generator, END)
+        finally:
+            if item is END:  # it has ended, or has raised
+                del self._generators[stream]
+        return item
+
+    async def _next_of_async(self, stream: str, generator: AsyncGenerator[Any, Any]) -> Any:
+        item = END
+        try:
+            item = await anext(generator, END)
+        finally:
+            if item is END:
+                self._generators.pop(stream, None)
+        return item
+
+    def _close_stream(self, stream: str) -> Any:
+        """Have a generator run its ``finally`` blocks; returns a coroutine that does so if it is async."""
+        generator = self._generators.pop(stream, None)
+        if isinstance(generator, AsyncGenerator):
+            return _closed(generator)
+        if generator is not None:
+            generator.close()
+        return None
+
+    # --- async methods ---
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the worker's event loop, and wait for its value."""
         future = None
         try:
             with self.hold():
@@ -292,7 +311,7 @@ class Executor:
 
     def told_of_tasks(self) -> str:
         """Tell where the coroutine of the running call waits, and of the other tasks: two texts, as JSON."""
-        return '["", ""]' if self._loop is None else self._loop.tasks.told(self._awaited)
+        return '["", ""]' if self._loop is None else self._loop.told(self._awaited)
 
     def close(self) -> None:
         """Stop the event loop and drop the worker."""
@@ -301,17 +320,37 @@ class Executor:
         if isinstance(self.worker, Roles):
             self.worker.drop_workers()
         self.worker = self._loop = None
-        self._streams = Streams()
+        self._generators = {}
 
 
-_OWN: dict[str, Callable[[Executor, Arguments, RowReaders], Any]] = {
-    PRELOAD: Executor._preload,
-    CONSTRUCT: Executor._construct,
+_BEFORE_CALLS = {PRELOAD: Executor._preload, CONSTRUCT: Executor._construct}
+_OWN: dict[str, Callable[..., Any]] = {
     RUN: Executor._run,
     OPEN_STREAM: Executor._open_stream,
-    NEXT: Executor._next,
+    NEXT: Executor._next_item,
     CLOSE_STREAM: Executor._close_stream,
 }
+
+
+@contextmanager
+def _explained_imports() -> Iterator[None]:
+    """Explain why a module is not found while the worker class and the arguments of its constructor are loaded."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error}: the worker class or an argument of its constructor needs this module, which the worker on "
+            f"{os.uname().nodename} (working directory {os.getcwd()}) cannot import, although the controller can; "
+            "install it on that host; or put it into a folder that both hosts have, at the same path, and that is in "
+            "the controller's sys.path; or have Ray copy it: ray.init(runtime_env={'working_dir': '.'}) before the "
+            "pool is made; see docs/start-up.md",
+            name=error.name,
+            path=error.path,
+        ) from error
+
+
+async def _closed(generator: AsyncGenerator[Any, Any]) -> None:
+    await generator.aclose()
 
 
 def _follows_interruption(error: BaseException | None) -> bool:

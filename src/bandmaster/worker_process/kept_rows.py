@@ -2,8 +2,8 @@
 
 Rows that become a part of the argument as they lie there, in one range, are read in memory of the call's own: the
 method may write to them. Others are copied anyway, out of a *view* that nobody writes to: the decoded segment, which
-stays mapped for as long as this process has it, or an object in Ray's store. A shuffled mini-batch of a large result so
-costs its own rows, rather than a mapping or a copy of every part.
+stays mapped for as long as this process has it. A shuffled mini-batch of a large result so costs its own rows, rather
+than a mapping or a copy of every part.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any
 
 from bandmaster.codec import Payload, decode
 from bandmaster.plan.batch import Batch, as_batch, copies_rows, learn_batch_type
-from bandmaster.rows.table import Elsewhere, JoinPath, assemble
-from bandmaster.wire.segment_reader import KeptFile, RowReader, RowReaders, chunks_in, start_of
+from bandmaster.rows.table import Elsewhere, assemble
+from bandmaster.wire.segment_reader import KeptFile, RowReaders, chunks_in, start_of
 
 MAX_HEAD_NBYTES = 1 << 20  # of a segment that is viewed: the head is compared each time
-MAX_SHARED_HEAD_NBYTES = 1 << 16  # of an object in Ray's store: it may be decoded for nothing, each time
 
 
 def with_rows(
@@ -42,19 +41,18 @@ def with_rows(
 
     @cache
     def view_of(label: Any) -> Batch | None:
-        return _view(rows[label]) if has_views else None
+        file = rows[label].file
+        return _view(file) if has_views and file is not None else None
 
-    def value_at(label: Any, _: JoinPath) -> Any:
+    def read(label: Any) -> Any:
         return decode(rows[label].payload())
 
-    def present(label: Any) -> Any:
-        return rows[label].present
-
+    present = {label: reader.present for label, reader in rows.items() if reader.present is not None}
     for key, argument in items:
         if type(argument) is Elsewhere:
             for pickled in argument.batch_types:
                 _learn(pickled)
-            yield key, assemble(argument.share(rank), cache(value_at), view_of, present)
+            yield key, assemble(argument.share(rank), read, view_of, present)
         else:
             yield key, argument
 
@@ -65,44 +63,18 @@ def _learn(pickled: bytes) -> None:
         learn_batch_type(*pickle.loads(pickled))
 
 
-class _View:
+def _view(file: KeptFile) -> Batch | None:
     """The decoded content of a kept segment; None if what is copied of it might share something with it.
 
     The segment may have other content each time. The arrays show it, if the start of the segment is the same, with the
     sizes of all chunks and the head.
     """
-
-    def __init__(self, file: KeptFile) -> None:
-        self._memory = file.memory()
-        self._start = memoryview(b"")
-        self._known = b""
-        self._batch: Batch | None = None
-
-    def batch(self) -> Batch | None:
-        """The content."""
-        if bytes(self._start) != self._known or not self._known:
-            self._known = b""  # in case that this is interrupted
-            head, *buffers = chunks_in(self._memory)
-            start = self._start = start_of(self._memory)
-            self._batch = _batch_in(Payload(head, tuple(buffers))) if len(start) <= MAX_HEAD_NBYTES else None
-            self._known = bytes(start[:MAX_HEAD_NBYTES])
-        return self._batch
-
-
-def _batch_in(payload: Payload) -> Batch | None:
-    """The batch that rows are copied out of; None if what is copied might share something with it."""
-    value = decode(payload)
-    return as_batch(value) if copies_rows(value) else None
-
-
-def _view(reader: RowReader) -> Batch | None:
-    """The rows in memory that is not the call's own; None if they cannot be had so."""
-    if reader.shared is not None:
-        payload = reader.shared()
-        return _batch_in(payload) if len(payload.head) <= MAX_SHARED_HEAD_NBYTES else None
-    file = reader.file
-    if file is None:
-        return None
-    file.view = file.view or _View(file)
-    view: _View = file.view
-    return view.batch()
+    memory, start, known, batch = file.view or (file.memory(), b"", b"", None)
+    if not known or bytes(start) != known:
+        head, *buffers = chunks_in(memory)
+        start, batch = start_of(memory), None
+        if len(start) <= MAX_HEAD_NBYTES:
+            value = decode(Payload(head, tuple(buffers)))
+            batch = as_batch(value) if copies_rows(value) else None
+        file.view = memory, start, bytes(start[:MAX_HEAD_NBYTES]), batch
+    return batch

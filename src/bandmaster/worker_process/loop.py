@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import pickle
 import select
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from bandmaster.codec import Payload, decode, encode
-from bandmaster.contract import TIMES, Rows
+from bandmaster.contract import Rows
 from bandmaster.errors.failure import Failure
-from bandmaster.wire.lane import LENGTH_NBYTES, TELL_S, Lane
+from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
     HEADER_NBYTES,
     INLINE_NBYTES,
@@ -35,55 +33,33 @@ FENCE_LOOK_S, FENCE_MOST_S = 0.001, 0.05  # between two looks whether the worker
 _log = logging.getLogger(__name__)
 
 
-def serve(
-    lane: Lane,
-    executor: Executor,
-    page: StatusPage,
-    patience_s: float | None = None,
-    most_s: float = math.inf,
-    most_nbytes: float = math.inf,
-) -> bool:
-    """Run calls from a lane and reply, until the controller closes or pauses the lane or a limit is reached.
+class Loop:
+    """Reads messages, runs their calls and replies to each, although signal handlers may raise at any moment.
+
+    The exception of a handler fails the call that is running or being replied to; between calls it is logged.
+    ``lane.body`` is the body of the message that has no reply yet, None between calls.
+
+    Attributes:
+        lane: The lane to the controller.
 
     Args:
         lane: The lane to the controller.
         executor: Runs the calls.
         page: The status page of this worker.
-        patience_s: Seconds to wait for each message; None for no limit.
-        most_s: Seconds after which no new message is read.
-        most_nbytes: Number of bytes of messages after which no new message is read.
-
-    Returns:
-        True if a limit was reached, so that more messages may arrive; False if the lane was closed or paused.
-    """
-    deadline = math.inf if most_s == math.inf else time.monotonic() + most_s
-    return _Loop(lane, executor, page, patience_s, deadline, most_nbytes).run()
-
-
-class _Loop:
-    """Reads messages, runs their calls and replies to each, although signal handlers may raise at any moment.
-
-    The exception of a handler fails the call that is running or being replied to; between calls it is logged.
-    ``lane.body`` is the body of the message that has no reply yet, None between calls.
     """
 
-    def __init__(
-        self,
-        lane: Lane,
-        executor: Executor,
-        page: StatusPage,
-        patience_s: float | None,
-        deadline: float,
-        most_nbytes: float,
-    ) -> None:
-        self._lane, self._executor, self._page = lane, executor, page
-        self._patience_s, self._deadline, self._most_nbytes = patience_s, deadline, most_nbytes
+    def __init__(self, lane: Lane, executor: Executor, page: StatusPage) -> None:
+        self.lane, self._executor, self._page = lane, executor, page
         self._error: BaseException | None = None  # raised outside of a method, and not handled yet
         self._failed = 0  # number of a failed call that other ranks may still run
 
     def run(self) -> bool:
-        """Serve the lane. Returns True if a limit was reached, False if the lane was closed or paused."""
-        self._lane.body = None
+        """Serve the lane until the controller closes or pauses it.
+
+        Returns:
+            True if `next_message` ended it, so that more messages may arrive; False if the lane was closed or paused.
+        """
+        self.lane.body = None
         while True:
             try:
                 while True:  # nested, as an exception can also be raised between two rounds of a loop
@@ -97,22 +73,24 @@ class _Loop:
             except (Exception, KeyboardInterrupt) as error:
                 self._error = error
 
+    def next_message(self) -> memoryview | None:
+        """Wait for the next message; None ends `run`."""
+        lane = self.lane
+        while True:
+            lane.wait_at_most(TELL_S if lane.has_leases else None)
+            message = lane.receive()
+            if message is not None:
+                return message
+            lane.tell()
+
     def _run(self) -> bool:
-        lane, executor, deadline = self._lane, self._executor, self._deadline
+        lane, executor = self.lane, self._executor
         if self._error is not None:
             self._reply_with_the_error()
         if self._failed:
             self._wait_at_the_fence()
-        while self._most_nbytes > 0 and (deadline == math.inf or time.monotonic() < deadline):
-            lane.wait_at_most(self._patience_s or (TELL_S if lane.has_leases else None))
-            message = lane.receive()
-            if message is None:
-                lane.tell()
-                if self._patience_s is None:
-                    continue
-                break
+        while (message := self.next_message()) is not None:
             kind, number = header_of(message)
-            self._most_nbytes -= LENGTH_NBYTES + len(message)
             if kind == Kind.PAUSE:
                 return False
             if kind == Kind.ENVIRONMENT:
@@ -120,7 +98,7 @@ class _Loop:
                 lane.body = None
                 continue
             outcome = self._called(kind, number, message)
-            times = None if executor.marks is None else TIMES.pack(*executor.times())
+            times = executor.times
             if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
                 lane.send(reply_message(number, ReplyKind.VALUE, outcome.head, times))  # the common case
             else:
@@ -151,7 +129,7 @@ class _Loop:
     def _claimed(self, message: memoryview) -> tuple[str, int, list[Payload], RowReaders]:
         """The content of a call: method, reply, the parts in memory of this process, and what reads kept rows."""
         method, reply, parts, rows, present = read_call(message)
-        unpack = self._lane.unpack
+        unpack = self.lane.unpack
         known = {} if present is None else decode(unpack(present))
         readers = {label: self._reader(part, known.get(label)) for label, part in rows}
         return method, reply, [unpack(part) for part in parts], readers
@@ -159,22 +137,21 @@ class _Loop:
     def _reader(self, part: Any, present: Any) -> RowReader:
         if type(part) is tuple:
             return RowReader(Payload(*part).private, present=present)
-        return RowReader.of(self._lane.claim(part), present)
+        return RowReader.of(self.lane.claim(part), present)
 
     def _reply_with_the_error(self) -> None:
         """Fail the call during which an error was raised, for example because it was interrupted or memory ran out."""
         error, self._error = self._error, None
-        self._executor.marks = None
         self._executor.activity.end()
         assert error is not None, "the caller has looked"
-        if self._lane.body is None:
+        if self.lane.body is None:
             _log.warning("ignored an exception that a signal handler raised while no call was running", exc_info=error)
         else:
-            kind, number = header_of(self._lane.body)
+            kind, number = header_of(self.lane.body)
             if kind >= Kind.FENCED:
                 self._failed = number
-            _reply(self._lane, number, [self._executor.failure(error)])
-            self._lane.body = None
+            _reply(self.lane, number, [self._executor.failure(error)])
+            self.lane.body = None
 
     def _wait_at_the_fence(self) -> None:
         """Wait until all ranks have ended a call that has failed here, lest the collectives of two calls meet.
@@ -183,7 +160,7 @@ class _Loop:
         would be missed.
         """
         hung_up = select.poll()
-        hung_up.register(self._lane.fileno(), 0)
+        hung_up.register(self.lane.fileno(), 0)
         look_s = FENCE_LOOK_S
         while not self._page.is_resumed(self._failed):
             if hung_up.poll(look_s * 1000):

@@ -61,10 +61,8 @@ def chunk(n: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Parts:
             parts.append(list(_batch_data(value).chunk(n)))
         elif batch is None:
             parts.append([value] * n)
-        elif size is None:
-            parts.append([batch.rows(numbers) for numbers in cut.numbers])
         else:
-            parts.append([batch.padded(numbers, size) for numbers in cut.numbers])
+            parts.append([batch.rows(numbers) for numbers in cut.numbers])
     n_padding = 0 if size is None else size * n - n_rows
     return Parts(parts[: len(args)], dict(zip(kwargs, parts[len(args) :], strict=True)), n_padding)
 

@@ -7,6 +7,7 @@ frees the actor. All calls therefore run in submission order, on either channel,
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import inspect
@@ -18,12 +19,13 @@ import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import CoroutineType
 from typing import Any, ClassVar, NamedTuple
 
 import ray
 
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Reply, Rows
+from bandmaster.contract import TIMES, Reply, Rows
 from bandmaster.debugging.breakpoints import install_breakpoints
 from bandmaster.errors.failure import Failure
 from bandmaster.plan.binding import signature_without_self
@@ -33,13 +35,13 @@ from bandmaster.platform.proc import peer_of
 from bandmaster.platform.processes import end_descendants, host_identity
 from bandmaster.single_controller.ray.listener import connect
 from bandmaster.single_controller.ray.output import redirect, tame_bars
-from bandmaster.wire.lane import Lane
+from bandmaster.wire.lane import LENGTH_NBYTES, Lane
 from bandmaster.wire.segment_reader import RowReader, RowReaders, kept_name
 from bandmaster.wire.segments import SegmentWriter
 from bandmaster.wire.status_page import SPARE, StatusPage, WorkerIdentity, opened
 from bandmaster.worker import WorkerContext
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.loop import serve
+from bandmaster.worker_process.loop import Loop
 from bandmaster.worker_process.rendezvous import Rendezvous, listening_socket
 
 __all__ = [
@@ -69,11 +71,11 @@ class Timed(NamedTuple):
 
     Attributes:
         outcome: The outcome.
-        times: The times as in `bandmaster.contract.TIMES`.
+        times: The times, packed as `bandmaster.contract.TIMES`.
     """
 
     outcome: Any
-    times: tuple[int, int, int, int]
+    times: bytes
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class WorkerActor:
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._executor = Executor()
+        self._executor = _ActorExecutor()
         self._lane: Lane | None = None
         self._page: ActorPage
         self._patience_s = SHORT_S  # how long the lane is served before other actor tasks get a turn
@@ -272,17 +274,19 @@ class WorkerActor:
 
     def _catch_up(self) -> None:
         """Run the calls that were sent over the lane before it was paused. Every actor task of the group begins so."""
-        if self._is_away:
-            self._serve(None)
+        if self._is_away and self._lane is not None:
+            self._is_away = Loop(self._lane, self._executor, self._page).run()
 
     def _catch_up_with_what_is_there(self) -> None:
         """Run the calls that have arrived on the lane so far. A direct Ray call, which pauses no lane, begins so."""
         if self._is_away and self._lane is not None:
             self._serve(A_TICK_S, most_nbytes=_waiting_nbytes(self._lane))
 
-    def _serve(self, patience_s: float | None, most_s: float = math.inf, most_nbytes: float = math.inf) -> None:
+    def _serve(self, patience_s: float, most_s: float = math.inf, most_nbytes: float = math.inf) -> None:
         assert self._lane is not None, "it was connected"
-        self._is_away = serve(self._lane, self._executor, self._page, patience_s, most_s, most_nbytes)
+        loop = _LimitedLoop(self._lane, self._executor, self._page)
+        loop.patience_s, loop.deadline, loop.most_nbytes = patience_s, time.monotonic() + most_s, most_nbytes
+        self._is_away = loop.run()
 
     def _run(
         self, number: int, method: str, how: How, parts: Sequence[Payload], rows: RowReaders
@@ -293,12 +297,70 @@ class WorkerActor:
                 self._page.begin(number)
                 outcome = self._executor.call(method, how[0], parts, rows, how[1])
                 self._page.end()
-                return outcome if self._executor.marks is None else Timed(outcome, self._executor.times())
+                return outcome if self._executor.times is None else Timed(outcome, self._executor.times)
             except KeyboardInterrupt as error:  # interrupted, or raised by the method
                 self._page.end()
-                self._executor.marks = None
                 self._executor.activity.end()
                 return self._executor.failure(error)
+
+
+class _ActorExecutor(Executor):
+    """An `Executor` whose worker is also called by Ray's own tasks."""
+
+    async def call_beside(
+        self, method: str, reply: int, parts: Sequence[Payload], rows: RowReaders
+    ) -> Payload | Rows | Failure | None:
+        """Run one call on the event loop of the caller, where calls of async methods overlap; see `call`."""
+        with self.activity.beside(method):
+            try:
+                args, kwargs, value = self.begun(method, parts, rows)
+                if type(value) is CoroutineType:
+                    value = await value
+                self.call_hooks(self.after, method, args, kwargs)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                return self.failure(error)
+            return self.encoded(value, reply)
+
+    def run(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a method with plain arguments and return its plain value. An async method is awaited."""
+        self.activity.begin(method)
+        try:
+            self.call_hooks(self.before, method, args, kwargs)
+            value = getattr(self.worker, method)(*args, **kwargs)
+            if type(value) is CoroutineType:
+                value = self.wait_for(value)
+            self.call_hooks(self.after, method, args, kwargs)
+            return value
+        finally:
+            self.activity.end()
+
+
+class _LimitedLoop(Loop):
+    """A `Loop` that ends when a limit is reached.
+
+    Attributes:
+        patience_s: Seconds to wait for each message.
+        deadline: The moment after which no new message is read.
+        most_nbytes: Number of bytes of messages after which no new message is read.
+    """
+
+    patience_s: float
+    deadline: float
+    most_nbytes: float
+
+    def next_message(self) -> memoryview | None:
+        """Wait for the next message; None ends `run`."""
+        if self.most_nbytes <= 0 or time.monotonic() >= self.deadline:
+            return None
+        self.lane.wait_at_most(self.patience_s)
+        message = self.lane.receive()
+        if message is None:
+            self.lane.tell()
+        else:
+            self.most_nbytes -= LENGTH_NBYTES + len(message)
+        return message
 
 
 def _waiting_nbytes(lane: Lane) -> int:
@@ -310,7 +372,7 @@ def arguments(labels: Labels, parts: Sequence[Payload]) -> tuple[list[Payload], 
     """The parts of a call's arguments, in memory of this process, and the readers of its kept rows."""
     n = len(parts) - len(labels)
     return [part.private() for part in parts[:n]], {
-        label: RowReader(part.private, shared=part.shared, present=present)
+        label: RowReader(part.private, present=present)
         for (label, present), part in zip(labels, parts[n:], strict=True)
     }
 
@@ -345,7 +407,7 @@ class OverlappingActor(WorkerActor):
         outcome: Any = await self._executor.call_beside(method, reply, *arguments(labels, parts))
         if is_timed:
             end = time.monotonic_ns()  # in between, it was mixed with other calls
-            outcome = Timed(outcome, (begun, begun, end, end))
+            outcome = Timed(outcome, TIMES.pack(begun, begun, end, end))
         return self._as_asked(outcome, reply)
 
     bandmaster_call_of_others = bandmaster_call

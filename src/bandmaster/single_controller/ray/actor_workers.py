@@ -26,7 +26,6 @@ from bandmaster.contract import (
     CLOSED,
     NOT_STARTED,
     QUEUED,
-    TIMES,
     Call,
     Kept,
     Reply,
@@ -382,7 +381,7 @@ class ActorWorkers:
             reply = ray.get(ticket.reference)
             if isinstance(reply, Timed):
                 reply, times = reply
-                ticket.times = TIMES.pack(*times), time.monotonic_ns()
+                ticket.times = times, time.monotonic_ns()
             if isinstance(reply, RowFacts):
                 return KeptObject(ticket.rows, reply)
             return reply.private() if isinstance(reply, Payload) else reply

@@ -27,21 +27,21 @@ _KINDS = (CoroutineType, AsyncGeneratorType, GeneratorType)
 
 
 class EventLoopThread:
-    """An event loop in a thread of its own.
+    """An event loop in a thread of its own, which counts its tasks, and tells where they wait.
 
     Tasks that a method leaves behind continue between calls. It also works if the calling thread runs an event loop
     itself, as in a notebook.
-
-    Attributes:
-        tasks: Tells where its tasks wait.
 
     Args:
         activity: Shows how many tasks there are.
     """
 
     def __init__(self, activity: ActivityWords) -> None:
-        self._loop = asyncio.new_event_loop()
-        self.tasks = _Tasks(self._loop, activity)
+        self._loop, self._words = asyncio.new_event_loop(), activity.words
+        self._loop.set_task_factory(self._made)
+        self._loop.set_exception_handler(self._is_collected)
+        self._failed: deque[weakref.ref[asyncio.Task[Any]]] = deque(maxlen=MOST_DEAD)
+        self._collected: deque[str] = deque(maxlen=MOST_DEAD)  # what is known of tasks that were collected
         self._is_closed = False
         try:
             self._thread = start_thread("bandmaster-async-methods", self._serve)
@@ -67,22 +67,6 @@ class EventLoopThread:
             task.cancel()
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
-
-
-class _Tasks:
-    """Counts the tasks of an event loop, and tells where they wait.
-
-    Args:
-        loop: The event loop.
-        activity: Shows how many tasks there are.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, activity: ActivityWords) -> None:
-        self._loop, self._words = loop, activity.words
-        self._failed: deque[weakref.ref[asyncio.Task[Any]]] = deque(maxlen=MOST_DEAD)
-        self._collected: deque[str] = deque(maxlen=MOST_DEAD)  # what is known of those that are gone
-        loop.set_task_factory(self._made)
-        loop.set_exception_handler(self._is_collected)
 
     def told(self, awaited: Coroutine[Any, Any, Any] | None) -> str:
         """Tell where a coroutine waits, and of the other tasks: two texts, as JSON. Any thread may call this.
