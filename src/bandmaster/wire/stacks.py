@@ -22,9 +22,9 @@ _OTHER_THREADS = "\n  in another thread:\n"  # between the stack of the thread t
 _IDLE = "  idle: it runs no method"
 _WAITS = "  idle: it waits for the ranks that still run a call which failed here"
 _AT_THE_FENCE = f"{_PACKAGE}worker_process/loop.py _wait_at_the_fence\n"
-_NEXT_CALL = f"{_PACKAGE}worker_process/loop.py _run\n{_PACKAGE}wire/lane.py receive\n"
+_NEXT_CALL = f"{_PACKAGE}worker_process/loop.py next_message\n{_PACKAGE}wire/lane.py receive\n"
 _NEXT_TASK = "/ray/_private/worker.py main_loop\n"
-_AWAITS = f"{_PACKAGE}worker_process/executor.py _await\n"  # where that thread waits for async methods
+_AWAITS = f"{_PACKAGE}worker_process/executor.py wait_for\n"  # where that thread waits for async methods
 _CURRENT = "Current thread"  # the one that the signal reached: the main thread, if it can be
 
 
