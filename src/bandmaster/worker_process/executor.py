@@ -269,13 +269,13 @@ class Executor:
         return item
 
     async def _next_of_async(self, stream: str, generator: AsyncGenerator[Any, Any]) -> Any:
-        item = END
         try:
-            item = await anext(generator, END)
-        finally:
-            if item is END:
-                self._generators.pop(stream, None)
-        return item
+            return await anext(generator)  # with a default, stacks would not show where the generator waits
+        except BaseException as error:
+            self._generators.pop(stream, None)
+            if isinstance(error, StopAsyncIteration):
+                return END
+            raise
 
     def _close_stream(self, stream: str) -> Any:
         """Have a generator run its ``finally`` blocks; returns a coroutine that does so if it is async."""
