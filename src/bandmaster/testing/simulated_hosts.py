@@ -31,6 +31,7 @@ from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FOR_MESSAGES, connect, in_memory
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
+from bandmaster.platform.limits import start_thread
 
 PATIENCE_S = 60.0
 
@@ -137,7 +138,7 @@ def _agent(secret: Secret) -> None:
     os.write(1, f"{json.dumps([*server.address, os.getpid()])}\n".encode())  # one write, as other agents write too
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # takes its number
-    server.run(PATIENCE_S)
+    start_thread("bandmaster-agent", server.run, PATIENCE_S).join()
 
 
 def main() -> None:
