@@ -40,7 +40,7 @@ from bandmaster.hosts.ranks import HostRanks, WorkersHere
 from bandmaster.hosts.rows import PATIENCE_S, Fetch, RowLinks, RowStore, serve_rows
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.messages import Closed
-from bandmaster.wire.poller import HAS_ROOM, Poller
+from bandmaster.wire.poller import Poller
 from bandmaster.wire.status_page import AGENT, announce
 
 MAX_STRANGERS = 64  # connections that have not proved that they know the secret; the oldest makes room for another
@@ -158,7 +158,7 @@ class AgentServer:
                 dues = [due for ranks in self._groups.values() if (due := ranks.due_s) is not None]
                 self._poller.receive(min(dues) if dues else None)
                 while self._written:
-                    self._send(self._controller, Kind.OUTPUT, self._written.popleft())
+                    self._controller.post(Kind.OUTPUT, self._written.popleft())
                 self._tell()
         self._host.close()
 
@@ -166,21 +166,12 @@ class AgentServer:
 
     def _serve(self, other: Link) -> None:
         """Serve a link from here on."""
-        self._poller.watch(other.fileno(), partial(self._receive_from, other))
+        other.serve(self._poller, partial(self._take, other), partial(self._end, other))
 
-    def _receive_from(self, other: Link, events: int) -> None:
-        try:
-            if events & HAS_ROOM and other.pump():
-                self._poller.ask_for_room(other.fileno(), False)
-            while (message := other.receive()) is not None:
-                self._take(other, message)
-        except Closed:
-            self._end(other)
-
-    def _end(self, other: Link) -> None:
+    def _end(self, other: Link, why: str) -> None:
         """A link has ended. Without the controller there is nothing left to do."""
         if other is self._controller:
-            raise Closed("the controller is gone")
+            raise Closed(why)
         self._poller.ignore(other.fileno())
         self._below = {address: below for address, below in self._below.items() if below is not other}
         for ranks in self._groups.values():
@@ -195,20 +186,9 @@ class AgentServer:
             deaths = ranks.deaths()
             said, large = ranks.replies(bool(deaths))
             if said:
-                self._send(ranks.home or self._controller, Kind.REPLIES, name, said, large=large)
+                (ranks.home or self._controller).post(Kind.REPLIES, name, said, large=large)
             if deaths:
-                self._send(self._controller, Kind.DEATHS, name, deaths)
-
-    def _send(self, other: Link, kind: Kind, *content: Any, large: Mapping[int, Payload] | None = None) -> None:
-        if other.fileno() < 0:
-            return  # it has ended: the controller finds out by itself, and what it is owed is lost
-        try:
-            is_sent = other.send(kind, *content, large=large or {})
-        except Closed:
-            self._end(other)
-        else:
-            if not is_sent:
-                self._poller.ask_for_room(other.fileno(), True)
+                self._controller.post(Kind.DEATHS, name, deaths)
 
     def _place(self, kind: int, content: tuple[Any, ...], sizes: Sequence[int]) -> Payload:
         """The memory for a large payload: that of a call is received in a segment, which the ranks map."""
@@ -224,12 +204,12 @@ class AgentServer:
         if kind == Kind.FORWARD:
             below = self._below.get(content[0])
             if below is not None:  # else the controller has been told that it is gone, or will be
-                self._send(below, content[1], *content[2], large=large)
+                below.post(content[1], *content[2], large=large)
         elif kind == Kind.RELEASE:
             for key in content[0]:
                 self._store.pop(key, None)
         elif kind == Kind.PING:
-            self._send(other, Kind.PONG)
+            other.post(Kind.PONG)
         elif kind == Kind.ASK:
             start_thread("bandmaster-agent-ask", self._answer, *content)
         elif ranks is None:
@@ -246,7 +226,7 @@ class AgentServer:
         ranks.home = other
         is_passed_on = is_for_all and bool(ranks.below)
         for below in ranks.below if is_passed_on else ():
-            self._send(below, Kind.CALLS, *message.content, large=message.large)
+            below.post(Kind.CALLS, *message.content, large=message.large)
         for fetch in fetches:
             self._fetch(fetch, ranks)
         ranks.take(message, is_passed_on)
@@ -280,7 +260,7 @@ class AgentServer:
             said = Failure.of(error)
         with contextlib.suppress(Closed), self._lock:
             self._tell()  # of deaths first, if it was that
-            self._send(self._controller, Kind.ANSWER, number, said)
+            self._controller.post(Kind.ANSWER, number, said)
         self._poller.wake()
 
     # --- questions: a controller asks for one of these methods ---
