@@ -320,8 +320,6 @@ class AgentServer:
         """Start a worker anew: where it is, and how others find rank 0."""
         ranks = self._groups[name]
         ranks.workers.replace(rank)
-        with self._lock:
-            ranks.forget_deaths()
         return ranks.workers.records[ranks.ranks.index(rank)], ranks.workers.rendezvous
 
 
