@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 class Host:
     """Starts the workers of an agent; `bandmaster.backends.ray.agents` has the real one."""
 
-    def start(self, said: bytes, shows: ShowOutput) -> tuple[WorkersHere, Sequence[int]]:
+    def start(self, said: Any, shows: ShowOutput) -> tuple[WorkersHere, Sequence[int]]:
         """Start the part of a group.
 
         Args:
@@ -265,7 +265,7 @@ class AgentServer:
 
     # --- questions: a controller asks for one of these methods ---
 
-    def start(self, name: str, said: bytes) -> Any:
+    def start(self, name: str, said: Any) -> Any:
         """Start the part of a group: where each rank is, and how others find rank 0 if it is one of them."""
         workers, ranks = self._host.start(said, self.show)
         with self._lock:
