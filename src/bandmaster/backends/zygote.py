@@ -93,15 +93,10 @@ class Zygote:
             with SigintSafeLock():  # Popen leaves a process or a descriptor if Ctrl-C breaks it
                 self._process = _start(theirs, self.modules, variables, has_guard)
                 if_it_fails.callback(self._kill)
-            if_it_fails.pop_all()
-        try:
-            with SigintSafeLock():  # or nobody has the descriptor
                 pidfd = os.pidfd_open(self._process.pid)
                 self._watch = start_thread("bandmaster-zygote-watch", _end_after, pidfd, self._workers)
             atexit.register(self.close)
-        except BaseException:  # no thread or descriptor is left, or Ctrl-C
-            self.close()
-            raise
+            if_it_fails.pop_all()
 
     @property
     def pid(self) -> int:

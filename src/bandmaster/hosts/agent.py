@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import select
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from bandmaster.codec import Payload
 from bandmaster.contract import ShowOutput, Written
@@ -41,19 +40,19 @@ from bandmaster.hosts.ranks import HostRanks, WorkersHere
 from bandmaster.hosts.rows import PATIENCE_S, Fetch, RowLinks, RowStore, serve_rows
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire.messages import Closed
+from bandmaster.wire.poller import Poller
 from bandmaster.wire.status_page import AGENT, announce
 
 MAX_STRANGERS = 64  # connections that have not proved that they know the secret; the oldest makes room for another
 ACCEPT_AGAIN_S = 0.2  # after a connection could not be accepted
 OUTPUT_POLL_S = 0.01  # how often to look whether a link takes more of the output of workers
-_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
 class Host:
     """Starts the workers of an agent; `bandmaster.backends.ray.agents` has the real one."""
 
-    def start(self, said: bytes, shows: ShowOutput) -> tuple[WorkersHere, Sequence[int]]:
+    def start(self, said: Any, shows: ShowOutput) -> tuple[WorkersHere, Sequence[int]]:
         """Start the part of a group.
 
         Args:
@@ -89,13 +88,12 @@ class AgentServer:
         self.address: Address = self._listening.getsockname()[:2]
         self._store: RowStore = {}
         self._links = RowLinks(secret)
+        self._poller = Poller()
+        self._lock = self._poller.lock  # guards all that follows, but for strangers
         self._groups: dict[str, HostRanks] = {}
-        self._by_fd: dict[int, HostRanks] = {}
         self._controller: Link
-        self._connections: dict[int, Link] = {}  # by descriptor: with the controller, and other agents
         self._below: dict[Address, Link] = {}  # by address: agents that this one passes calls on to
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._to_do: deque[Callable[[], object]] = deque()  # for the thread that serves, from others
+        self._written: deque[Written] = deque()  # output that the controller is to show
         self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
         self._meeting = threading.Lock()
         self._first: Future[Link] = Future()  # the link to the controller
@@ -137,14 +135,15 @@ class AgentServer:
         elif purpose == FOR_MESSAGES and not self._first.done():
             self._first.set_result(Link(trusted, keys, self._place))
         elif purpose == FOR_RELAY:
-            self.later(lambda: self._serve_connection(Link(trusted, keys, self._place)))
+            with self._lock:
+                self._serve(Link(trusted, keys, self._place))
         else:
             trusted.close()
 
     # --- serving ---
 
     def run(self, patience_s: float) -> None:
-        """Serve the controller until it is gone.
+        """Serve the controller until it is gone, in a thread that is not the main one.
 
         Args:
             patience_s: Seconds in which it has to connect.
@@ -153,61 +152,31 @@ class AgentServer:
             _log.warning("no controller has connected within %g s", patience_s)
             return
         self._controller = self._first.result()
-        self._poll = select.epoll()
-        self._poll.register(self._wake, select.EPOLLIN)
-        self._serve_connection(self._controller)
-        try:
+        with contextlib.suppress(Closed), self._lock:
+            self._serve(self._controller)
             while True:
-                self._serve()
-        except Closed:
-            self._host.close()
+                dues = [due for ranks in self._groups.values() if (due := ranks.due_s) is not None]
+                self._poller.receive(min(dues) if dues else None)
+                while self._written:
+                    self._controller.post(Kind.OUTPUT, self._written.popleft())
+                self._tell()
+        self._host.close()
 
-    def _serve_connection(self, other: Link) -> None:
-        """Serve a connection from here on."""
-        self._connections[other.fileno()] = other
-        self._poll.register(other.fileno(), select.EPOLLIN)
+    # --- the lock is held ---
 
-    def _serve(self) -> None:
-        dues = [due for ranks in self._groups.values() if (due := ranks.due_s) is not None]
-        for fd, events in self._poll.poll(min(dues) if dues else None):
-            if fd in self._connections:
-                self._receive_from(self._connections[fd], events)
-            elif fd == self._wake:
-                os.eventfd_read(self._wake)
-                self._do()
-            elif fd in self._by_fd:
-                self._by_fd[fd].workers.check(is_thorough=False)
-        self._tell()
+    def _serve(self, other: Link) -> None:
+        """Serve a link from here on."""
+        other.serve(self._poller, partial(self._take, other), partial(self._end, other))
 
-    def _receive_from(self, other: Link, events: int) -> None:
-        try:
-            if events & select.EPOLLOUT and other.pump():
-                self._poll.modify(other.fileno(), select.EPOLLIN)
-            while (message := other.receive()) is not None:
-                self._take(other, message)
-        except Closed:
-            self._end(other)
-
-    def _end(self, other: Link) -> None:
-        """A connection has ended. Without the controller there is nothing left to do."""
+    def _end(self, other: Link, why: str) -> None:
+        """A link has ended. Without the controller there is nothing left to do."""
         if other is self._controller:
-            raise Closed("the controller is gone")
-        self._poll.unregister(other.fileno())
-        del self._connections[other.fileno()]
+            raise Closed(why)
+        self._poller.ignore(other.fileno())
         self._below = {address: below for address, below in self._below.items() if below is not other}
         for ranks in self._groups.values():
             ranks.below = [below for below in ranks.below if below is not other]
         other.close()
-
-    def _do(self) -> None:
-        while self._to_do:
-            do = self._to_do.popleft()
-            try:
-                do()
-            except Closed:
-                raise
-            except Exception:  # of one group: the others are served further on
-                _log.exception("the agent of this host could not do what it was asked for")
 
     def _tell(self) -> None:
         """Send the replies and deaths of the groups."""
@@ -217,33 +186,9 @@ class AgentServer:
             deaths = ranks.deaths()
             said, large = ranks.replies(bool(deaths))
             if said:
-                self._send(ranks.home or self._controller, Kind.REPLIES, name, said, large=large)
+                (ranks.home or self._controller).post(Kind.REPLIES, name, said, large=large)
             if deaths:
-                self._send(self._controller, Kind.DEATHS, name, deaths)
-
-    def _send(self, other: Link, kind: Kind, *content: Any, large: Mapping[int, Payload] | None = None) -> None:
-        if other.fileno() < 0:
-            return  # it has ended: the controller finds out by itself, and what it is owed is lost
-        try:
-            is_sent = other.send(kind, *content, large=large or {})
-        except Closed:
-            self._end(other)
-        else:
-            if not is_sent:
-                self._poll.modify(other.fileno(), select.EPOLLIN | select.EPOLLOUT)
-
-    def later(self, do: Callable[[], object]) -> None:
-        """Have something done by the thread that serves. From any thread."""
-        self._to_do.append(do)
-        os.eventfd_write(self._wake, 1)
-
-    def show(self, written: Written) -> None:
-        """Have the controller show output of a worker; this waits while the link is full. Called from other threads."""
-        self.later(lambda: self._send(self._controller, Kind.OUTPUT, written))
-        while self._controller.has_unsent:
-            time.sleep(OUTPUT_POLL_S)
-
-    # --- messages ---
+                self._controller.post(Kind.DEATHS, name, deaths)
 
     def _place(self, kind: int, content: tuple[Any, ...], sizes: Sequence[int]) -> Payload:
         """The memory for a large payload: that of a call is received in a segment, which the ranks map."""
@@ -259,12 +204,12 @@ class AgentServer:
         if kind == Kind.FORWARD:
             below = self._below.get(content[0])
             if below is not None:  # else the controller has been told that it is gone, or will be
-                self._send(below, content[1], *content[2], large=large)
+                below.post(content[1], *content[2], large=large)
         elif kind == Kind.RELEASE:
             for key in content[0]:
                 self._store.pop(key, None)
         elif kind == Kind.PING:
-            self._send(other, Kind.PONG)
+            other.post(Kind.PONG)
         elif kind == Kind.ASK:
             start_thread("bandmaster-agent-ask", self._answer, *content)
         elif ranks is None:
@@ -281,7 +226,7 @@ class AgentServer:
         ranks.home = other
         is_passed_on = is_for_all and bool(ranks.below)
         for below in ranks.below if is_passed_on else ():
-            self._send(below, Kind.CALLS, *message.content, large=message.large)
+            below.post(Kind.CALLS, *message.content, large=message.large)
         for fetch in fetches:
             self._fetch(fetch, ranks)
         ranks.take(message, is_passed_on)
@@ -290,9 +235,22 @@ class AgentServer:
         """Fetch rows of another host into a segment."""
         pending = self._links.fetch(fetch, lambda _, __, sizes: ranks.workers.reserve(sizes, is_kept=True))
         self._store[fetch.key] = pending, fetch.rows
-        pending.add_done_callback(lambda _: self.later(ranks.advance))
+        pending.add_done_callback(lambda _: self._go_on(ranks))
 
-    # --- questions: a controller asks for one of these methods ---
+    # --- from other threads ---
+
+    def _go_on(self, ranks: HostRanks) -> None:
+        """Send the calls whose rows have come."""
+        with self._lock:
+            ranks.advance()
+        self._poller.wake()
+
+    def show(self, written: Written) -> None:
+        """Have the controller show output of a worker; this waits while the link is full."""
+        self._written.append(written)
+        self._poller.wake()
+        while self._controller.has_unsent:
+            time.sleep(OUTPUT_POLL_S)
 
     def _answer(self, number: int, question: Callable[..., object], *args: Any) -> None:
         """Answer a question, in a thread of its own."""
@@ -300,58 +258,45 @@ class AgentServer:
             said = question(self, *args)
         except BaseException as error:
             said = Failure.of(error)
-
-        def answer() -> None:
+        with contextlib.suppress(Closed), self._lock:
             self._tell()  # of deaths first, if it was that
-            self._send(self._controller, Kind.ANSWER, number, said)
+            self._controller.post(Kind.ANSWER, number, said)
+        self._poller.wake()
 
-        self.later(answer)
+    # --- questions: a controller asks for one of these methods ---
 
-    def start(self, name: str, said: bytes) -> Any:
+    def start(self, name: str, said: Any) -> Any:
         """Start the part of a group: where each rank is, and how others find rank 0 if it is one of them."""
         workers, ranks = self._host.start(said, self.show)
-        mine = HostRanks(workers, ranks, self._store)
-        self._in_time(lambda: self._begin(name, mine))
+        with self._lock:
+            self._groups[name] = HostRanks(workers, ranks, self._store)
+            if workers.arrivals is not None:
+                self._poller.watch(workers.arrivals, lambda _: workers.check(is_thorough=False))
         return workers.records, workers.rendezvous
 
     def announce(self, name: str, rendezvous: Mapping[str, str]) -> None:
         """Tell ranks of the rendezvous that rank 0 has opened on another host."""
         self._groups[name].workers.announce(rendezvous)
 
-    def _begin(self, name: str, ranks: HostRanks) -> None:
-        self._groups[name] = ranks
-        fd = ranks.workers.arrivals
-        if fd is not None:
-            self._by_fd[fd] = ranks
-            self._poll.register(fd, select.EPOLLIN)
-
     def relay(self, name: str, addresses: Sequence[Address], n_ranks: int) -> None:
         """Pass calls of a group on to other agents, which have so many ranks of it together."""
         missing = [address for address in addresses if address not in self._below]
         made = {address: connect(address, self._secret, FOR_RELAY, self._place) for address in missing}
-
-        def relay() -> None:
+        with self._lock:
             self._below.update(made)
             for below in made.values():
-                self._serve_connection(below)
+                self._serve(below)
             ranks = self._groups[name]
             ranks.below, ranks.n_below = [self._below[address] for address in addresses], n_ranks
 
-        self._in_time(relay)
-
     def stop(self, name: str, why: str) -> None:
         """End the part of a group."""
-        ranks = self._in_time(lambda: self._forget(name))
+        with self._lock:
+            ranks = self._groups.pop(name, None)
+            if ranks is not None and ranks.workers.arrivals is not None:
+                self._poller.ignore(ranks.workers.arrivals)
         if ranks is not None:
             ranks.workers.stop(why)
-
-    def _forget(self, name: str) -> HostRanks | None:
-        ranks = self._groups.pop(name, None)
-        for fd, watched in list(self._by_fd.items()):
-            if watched is ranks:
-                self._poll.unregister(fd)
-                del self._by_fd[fd]
-        return ranks
 
     def end(self) -> None:
         """End all that was started on this host."""
@@ -360,32 +305,22 @@ class AgentServer:
     def stacks(self, name: str, numbers: Mapping[int, int | None]) -> Mapping[int, str]:
         """Return the stacks of ranks, given by the numbers of their calls."""
         ranks = self._groups[name]
-        return dict(ranks.workers.stacks(ranks.tickets(numbers)))
+        with self._lock:
+            tickets = ranks.tickets(numbers)
+        return dict(ranks.workers.stacks(tickets))
 
     def kill(self, name: str, numbers: Mapping[int, int | None], why: str) -> None:
         """End the ranks that are at the calls with these numbers."""
         ranks = self._groups[name]
-        ranks.workers.interrupt(self._in_time(lambda: ranks.tickets(numbers)), why)
+        with self._lock:
+            tickets = ranks.tickets(numbers)
+        ranks.workers.interrupt(tickets, why)
 
     def replace(self, name: str, rank: int) -> tuple[Any, Any]:
         """Start a worker anew: where it is, and how others find rank 0."""
         ranks = self._groups[name]
         ranks.workers.replace(rank)
-        self._in_time(ranks.forget_deaths)
         return ranks.workers.records[ranks.ranks.index(rank)], ranks.workers.rendezvous
-
-    def _in_time(self, do: Callable[[], _T]) -> _T:
-        """Have something done by the thread that serves; returns what it returns."""
-        done: Future[_T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(do())
-            except Exception as error:
-                done.set_exception(error)
-
-        self.later(run)
-        return done.result()
 
 
 _OF_GROUPS = (Kind.CALLS, Kind.REPLIES, Kind.INTERRUPT, Kind.RESUME)

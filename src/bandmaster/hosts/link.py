@@ -34,6 +34,7 @@ import numpy as np
 from bandmaster.codec import Payload
 from bandmaster.hosts.handshake import HANDSHAKE_TIMEOUT_S, Keys, Secret, greet
 from bandmaster.wire.messages import Closed
+from bandmaster.wire.poller import HAS_ROOM, Poller
 
 FOR_MESSAGES, FOR_ROWS, FOR_RELAY = 1, 2, 3  # purposes of links: of the controller, for rows, of another agent
 MAC_NBYTES = 16
@@ -142,6 +143,9 @@ class Link:
         self._next([memoryview(self._start)], self._read_start)
         self.heard_at = time.monotonic()
         self.received_nbytes = 0
+        self._poller: Poller
+        self._take: Callable[[Message], object]
+        self._end: Callable[[str], object]
 
     def fileno(self) -> int:
         """The descriptor by which select and its kin tell that something has arrived or can be sent."""
@@ -150,6 +154,37 @@ class Link:
     def close(self) -> None:
         """Close this end."""
         self._socket.close()
+
+    # --- with a poller, whose lock is held ---
+
+    def serve(self, poller: Poller, take: Callable[[Message], object], end: Callable[[str], object]) -> None:
+        """Have a poller wait for this link from here on.
+
+        Args:
+            poller: The poller.
+            take: Called with each message that arrives.
+            end: Called with the reason when the link has ended; it closes the link.
+        """
+        self._poller, self._take, self._end = poller, take, end
+        poller.watch(self.fileno(), self._ready)
+
+    def _ready(self, events: int) -> None:
+        try:
+            if events & HAS_ROOM and self.pump():
+                self._poller.ask_for_room(self.fileno(), False)
+            while self.fileno() >= 0 and (message := self.receive()) is not None:
+                self._take(message)
+        except Closed as error:
+            self._end(str(error))
+
+    def post(self, kind: Kind, *content: Any, large: Mapping[int, Payload] = _NOTHING) -> None:
+        """Send a message, as `send`; the poller has the rest sent. When the link has ended, this does nothing."""
+        if self.fileno() >= 0:
+            try:
+                if not self.send(kind, *content, large=large):
+                    self._poller.ask_for_room(self.fileno(), True)
+            except Closed as error:
+                self._end(str(error))
 
     # --- sending ---
 

@@ -21,8 +21,7 @@ from bandmaster.hosts.rows import RowKey, RowLinks
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.settings import host_timeout_s
 from bandmaster.wire.client import Client, MessageTicket
-from bandmaster.wire.messages import Closed
-from bandmaster.wire.poller import HAS_ROOM, Poller
+from bandmaster.wire.poller import Poller
 
 BEAT_S = 1.0  # how often a thread looks whether the hosts are there
 SILENCE_S = 2.0  # after which a host that owes a reply is asked for a sign of life
@@ -112,7 +111,7 @@ class AgentLinks(Client):
         with self.lock:
             self.agents[agent.key] = agent
             self._open[id(agent)] = {}
-            self.poller.watch(agent.link.fileno(), partial(self._receive_from, agent))
+            agent.link.serve(self.poller, partial(self._take, agent), partial(self._lose, agent))
             if self._stop_beating is None:
                 self._stop_beating = threading.Event()
                 start_thread("bandmaster-heartbeat", self._beat, self._stop_beating)
@@ -134,36 +133,21 @@ class AgentLinks(Client):
 
     def send(self, agent: Agent, kind: Kind, *content: Any, large: Mapping[int, Any] | None = None) -> None:
         """Send a message, or its beginning; `flush` sends the rest. The lock is held."""
-        if agent.lost is not None:
-            return
-        try:
-            if agent.released:
-                agent.link.send(Kind.RELEASE, [agent.released.popleft() for _ in range(len(agent.released))])
-            agent.link.send(kind, *content, large=large or {})
-        except Closed as error:
-            self._lose(agent, str(error))
+        if agent.released:
+            agent.link.post(Kind.RELEASE, [agent.released.popleft() for _ in range(len(agent.released))])
+        agent.link.post(kind, *content, large=large or {})
 
     def flush(self, agents: Sequence[Agent]) -> None:
         """Wait until all was sent to some agents; one that takes nothing for too long is lost."""
-        waiting = agents
-        while waiting := [agent for agent in waiting if agent.link.has_unsent]:
-            with self.lock:
-                waiting = [agent for agent in waiting if agent.lost is None and not self._pump(agent)]
-            poll = select.poll()
-            for fd in [agent.link.fileno() for agent in waiting]:
-                if fd >= 0:  # else it was lost just now
-                    poll.register(fd, select.POLLOUT)
-            if waiting and not poll.poll(host_timeout_s() * 1000):
-                with self.lock:
-                    for agent in waiting:
+        began = time.monotonic()
+        while any(agent.lost is None and agent.link.has_unsent for agent in agents):
+            with self.lock:  # Ctrl-C comes when it is left
+                waiting = [agent for agent in agents if agent.lost is None and agent.link.has_unsent]
+                if waiting:
+                    self.poller.receive(BEAT_S)
+                for agent in waiting:
+                    if time.monotonic() - max(began, agent.link.heard_at) > host_timeout_s():
                         self._lose(agent, f"it has taken nothing for {host_timeout_s():g} s")
-
-    def _pump(self, agent: Agent) -> bool:
-        try:
-            return agent.link.pump()
-        except Closed as error:
-            self._lose(agent, str(error))
-            return True
 
     def ask(self, agent: Agent, question: Callable[..., object], *args: Any) -> MessageTicket:
         """Have an agent call a method of its `AgentServer`; `answers` waits for what that returns."""
@@ -204,15 +188,6 @@ class AgentLinks(Client):
         """Take everything that has arrived."""
         with self.lock:
             self.poller.receive_all()
-
-    def _receive_from(self, agent: Agent, events: int) -> None:
-        if events == HAS_ROOM:
-            return
-        try:
-            while agent.lost is None and (message := agent.link.receive()) is not None:
-                self._take(agent, message)
-        except Closed as error:
-            self._lose(agent, str(error))
 
     def _take(self, agent: Agent, message: Message) -> None:
         kind, content, _ = message

@@ -132,7 +132,7 @@ class HostRanks:
         self._unsent: dict[int, _Unsent] = {}  # by number of the call
         self._since = 0.0  # when the first of these replies came
         self._failed: dict[int, tuple[int, Any]] = {}  # by rank, number and ticket of the call that it has failed last
-        self._n_deaths = 0
+        self._told: Mapping[int, Failure] = {}  # the deaths that the controller was told of
 
     # --- calls ---
 
@@ -273,7 +273,7 @@ class HostRanks:
     @property
     def has_news(self) -> bool:
         """Whether there may be something to send."""
-        return bool(self._done or self._unsent) or len(self.workers.deaths) != self._n_deaths
+        return bool(self._done or self._unsent) or self.workers.deaths != self._told
 
     @property
     def due_s(self) -> float | None:
@@ -282,15 +282,8 @@ class HostRanks:
 
     def deaths(self) -> dict[int, Failure]:
         """Ranks that have died since this was called last, and how."""
-        if len(self.workers.deaths) == self._n_deaths:
-            return {}
-        known = dict(self.workers.deaths)
-        self._n_deaths = len(known)
-        return known
-
-    def forget_deaths(self) -> None:
-        """A rank has come back."""
-        self._n_deaths = len(self.workers.deaths)
+        told, self._told = self._told, dict(self.workers.deaths)
+        return {rank: failure for rank, failure in self._told.items() if told.get(rank) is not failure}
 
     # --- interrupting ---
 

@@ -172,7 +172,7 @@ class AgentWorkers(Client):
         self._agents = list(agents)
         self._open = {rank: {} for rank in range(len(agents))}
         self.records: list[WorkerRecord] = []
-        self._told: Callable[[Sequence[int]], bytes]
+        self._told: Callable[[Sequence[int]], Any]
         self._again: Callable[[int], Agent] | None = None
         self._rendezvous: Mapping[str, str] = {}
         self._relay_of: Mapping[Agent, Agent] | None = None  # by which agent the messages of each go, if in a tree
@@ -369,7 +369,7 @@ class AgentWorkers(Client):
     # --- workers that come and go ---
 
     def begin(
-        self, launch: Launch, said: Callable[[Sequence[int]], bytes], again: Callable[[int], Agent] | None = None
+        self, launch: Launch, said: Callable[[Sequence[int]], Any], again: Callable[[int], Agent] | None = None
     ) -> None:
         """Have each agent start its part of the group; if one fails, all of it is ended.
 

@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from bandmaster.hosts.handshake import Secret
 from bandmaster.hosts.link import FOR_MESSAGES, connect, in_memory
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.workers import AgentWorkers
+from bandmaster.platform.limits import start_thread
 
 PATIENCE_S = 60.0
 
@@ -84,7 +84,7 @@ class SimulatedHosts(MachineBackend):
             self._links.add(Agent(link, node, f"host{node}", address, pid))
         agents = [self._links.agents[node] for node in nodes]
         workers = AgentWorkers(f"{launch.group} {next(self._names)}", self._links, agents)
-        workers.begin(launch, lambda ranks: pickle.dumps((launch.sent(), tuple(ranks))))
+        workers.begin(launch, lambda ranks: (launch.sent(), tuple(ranks)))
         return workers
 
     def _started(self, n: int) -> list[tuple[tuple[str, int], int]]:
@@ -103,9 +103,9 @@ class SimulatedHosts(MachineBackend):
 
 
 class _SimulatedHost(Host):
-    def start(self, said: bytes, shows: ShowOutput) -> tuple[_Ranks, Sequence[int]]:
+    def start(self, said: tuple[Launch, Sequence[int]], shows: ShowOutput) -> tuple[_Ranks, Sequence[int]]:
         """Create the workers of some ranks in this process."""
-        launch, ranks = pickle.loads(said)
+        launch, ranks = said
         return _Ranks(launch, ranks), ranks
 
 
@@ -137,7 +137,7 @@ def _agent(secret: Secret) -> None:
     os.write(1, f"{json.dumps([*server.address, os.getpid()])}\n".encode())  # one write, as other agents write too
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # takes its number
-    server.run(PATIENCE_S)
+    start_thread("bandmaster-agent", server.run, PATIENCE_S).join()
 
 
 def main() -> None:

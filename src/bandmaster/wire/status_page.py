@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import fcntl
 import mmap
@@ -151,23 +152,24 @@ def find(pid: int) -> tuple[WorkerIdentity, str] | None:
 
 
 @contextlib.contextmanager
-def opened(pid: int, mode: str) -> Iterator[int | None]:
-    """The descriptor of a worker's page within the block; None if there is no such worker."""
+def opened(pid: int, mode: str) -> Iterator[int]:
+    """The descriptor of a worker's page within the block.
+
+    Raises:
+        OSError: There is no such worker, or it is not ours to see.
+    """
     found = find(pid)
     if found is None:
-        yield None
-    else:
-        with open(found[1], mode, buffering=0) as page:
-            yield page.fileno()
+        raise ProcessLookupError(errno.ESRCH, "no worker has this pid")
+    with open(found[1], mode, buffering=0) as page:
+        yield page.fileno()
 
 
-def interrupt(pid: int, number: int) -> bool:
-    """Interrupt a worker's call, or have the worker skip it if it has not begun; whether the worker could be told."""
+def interrupt(pid: int, number: int) -> None:
+    """Interrupt a worker's call, or have the worker skip it if it has not begun."""
     with contextlib.suppress(OSError):
-        if _write(pid, _SLOTS_AT + number % N_SLOTS, number):
-            _signal(pid, INTERRUPT_SIGNAL)
-            return True
-    return False
+        _write(pid, _SLOTS_AT + number % N_SLOTS, number)
+        _signal(pid, INTERRUPT_SIGNAL)
 
 
 def resume(pid: int, number: int) -> None:
@@ -176,10 +178,9 @@ def resume(pid: int, number: int) -> None:
         _write(pid, RESUMED, number)
 
 
-def _write(pid: int, word: int, number: int) -> bool:
-    """Write a number to a worker's page; whether there is such a worker."""
+def _write(pid: int, word: int, number: int) -> None:
     with opened(pid, "r+b") as page:
-        return page is not None and bool(os.pwrite(page, number.to_bytes(8, "little"), word * 8))
+        os.pwrite(page, number.to_bytes(8, "little"), word * 8)
 
 
 def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int, str]:
@@ -189,10 +190,9 @@ def stacks(pids: Sequence[int], timeout_s: float = STACKS_TIMEOUT_S) -> dict[int
         for pid in pids:
             with contextlib.suppress(OSError):
                 page = close_all.enter_context(opened(pid, "r+b"))
-                if page is not None:
-                    os.ftruncate(page, PAGE_NBYTES)
-                    _signal(pid, STACKS_SIGNAL)
-                    pages[pid] = page
+                os.ftruncate(page, PAGE_NBYTES)
+                _signal(pid, STACKS_SIGNAL)
+                pages[pid] = page
         deadline = time.monotonic() + timeout_s
         texts = _settled(pages, deadline)
         waiting = {pid: page for pid, page in pages.items() if can_tell_of_tasks(texts[pid])}
@@ -254,8 +254,7 @@ class Activity:
     def of(cls, pid: int) -> Activity | None:
         """Read the page of a worker; None if the process is gone, not ours to see, or has no such page."""
         with contextlib.suppress(OSError), opened(pid, "rb") as page:
-            if page is not None:
-                return cls._read(page)
+            return cls._read(page)
         return None
 
     @classmethod

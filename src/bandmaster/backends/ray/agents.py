@@ -12,7 +12,6 @@ import itertools
 import json
 import logging
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -116,9 +115,9 @@ class _RayHost(Host):
         self._local = LocalBackend(are_zygotes_kept=True)
         self._local.prepare(opening.modules)
 
-    def start(self, said: bytes, shows: ShowOutput) -> tuple[WorkersHere, Sequence[int]]:
+    def start(self, said: tuple[Launch, Place], shows: ShowOutput) -> tuple[WorkersHere, Sequence[int]]:
         """Fork the workers of some ranks."""
-        launch, place = pickle.loads(said)
+        launch, place = said
         return self._local.start_ranks(launch, replace(place, address=self._address), (), shows), place.ranks
 
     def close(self) -> None:
@@ -165,10 +164,10 @@ class RayAgents:
         by_rank = {rank: key for key, place in places.items() for rank in place.ranks}
         keys = [by_rank[rank] for rank in range(len(launch.slots))]
 
-        def said(ranks: Sequence[int]) -> bytes:
+        def said(ranks: Sequence[int]) -> tuple[Launch, Place]:
             place = places[keys[ranks[0]]]
             gpus = {rank: place.gpus[rank] for rank in ranks}
-            return pickle.dumps((launch.sent(), replace(place, ranks=tuple(ranks), gpus=gpus)))
+            return launch.sent(), replace(place, ranks=tuple(ranks), gpus=gpus)
 
         with self._lock:
             reached = self._reach(list(places))

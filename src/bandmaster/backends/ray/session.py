@@ -77,9 +77,19 @@ class RayConnection:
         self._holds[reservation] = session
 
     def end_hold(self, reservation: object) -> None:
-        """A reservation was released; disconnect if it was the last one and the connection was made here."""
+        """A reservation was released; disconnect if it was the last one and the connection was made here.
+
+        If another thread connects, which is to reserve slots, that one looks later.
+        """
         self._holds.pop(reservation, None)
-        self._disconnect_if_idle()
+        if self._connecting.acquire(blocking=False):
+            try:
+                is_used = any(session is None or session.is_current for session in list(self._holds.values()))
+                if self._is_ours and not is_used:
+                    ray.shutdown()
+                    self.is_embedded = False
+            finally:
+                self._connecting.release()
 
     @contextlib.contextmanager
     def staying(self) -> Iterator[None]:
@@ -122,18 +132,6 @@ class RayConnection:
     def _is_ours(self) -> bool:
         """Whether the present connection was made here."""
         return self._session is not None and self._session.is_current
-
-    def _disconnect_if_idle(self) -> None:
-        """Disconnect if nothing is reserved. If another thread connects, which is to reserve slots, it looks later."""
-        if not self._connecting.acquire(blocking=False):
-            return
-        try:
-            is_used = any(session is None or session.is_current for session in list(self._holds.values()))
-            if self._is_ours and not is_used:
-                ray.shutdown()
-                self.is_embedded = False
-        finally:
-            self._connecting.release()
 
 
 def running_cluster() -> str | None:

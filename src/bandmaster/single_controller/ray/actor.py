@@ -121,8 +121,7 @@ class ActorPage(StatusPage):
 def announced(pid: int) -> int:
     """Number of the call that an actor has announced that it runs; 0 if it has announced none, or is not there."""
     with contextlib.suppress(OSError), opened(pid, "rb") as page:
-        if page is not None:
-            return int.from_bytes(os.pread(page, 8, SPARE * 8), "little")
+        return int.from_bytes(os.pread(page, 8, SPARE * 8), "little")
     return 0
 
 
