@@ -288,8 +288,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
             install_breakpoints(identity, page.hold)
         executor = Executor(page.hold, page.activity)
         executor.prepare(spawn.context)
-        rendezvous = [Rendezvous(socket.socket(fileno=fd)) for fd in listening_fds]
-        executor.after += [one.hand_over for one in rendezvous]
+        rendezvous = [Rendezvous(socket.socket(fileno=fd), executor.after) for fd in listening_fds]
         page.told_of_tasks = executor.told_of_tasks
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())))
         os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end

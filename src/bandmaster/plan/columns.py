@@ -68,7 +68,7 @@ def schema_of(value: Any) -> dict[Hashable, Column]:
 
 
 def choose_columns(value: Any, names: Mapping[Any, Any]) -> Any:
-    """A batch with some of the columns of another batch, without a copy.
+    """A batch with some of the columns of another batch, without a copy unless `copies_columns`.
 
     Args:
         value: The other batch.
@@ -79,6 +79,11 @@ def choose_columns(value: Any, names: Mapping[Any, Any]) -> Any:
         return chosen if list(new) == [*new.values()] else chosen.set_axis(chosen.columns.map(new), axis=1)
     columns = {new: value[old] for new, old in names.items()}
     return type(value)(columns, batch_size=value.batch_size) if _is_tensordict(value) else rebuilt(value, columns)
+
+
+def copies_columns(value: Any) -> bool:
+    """Whether choosing columns of a batch copies them."""
+    return _is_frame(value)
 
 
 def join_columns(values: Sequence[Any]) -> Any:

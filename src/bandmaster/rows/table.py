@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bandmaster.errors import BatchError
-from bandmaster.plan.batch import Batch, concat_rows, copies_rows, required_batch, take_rows
+from bandmaster.plan.batch import Batch, copies_rows, required_batch, take_rows
 from bandmaster.plan.batch import concat as concat_batches
 from bandmaster.plan.batch_types import Index
-from bandmaster.plan.columns import Column, Schema, choose_columns, join_columns
+from bandmaster.plan.columns import Column, Schema, choose_columns, copies_columns, join_columns
 
 Names = Mapping[Any, Any]  # the former name of a column, by its new name
 Leaf = tuple[Any, range, Names | None]  # see `Block.leaves`
@@ -374,24 +374,26 @@ def _assembled(
     """The rows of some leaves at these positions, in their order."""
     (part, _, names), positions = pieces[0]
     if len(pieces) == 1 and isinstance(positions, range):
-        batch = _chosen(read(part), names)
+        batch, positions = _chosen(required_batch(read(part)), positions, names)
         return batch.value if len(positions) == batch.n_rows else batch.rows(positions)  # shares the value's memory
-    copies: dict[Any, Batch | _Copies] = {}  # by part
+    sources: dict[Any, Batch | _Copies] = {}  # by part
     found = []
     for (part, _, names), positions in pieces:
-        source = copies.get(part)
+        source = sources.get(part)
         if source is None:
-            source = copies[part] = view(part) or _Copies(read, part)
-        if isinstance(source, Batch):
-            found.append((source if names is None else _chosen(source.value, names), positions))
-        else:
-            found.append(source.rows(names, positions))
+            source = sources[part] = view(part) or _Copies(read, part)
+        batch, positions = (source, positions) if isinstance(source, Batch) else source.rows(positions)
+        found.append(_chosen(batch, positions, names))
     return concat_batches(*zip(*found, strict=True))
 
 
-def _chosen(value: Any, names: Names | None) -> Batch:
-    """A batch with some columns of a value."""
-    return required_batch(value if names is None else choose_columns(value, names))
+def _chosen(batch: Batch, positions: Index, names: Names | None) -> tuple[Batch, Index]:
+    """A batch with some columns of another one, and the positions of the same rows in it."""
+    if names is None:
+        return batch, positions
+    if copies_columns(batch.value):
+        return required_batch(choose_columns(batch.rows(positions), names)), range(len(positions))
+    return required_batch(choose_columns(batch.value, names)), positions
 
 
 class _Copies:
@@ -402,27 +404,26 @@ class _Copies:
 
     def __init__(self, read: Callable[[Any], Any], part: Any) -> None:
         self._read, self._part = read, part
-        value = required_batch(read(part))
-        self._values = [value.value]
-        self._n_taken = None if copies_rows(value.value) else np.zeros(value.n_rows, np.int64)  # of each row
+        batch = required_batch(read(part))
+        self._batches = [batch]
+        self._n_taken = None if copies_rows(batch.value) else np.zeros(batch.n_rows, np.int64)  # of each row
 
-    def rows(self, names: Names | None, positions: Index) -> tuple[Batch, Index]:
-        """A batch with some columns, and the positions in it of some rows."""
+    def rows(self, positions: Index) -> tuple[Batch, Index]:
+        """A batch, and the positions in it of some rows."""
         if self._n_taken is None or not len(positions):
-            return _chosen(self._values[0], names), positions
+            return self._batches[0], positions
         rows = np.asarray(positions, np.int64)
         order = np.argsort(rows, kind="stable")
         which = np.empty_like(rows)  # for each row, the number of its value
         which[order] = np.arange(len(rows)) - np.searchsorted(rows[order], rows[order])
         which += self._n_taken[rows]
         np.add.at(self._n_taken, rows, 1)
-        while len(self._values) <= which.max():
-            self._values.append(self._read(self._part))
+        while len(self._batches) <= which.max():
+            self._batches.append(required_batch(self._read(self._part)))
         first, last = int(which.min()), int(which.max())
-        batches = [_chosen(value, names) for value in self._values[first : last + 1]]
         if first == last:
-            return batches[0], positions
-        joined = required_batch(concat_rows([batch.value for batch in batches]))
+            return self._batches[first], positions
+        joined = required_batch(concat_batches(self._batches[first : last + 1]))
         return joined, rows + (which - first) * len(self._n_taken)
 
 

@@ -47,22 +47,26 @@ class Rendezvous:
 
     Args:
         sock: A socket from `listening_socket`, which the rendezvous owns from now on. The other ranks connect to it.
+        after: The functions that are called after each method, `Executor.after`: one is among them as long as there is
+            a store to hand over.
 
     Attributes:
         port: Port of the rendezvous.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, after: list[Any]) -> None:
         self._store: Any = None
+        self._after = after
         self._socket: socket.socket | None = sock
         self._host, self.port = sock.getsockname()
         self._hook = AfterImport(_MODULE, self._start_store)
 
-    def hand_over(self, *_: object) -> None:
-        """Leave the store to the process group, if it is initialized: a hook for `Executor.after`, which is cheap."""
+    def _hand_over(self, *_: object) -> None:
+        """Leave the store to the process group, if it is initialized."""
         distributed = sys.modules.get("torch.distributed")
-        if self._store is not None and distributed is not None and distributed.is_initialized():
+        if distributed is not None and distributed.is_initialized():
             self._store = None
+            self._after.remove(self._hand_over)
 
     def close(self) -> None:
         """Close the store and the socket, unless the store was handed over."""
@@ -84,3 +88,4 @@ class Rendezvous:
             master_listen_fd=self._socket.detach(),
         )
         self._socket = None
+        self._after.append(self._hand_over)

@@ -177,8 +177,7 @@ class WorkerActor:
         device = "cuda:0" if uses_gpu and count_gpus() else "cpu"
         port = 0
         if identity.rank == 0:
-            rendezvous = Rendezvous(listening_socket(address))
-            self._executor.after.append(rendezvous.hand_over)
+            rendezvous = Rendezvous(listening_socket(address), self._executor.after)
             port = rendezvous.port
         node, stderr = ray.get_runtime_context().get_node_id(), os.readlink("/proc/self/fd/2")
         self._is_detached = identity.is_detached
