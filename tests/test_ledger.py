@@ -9,7 +9,7 @@ from trace_processor import TraceProcessor
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, register
-from bandmaster.tracing.ledger import recording
+from bandmaster.calls.hooks import hooks
 
 LARGE = 50_000  # columns of rows that stay where they are made
 
@@ -54,8 +54,8 @@ def groups(backend):
 @pytest.fixture(autouse=True)
 def no_trace_is_left():
     yield
-    assert recording.trace is None
-    recording.last = None
+    assert hooks.trace is None
+    bm.Trace.last = None
 
 
 def test_what_a_call_has_cost_on_each_rank(three):

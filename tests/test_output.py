@@ -15,7 +15,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.contract import Written
 from bandmaster.output import screen
-from bandmaster.output.streams import MAX_LINE_NBYTES, Lines
+from bandmaster.output.streams import MAX_LINE_NCHARS, Lines
 
 
 def fed(*texts):
@@ -45,8 +45,8 @@ def test_lines_are_those_that_a_terminal_shows(texts, expected):
 
 def test_a_line_without_end_is_split():
     lines = Lines()
-    (first,) = lines.feed(b"x" * (MAX_LINE_NBYTES + 1))
-    assert len(first) == MAX_LINE_NBYTES + 1
+    (first,) = lines.feed(b"x" * (MAX_LINE_NCHARS + 1))
+    assert len(first) == MAX_LINE_NCHARS + 1
     assert lines.feed(b"y\n") == ["y"] and lines.is_between_lines
 
 

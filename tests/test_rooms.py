@@ -21,7 +21,7 @@ ROOMS = {
     "calls": "codec errors plan worker contract platform rows",
     "flow": "errors plan contract platform rows calls",
     "wire": "codec errors contract platform",
-    "debugging": "errors worker wire",
+    "debugging": "errors worker platform wire",
     "lifecycle": "codec errors plan worker contract platform calls",
     "output": "errors contract platform lifecycle",
     "hosts": "codec errors plan contract platform rows wire output",

@@ -533,6 +533,17 @@ def test_a_stream_takes_rows_that_are_not_there(two, three, gate, kind):
 
 
 @in_parallel
+@pytest.mark.parametrize("kind", ["ranks", "chunks"])
+def test_a_wait_for_a_call_behind_a_stream_names_the_call_that_makes_its_rows(two, three, gate, kind):
+    rows = two.wait_for.submit(np.arange(6), gates=(str(gate),) * 4)
+    stream = {"ranks": three.double, "chunks": three.double.options(pull=1)}[kind].stream(rows)
+    with pytest.raises(bm.CallTimeout, match=r"Rows.wait_for got no reply .*Rows.ranks was submitted behind"):
+        three.ranks.submit().result(timeout=0.1)
+    gate.touch()
+    assert sum(len(item) for item in stream) == 6
+
+
+@in_parallel
 def test_a_stream_that_was_not_sent_can_be_closed_or_cancelled(two, three, gate):
     rows = two.wait_for.submit(np.arange(6), gates=(str(gate),) * 4)
     closed, cancelled, kept = (three.double.stream(rows) for _ in range(3))

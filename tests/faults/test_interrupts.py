@@ -600,6 +600,45 @@ def test_a_stream_that_is_interrupted_as_it_is_sent_holds_no_call_up(make_group,
     assert group.echo.options(timeout=20)(1) == [1, 1]
 
 
+class Held:
+    """A call that waits for rows until it is let go."""
+
+    parents, is_sent_in_background, is_over = (), True, False
+
+    def advance(self):
+        return self.is_over
+
+    def tell(self): ...
+
+
+@pytest.mark.backends("inprocess")
+@pytest.mark.parametrize(("options", "sends"), [({}, "submit_shares"), ({"pull": 1}, "submit_now")])
+def test_a_stream_that_is_interrupted_as_another_call_begins_it_ends(make_group, monkeypatch, options, sends):
+    group, before = make_group(2, Pulled), Held()
+    work = group._submitter.work
+    work.waiting.append(before)
+    stream = group.echo_rows.options(**options).stream(np.arange(4))
+    before.is_over = True
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupts_at(patch, type(group._submitter), sends, lambda submitter: True)
+        work.advance()  # as a thread does that waits for another call
+    work.advance()
+    with pytest.raises(bm.CallCancelled, match="was interrupted as it was sent"):
+        next(stream)
+    assert group.echo.options(timeout=5)(1) == [1, 1]
+
+
+@pytest.mark.backends("inprocess")
+def test_a_chunk_that_was_not_sent_is_sent_by_the_next_that_is_taken(make_group, monkeypatch):
+    group = make_group(1, Pulled)
+    stream = group.echo_rows.options(pull=1, maxsize=1).stream(np.arange(3))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupts_at(patch, type(group._submitter), "submit_now", lambda submitter: True)
+        stream._feed.taken(stream._arrivals.get(0))  # Ctrl-C comes before it is noted as sent
+    stream._feed.send()
+    assert [item.numbers[0] for item in stream] == [1, 2]
+
+
 @pytest.mark.backends("local")
 def test_a_pulled_call_that_is_interrupted_as_it_is_given_up_holds_no_other_up(make_group, monkeypatch):
     group = make_group(2, Pulled)

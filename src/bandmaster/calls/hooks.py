@@ -42,7 +42,7 @@ class CallTrace(Protocol):
 
 
 class Gate(Protocol):
-    """Says when a group may be called, as it takes turns with others; see `bandmaster.turns.taker`.
+    """Says when a group may be called, as it takes turns with others; see `bandmaster.turns.turns`.
 
     Attributes:
         note: The part of the group's repr that says whether it has its turn; "" for nothing to say.

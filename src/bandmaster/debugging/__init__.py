@@ -3,5 +3,5 @@
 ::
 
     breakpoint() ── breakpoints ──┬─► debugger ── terminal ◄── socket ── bandmaster debug
-                                  └─► ide ◄────── debugpy ──── an IDE
+                                  └─► debugpy ◄── TCP ──────── an IDE
 """

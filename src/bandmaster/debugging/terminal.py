@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import sys
 from types import FrameType
 from typing import TextIO
 
+from bandmaster.platform.proc import peer_of
 from bandmaster.wire.status_page import DEBUGGER, announce, announcement
 
 _UNIX = "unix:"
@@ -82,7 +82,7 @@ class Terminal:
             assert self._listener is not None, "open was called"
             sock, _ = self._listener.accept()
             with sock:  # the file keeps it open
-                if _peer(sock)[1] in (os.geteuid(), 0):
+                if peer_of(sock)[1] in (os.geteuid(), 0):
                     self._attached = sock.makefile("rw", encoding="utf-8", errors="replace")
         return self._attached
 
@@ -107,7 +107,7 @@ def attach(pid: int) -> str:
         raise ConnectionRefusedError(f"process {pid} waits for an IDE at {address}" if address else "it does not wait")
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(f"\0{address.removeprefix(_UNIX)}")
-        owner, user = _peer(sock)
+        owner, user = peer_of(sock)
         if owner != pid or user not in (os.geteuid(), 0):
             raise PermissionError(f"the debugger of process {pid} belongs to another user or process")
         with contextlib.suppress(ImportError):
@@ -117,8 +117,8 @@ def attach(pid: int) -> str:
             while data := sock.recv(65536):
                 text += data
                 if text.endswith(b"\0"):
-                    sock.sendall(f"{_typed(text[:-1].decode(errors='replace'))}\n".encode())
-                    text = b""
+                    answer, text = _typed(text[:-1].decode(errors="replace")), b""
+                    sock.sendall(f"{answer}\n".encode())
         except EOFError:
             return "still waits; the terminal is detached"
         except KeyboardInterrupt:
@@ -137,12 +137,6 @@ def _typed(text: str) -> str:
             return input(prompt)
         except KeyboardInterrupt:  # begins a new line, as in a shell
             print()
-
-
-def _peer(sock: socket.socket) -> tuple[int, int]:
-    """Return process and user of the other end."""
-    pid, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, user
 
 
 def say_where(frame: FrameType, what_to_do: str) -> None:

@@ -1,8 +1,9 @@
-"""Several calls as one: streams, chunks that free replicas pull, and waiting for several futures.
+"""Several calls as one: streams, chunks that go to free replicas, and waiting for several futures.
 
 ::
 
-    chunks (pure) ──► pull: sends a chunk to each free replica ──┬─► pulled: all chunks, for a future
-                                                                  └─► feeds ──► stream: one by one, as they come
+    values of ranks ──┐                          ┌──► stream: part by part, as they are done
+    items ────────────┼──► feed: sends the parts ┤
+    chunks (pure) ────┘    of one call           └──► pulled: the parts joined, for a future
     futures ──► waiting: wait, as_completed
 """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from bandmaster.errors import ArgumentError, BatchError, CollectError, UsageError
+from bandmaster.errors import ArgumentError, BatchError, UsageError
 from bandmaster.plan.arguments import (
     BoundArgument,
     CallPlan,
@@ -19,12 +19,9 @@ from bandmaster.plan.arguments import (
 )
 from bandmaster.plan.batch import Batch
 from bandmaster.plan.batch_types import Index
-from bandmaster.plan.collection import collect
 from bandmaster.plan.mesh import Mesh
-from bandmaster.plan.rows import CollectEach, RealRows, shards, sources
+from bandmaster.plan.rows import shards, sources
 from bandmaster.plan.transfer import Concat, Custom, Outgoing, PerRank, Reduce, Split, TransferProtocol
-from bandmaster.rows import table as handles
-from bandmaster.rows.table import Table
 
 
 def chunk_numbers(n_rows: int, size: int, keys: Sequence[Hashable] | None = None) -> tuple[Index, ...]:
@@ -153,8 +150,7 @@ def plan_pull(
     if not members:
         raise BatchError(f"{method} got no batch, so there are no rows to pull; pass one")
     cut = SplitArguments(members, batches, arguments, method)
-    n_rows = cut.n_rows
-    keys = None
+    keys, n_rows = None, cut.n_rows
     if group_by is not None:
         why = f"{method} is called with group_by={group_by!r}"
         column = cut.column(group_by, why)
@@ -164,64 +160,6 @@ def plan_pull(
     whole = [argument for rule, others in by_rule.items() if rule != split for argument in others]
     chunks = chunk_numbers(n_rows, size, keys)
     costs = cut.costs(split)
-    if costs is not None:
-        chunks = _dearest_first(chunks, costs)
+    if costs is not None:  # so that all replicas end at about the same time
+        chunks = tuple(sorted(map(np.asarray, chunks), key=lambda rows: -costs[rows].sum()))
     return PullPlan(chunks, tuple(cut.batches), tuple(whole))
-
-
-def _dearest_first(chunks: Sequence[Index], costs: np.ndarray[Any, Any]) -> tuple[Index, ...]:
-    """The chunks in descending order of cost, so that all replicas end at about the same time."""
-    arrays = [np.asarray(numbers, dtype=np.int64) for numbers in chunks]
-    return tuple(sorted(arrays, key=lambda numbers: -costs[numbers].sum()))
-
-
-def collect_chunks(
-    protocol: TransferProtocol[Any, Any],
-    chunks: Sequence[Index],
-    values: Sequence[Any],
-    ranks: Sequence[int | None],
-    method: str,
-) -> Any:
-    """Join the values of chunks in the order of their rows in the batch.
-
-    Args:
-        protocol: The protocol of the method.
-        chunks: For each chunk the numbers of its rows.
-        values: The value of each chunk.
-        ranks: The rank that has returned each value.
-        method: ``"Class.method"``, for messages.
-
-    Raises:
-        CollectError: The values cannot be joined; the message names the rank and the chunk, which count from 0.
-    """
-    numbers = tuple(range(len(chunks)))
-    incoming: Any = protocol.incoming
-    if isinstance(incoming, tuple):
-        incoming = CollectEach(tuple([(each, numbers) for each in incoming]))
-    try:
-        return collect(incoming, numbers, values, method, RealRows(tuple(chunks)), "chunk")
-    except CollectError as error:
-        failure = error.failures[error.rank]
-        failure = replace(failure, summary=f"in chunk {error.rank}, {failure.summary}")
-        raise CollectError(method, {ranks[error.rank] or 0: failure}) from error.__cause__
-
-
-def stack_chunks(tables: Sequence[Table], chunks: Sequence[Index], method: str) -> Table:
-    """A table of the rows of all chunks in their order in the batch; no row moves.
-
-    Raises:
-        BatchError: The chunks have different columns, or the order cannot be restored.
-    """
-    with_rows = [number for number, table in enumerate(tables) if table.n_rows] or range(len(tables))
-    stacked = handles.concat([tables[number] for number in with_rows], [f"chunk {number}" for number in with_rows])
-    order = RealRows(tuple(chunks)).order(range(len(chunks)))
-    if order is None:
-        return stacked
-    for table, numbers in zip(tables, chunks, strict=True):
-        if table.n_rows != len(numbers):
-            raise BatchError(
-                f"{method} returned {table.n_rows} rows for {len(numbers)} rows of a batch that was not sent in its "
-                "order, so the order cannot be restored; return one row for each row, or call it without group_by"
-            )
-    restored: Table = handles.take(stacked, order)
-    return restored

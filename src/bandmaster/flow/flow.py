@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from bandmaster.calls.future import Claim, Future, claims_of
+from bandmaster.calls.call import Call
+from bandmaster.calls.future import Future, claims_of
 from bandmaster.calls.options import CallOptions, FlowOptions
 from bandmaster.calls.request import CallRequest, CallSite, Collection
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import CLOSE_STREAM, METHOD, NEXT, OPEN_STREAM, STREAM, Workers
+from bandmaster.contract import CLOSE_STREAM, METHOD, NEXT, OPEN_STREAM, STREAM
 from bandmaster.errors import UsageError
-from bandmaster.flow.chunks import PullPlan, collect_chunks, plan_pull, replicas
-from bandmaster.flow.feeds import Feed, ItemFeed, ShareFeed
-from bandmaster.flow.pull import ChunkFeed, Pull
-from bandmaster.flow.pulled import PulledCall
-from bandmaster.flow.stream import Stream
+from bandmaster.flow.chunks import PullPlan, plan_pull, replicas
+from bandmaster.flow.feed import Feed, Source
+from bandmaster.flow.pulled import Pulled
+from bandmaster.flow.stream import Arrivals, Stream
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, of_one_rank, shares
 from bandmaster.plan.binding import bind
 from bandmaster.plan.rows import RealRows
-from bandmaster.plan.transfer import Concat, Only, TransferProtocol
+from bandmaster.plan.transfer import Only, Split, TransferProtocol
 
 ITEMS_AHEAD = 2  # of each rank, by default
 
@@ -53,121 +55,46 @@ class Flow:
             plan: Plans the call, when the rows that it takes are there.
             parents: The futures of the missing rows.
         """
-        if self.spec.is_generator:
-            items = ItemFeed(*self._of_feeds, self._returns_errors, self.how.maxsize or ITEMS_AHEAD)
-            return self._begun(items, partial(self._begin_items, items), plan, parents)
-        shares = ShareFeed(*self._of_feeds)
-        return self._begun(shares, partial(self._begin_shares, shares), plan, parents)
-
-    def _begun(
-        self, feed: Feed, begin: Callable[[Any], object], plan: Callable[[], Any], parents: Sequence[Future[Any]]
-    ) -> Stream:
-        """A stream of a feed that begins now, or when missing rows are there and the calls before it are sent."""
-        if not parents:
-            planned = plan()  # mistakes are errors now
-            plan = lambda: planned  # noqa: E731
-        with self.submitter.admitted(self.spec.label):
-            try:
-                if parents or self.submitter.work.waiting:
-                    feed.begin_later(lambda: begin(plan()), parents, self.submitter.work)
-                else:
-                    begin(plan())
-            except BaseException:  # Ctrl-C
-                feed.close()
-                raise
-        return Stream(feed)
-
-    @property
-    def _of_feeds(self) -> tuple[CallSite, Workers]:
-        return self.submitter.site(self.spec.name, self.options), self.submitter.workers
-
-    @property
-    def _returns_errors(self) -> bool:
-        return self.how.on_error == "return"
-
-    def _begin_shares(self, feed: ShareFeed, plan: CallPlan) -> None:
-        """Send a call whose values arrive one by one."""
-        alone = {share: self._alone(share) for share in self._shares_of(plan)}
-        futures = self.submitter.submit_shares(self._request(plan), alone)
-        feed.begin(_labelled(alone, futures, plan.real_rows))
-
-    def _begin_items(self, feed: ItemFeed, plan: CallPlan) -> None:
-        """Start generators, whose items are requested one by one."""
-        if plan.real_rows is not None and plan.real_rows.padded_to is not None:
-            raise UsageError(
-                f"{self.spec.label} yields items, from which padding cannot be removed; split without pad=True"
-            )
-        stream, rows = uuid.uuid4().hex, plan.real_rows
-        alone = {share: Collection(Only(), (share.rank,)) for share in self._shares_of(plan)}
-
-        def call(some: Sequence[Share], which: CallPlan, what: str) -> dict[Share, Future[Any]]:
-            request = replace(self._request(which), asks_for=what, is_for_all=False, is_cleanup=what == CLOSE_STREAM)
-            futures = self.submitter.submit_shares(request, {share: alone[share] for share in some})
-            return _labelled(some, futures, rows)
-
-        def named(some: Sequence[Share]) -> CallPlan:
-            asked = tuple([rank for share in some for rank in share.ranks])
-            return CallPlan((ArgumentGroup(((0, stream),), ("stream",), asked),))
-
-        def ask(share: Share) -> Future[Any]:
-            with self.submitter.admitted(self.spec.label):
-                return call([share], named([share]), NEXT)[share]
-
-        def close(some: Sequence[Share]) -> object:  # even if it is not the group's turn, as it frees resources
-            return call(some, named(some), CLOSE_STREAM)
-
-        first = call(list(alone), self._first_items_plan(plan, stream), OPEN_STREAM)
-        feed.begin_items(first, ask, close)
-        self.submitter.work.add_in_parts(feed)
-
-    def _first_items_plan(self, plan: CallPlan, name: str) -> CallPlan:
-        """The arguments of the call that starts the generators."""
-        items = ((STREAM, name), (METHOD, self.submitter.worker_method(self.spec.name)))
-        return CallPlan((*plan.groups, ArgumentGroup(items, ("stream", "method"), self.spec.ranks)))
-
-    def _shares_of(self, plan: CallPlan) -> tuple[Share, ...]:
-        return shares(self.spec.ranks, [group.ranks for group in plan.groups], self.spec.collection.ranks)
+        if not self.spec.is_generator:
+            return self._streamed(plan, self._values, parents)
+        ahead = replace(self.how, maxsize=self.how.maxsize or ITEMS_AHEAD)
+        return replace(self, how=ahead)._streamed(plan, partial(Items, self), parents)
 
     def chunks(self, args: Sequence[Any], kwargs: Mapping[str, Any], parents: Sequence[Future[Any]]) -> Stream:
         """A stream of the values of chunks; ``parents`` are the futures of missing rows."""
-        takers, feed = self._takers(), ChunkFeed(*self._of_feeds, self._returns_errors, self.how.maxsize)
-        plan = partial(self._pull, claims_of(args, kwargs), args, kwargs)
-        return self._begun(feed, partial(self._begin_chunks, feed, takers), plan, parents)
-
-    def _begin_chunks(self, feed: ChunkFeed, takers: Sequence[Share], pull: Pull) -> None:
-        def send(number: int, share: Share) -> Future[Any]:
-            with self.submitter.admitted(self.spec.label):  # chunk by chunk, as the user takes them
-                return pull.send(number, share)
-
-        feed.begin(Pull(pull.chunks, send), takers)
-        self.submitter.work.add_in_parts(feed)
+        make = partial(Chunks, self, self._takers(), True)
+        return self._streamed(self._chunk_plan(args, kwargs), make, parents)
 
     def pulled(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], parents: Sequence[Future[Any]], waits: bool
     ) -> Future[Any]:
         """The future of all chunks."""
-        takers, work = self._takers(), self.submitter.work
-        self.submitter.check_open()
-        begin: Callable[[], Pull] = partial(self._pull, claims_of(args, kwargs), args, kwargs)
-        if not parents:
-            pull = begin()  # mistakes are errors now
-            begin = lambda: pull  # noqa: E731
-        site = self.submitter.site(self.spec.name, self.options)
-        join = partial(collect_chunks, self._protocol, method=self.spec.label)
-        keeps_rows = isinstance(self.spec.collection.incoming, Concat)
-        call = PulledCall(site, keeps_rows, self._returns_errors, parents, begin, takers, join, work)
-        self.submitter.work.add_in_parts(call)
-        future: Future[Any] = Future(call, self.group)
+        make = partial(Chunks, self, self._takers(), False)
+        call = Pulled(self._site, self.submitter, self.how, self.spec.collection.incoming)
+        begin = _begin(self._chunk_plan(args, kwargs), make, parents)
         with self.submitter.admitted(self.spec.label):  # once for all chunks: the group yields after the last one
-            work.enqueue(call, waits)
-            work.advance()
-        return future
+            call.start(begin, parents, waits)
+        return Future(call, self.group)
+
+    def _streamed(
+        self, plan: Callable[[], Any], make: Callable[[Any], Source], parents: Sequence[Future[Any]]
+    ) -> Stream:
+        """A stream of the parts of a call that begins now, or when its rows are there and earlier calls are sent."""
+        arrivals = Arrivals()
+        feed = Feed(self._site, self.submitter, self.how, arrivals.put)
+        begin = _begin(plan, make, parents)
+        with self.submitter.admitted(self.spec.label):
+            feed.start(begin, parents)
+        return Stream(feed, arrivals)
 
     @property
-    def _protocol(self) -> TransferProtocol[Any, Any]:
-        protocol = self.spec.registration.protocol
-        assert isinstance(protocol, TransferProtocol), "`_takers` refuses others"
-        return protocol
+    def _site(self) -> CallSite:
+        return self.submitter.site(self.spec.name, self.options)
+
+    def _values(self, plan: CallPlan) -> Source:
+        """Send a call whose values arrive one by one."""
+        found = {share: self.alone(share) for share in self.shares_of(plan)}
+        return Source(_labelled(found, self.submitter.submit_shares(self.request(plan), found), plan.real_rows))
 
     def _takers(self) -> tuple[Share, ...]:
         if self.spec.is_for_zero or self.spec.is_generator:
@@ -175,35 +102,138 @@ class Flow:
             raise UsageError(f"{self.spec.label} {why}, so it cannot be called with pull=; call it without")
         return replicas(self.spec.registration.protocol, self.spec.mesh, self.spec.label)
 
-    def _pull(self, claims: Sequence[Claim], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pull:
-        """Plan the chunks; the rows of futures among the arguments are there."""
-        spec, size = self.spec, self.how.pull
+    def _chunk_plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], tuple[PullPlan, object]]:
+        """Return a function that plans the chunks; the rows of futures among the arguments are there by then."""
+        spec, size, claims = self.spec, self.how.pull, claims_of(args, kwargs)
+        protocol = spec.registration.protocol
         assert size is not None, "the caller has checked it"
-        arguments = bind(spec.label, spec.signature, args, kwargs)
-        rules, split = spec.registration.arguments, self._protocol.outgoing
-        plan = plan_pull(arguments, split, rules, spec.label, size, self.how.group_by)
-        return Pull(plan.chunks, partial(self._send_chunk, claims, plan))
 
-    def _send_chunk(self, _: Sequence[Claim], plan: PullPlan, number: int, share: Share) -> Future[Any]:
-        chunk = plan.of(number, share.ranks)
-        request = replace(self._request(chunk), ranks=share.ranks, collection=self._alone(share), keeps_rows=True)
-        return self.submitter.submit_now(request)
+        def plan() -> tuple[PullPlan, object]:
+            arguments = bind(spec.label, spec.signature, args, kwargs)
+            assert isinstance(protocol, TransferProtocol) and isinstance(protocol.outgoing, Split), "see `_takers`"
+            rules, split = spec.registration.arguments, protocol.outgoing
+            return plan_pull(arguments, split, rules, spec.label, size, self.how.group_by), claims
 
-    def _request(self, plan: CallPlan) -> CallRequest:
+        return plan
+
+    def request(self, plan: CallPlan) -> CallRequest:
         """The request for a call of all ranks."""
         spec = self.spec
         return CallRequest(spec.name, plan, spec.ranks, owner=self.group, options=self.options)
 
-    def _alone(self, share: Share) -> Collection:
+    def alone(self, share: Share) -> Collection:
         """The collection that makes a result of its own from the value of a share."""
         return Collection(of_one_rank(self.spec.collection.incoming, share.rank), (share.rank,))
 
+    def shares_of(self, plan: CallPlan) -> tuple[Share, ...]:
+        """The shares of the ranks that each return a value."""
+        return shares(self.spec.ranks, [group.ranks for group in plan.groups], self.spec.collection.ranks)
+
+
+class Items(Source):
+    """The items of generators, one after the other from each share.
+
+    An item is requested when the one before it is there, so that other calls come between two items, and so that a
+    generator exists when its next item is requested, whatever the order in which a backend runs calls.
+
+    Args:
+        flow: The call.
+        plan: Its arguments.
+    """
+
+    def __init__(self, flow: Flow, plan: CallPlan) -> None:
+        self._flow, self._rows, self._stream = flow, plan.real_rows, uuid.uuid4().hex
+        if self._rows is not None and self._rows.padded_to is not None:
+            raise UsageError(
+                f"{flow.spec.label} yields items, from which padding cannot be removed; split without pad=True"
+            )
+        name = ((STREAM, self._stream), (METHOD, flow.submitter.worker_method(flow.spec.name)))
+        plan_ = CallPlan((*plan.groups, ArgumentGroup(name, ("stream", "method"), flow.spec.ranks)))
+        found = flow.shares_of(plan)
+        super().__init__(self._call(found, OPEN_STREAM, plan_))
+        self._unclosed = set(found)
+
+    def has_more(self, share: Share) -> bool:
+        """Whether the generators of a share have not ended."""
+        return share in self._unclosed
+
+    def send(self, share: Share) -> Future[Any]:
+        """Request the next item of a share."""
+        with self._flow.submitter.admitted(self._flow.spec.label):
+            return self._call([share], NEXT)[share]
+
+    def is_end(self, share: Share, future: Future[Any]) -> bool:
+        """Whether a reply has no item."""
+        call = future._call
+        assert isinstance(call, Call), "items are requested by calls"
+        if call.has_value_of(share.rank):
+            return False
+        self._unclosed.discard(share)
+        return True
+
+    def close(self) -> None:
+        """Close the generators that have not ended, also outside of the group's turn, as it frees resources."""
+        unclosed, self._unclosed = self._unclosed, set()
+        if unclosed:
+            with contextlib.suppress(Exception):  # the group was closed
+                self._call(sorted(unclosed), CLOSE_STREAM)
+
+    def _call(self, found: Sequence[Share], what: str, plan: CallPlan | None = None) -> dict[Share, Future[Any]]:
+        if plan is None:
+            ranks = tuple([rank for share in found for rank in share.ranks])
+            plan = CallPlan((ArgumentGroup(((0, self._stream),), ("stream",), ranks),))
+        request = replace(self._flow.request(plan), asks_for=what, is_for_all=False, is_cleanup=what == CLOSE_STREAM)
+        alone = {share: Collection(Only(), (share.rank,)) for share in found}
+        return _labelled(found, self._flow.submitter.submit_shares(request, alone), self._rows)
+
+
+class Chunks(Source):
+    """The chunks of a batch, each for the next free replica.
+
+    Args:
+        flow: The call.
+        replicas: The ranks that take a chunk together.
+        is_gated: Whether each chunk needs the group's turn, as chunks are sent while the user takes others.
+        planned: The chunks, and the claims on the rows that they take.
+    """
+
+    is_per_share = False
+
+    def __init__(self, flow: Flow, replicas: Sequence[Share], is_gated: bool, planned: tuple[PullPlan, object]) -> None:
+        super().__init__({}, replicas)
+        self._flow, self._is_gated, (self._plan, self._claims) = flow, is_gated, planned
+        self._todo = deque(range(len(self._plan.chunks)))
+
+    def has_more(self, share: Share) -> bool:
+        """Whether chunks are left."""
+        return bool(self._todo)
+
+    def send(self, share: Share) -> Future[Any]:
+        """Send the next chunk to a replica, ahead of calls that wait for rows."""
+        flow, number = self._flow, self._todo[0]
+        with flow.submitter.admitted(flow.spec.label) if self._is_gated else contextlib.nullcontext():
+            request = flow.request(self._plan.of(number, share.ranks))
+            request = replace(request, ranks=share.ranks, collection=flow.alone(share), keeps_rows=True)
+            future = flow.submitter.submit_now(request)
+        self._todo.popleft()
+        future.rank, future.numbers = share.rank, self._plan.chunks[number]
+        return future
+
+
+def _begin(
+    plan: Callable[[], Any], make: Callable[[Any], Source], parents: Sequence[Future[Any]]
+) -> Callable[[], Source]:
+    """Return a function that sends the first parts of a call. Mistakes are errors now, unless rows are missing."""
+    if parents:
+        return lambda: make(plan())
+    return partial(make, plan())
+
 
 def _labelled(
-    shares: Iterable[Share], futures: Sequence[Future[Any]], rows: RealRows | None
+    found: Iterable[Share], futures: Sequence[Future[Any]], rows: RealRows | None
 ) -> dict[Share, Future[Any]]:
     """The futures by share, labelled with the rank and the rows of the share."""
-    found = dict(zip(shares, futures, strict=True))
-    for share, future in found.items():
+    labelled = dict(zip(found, futures, strict=True))
+    for share, future in labelled.items():
         future.rank, future.numbers = share.rank, None if rows is None else rows.numbers[share.rank]
-    return found
+    return labelled

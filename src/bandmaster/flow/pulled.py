@@ -1,27 +1,29 @@
-"""`PulledCall`: the result of a call whose chunks free replicas pull."""
+"""`Pulled`: the result of a call whose chunks go to free replicas; it joins the results of the chunks in order."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bandmaster.calls.call import Call
 from bandmaster.calls.future import Future, table_of
-from bandmaster.calls.open_work import OpenWork
-from bandmaster.calls.progress import Watchers
+from bandmaster.calls.options import FlowOptions
 from bandmaster.calls.request import CallSite
-from bandmaster.calls.result import Done, Result, late, wait_for_all
-from bandmaster.errors import CallCancelled, CallTimeout, CollectError, ResourceError, RowsLost
-from bandmaster.flow.chunks import stack_chunks
-from bandmaster.flow.feeds import pending_calls
-from bandmaster.flow.pull import Pull, Puller
-from bandmaster.plan.arguments import Share
+from bandmaster.calls.result import Done, Result
+from bandmaster.calls.submission import Submitter
+from bandmaster.errors import BatchError, CallTimeout, CollectError, ResourceError, RowsLost
+from bandmaster.flow.feed import Feed
 from bandmaster.plan.batch_types import Index
+from bandmaster.plan.collection import collect
+from bandmaster.plan.rows import CollectEach, RealRows
+from bandmaster.plan.transfer import Concat, Incoming
 from bandmaster.platform.deadline import Deadline
-from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.rows import table as handles
 from bandmaster.rows.table import Table
+
+AGAIN = "wait again with error.future.result(), or cancel it with error.future.cancel()"
 
 
 class FailedRows(NamedTuple):
@@ -50,153 +52,62 @@ class PartialResult(NamedTuple):
     failed: tuple[FailedRows, ...]
 
 
-class PulledCall(Result):
-    """The result of a call whose chunks free replicas pull.
-
-    Calls that are submitted after it are sent after its last chunk.
-
-    Attributes:
-        site: Its `CallSite`: names for messages, and limits.
-        keeps_rows: Whether its rows stay where they are made.
-        parents: The futures of the rows that it takes, until it has begun.
-        done: Its end; None before.
-        is_cancelled: Whether it was cancelled.
+class Pulled(Feed, Result):
+    """The result of a call whose chunks go to free replicas.
 
     Args:
-        site: Its `CallSite`: names for messages, and limits.
-        keeps_rows: Whether its rows stay where they are made.
-        returns_errors: Whether the result contains the errors of failed chunks.
-        parents: The futures of the rows that it takes.
-        begin: Plans it; the rows are there by then.
-        replicas: The ranks that take a chunk together.
-        join: Makes the result from the row numbers, the value and the rank of each chunk.
-        work: The calls of the same workers.
+        site: Its `CallSite`.
+        submitter: Sends the calls of the group.
+        how: The user's options.
+        incoming: The collect rule of the method.
     """
 
-    is_sent_in_background = False
+    is_one_result = True
 
     def __init__(
-        self,
-        site: CallSite,
-        keeps_rows: bool,
-        returns_errors: bool,
-        parents: Sequence[Any],
-        begin: Callable[[], Pull],
-        replicas: Sequence[Share],
-        join: Callable[[Sequence[Index], Sequence[Any], Sequence[int | None]], Any],
-        work: OpenWork,
+        self, site: CallSite, submitter: Submitter, how: FlowOptions, incoming: Incoming | CollectEach
     ) -> None:
-        self.site, self.keeps_rows, self.parents = site, keeps_rows and not returns_errors, tuple(parents)
-        self.done: Done | None = None
-        self.is_cancelled = False
-        self._returns_errors, self._join, self._work = returns_errors, join, work
-        self._begin: Callable[[], Pull] | None = begin
-        self._replicas = replicas
-        self._puller: Puller | None = None  # None after the last chunk, to break the reference cycle
-        self._chunks: Sequence[Index] = ()
-        self._futures: Sequence[Future[Any]] = ()
-        self.lock = threading.RLock()
+        self._parts: list[Future[Any] | None] = []
+        super().__init__(site, submitter, how, self._parts.append)
+        self.keeps_rows, self._incoming = isinstance(incoming, Concat) and not self._returns_errors, incoming
         self._table: Table | None = None
         self._is_released = False
-        self._watchers = Watchers()
-        self._sent, self._finished = threading.Event(), threading.Event()
-
-    # --- in the queue of calls that are not sent yet ---
-
-    def advance(self) -> bool:
-        """Begin if the rows that it takes are there. Returns whether all chunks are sent."""
-        if self._begin is not None and wait_for_all(self.parents, Deadline(0.0)):
-            begin, self._begin, self.parents = self._begin, None, ()
-            try:
-                pull = begin()
-                tell = self._chunk_done, self._fail, self._all_sent
-                puller = self._puller = Puller(pull.chunks, self._replicas, pull.send, None, *tell)
-                puller.go_on()
-            except BaseException as error:
-                self._fail(error)
-                if not isinstance(error, Exception):
-                    raise
-        return self._sent.is_set()
-
-    def wait_until_sent(self, timeout_s: float | None) -> bool:
-        """Wait until all chunks are sent; False if the time is over before."""
-        deadline = Deadline(timeout_s)
-        if self._begin is not None:
-            if not wait_for_all(self.parents, deadline):
-                return False
-            self._work.advance()  # begins it
-        return self._sent.wait(deadline.left())
-
-    @property
-    def waits_for(self) -> Sequence[Result]:
-        """The first call to the same workers that was not sent, the chunks that run, and the calls of its rows."""
-        return [*self._work.first_before(self), *self._running(), *(parent._call for parent in self.parents)]
-
-    def _running(self) -> list[Call]:
-        puller = self._puller  # another thread may set it to None
-        return [] if puller is None else pending_calls(puller.running)
-
-    def tell(self) -> None:
-        """Do nothing: watchers are notified after the last chunk."""
-
-    def give_up(self, why: BaseException) -> None:
-        """Send no more chunks, for a reason."""
-        self._fail(why)
-
-    def _all_sent(self) -> None:
-        self._sent.set()
-        self._work.advance()
-
-    # --- in its future ---
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all chunks are done, or one has failed."""
-        return self.done is not None
-
-    is_ended = is_over
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until all chunks are done, or one has failed; False if the time is over before."""
         deadline = Deadline(timeout_s)
-        if self._begin is not None:
-            self._work.wait_up_to(self, deadline)
-        if not self._finished.wait(deadline.left()):
+        if self.done is None:
+            self.work.wait_up_to(self, deadline)
+        if not self.ended.wait(deadline.left()):
             return False
+        if self._is_released:
+            self.release()
         if not self.keeps_rows:
-            with self.lock:
-                if self.done is not None and not self.done.is_here:
-                    self.done = self._brought(Deadline(math.inf))
+            with contextlib.suppress(Exception):  # it is the result
+                self.value(Deadline(math.inf))
         return True
 
     def drive(self) -> None:
         """Send the waiting calls and chunks that can be sent."""
-        self._work.advance()
+        self.work.advance()
 
-    def cancel(self) -> bool:
-        """Cancel the chunks that run, and do not send the others."""
-        self.is_cancelled = True
-        self._fail(CallCancelled(f"{self.site.method} was cancelled; make the call again"))
-        return True
-
-    def late(self, timeout_s: float) -> CallTimeout:
+    def late(self, timeout_s: float, what_next: str = AGAIN) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
-        calls = self._running()
-        if not calls:
-            return late(self, timeout_s, "takes its rows, or was submitted behind it")
-        missing = [rank for call in calls for rank in call.missing]
-        stacks = {rank: stack for call in calls for rank, stack in call.stacks().items()}
-        return CallTimeout(self.site.method, tuple(missing), timeout_s, stacks)
+        return super().late(timeout_s, what_next)
 
     def watch(self, when_done: Callable[[], object]) -> None:
         """Call a function when it is done."""
-        self._watchers.add(when_done)
+        self.watchers.add(when_done)
+
+    @property
+    def _chunks(self) -> list[Future[Any]]:
+        """The futures of all chunks, in the order of their first rows in the batch."""
+        return sorted(filter(None, list(self._parts)), key=lambda future: next(iter(numbers_of(future)), 0))
 
     def table(self) -> Table:
         """The rows, in the order of the batch; all chunks are done, without an error."""
         if self._table is None:
-            tables = [table_of(future) for future in self._futures]
-            self._table = stack_chunks(tables, self._chunks, self.site.method)
+            self._table = _stacked(self._chunks, self.site.method)
         return self._table
 
     def _brought(self, deadline: Deadline) -> Done:
@@ -210,65 +121,71 @@ class PulledCall(Result):
             return Done(error)
 
     def _joined(self, deadline: Deadline) -> Any:
-        values: list[Any] = []
-        numbers: list[Index] = []
-        ranks: list[int | None] = []
+        values: dict[Future[Any], Any] = {}
         failed: list[FailedRows] = []
-        for chunk, future in zip(self._chunks, self._futures, strict=True):
+        for future in self._chunks:
             try:
-                values.append(future.result(deadline.left()))
-                numbers.append(chunk)
-                ranks.append(future.rank)
+                values[future] = future.result(deadline.left())
             except Exception as error:
                 if not self._returns_errors:
                     raise
-                failed.append(FailedRows(chunk, error))
-        try:
-            value = self._join(numbers, values, ranks) if values else None
-        except CollectError as error:
-            raise self.site.located(error) from error.__cause__
+                failed.append(FailedRows(numbers_of(future), error))
+        value = self._collected(values) if values else None
         if not self._returns_errors:
             return value
-        return PartialResult(value, sorted(int(row) for chunk in numbers for row in chunk), tuple(failed))
+        return PartialResult(value, sorted(int(row) for one in values for row in numbers_of(one)), tuple(failed))
+
+    def _collected(self, values: Mapping[Future[Any], Any]) -> Any:
+        """Join the values of chunks in the order of their rows, or reduce them.
+
+        Raises:
+            CollectError: The values cannot be joined; the message names the rank and the chunk, which count from 0.
+        """
+        rule, chunks, numbers = self._incoming, list(values), tuple(range(len(values)))
+        if isinstance(rule, CollectEach):
+            rule = CollectEach(tuple([(each, numbers) for each, _ in rule.collects]))
+        rows = RealRows(tuple(map(numbers_of, chunks)))
+        try:
+            return collect(rule, numbers, list(values.values()), self.site.method, rows, "chunk")
+        except CollectError as error:
+            failure = error.failures[error.rank]
+            failure = replace(failure, summary=f"in chunk {error.rank}, {failure.summary}")
+            where = chunks[error.rank].rank or 0
+            raise self.site.located(CollectError(self.site.method, {where: failure})) from error.__cause__
 
     def release(self) -> None:
         """Release the rows that are there, or will be."""
         self._is_released = True
-        for future in self._futures:
-            future.release()
-        self._table = None
-        if self.done is not None and self.done.error is None:
-            self.done = Done(is_here=False)
+        if self.keeps_rows and self.done is not None and self.done.error is None:
+            for future in self._chunks:
+                future.release()
+            self._table, self.done = None, Done(is_here=False)
 
-    def _chunk_done(self, future: Future[Any]) -> None:
-        error = future.exception()
-        if error is not None and not self._returns_errors:
-            self._fail(error)
-            return
-        with self.lock:
-            puller = self._puller
-            if puller is None or puller.n_left:
-                return
-            self._chunks, self._futures, self._puller = puller.chunks, puller.done, None
-            self._sent.set()  # before its end: what is over is given up no more if Ctrl-C comes now
-            if self._is_released and self.keeps_rows:
-                self.release()
-            self.done = Done(is_here=False)
-            self._finished.set()
-        self._watchers.tell()
 
-    def _fail(self, error: BaseException) -> None:
-        with SigintSafeLock(), self.lock:  # so that after Ctrl-C it does not block later calls
-            if self.done is not None:
-                return
-            self.done = Done(error)
-            self._begin, self.parents = None, ()
-            self._sent.set()
-            self._finished.set()
-            puller, self._puller = self._puller, None
-        try:
-            if puller is not None:
-                puller.stop()
-        finally:
-            self._work.advance()
-            self._watchers.tell()
+def numbers_of(chunk: Future[Any]) -> Index:
+    """The numbers of the rows of a chunk in the batch."""
+    assert chunk.numbers is not None, "chunks are labelled with their rows"
+    return chunk.numbers
+
+
+def _stacked(chunks: Sequence[Future[Any]], method: str) -> Table:
+    """A table of the rows of all chunks in their order in the batch; no row moves.
+
+    Raises:
+        BatchError: The chunks have different columns, or the order cannot be restored.
+    """
+    tables = [table_of(chunk) for chunk in chunks]
+    with_rows = [number for number, table in enumerate(tables) if table.n_rows] or range(len(tables))
+    stacked = handles.concat([tables[number] for number in with_rows], [f"chunk {number}" for number in with_rows])
+    order = RealRows(tuple(map(numbers_of, chunks))).order(range(len(chunks)))
+    if order is None:
+        return stacked
+    for table, chunk in zip(tables, chunks, strict=True):
+        if table.n_rows != len(numbers_of(chunk)):
+            raise BatchError(
+                f"{method} returned {table.n_rows} rows for {len(numbers_of(chunk))} rows of a batch that was not sent "
+                "in its order, so the order cannot be restored; return one row for each row, or call it without "
+                "group_by"
+            )
+    restored: Table = handles.take(stacked, order)
+    return restored

@@ -1,28 +1,61 @@
-"""Streams: the results of a call one by one, as they arrive.
-
-::
-
-    submission ── a future for each share, item or chunk ──► Feed ── arrived ──► Stream ──► for, async for
-                              ▲                                │
-                              └── requests more, as items are made and taken
-"""
+"""Streams: the results of a call one by one, as they arrive."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.interruption import WaitedFor, note_calls
 from bandmaster.calls.progress import progress
-from bandmaster.calls.result import Result
 from bandmaster.errors import CallTimeout
-from bandmaster.flow.feeds import Feed
+from bandmaster.flow.feed import Feed
+from bandmaster.platform.deadline import Deadline
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+Arrival: TypeAlias = "Future[Any] | None"
+
+
+class Arrivals:
+    """The queue of a stream: futures, and None where the feed has news.
+
+    Any thread may put an arrival in, and any thread or task may take it.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._wakes: dict[object, Callable[[], object]] = {}  # of the tasks that wait
+
+    def put(self, arrival: Arrival) -> None:
+        """Add an arrival; it does not block."""
+        self._queue.put(arrival)
+        for wake in list(self._wakes.values()):
+            with contextlib.suppress(RuntimeError):  # the event loop was closed
+                wake()
+
+    def get(self, timeout_s: float | None) -> Arrival:
+        """Wait for the next arrival. Raises queue.Empty if none comes in time."""
+        return self._queue.get(timeout=Deadline(timeout_s).left())
+
+    async def get_async(self) -> Arrival:
+        """Wait for the next arrival in an event loop."""
+        import asyncio  # here, as it takes a third of the import time of the whole library
+
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        self._wakes[arrived] = lambda: loop.call_soon_threadsafe(arrived.set)
+        try:
+            while True:
+                arrived.clear()
+                try:
+                    return self._queue.get_nowait()
+                except queue.Empty:
+                    await arrived.wait()
+        finally:
+            del self._wakes[arrived]
 
 
 class Stream:
@@ -37,8 +70,9 @@ class Stream:
     iterate over one stream: each result goes to one of them.
     """
 
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
+    def __init__(self, feed: Feed, arrivals: Arrivals) -> None:
+        self._feed, self._arrivals = feed, arrivals
+        self._is_open = True
 
     def __iter__(self) -> Self:
         return self
@@ -54,15 +88,14 @@ class Stream:
         """
         timeout_s = self._feed.site.limits().timeout
         with self._closing_after_errors():
-            while self._feed.is_open:
+            while self._is_open:
                 try:
-                    arrival = self._feed.arrived.get(timeout_s)
+                    future = self._arrivals.get(timeout_s)
                 except queue.Empty:
                     self._check_debugged(timeout_s)
                     continue
-                found = self._feed.received(arrival)
-                if found is not None:
-                    return found
+                if self._is_item(future):
+                    return future
         raise StopIteration
 
     def __aiter__(self) -> Self:
@@ -74,16 +107,29 @@ class Stream:
 
         timeout_s = self._feed.site.limits().timeout
         with self._closing_after_errors():
-            while self._feed.is_open:
+            while self._is_open:
                 try:
-                    arrival = await asyncio.wait_for(self._feed.arrived.get_async(), timeout_s)
+                    future = await asyncio.wait_for(self._arrivals.get_async(), timeout_s)
                 except asyncio.TimeoutError:
                     self._check_debugged(timeout_s)
                     continue
-                found = self._feed.received(arrival)
-                if found is not None:
-                    return found
+                if self._is_item(future):
+                    return future
         raise StopAsyncIteration
+
+    def _is_item(self, arrival: Arrival) -> TypeGuard[Future[Any]]:
+        """Whether an arrival is a result. Raises the error of the call if it has ended with one."""
+        if arrival is not None:
+            self._feed.taken(arrival)
+            return True
+        if (done := self._feed.done) is None:
+            self._feed.send()  # what could not be sent before, for example as it was not the group's turn
+        else:
+            self._arrivals.put(None)  # for another thread that waits
+            was_open, self._is_open = self._is_open, False
+            if done.error is not None and was_open:
+                raise done.error
+        return False
 
     @contextlib.contextmanager
     def _closing_after_errors(self) -> Iterator[None]:
@@ -95,10 +141,10 @@ class Stream:
         except BaseException as error:
             try:
                 if isinstance(error, KeyboardInterrupt):
-                    missing = {rank for call in self._feed.pending() for rank in call.missing}
+                    missing = {rank for call in self._feed.sent_calls() for rank in call.missing}
                     note_calls(error, [WaitedFor(self._feed.site.method, tuple(sorted(missing)), self._late)])
             finally:
-                self.close()
+                self._close()
             raise
 
     def _check_debugged(self, timeout_s: float | None) -> None:
@@ -108,10 +154,21 @@ class Stream:
         if not (timeout_s and late.is_debugged):
             raise late from None
 
+    def _late(self, timeout_s: float) -> CallTimeout:
+        error = self._feed.late(
+            timeout_s, "go on iterating over error.stream to wait again, or end it with error.stream.close()"
+        )
+        error.stream = self
+        return error
+
     def close(self) -> None:
         """Cancel the results that are not made yet; generators run their ``finally`` blocks. Closing twice is fine."""
-        if self._feed.is_open:
-            self._feed.close()
+        if self._is_open:
+            self._close()
+
+    def _close(self) -> None:
+        self._is_open = False
+        self._feed.look()
 
     def __enter__(self) -> Self:
         return self
@@ -120,27 +177,9 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        feed = self.__dict__.get("_feed")
-        if feed is not None and feed.is_open:
+        if self.__dict__.get("_is_open"):
             with contextlib.suppress(Exception):  # at exit, no thread can be started
-                progress.add(feed)  # the thread closes it, as garbage may be collected under any lock
+                progress.add(self._feed)  # the thread closes it, as garbage may be collected under any lock
 
     def __repr__(self) -> str:
-        return f"<Stream of {self._feed.site.method}, {'open' if self._feed.is_open else 'ended'}>"
-
-    def _late(self, timeout_s: float) -> CallTimeout:
-        method, awaited = self._feed.site.method, self._feed.awaited
-        calls: Sequence[Result] = self._feed.pending()
-        what_next = "go on iterating over error.stream to wait again, or end it with error.stream.close()"
-        if not calls and awaited is not None:
-            what_next = f"{method} takes its rows, or was submitted behind it, and so was not sent: {what_next}"
-            method, calls = awaited.site.method, [awaited]
-        stacks: dict[int, str] = {}
-        missing: dict[int, None] = {}
-        for call in calls:
-            missing.update(dict.fromkeys(call.missing))
-            stacks.update(call.stacks())
-        behind = next(filter(None, (call.behind for call in calls)), "")
-        error = CallTimeout(method, tuple(sorted(missing)), timeout_s, stacks, what_next, behind=behind)
-        error.stream = self
-        return error
+        return f"<Stream of {self._feed.site.method}, {'open' if self._is_open else 'ended'}>"

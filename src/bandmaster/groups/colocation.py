@@ -31,7 +31,7 @@ from bandmaster.roles import SEPARATOR, Role, Roles
 from bandmaster.worker import ClassWithInitArgs, Worker, registrations
 
 if TYPE_CHECKING:
-    from bandmaster.turns.taker import TurnTaker
+    from bandmaster.turns.turns import TurnTaker
 
 
 def colocate(
@@ -157,7 +157,7 @@ class ColocatedGroup(GroupOf[Any]):
 
     def _turn_taker_of(self, parts: _RoleParts) -> TurnTaker:
         """The turn taker of a role; also makes the one that takes turns for all roles together."""
-        from bandmaster.turns.taker import TurnTaker, turn_taker  # a feature
+        from bandmaster.turns.turns import TurnTaker, turn_taker  # a feature
 
         places = frozenset(self._pool._places)
         taker = turn_taker(parts.checked.cls, parts.name, places, parts.submitter, self._ownership)

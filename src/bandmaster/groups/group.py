@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from bandmaster.tracing.records import CallTable
-    from bandmaster.turns.taker import TurnTaker
-    from bandmaster.turns.turns import Turn
+    from bandmaster.turns.turns import Turn, TurnTaker
 
 W = TypeVar("W", bound=Worker)
 
@@ -179,7 +178,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
 
     def _turn_taker(self) -> TurnTaker:
         """The group's turn taker, which checks its calls from now on. Raises UsageError if it cannot have one."""
-        from bandmaster.turns.taker import turn_taker  # a feature
+        from bandmaster.turns.turns import turn_taker  # a feature
 
         return turn_taker(self._cls, self._name, self._pool._places, self._submitter, self._ownership)
 

@@ -11,6 +11,7 @@ On another host, the agent sends the output to the controller, which shows it.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import select
@@ -28,7 +29,7 @@ from bandmaster.output.screen import show
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 
-MAX_LINE_NBYTES = 64 * 1024
+MAX_LINE_NCHARS = 64 * 1024
 LAST_LINE_NCHARS = 1000  # characters shown of each of the last lines of standard error
 LAST_LINES_S = 1.0  # time for the thread to read them
 
@@ -36,26 +37,26 @@ LAST_LINES_S = 1.0  # time for the thread to read them
 class Lines:
     """Decodes a stream line by line. If ``\\r`` restarts a line, such as a bar, only its last state counts.
 
-    Lines longer than `MAX_LINE_NBYTES` are split.
+    Lines of more than `MAX_LINE_NCHARS` characters are split.
     """
 
     def __init__(self) -> None:
-        self._rest = b""  # the incomplete line, from its last state on
+        self._rest = ""  # the incomplete line, from its last state on
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, data: bytes) -> list[str]:
         """Return the lines that this data completes, without their endings."""
-        *lines, rest = (self._rest + data).split(b"\n")
-        self._rest = rest[max(0, rest.rstrip(b"\r").rfind(b"\r")) :]
-        if len(self._rest) > MAX_LINE_NBYTES:
-            end = _end_of_characters(self._rest)
-            lines.append(self._rest[:end])
-            self._rest = self._rest[end:]
+        *lines, rest = (self._rest + self._decoder.decode(data)).split("\n")
+        self._rest = rest[max(0, rest.rstrip("\r").rfind("\r")) :]
+        if len(self._rest) > MAX_LINE_NCHARS:
+            lines.append(self._rest)
+            self._rest = ""
         return [_shown(line) for line in lines]
 
     @property
     def bar(self) -> str:
         """The last state of an incomplete line that ``\\r`` has restarted; "" for any other line, or if it is blank."""
-        return _shown(self._rest) if b"\r" in self._rest else ""
+        return _shown(self._rest) if "\r" in self._rest else ""
 
     @property
     def is_between_lines(self) -> bool:
@@ -64,22 +65,14 @@ class Lines:
 
     def rest(self) -> list[str]:
         """Return the incomplete line at the end of the stream; no line if the stream ended in a complete one."""
-        line, self._rest = _shown(self._rest), b""
+        line, self._rest = _shown(self._rest + self._decoder.decode(b"", final=True)), ""
         return [line] if line else []
 
 
-def _end_of_characters(line: bytes) -> int:
-    """Return the length of a line without the first bytes of a character that goes on behind it, in UTF-8."""
-    for n, byte in enumerate(reversed(line[-3:]), 1):
-        if byte >= 0xC0:  # the first byte of a character of two to four bytes
-            return len(line) - (n if n < 2 + (byte >= 0xE0) + (byte >= 0xF0) else 0)
-    return len(line)
-
-
-def _shown(line: bytes) -> str:
+def _shown(line: str) -> str:
     """Return a line as a terminal shows it; "" if blanks have erased an earlier state."""
-    _, again, state = line.rstrip(b"\r").rpartition(b"\r")
-    return state.decode(errors="replace") if state.strip() or not again else ""
+    _, again, state = line.rstrip("\r").rpartition("\r")
+    return state if state.strip() or not again else ""
 
 
 @dataclass

@@ -6,7 +6,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
@@ -32,23 +32,17 @@ class AfterImport(MetaPathFinder):
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The spec of the module, with a loader that calls the function; None for other modules."""
+        """The spec of the module, whose loader calls the function; None for other modules."""
         if name != self._module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _LoaderThenCall(spec.loader, self._function)
+            run = spec.loader.exec_module
+
+            def run_then_call(module: ModuleType) -> None:
+                run(module)
+                self._function()
+
+            spec.loader.exec_module = run_then_call  # type: ignore[method-assign]  # of this one loader
         return spec
-
-
-class _LoaderThenCall(Loader):
-    def __init__(self, loader: Loader, function: Callable[[], object]) -> None:
-        self._loader, self._function = loader, function
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._function()

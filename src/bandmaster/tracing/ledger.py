@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from bandmaster.calls.hooks import hooks
 from bandmaster.contract import Workers
@@ -24,15 +24,17 @@ class Trace:
     """Records calls until it is stopped; `trace` begins one.
 
     Attributes:
+        last: The trace that was begun last; None if there was none.
         calls: The recorded calls, in the order of submission.
     """
+
+    last: ClassVar[Trace | None] = None
 
     def __init__(self, path: str | Path | None) -> None:
         self._path = None if path is None else Path(path)
         self._records: list[CallRecord] = []
         self._numbers = itertools.count()
         self._origin_ns = time.monotonic_ns()
-        self._is_stopped = False
 
     @property
     def calls(self) -> CallTable:
@@ -47,11 +49,10 @@ class Trace:
 
     def stop(self) -> None:
         """Record no more, and write the file if there is a path. Stopping twice does nothing."""
-        if recording.trace is self:
-            recording.trace = hooks.trace = None
-        was_stopped, self._is_stopped = self._is_stopped, True
-        if not was_stopped and self._path is not None:
-            self.save(self._path)
+        if hooks.trace == self.begin:
+            hooks.trace = None
+            if self._path is not None:
+                self.save(self._path)
 
     def __enter__(self) -> Self:
         return self
@@ -84,16 +85,6 @@ class Trace:
         Path(path).write_text(json.dumps({"traceEvents": list(events(self.calls)), "displayTimeUnit": "ms"}))
 
 
-class _Recording:
-    """The trace that records now."""
-
-    trace: Trace | None = None
-    last: Trace | None = None
-
-
-recording = _Recording()
-
-
 def trace(path: str | Path | None = None) -> Trace:
     """Begin to record the calls of all groups: the times of each rank, and the bytes that are moved.
 
@@ -119,9 +110,9 @@ def trace(path: str | Path | None = None) -> Trace:
         [2, 4, 6]
         [('Adder.double', [0, 1])]
     """
-    if recording.trace is not None:
+    if hooks.trace is not None:
         raise UsageError("a trace is already open; stop() it, or leave its with block, before the next one begins")
-    made = recording.trace = recording.last = Trace(path)
+    Trace.last = made = Trace(path)
     hooks.trace = made.begin
     return made
 
@@ -132,9 +123,9 @@ def calls_of(group: str) -> CallTable:
     Raises:
         UsageError: There was no trace.
     """
-    if recording.last is None:
+    if Trace.last is None:
         raise UsageError("no calls were recorded: make them in a block of `with bandmaster.trace():`")
-    return CallTable(record for record in recording.last.calls if record.group == group)
+    return CallTable(record for record in Trace.last.calls if record.group == group)
 
 
 def _shares(records: Sequence[CallRecord]) -> list[str]:

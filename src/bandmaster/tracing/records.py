@@ -10,10 +10,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections import UserList
+from collections.abc import Collection, Iterable, Mapping, Set
 from time import monotonic_ns
 from types import MappingProxyType
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from bandmaster.codec import Payload
 from bandmaster.contract import TIMES, Kept, Ticket, Workers
@@ -49,6 +50,10 @@ class CallRecord:
         number: Its number in the trace, from 0.
         group: Name of the group.
         method: ``"Class.method"``.
+        begun: Time of submission.
+        encoded: Time when its arguments were planned and encoded.
+        sent: Time when it was sent to the last rank; a rank may reply earlier.
+        done: Time when it had its result; None before.
         sent_nbytes: Bytes of arguments that the controller has encoded, each payload once.
         returned_nbytes: Bytes of values that the controller received.
         kept_nbytes: Bytes of rows that have stayed where they were made.
@@ -67,32 +72,13 @@ class CallRecord:
     sent_nbytes = returned_nbytes = kept_nbytes = 0
     read_nbytes: Mapping[str, int] = NOTHING
     takes_from: Set[tuple[int, int]] = frozenset()
-    _encoded_ns = _sent_ns = _done_ns = 0
 
     def __init__(self, number: int, group: str, method: str, origin_ns: int, workers: Workers) -> None:
         self.number, self.group, self.method = number, group, method
-        self._origin_ns, self._begun_ns, self._workers = origin_ns, monotonic_ns(), workers
+        self._origin_ns, self._workers = origin_ns, workers
+        self.begun = self.encoded = self.sent = self._seconds(monotonic_ns())
+        self.done: float | None = None
         self._raw: dict[int, tuple[bytes, int]] = {}  # by rank, `Ticket.times`
-
-    @property
-    def begun(self) -> float:
-        """Time of submission, in seconds since the trace began."""
-        return self._seconds(self._begun_ns)
-
-    @property
-    def encoded(self) -> float:
-        """Time when its arguments were planned and encoded, in seconds since the trace began."""
-        return self._seconds(self._encoded_ns or self._begun_ns)
-
-    @property
-    def sent(self) -> float:
-        """Time when it was sent to the last rank, in seconds since the trace began; a rank may reply earlier."""
-        return self._seconds(self._sent_ns or self._encoded_ns or self._begun_ns)
-
-    @property
-    def done(self) -> float | None:
-        """Time when it had its result, in seconds since the trace began; None before."""
-        return self._seconds(self._done_ns) if self._done_ns else None
 
     @property
     def replied(self) -> Collection[int]:
@@ -125,15 +111,16 @@ class CallRecord:
 
     def is_encoded(self, nbytes: int) -> None:
         """Record that the arguments of the call are encoded."""
-        self._encoded_ns, self.sent_nbytes = monotonic_ns(), nbytes
+        self.encoded = self.sent = self._seconds(monotonic_ns())
+        self.sent_nbytes = nbytes
 
     def is_sent(self) -> None:
         """Record that the call is sent."""
-        self._sent_ns = monotonic_ns()
+        self.sent = self._seconds(monotonic_ns())
 
     def is_done(self) -> None:
         """Record that the call has its result or its error."""
-        self._done_ns = monotonic_ns()
+        self.done = self._seconds(monotonic_ns())
 
     def came(self, rank: int, ticket: Ticket, value: Payload | Kept | Failure | None) -> None:
         """Record the reply of a rank."""
@@ -186,25 +173,12 @@ class CallRecord:
         return f"rank {rank} ({known.host}, pid {known.pid}, {known.device})"
 
 
-class CallTable(Sequence[CallRecord]):
+class CallTable(UserList[CallRecord]):
     """Records of calls, which print as a table."""
-
-    def __init__(self, records: Iterable[CallRecord]) -> None:
-        self._records = list(records)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    @overload
-    def __getitem__(self, index: int) -> CallRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> CallTable: ...
-    def __getitem__(self, index: int | slice) -> CallRecord | CallTable:
-        return CallTable(self._records[index]) if isinstance(index, slice) else self._records[index]
 
     def __repr__(self) -> str:
         header = ["call", "method", "at s", "ms", "queued", "decoded", "ran", "encoded", "moved", "stragglers", "bytes"]
-        return text_table("calls; means of the ranks in ms", header, [_row(record) for record in self._records])
+        return text_table("calls; means of the ranks in ms", header, [_row(record) for record in self])
 
 
 def _row(record: CallRecord) -> list[object]:

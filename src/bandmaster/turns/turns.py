@@ -1,11 +1,18 @@
-"""Turns in use and waiting requests: one condition for all turns of this process, and `Turn`, which a user enters.
+"""Turns: groups that share slots use them one after the other.
 
 ::
 
     with critic.turn():  wait until no other turn has any of the slots ─► rivals yield ─► critic resumes ─► the block
-                                                                          (taker.py)
 
-Waits are fair: a request goes ahead of an earlier one for some of its slots only if it joins a turn that began before.
+Waits are fair: a turn goes ahead of an earlier one for some of its slots only if it joins one from before it.
+
+The state of a group on its devices::
+
+    RESIDENT ── give_way: on_yield, after its calls ───► BETWEEN ──► YIELDED
+        ▲                                                   │           │
+        └──────────────────── on_resume ◄───────────────────┴───────────┘
+
+A group stays in BETWEEN if a hook fails or does not end; its calls are refused then.
 """
 
 from __future__ import annotations
@@ -14,31 +21,28 @@ import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future as Entered
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from typing import Any, NamedTuple
 
-from bandmaster.errors import CallCancelled, TurnTimeout, UsageError
+from bandmaster.calls.future import Future
+from bandmaster.calls.request import CallRequest
+from bandmaster.calls.submission import Submitter
+from bandmaster.errors import CallCancelled, CallTimeout, TurnTimeout, UsageError
+from bandmaster.lifecycle.checks import ON_RESUME, ON_YIELD, TURN_HOOKS
+from bandmaster.lifecycle.ownership import Ownership
+from bandmaster.plan.arguments import CallPlan
+from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.platform.deadline import Deadline
-from bandmaster.platform.limits import start_thread
 
-
-class _Taker(Protocol):
-    """A group that takes turns; see `bandmaster.turns.taker.TurnTaker`.
-
-    Attributes:
-        name: The group's name.
-    """
-
-    name: str
-
-    @property
-    def is_open(self) -> bool: ...
-    def check(self) -> None: ...
-    def shares_with_any(self, takers: Iterable[Any]) -> bool: ...
-    def rivals(self) -> Sequence[_Taker]: ...
-    def give_way(self, deadline: Deadline) -> None: ...
-    def resume(self, deadline: Deadline) -> None: ...
+_changed = threading.Condition()  # held while any state here is read or changed; notified of every change
+_entered: list[Turn] = []
+_waiting: list[Turn] = []  # in the order of arrival
+_numbers = itertools.count()
+_takers: weakref.WeakSet[TurnTaker] = weakref.WeakSet()
 
 
 class Owner(NamedTuple):
@@ -58,279 +62,394 @@ class Owner(NamedTuple):
         return cls(threading.get_ident(), task)
 
 
-class Request:
-    """A request for the turn of some groups at once.
-
-    Attributes:
-        takers: The groups.
-        owner: The requesting thread or task.
-        deadline: The end of the wait.
-        is_cancelled: Whether the waiting task was cancelled.
-        is_entered: Whether its turn has begun.
-
-    Args:
-        takers: The groups.
-        timeout_s: Most seconds to wait; None sets no limit.
-        blocks_thread: Whether the owner's whole thread waits, with all of its tasks.
-    """
-
-    def __init__(self, takers: Sequence[_Taker], timeout_s: float | None = None, blocks_thread: bool = True) -> None:
-        self.takers, self.owner, self.deadline = frozenset(takers), Owner.current(), Deadline(timeout_s)
-        self.is_cancelled = self.is_entered = False
-        self._blocks_thread = blocks_thread
-
-    @property
-    def names(self) -> str:
-        """The groups, for messages."""
-        return _names(self.takers)
-
-    def shares_with(self, other: Request | InUse) -> bool:
-        """Whether both use some of the same slots. Closed groups of the other do not count."""
-        return any(taker.shares_with_any(self.takers) for taker in other.takers if taker.is_open)
-
-    def blocks(self, owner: Owner) -> bool:
-        """Whether an owner cannot go on while this request waits."""
-        return owner == self.owner or (self._blocks_thread and owner.thread == self.owner.thread)
-
-
-class InUse:
-    """A turn that has owners.
-
-    Attributes:
-        takers: The groups that have it.
-        owners: The numbers of the requests by which each thread or task has entered the turn.
-        has_begun: Whether rivals have yielded, and the groups have resumed.
-    """
-
-    def __init__(self, takers: frozenset[_Taker]) -> None:
-        self.takers, self.has_begun = takers, False
-        self.owners: dict[Owner, list[int]] = {}
-
-    @property
-    def since(self) -> int:
-        """The number of the earliest request of an owner that is still in the turn."""
-        return min(numbers[0] for numbers in self.owners.values())
-
-
-class TurnsInUse:
-    """All turns of this process.
-
-    Attributes:
-        changed: Held while anything here is read or changed; notified of every change that may end a wait.
-    """
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self._in_use: list[InUse] = []
-        self._waiting: dict[Request, int] = {}  # with their numbers, in the order of arrival
-        self._numbers = itertools.count()
-
-    def of(self, taker: _Taker) -> list[InUse]:
-        """The turns that a group has."""
-        with self.changed:
-            return [turn for turn in self._in_use if taker in turn.takers]
-
-    def rivals_of(self, taker: _Taker) -> list[InUse]:
-        """The turns of others on some of the slots of a group."""
-        with self.changed:
-            others = [turn for turn in self._in_use if taker not in turn.takers]
-            return [turn for turn in others if taker.shares_with_any(one for one in turn.takers if one.is_open)]
-
-    def acquire(self, request: Request) -> InUse:
-        """Wait until a request can have its turn, and add its owner to the owners of the turn.
-
-        Raises:
-            UsageError: The owner would wait for itself.
-            TurnTimeout: Other groups had their turns for too long.
-            ClosedError: One of the groups was closed.
-        """
-        with self.changed:
-            number = self._waiting[request] = next(self._numbers)
-            try:
-                while (turn := self._free(request, number)) is None:
-                    if not self.changed.wait(request.deadline.left()) and self._free(request, number) is None:
-                        raise self._late(request)
-            finally:
-                del self._waiting[request]
-                self.changed.notify_all()  # a request that came later may be free now
-            if turn not in self._in_use:
-                self._in_use.append(turn)
-            turn.owners.setdefault(request.owner, []).append(number)
-            return turn
-
-    def begin(self, turn: InUse) -> None:
-        """Begin a turn: from now on other threads may join it, and calls of its groups may be sent."""
-        with self.changed:
-            turn.has_begun = True
-            self.changed.notify_all()
-
-    def release(self, turn: InUse, owner: Owner) -> None:
-        """End the use of a turn by an owner."""
-        with self.changed:
-            turn.owners[owner].pop()
-            if not turn.owners[owner]:
-                del turn.owners[owner]
-            if not turn.owners:
-                self._in_use.remove(turn)
-            self.changed.notify_all()
-
-    def wake(self) -> None:
-        """Wake waiting requests, because a group was closed or a request cancelled."""
-        with self.changed:
-            self.changed.notify_all()
-
-    def _free(self, request: Request, number: int) -> InUse | None:
-        """The turn that a request gets or joins now; None if it has to wait."""
-        for taker in request.takers:
-            taker.check()
-        if request.is_cancelled:
-            raise CallCancelled("the task that waited for a turn was cancelled")
-        joined = None
-        for turn in [turn for turn in self._in_use if request.shares_with(turn)]:
-            if request.takers <= turn.takers and request.owner in turn.owners:
-                return turn
-            if request.takers == turn.takers and turn.has_begun:
-                joined = turn
-            elif not (turn.takers <= request.takers and set(turn.owners) == {request.owner}):
-                self._check_not_own(request, turn)
-                return None
-        has_some = any(request.blocks(owner) for turn in self._in_use for owner in turn.owners)
-        for earlier, before in self._waiting.items():
-            is_ahead = before < number and request.shares_with(earlier)
-            if is_ahead and not has_some and (joined is None or joined.since > before):
-                return None
-        return joined or InUse(request.takers)
-
-    @staticmethod
-    def _check_not_own(request: Request, turn: InUse) -> None:
-        """Raise UsageError if a request waits for a turn of its own thread or task."""
-        if not turn.has_begun and request.takers == turn.takers:
-            return
-        wanted, held = request.names, _names(turn.takers)
-        if request.owner in turn.owners:
-            who = "this task" if request.owner.task is not None else "this thread"
-            raise UsageError(
-                f"group {wanted} cannot have its turn: {who} has the turn of group {held}, which shares slots with it; "
-                "end that turn first, or take both at once with turn(other_group)"
-            )
-        if any(request.blocks(owner) for owner in turn.owners):
-            raise UsageError(
-                f"group {wanted} cannot have its turn: another task of this thread has the turn of group {held}, and "
-                "could not end it while the thread waits; write async with"
-            )
-
-    def _late(self, request: Request) -> TurnTimeout:
-        others = [turn for turn in self._in_use if request.shares_with(turn) and turn.takers != request.takers]
-        holders = [_names(turn.takers) for turn in others]
-        has_it = f"group {', '.join(holders)} has its turn on the same slots"
-        why = has_it if holders else "an earlier request goes first"
-        timeout_s = request.deadline.timeout_s or 0.0
-        return TurnTimeout(
-            f"group {request.names} did not get its turn within {timeout_s:g} s: {why}; end that turn, take turns in "
-            f"the same order everywhere, or wait longer, for example with turn(timeout={2 * (timeout_s or 1):g})"
-        )
-
-
-TURNS = TurnsInUse()
-
-
-def _names(takers: Sequence[_Taker] | frozenset[_Taker]) -> str:
-    return ", ".join(sorted(repr(taker.name) for taker in takers))
-
-
-def _enter(request: Request, resumes: bool = True) -> InUse:
-    """Wait for a turn, and make all rivals yield and its groups resume. After a failure, the turn is released."""
-    turn = TURNS.acquire(request)
-    try:
-        if not turn.has_begun:  # so that no other owner has joined it
-            for rival in {rival: None for taker in turn.takers for rival in taker.rivals()}:
-                if rival not in turn.takers:
-                    rival.give_way(request.deadline)
-            for taker in sorted(turn.takers, key=lambda taker: taker.name) if resumes else ():
-                taker.resume(request.deadline)
-            TURNS.begin(turn)
-    except BaseException:
-        TURNS.release(turn, request.owner)
-        raise
-    return turn
-
-
-@contextlib.contextmanager
-def entered(request: Request, resumes: bool = True) -> Iterator[None]:
-    """Enter a turn for a block.
-
-    Args:
-        request: The request for it.
-        resumes: Whether its groups resume; not if their workers are about to be constructed.
-    """
-    turn = _enter(request, resumes)
-    try:
-        yield
-    finally:
-        TURNS.release(turn, request.owner)
-
-
 class Turn:
-    """The turn of a group on its slots; see `WorkerGroup.turn`. It is entered with ``with`` or ``async with``, once."""
+    """The turn of some groups at once; see `WorkerGroup.turn`. It is entered with ``with`` or ``async with``, once.
 
-    def __init__(self, groups: object, takers: Sequence[_Taker], timeout_s: float | None) -> None:
-        self._groups = groups  # live as long as this
-        self._takers, self._timeout_s = takers, timeout_s
-        self._request: Request | None = None
-        self._turn: InUse | None = None
+    Turns of the same groups, of several threads or within each other, are entered together.
 
-    def _requested(self, blocks_thread: bool) -> Request:
-        if self._request is not None:
-            raise UsageError("a turn can be entered once; call group.turn() again")
-        self._request = Request(self._takers, self._timeout_s, blocks_thread)
-        return self._request
+    Attributes:
+        takers: The groups.
+        owner: The thread or task that enters it; None before.
+        number: Its place in the order of arrival.
+        has_begun: Whether rivals have yielded, and the groups have resumed.
+
+    Args:
+        groups: Objects that live as long as this.
+        takers: The groups.
+        timeout_s: Most seconds to wait for it; None sets no limit.
+        resumes: Whether the groups resume; not if their workers are about to be constructed.
+    """
+
+    def __init__(
+        self, groups: object, takers: Sequence[TurnTaker], timeout_s: float | None, resumes: bool = True
+    ) -> None:
+        self.takers = frozenset(takers)
+        self.owner: Owner | None = None
+        self.number, self.has_begun = -1, False
+        self._groups, self._timeout_s, self._resumes = groups, timeout_s, resumes
+        self._deadline = Deadline(None)
+        self._blocks_thread, self._is_cancelled = True, False
 
     def __enter__(self) -> None:
-        self._turn = _enter(self._requested(blocks_thread=True))
+        self._ask(blocks_thread=True)
+        self._enter()
 
     def __exit__(self, *_: object) -> None:
-        assert self._request is not None, "it was entered"
-        assert self._turn is not None, "it was entered"
-        TURNS.release(self._turn, self._request.owner)
+        with _changed:
+            _entered.remove(self)
+            _changed.notify_all()
 
     async def __aenter__(self) -> None:
         """Wait in a thread of its own. If the task is cancelled, the turn ends once a hook that runs has ended."""
         import asyncio  # here, as it takes a third of the import time of the whole library
 
-        request, loop = self._requested(blocks_thread=False), asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        tell = partial(loop.call_soon_threadsafe, partial(_tell, future))
-        start_thread("bandmaster-turn", self._enter_for_task, request, tell)
+        self._ask(blocks_thread=False)
+        thread = ThreadPoolExecutor(1, "bandmaster-turn")
+        entered = thread.submit(self._enter)
+        thread.shutdown(wait=False)
         try:
-            await future
+            await asyncio.wrap_future(entered)
         except asyncio.CancelledError:
-            with TURNS.changed:
-                request.is_cancelled = True
-                if request.is_entered and self._turn is not None:  # else the thread that enters it releases it
-                    TURNS.release(self._turn, request.owner)
-                TURNS.wake()
+            with _changed:
+                self._is_cancelled = True
+                _changed.notify_all()
+            entered.add_done_callback(self._leave_if_entered)
             raise
 
     async def __aexit__(self, *_: object) -> None:
         self.__exit__()
 
-    def _enter_for_task(self, request: Request, tell: Callable[[BaseException | None], object]) -> None:
-        error: BaseException | None = None
+    def _leave_if_entered(self, entered: Entered[None]) -> None:
+        if not entered.cancelled() and entered.exception() is None:
+            self.__exit__()
+
+    def _ask(self, blocks_thread: bool) -> None:
+        if self.owner is not None:
+            raise UsageError("a turn can be entered once; call group.turn() again")
+        self.owner, self._blocks_thread = Owner.current(), blocks_thread
+        self._deadline = Deadline(self._timeout_s)
+
+    def _enter(self) -> None:
+        """Wait for the turn, and make all rivals yield and its groups resume. After a failure it is left."""
+        self._acquire()
         try:
-            turn = _enter(request)
-            with TURNS.changed:
-                self._turn, request.is_entered = turn, True
-                if request.is_cancelled:
-                    TURNS.release(turn, request.owner)
-        except BaseException as why:
-            error = why
-        with contextlib.suppress(RuntimeError):  # the event loop was closed
-            tell(error)
+            if not self.has_begun:
+                for rival in {rival: None for taker in self.takers for rival in taker.rivals()}:
+                    if rival not in self.takers:
+                        rival.give_way(self._deadline)
+                for taker in sorted(self.takers, key=lambda taker: taker.name) if self._resumes else ():
+                    taker.resume(self._deadline)
+                with _changed:
+                    self.has_begun = True
+                    _changed.notify_all()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _acquire(self) -> None:
+        with _changed:
+            self.number = next(_numbers)
+            _waiting.append(self)
+            try:
+                while not self._is_free():
+                    if not _changed.wait(self._deadline.left()) and not self._is_free():
+                        raise self._late()
+            finally:
+                _waiting.remove(self)
+                _changed.notify_all()  # a turn that was asked for later may be free now
+            self.has_begun = any(turn.has_begun and self.takers <= turn.takers for turn in _entered)
+            _entered.append(self)
+
+    def _is_free(self) -> bool:
+        """Whether it can be entered now. Raises UsageError if its owner would wait for itself."""
+        for taker in self.takers:
+            taker.check()
+        if self._is_cancelled:
+            raise CallCancelled("the task that waited for a turn was cancelled")
+        others = [turn for turn in _entered if self._shares_slots(turn)]
+        own = [turn for turn in others if turn.owner == self.owner]
+        if any(self.takers <= turn.takers for turn in own):
+            return True
+        joined = [turn for turn in others if turn.takers == self.takers]
+        rivals = [turn for turn in others if turn not in joined and not (turn in own and turn.takers < self.takers)]
+        for turn in rivals:
+            self._check_not_own(turn)
+        if rivals or not all(turn.has_begun for turn in joined):
+            return False
+        if any(self._blocks(turn) for turn in _entered):  # an earlier one may have to wait for this owner
+            return True
+        since = min((turn.number for turn in joined), default=self.number)
+        return not any(turn.number < since and self._shares_slots(turn) for turn in _waiting)
+
+    def _shares_slots(self, other: Turn) -> bool:
+        """Whether both use some of the same slots. Closed groups of the other do not count."""
+        return any(taker.shares_with_any(self.takers) for taker in other.takers if taker.is_open)
+
+    def _blocks(self, other: Turn) -> bool:
+        """Whether the owner of another turn cannot go on while this one is waited for."""
+        assert self.owner is not None and other.owner is not None, "both were asked for"
+        return other.owner == self.owner or (self._blocks_thread and other.owner.thread == self.owner.thread)
+
+    def _check_not_own(self, other: Turn) -> None:
+        """Raise UsageError if the owner of this turn would wait for another one of its own thread or task."""
+        if other.owner == self.owner:
+            who = "this task" if self.owner is not None and self.owner.task is not None else "this thread"
+            raise UsageError(
+                f"group {self.names} cannot have its turn: {who} has the turn of group {other.names}, which shares "
+                "slots with it; end that turn first, or take both at once with turn(other_group)"
+            )
+        if self._blocks(other):
+            raise UsageError(
+                f"group {self.names} cannot have its turn: another task of this thread has the turn of group "
+                f"{other.names}, and could not end it while the thread waits; write async with"
+            )
+
+    def _late(self) -> TurnTimeout:
+        rivals = [turn for turn in _entered if self._shares_slots(turn) and turn.takers != self.takers]
+        names = ", ".join(dict.fromkeys(turn.names for turn in rivals))
+        why = f"group {names} has its turn on the same slots" if rivals else "an earlier request goes first"
+        timeout_s = self._timeout_s or 0.0
+        return TurnTimeout(
+            f"group {self.names} did not get its turn within {timeout_s:g} s: {why}; end that turn, take turns in "
+            f"the same order everywhere, or wait longer, for example with turn(timeout={2 * (timeout_s or 1):g})"
+        )
+
+    @property
+    def names(self) -> str:
+        """The groups, for messages."""
+        return ", ".join(sorted(repr(taker.name) for taker in self.takers))
 
 
-def _tell(future: Any, error: BaseException | None) -> None:
-    if not future.done():
+class _State(Enum):
+    """Whether a group's state is on its devices."""
+
+    RESIDENT = "resident"
+    YIELDED = "yielded"
+    BETWEEN = "between"  # a hook runs, or has failed
+
+
+class TurnTaker:
+    """A group that takes turns on its slots: its state on its devices, and the check whether a call may be sent.
+
+    Attributes:
+        name: The group's name.
+        roles: The turn takers of the roles, if this one belongs to a colocated group.
+
+    Args:
+        cls: The worker class.
+        name: The group's name.
+        places: Its slots.
+        submitter: Sends its calls.
+        ownership: Its workers.
+
+    Raises:
+        ArgumentError: A hook takes arguments.
+    """
+
+    def __init__(
+        self, cls: type, name: str, places: frozenset[Hashable], submitter: Submitter, ownership: Ownership
+    ) -> None:
+        self.name, self._places = name, places
+        self.roles: list[TurnTaker] = []
+        self._hooks = [hook for hook in TURN_HOOKS if callable(getattr(cls, hook, None))]
+        for hook in self._hooks:
+            bind(f"{cls.__name__}.{hook}", signature_without_self(cls, hook), (), {})
+        self._submitter = weakref.ref(submitter)  # weak, as the submitter refers to this
+        self._ownership = ownership
+        self._state = _State.RESIDENT
+        self._hook: tuple[_State, Future[Any]] | None = None  # a hook that outlasted the wait for it
+        self._is_moving = False  # a thread makes it yield or resume
+        self._n_sending = 0
+        with _changed:
+            _takers.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the group is not closed."""
+        return self._ownership.is_open
+
+    def check(self) -> None:
+        """Raise ClosedError if the group was closed, UsageError in a fork of the controller."""
+        self._ownership.check()
+
+    def shares_with_any(self, takers: Iterable[TurnTaker]) -> bool:
+        """Whether it shares a slot with one of some groups."""
+        return any(not self._places.isdisjoint(other._places) for other in takers)
+
+    def rivals(self) -> Sequence[TurnTaker]:
+        """Its rivals, sorted by name: other open groups that take turns on one of its slots, except its own roles."""
+        with _changed:
+            found = [one for one in _takers if one is not self and one.is_open and self.shares_with_any([one])]
+        return sorted([one for one in found if one not in self.roles], key=lambda one: one.name)
+
+    def renewal(self) -> Turn:
+        """The turn in which the group's workers are constructed: rivals yield, and the group itself does not resume."""
+        return Turn(None, [self], None, resumes=False)
+
+    @staticmethod
+    def is_closed() -> None:
+        """Wake waiting turns, because the group was closed."""
+        with _changed:
+            _changed.notify_all()
+
+    @property
+    def note(self) -> str:
+        """The part of the group's repr that says whether it has its turn, or has yielded."""
+        if self._turns():
+            return ", in its turn"
+        return "" if self._state is _State.RESIDENT else ", yielded"
+
+    def _turns(self) -> list[Turn]:
+        with _changed:
+            return [turn for turn in _entered if self in turn.takers]
+
+    # --- its calls ---
+
+    @contextlib.contextmanager
+    def admitted(self, label: str) -> Iterator[None]:
+        """The context in which a call is sent. A rival's turn begins only when the call is sent and all have replied.
+
+        Raises:
+            UsageError: A rival has its turn, or the group has yielded.
+        """
+        self.check()
+        with _changed:
+            why = self._refusal()
+            if why is not None:
+                raise UsageError(f"cannot call {label}: {why}; call it in its own turn: with group.turn(): ...")
+            self._n_sending += 1
+        try:
+            yield
+        finally:
+            with _changed:
+                self._n_sending -= 1
+                _changed.notify_all()
+
+    def _refusal(self) -> str | None:
+        """The reason why no call may be sent now; None if one may."""
+        turns = self._turns()
+        if self._state is _State.RESIDENT and turns:
+            is_begun = any(turn.has_begun for turn in turns)
+            return None if is_begun else f"the turn of group {self.name!r} is about to begin"
+        others = [turn for turn in _entered if self not in turn.takers]
+        rivals = [turn for turn in others if self.shares_with_any(one for one in turn.takers if one.is_open)]
+        if rivals:
+            names = ", ".join(sorted({repr(taker.name) for turn in rivals for taker in turn.takers}))
+            return f"group {names} has its turn on slots of group {self.name!r}; end that turn"
+        if self._state is _State.YIELDED:
+            return f"group {self.name!r} has yielded its slots to another group"
+        if self._state is _State.BETWEEN:
+            return f"a hook of group {self.name!r} has failed or not ended"
+        return None
+
+    # --- between turns ---
+
+    def give_way(self, deadline: Deadline) -> None:
+        """Wait for its calls, and make it yield its slots.
+
+        Raises:
+            TurnTimeout, CallTimeout: The calls or the hook took too long.
+            RemoteError, WorkerDied: `on_yield` has failed.
+        """
+        with self._moving(deadline):
+            submitter = self._submitter()
+            if self._state is _State.YIELDED or submitter is None or self._is_gone:
+                return
+            if ON_YIELD not in self._hooks:
+                submitter.work.wait_until_over(deadline)
+            if self._hooks:
+                self._move(_State.YIELDED, ON_YIELD, deadline)
+
+    def resume(self, deadline: Deadline) -> None:
+        """Make it resume, if it has yielded.
+
+        Raises:
+            TurnTimeout, CallTimeout: The hook took too long.
+            RemoteError, WorkerDied: `on_resume` has failed.
+        """
+        with self._moving(deadline):
+            self._move(_State.RESIDENT, ON_RESUME, deadline)
+
+    def is_new(self) -> None:
+        """Reset the state to resident, also of its roles, because all workers were constructed again."""
+        for one in (self, *self.roles):
+            one._hook, one._state = None, _State.RESIDENT
+
+    def has_new(self, rank: int) -> None:
+        """Make the other ranks resume, because the worker of one rank was constructed again and is resident.
+
+        Raises:
+            RemoteError, WorkerDied: `on_resume` has failed.
+        """
+        for one in (self, *self.roles):
+            one._hook = None
+            one._move(_State.RESIDENT, ON_RESUME, Deadline(None), but=rank)
+
+    @property
+    def _is_gone(self) -> bool:
+        """Whether the group is closed or all its workers have died."""
+        if not self.is_open:
+            return True
+        workers = self._ownership.workers()
+        return len(workers.deaths) == len(workers.records)
+
+    @contextlib.contextmanager
+    def _moving(self, deadline: Deadline) -> Iterator[None]:
+        """Let one thread at a time make the group yield or resume; two groups without common slots may both want to."""
+        with _changed:
+            if not _changed.wait_for(lambda: not (self._n_sending or self._is_moving), deadline.left()):
+                raise TurnTimeout(
+                    f"group {self.name!r} did not yield its slots in time: its calls were being sent, or another turn "
+                    "made it yield or resume; give turn() a larger timeout"
+                )
+            self._is_moving = True
+        try:
+            self._settle(deadline)
+            yield
+        finally:
+            with _changed:
+                self._is_moving = False
+                _changed.notify_all()
+
+    def _move(self, state: _State, hook: str, deadline: Deadline, but: int | None = None) -> None:
+        """Change its state by a hook on all ranks but one, after the calls that were submitted before."""
+        submitter = self._submitter()
+        if self._state is state or submitter is None:  # None: the group was collected, and so are its workers
+            return
+        if hook not in self._hooks:
+            self._state = state
+            return
+        self._state = _State.BETWEEN
+        ranks = tuple(rank for rank in submitter.ranks if rank != but)
+        self._hook = state, submitter.submit_anyway(CallRequest(hook, CallPlan(()), ranks))
+        error = self._settle(deadline)
+        if error is not None and self.is_open:
+            raise error
+
+    def _settle(self, deadline: Deadline) -> BaseException | None:
+        """Wait for the hook that runs, perhaps since an earlier turn, and note the new state. Returns its error."""
+        if self._hook is None:
+            return None
+        state, future = self._hook
+        try:
+            error = future.exception(deadline.left())
+        except CallTimeout:
+            raise  # the hook still runs
+        except BaseException:  # Ctrl-C
+            self._hook = None
+            future.cancel()
+            raise
+        self._hook = None
         if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
+            self._state = state
+        return error
+
+
+def turn_taker(
+    cls: type, name: str, places: Iterable[Hashable], submitter: Submitter, ownership: Ownership
+) -> TurnTaker:
+    """The `TurnTaker` of a group; the first call makes it, and installs it as the gate of the group's calls."""
+    if submitter.gate is None:
+        submitter.gate = TurnTaker(cls, name, frozenset(places), submitter, ownership)
+    assert isinstance(submitter.gate, TurnTaker), "there is no other gate"
+    return submitter.gate

@@ -19,7 +19,7 @@ from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
 from bandmaster.single_controller.ray.launch import ACTORS, ActorLaunch
-from bandmaster.turns.taker import TurnTaker
+from bandmaster.turns.turns import TurnTaker
 
 __all__ = ["AttachedGroup", "StartedGroup", "check_backend", "nsight_options", "variables_of"]
 
