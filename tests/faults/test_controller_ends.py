@@ -111,3 +111,30 @@ def test_what_workers_of_workers_have_started_ends_with_the_controller(end):
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 5
     wait_until_gone(pids, timeout_s=0.5 if end == "close" else 2.0)
+
+
+OPEN_STREAM = """
+import sys
+import bandmaster as bm
+
+class Counter(bm.Worker):
+    @bm.register("DP_PROTO")
+    def endless(self, x):
+        while True:
+            yield x
+
+if __name__ == "__main__":
+    group = bm.WorkerGroup(bm.ResourcePool([2], backend=sys.argv[1]), Counter)
+    stream = group.endless.stream([1, 2])
+    print(sorted({next(stream).rank for _ in range(9)}))
+"""
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_script_ends_although_a_stream_is_open(tmp_path, backend):
+    script = tmp_path / "open_stream.py"
+    script.write_text(OPEN_STREAM)
+    done = subprocess.run(
+        [sys.executable, str(script), backend], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")

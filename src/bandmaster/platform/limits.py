@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +28,10 @@ def start_thread(name: str, target: Callable[..., object], *args: object) -> thr
         *args: Positional arguments of ``target``.
 
     Raises:
-        ResourceError: The system allows no more threads, or has no memory for another one.
+        ResourceError: The system allows no more threads, or has no memory for another one, or the interpreter exits.
     """
+    if sys.is_finalizing():  # before Python 3.12, a thread that is started now neither runs nor fails
+        raise ResourceError(f"cannot start thread {name!r}: the interpreter exits")
     thread = threading.Thread(target=target, name=name, args=args, daemon=True)
     try:
         thread.start()
