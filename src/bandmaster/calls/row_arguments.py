@@ -59,7 +59,7 @@ class RowsElsewhere:
         self._ranks_are_own = workers.ranks_are_own
         self._method = method
         self._labels: dict[KeptPart, int] = {}
-        self._needed: list[set[int]] = []  # for each argument group
+        self._labels_of: list[set[int]] = []  # for each argument group
         self._table_of = cache(table_of)
         self._tables: list[Table] = []
         self._sent: list[list[Elsewhere]] = []  # for each argument group
@@ -78,25 +78,25 @@ class RowsElsewhere:
         """
         found = []
         for group, shares in self._merged([group for group in groups if group.items]):
-            self._needed.append(set())
+            self._labels_of.append(set())
             self._sent.append([])
             named = zip(group.items, group.names, strict=False)
             items = [(key, self._referring(value, name, shares)) for (key, value), name in named]
             found.append(group._replace(items=tuple(items)))
         return found
 
-    def needed(self, numbers: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
-        """The rows that some argument groups refer to, with their labels."""
-        labels = sorted({label for number in numbers for label in self._needed[number]})
-        return tuple([(label, parts[label]) for label in labels])
+    def named(self, groups: Sequence[int], placed: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
+        """The rows that some argument groups refer to, by their labels, which count the items of ``placed``."""
+        labels = sorted({label for group in groups for label in self._labels_of[group]})
+        return tuple([(label, placed[label]) for label in labels])
 
-    def numbers(self, groups: Sequence[int]) -> Callable[[Sequence[int]], Mapping[Any, Any]]:
+    def needed(self, groups: Sequence[int]) -> Callable[[Sequence[int]], Mapping[Any, Any]]:
         """Return a function from ranks that get some argument groups to the numbers of the rows that they need."""
-        return partial(self._numbers, groups)
+        return partial(self._rows_needed, groups)
 
-    def _numbers(self, groups: Sequence[int], ranks: Sequence[int]) -> dict[Any, Any]:
+    def _rows_needed(self, groups: Sequence[int], ranks: Sequence[int]) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
-        for elsewhere in [elsewhere for number in groups for elsewhere in self._sent[number]]:
+        for elsewhere in [elsewhere for group in groups for elsewhere in self._sent[group]]:
             for label, rows in rows_needed(elsewhere, ranks).items():
                 found[label] = united(found.get(label, range(0)), rows)
         return found
@@ -153,7 +153,7 @@ class RowsElsewhere:
     def _label(self, part: KeptPart) -> int:
         """The label of a part; records that the last argument group needs it."""
         label = self._labels.setdefault(part, len(self._labels))
-        self._needed[-1].add(label)
+        self._labels_of[-1].add(label)
         return label
 
 

@@ -72,12 +72,12 @@ class _Sending:
         orders, is_fenced = [], len(self.ranks) > 1
         for members, numbers, is_collected in alike(self.ranks, tuple(receivers), self.collected):
             answer = self.reply if is_collected else Reply.DROP
-            named = elsewhere.needed(numbers, rows) if elsewhere is not None else ()
+            named = elsewhere.named(numbers, rows) if elsewhere is not None else ()
             named_parts = tuple([parts[number] for number in numbers])
-            which = elsewhere.numbers(numbers) if elsewhere is not None else None
+            needed = elsewhere.needed(numbers) if elsewhere is not None else None
             orders.append(
                 Order(
-                    members, self.asks_for, named_parts, answer, named, record is not None, which, is_fenced=is_fenced
+                    members, self.asks_for, named_parts, answer, named, record is not None, needed, is_fenced=is_fenced
                 )
             )
         if record is not None:
