@@ -10,6 +10,7 @@ from clock import idle_time
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.calls.call import Call
+from bandmaster.calls.progress import progress
 
 
 class Waits(bm.Worker):
@@ -79,7 +80,7 @@ def test_a_callback_comes_though_another_thread_has_taken_the_replies_without_ma
             take(call, 0.05)
             if not call.tickets:
                 has_looked.clear()
-                call.on_news()  # as the last ticket has done
+                progress.look_at(call)  # as the last ticket has done
                 assert has_looked.wait(10), "the thread of all callbacks has found the call in use"
         take(call, timeout_s)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,9 +22,6 @@ class Derived(Result):
 
     Attributes:
         parents: The futures of the others, until they are done.
-        site: Its `CallSite`: names for messages, and limits.
-        keeps_rows: Always true.
-        done: Its end: the table is there, or an error.
 
     Args:
         parents: The futures of the others.
@@ -36,17 +32,12 @@ class Derived(Result):
         Exception: The exception of ``make``, if the others are done already.
     """
 
-    keeps_rows = True
-    is_cancelled = False
-
     def __init__(self, parents: Sequence[Any], site: CallSite, make: Callable[[], Table]) -> None:
+        super().__init__(site, keeps_rows=True)
         self.parents = tuple(parents)
-        self.site = site
-        self.done: Done | None = None
         self._make: Callable[[], Table] | None = make
         self._made: Table | None = None
-        self._is_released = False
-        self.lock = threading.RLock()
+        self._is_released = self._is_watched = False
         if all(parent._call.done is not None for parent in parents):
             self._settle()
             if self.done is not None and self.done.error is not None:
@@ -81,10 +72,16 @@ class Derived(Result):
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
         return late(self, timeout_s, "takes its rows", can_be_cancelled=False)
 
-    def watch(self, when_done: Callable[[], object]) -> None:
-        """Call a function when one of the others is done."""
-        for future in self._awaited_futures():
-            future.add_done_callback(lambda _: when_done())
+    def drive_in_background(self) -> None:
+        """Call the functions of `watch` when the last of the others is done."""
+        if not self._is_watched:
+            self._is_watched = True
+            for future in self._awaited_futures():
+                future.add_done_callback(self._look)
+
+    def _look(self, _: object) -> None:
+        if self.wait(0):
+            self.tell()
 
     def table(self) -> Table:
         """The rows; the others are done, without an error."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 from weakref import finalize, ref
 
@@ -58,8 +59,6 @@ class Future(Handle, Generic[T]):
         self._owner = owner  # lives as long as this
         self.rank: int | None = None
         self.numbers: Index | None = None
-        self._callbacks: list[Callable[[Future[T]], object]] = []
-        self._is_watched = False
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result.
@@ -167,12 +166,13 @@ class Future(Handle, Generic[T]):
         Raises:
             ResourceError: The system allows no more threads or descriptors.
         """
-        self._callbacks.append(fn)
-        if self.done():
-            self._run_callbacks()
-        elif not self._is_watched:
-            self._is_watched = True
-            self._call.watch(self._look_again)
+        self._call.watch(partial(self._call_back, fn))
+
+    def _call_back(self, fn: Callable[[Future[T]], object]) -> None:
+        try:
+            fn(self)
+        except Exception:
+            _log.exception("a callback added to a future of %s raised an exception", self._call.site.method)
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in an event loop, and return or raise as `result`. Cancelling the task that waits cancels the call."""
@@ -200,19 +200,6 @@ class Future(Handle, Generic[T]):
             self.cancel()
             raise
         return self.result()
-
-    def _look_again(self) -> None:
-        if self.done():
-            self._run_callbacks()
-
-    def _run_callbacks(self) -> None:
-        while self._callbacks:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                fn = self._callbacks.pop(0)
-                try:
-                    fn(self)
-                except Exception:
-                    _log.exception("a callback added to a future of %s raised an exception", self._call.site.method)
 
     def release(self) -> None:
         """Release the rows that the call has left on its ranks, as `with` does. Later uses of them raise `RowsLost`.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,16 +41,22 @@ class Result(ABC):
         is_sent: Whether it is a call that was sent.
         missing: The ranks that have not replied, if it is a call that was sent.
         behind: The failed calls before it that have not ended, in words for messages.
+
+    Args:
+        site: Its `CallSite`: names for messages, and limits.
+        keeps_rows: Whether its rows stay where they are made.
     """
 
-    site: CallSite
-    keeps_rows: bool
-    done: Done | None
-    is_cancelled: bool
-    lock: Any  # a threading.RLock
+    is_cancelled: bool = False
     is_sent: bool = False
     missing: tuple[int, ...] = ()
     behind: str = ""
+
+    def __init__(self, site: CallSite, keeps_rows: bool) -> None:
+        self.site, self.keeps_rows = site, keeps_rows
+        self.done: Done | None = None
+        self.lock: Any = threading.RLock()
+        self._callbacks: deque[Callable[[], object]] = deque()
 
     @property
     @abstractmethod
@@ -84,9 +93,27 @@ class Result(ABC):
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
 
-    @abstractmethod
     def watch(self, when_done: Callable[[], object]) -> None:
-        """Call a function when it may be done; no thread has to wait for it."""
+        """Call a function once it is done: now, if it is; else no thread has to wait for it.
+
+        Raises:
+            ResourceError: The system allows no more threads or descriptors.
+        """
+        self._callbacks.append(when_done)
+        if self.wait(0):
+            self.tell()
+        else:
+            self.drive_in_background()
+
+    def tell(self) -> None:
+        """Call the functions of `watch` if it is done. The caller holds no lock. Any thread may call this again."""
+        if self.done is not None:
+            with contextlib.suppress(IndexError):
+                while True:
+                    self._callbacks.popleft()()
+
+    def drive_in_background(self) -> None:  # noqa: B027  # others may tell it of its end
+        """Ensure that it is done, and that the functions of `watch` are called, though no thread waits for it."""
 
     @abstractmethod
     def table(self) -> Table:

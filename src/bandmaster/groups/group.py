@@ -399,7 +399,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
             self._launch = replace(self._launch, slots=self._pool._renewed())
             self._ownership.workers().stop("the group was restarted")
             self._end_watches()
-            self._submitter.begin_anew()
+            self._submitter.work.begin_anew()
             self._start(self._launch)
             if (gate := self._gate) is not None:
                 gate.is_new()
@@ -438,7 +438,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         check_not_held(self._changing)
         with self._renewal(), self._changing:
             self._check_alive_but(rank)
-            self._submitter.cancel_all()
+            self._submitter.work.cancel_all()
             self._check_alive_but(rank)
             self._end_watches()
             replace_worker(self._ownership.workers(), self._launch, self._constructor, rank)
@@ -469,7 +469,7 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         """End the workers and release their slots. Pending calls fail with `WorkerDied`. Closing twice does nothing."""
         self._ownership.close()
         self._end_watches()
-        self._submitter.begin_anew()
+        self._submitter.work.begin_anew()
         if (gate := self._gate) is not None:
             gate.is_closed()
 
