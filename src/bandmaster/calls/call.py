@@ -35,7 +35,7 @@ from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, RowsLos
 from bandmaster.errors.failure import Failure, is_in_debugger
 from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
-from bandmaster.platform.locks import SigintSafeLock, check_not_held
+from bandmaster.platform.locks import IN_A_HANDLER, SigintSafeLock
 from bandmaster.rows.kept import KeptPart, KeptRows
 from bandmaster.rows.table import Table
 
@@ -79,7 +79,7 @@ class Call(Result):
         done: The result or the error; its assignment makes the call DONE.
         workers: The workers that run the call, once it is sent.
         tickets: The tickets of the ranks that have not replied, by rank.
-        failures: See `Failures`.
+        failures: See `Failures`; once it is sent.
         has_ended: Whether all ranks are known to have replied. A thread that reads sets it.
         is_cancelled: Whether `cancel` was called.
         due: The moment at which the thread that reads has to look again, by `time.monotonic`; None for no moment.
@@ -96,6 +96,7 @@ class Call(Result):
     """
 
     workers: Workers
+    failures: Failures
 
     def __init__(
         self, request: CallRequest, site: CallSite, send: Callable[[Call, CallRequest], None] | None, work: _OtherCalls
@@ -104,7 +105,6 @@ class Call(Result):
         self.request: CallRequest | None = request
         self.is_cleanup, self._is_for_all = request.is_cleanup, request.is_for_all
         self.tickets: dict[int, Any] = {}
-        self.failures = Failures()
         self.real_rows: RealRows | None = None
         self.record: CallTrace | None = None
         self.has_ended = self.is_watched = self.is_sent_in_background = False
@@ -252,7 +252,7 @@ class Call(Result):
         """
         if self.request is not None:
             self._work.send_in_background(self)
-        if self.request is None:
+        if self.request is None and self.done is None:
             for call in (*self._work.ahead_of(self), self):
                 if not call.is_watched and (call is self or not call.has_ended):
                     call.read_in_background()
@@ -309,7 +309,8 @@ class Call(Result):
             if not self._work.wait_up_to(self, Deadline(timeout_s)):
                 return self.done is not None
             timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        check_not_held(self.lock)
+        if self.lock._is_owned():
+            raise UsageError(IN_A_HANDLER)
         try:
             if not self.lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
                 self._was_missed = True
@@ -389,7 +390,11 @@ class Call(Result):
     def _take(self, timeout_s: float) -> None:
         """Take the replies that arrive within ``timeout_s``."""
         done = self.workers.wait(list(self.tickets.values()), timeout_s)
-        replied, still = self._replied(done)
+        replied, still = self.tickets, dict[int, Any]()
+        if len(done) < len(replied):
+            finished = set(map(id, done))
+            still = {rank: ticket for rank, ticket in replied.items() if id(ticket) not in finished}
+            replied = {rank: ticket for rank, ticket in replied.items() if rank not in still}
         fetch, record, values = self.workers.fetch, self.record, self._values
         same = shared = None  # a payload that several ranks have sent alike, and its value
         for rank, ticket in replied.items():
@@ -411,14 +416,6 @@ class Call(Result):
             else:
                 values[rank] = value
         self.tickets = still  # last: after Ctrl-C, the same replies are taken again
-
-    def _replied(self, done: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-        """The tickets, by rank, of the ranks that have replied, and of those that have not."""
-        if len(done) == len(self.tickets):
-            return self.tickets, {}
-        finished = set(map(id, done))
-        replied = {rank: ticket for rank, ticket in self.tickets.items() if id(ticket) in finished}
-        return replied, {rank: ticket for rank, ticket in self.tickets.items() if id(ticket) not in finished}
 
     def _unreadable(self, rank: int, error: BaseException) -> Failure:
         """The failure of a rank whose value raised when it was decoded; raises the error again if Ctrl-C caused it."""
@@ -506,8 +503,7 @@ class Call(Result):
 
     def _conclude(self) -> None:
         """Make the result. After Ctrl-C in the user's collect function, the next wait makes it again."""
-        error = self._error()
-        if error is not None:
+        if (error := self._error()) is not None:
             done = Done(error)
         elif self.keeps_rows:
             method, workers, record, values = self.site.method, self.workers, self.record, self._values

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bandmaster.calls.encoding import encode_argument
-from bandmaster.calls.request import CallSite
+from bandmaster.calls.request import CallSite, encode_argument
 from bandmaster.calls.result import Done, Result, late, wait_for_all
 from bandmaster.contract import KeptCopy
 from bandmaster.errors import BatchError, CallTimeout, ResourceError, RowsLost

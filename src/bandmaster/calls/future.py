@@ -105,12 +105,14 @@ class Future(Handle, Generic[T]):
     def _wait(self, timeout: float | None) -> Deadline:
         """Wait for the call. Returns the deadline, by which its rows have to arrive as well."""
         timeout_s = self._call.site.limits().timeout if timeout is None else timeout
+        deadline = Deadline(timeout_s)
         try:
-            while not self._call.wait((deadline := Deadline(timeout_s)).left()):
+            while not self._call.wait(timeout_s):
                 assert timeout_s is not None, "only a deadline ends the wait early"
                 late = self._late(timeout_s)
                 if not (timeout_s and late.is_debugged):
                     raise late
+                deadline = Deadline(timeout_s)
         except KeyboardInterrupt as error:
             note_calls(error, [self._waited_for()])
             raise

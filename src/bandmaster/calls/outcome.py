@@ -17,7 +17,7 @@ from bandmaster.plan.rows import RealRows
 def collected(how: Collection, by_rank: Mapping[int, Any], site: CallSite, real_rows: RealRows | None) -> Done:
     """Collect the values of the ranks. Returns the end with the result or the error."""
     incoming, ranks, finish = how
-    values = [by_rank[rank] for rank in ranks]
+    values = list(map(by_rank.__getitem__, ranks))
     try:
         result = collect(incoming, ranks, values, site.method, real_rows)
         return Done(value=result if finish is None else finish(result))

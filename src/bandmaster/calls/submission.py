@@ -2,7 +2,7 @@
 
 ::
 
-    CallRequest ── plan ── encode_group ──► Workers.put ──► an order per set of ranks alike ──► Workers.call
+    CallRequest ── plan ── orders_of ─────► Workers.put ──► an order per set of ranks alike ──► Workers.call
          └──► Call ◄── tickets ──────────────────────────────────────────────────────────────────────┘
                 └──► Future
 """
@@ -15,14 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from bandmaster.calls.call import Call, Failures
-from bandmaster.calls.encoding import encode_group
 from bandmaster.calls.future import Future
 from bandmaster.calls.hooks import CallTrace, Gate, hooks
 from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.options import CallOptions
-from bandmaster.calls.request import CallRequest, CallSite, Collection
+from bandmaster.calls.request import CallRequest, CallSite, Collection, unpicklable
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
-from bandmaster.codec import Payload
+from bandmaster.codec import Payload, encode
 from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Workers
 from bandmaster.contract import Call as Order
 from bandmaster.errors import CallTimeout
@@ -52,7 +51,12 @@ def orders_of(
     receivers: list[tuple[int, ...]] = []
     for group in groups:
         if group.items:
-            payloads.append(encode_group(group, label))
+            try:
+                payloads.append(encode(group.items))
+            except BaseException as error:  # the user's objects may raise anything when they are pickled
+                named = zip(group.names, group.items, strict=False)
+                values = [(f"argument {name!r} of {label}", value) for name, (_, value) in named]
+                raise unpicklable(error, label, values) from error
             receivers.append(group.ranks)
     parts = workers.put(payloads) if payloads else ()
     rows = [part.placed(workers) for part in elsewhere.parts] if elsewhere is not None else ()
@@ -124,7 +128,8 @@ class Submitter:
 
     def call(self, request: CallRequest) -> Any:
         """Send a call and wait for its result. Ctrl-C cancels it, as no other code has the future."""
-        future = self.submit(request, is_waited_for=True)
+        submit = self.submit_anyway if self.gate is None else self.submit
+        future = submit(request, is_waited_for=True)
         try:
             return future.result()
         except CallTimeout:

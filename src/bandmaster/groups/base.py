@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from bandmaster.calls.derived import PutRows
 from bandmaster.calls.future import Future
-from bandmaster.calls.options import check_seconds, default_options
+from bandmaster.calls.options import check_seconds, library
 from bandmaster.calls.request import CallRequest, CallSite, Collection
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
@@ -233,7 +233,7 @@ class AnyGroup(metaclass=ABCMeta):
         Raises:
             UsageError: An option is unknown, or its value is not a non-negative number or None.
         """
-        default_options().but(options)  # checks the values
+        library.options.but(options)  # checks the values
         self._submitter.options.update(options)
 
     def cancel(self) -> int:

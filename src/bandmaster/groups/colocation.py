@@ -17,7 +17,7 @@ from os import PathLike
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from bandmaster.calls.encoding import encode_constructor
+from bandmaster.calls.request import encode_constructor
 from bandmaster.calls.spec import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import ArgumentError, MeshError, UsageError

@@ -17,7 +17,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from bandmaster.backends import get_backend
-from bandmaster.calls.encoding import encode_constructor
+from bandmaster.calls.request import encode_constructor
 from bandmaster.calls.spec import specs_of
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import Launch
