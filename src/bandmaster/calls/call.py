@@ -117,13 +117,7 @@ class Call(Result):
         self._rows: KeptRows | None = None
         self._escalation: Escalation | None = None
         self._arrived: set[int] = set()  # ranks that had come to this call when the present grace began
-        self._cancelled_at: float | None = None
         self._interrupted: set[int] = set()  # ranks whose values have raised KeyboardInterrupt when they were decoded
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all ranks that run the call have replied."""
-        return self.has_ended
 
     # --- WAITING ---
 
@@ -284,13 +278,12 @@ class Call(Result):
             text = f"{self.site.method} was cancelled before it was sent; make the call again"
             if self.give_up(CallCancelled(text)):
                 return True
-        before = self._cancelled_at
-        self._cancelled_at, self.is_cancelled = before or time.monotonic(), True
+        before, self.is_cancelled = self.is_cancelled, True
         try:
             if tickets := dict(self.tickets):  # none if it was never sent
                 self.workers.interrupt(tickets)
         except UsageError:
-            self._cancelled_at, self.is_cancelled = before, before is not None
+            self.is_cancelled = before
             raise
         return True
 
@@ -333,9 +326,7 @@ class Call(Result):
         Returns:
             The moment at which there is more to do, if there is one.
         """
-        if self.request is not None:
-            self._work.advance()
-        if self.has_ended or self.request is not None or self.lock._is_owned():
+        if self.has_ended or self.lock._is_owned():
             return None
         try:
             if not self.lock.acquire(blocking=False):
@@ -448,8 +439,8 @@ class Call(Result):
             return None
         now = time.monotonic()
         self._escalation = self._escalation or Escalation(self.site.limits().grace)
-        if self._cancelled_at is not None:
-            self._escalation.begin(self._cancelled_at, patience_s=0.0)
+        if self.is_cancelled:
+            self._escalation.begin(now, patience_s=0.0)
         if deaths:
             self.failures.update({rank: death for rank, death in deaths.items() if rank not in self.failures})
             self._escalation.after_a_death(now)

@@ -43,11 +43,6 @@ class Derived(Result):
                 raise self.done.error
 
     @property
-    def is_over(self) -> bool:
-        """Whether all ranks that run the call have replied."""
-        return all(future._call.is_over for future in self._awaited_futures())
-
-    @property
     def waits_for(self) -> Sequence[Result]:
         """The results from which it is derived."""
         return [parent._call for parent in self.parents]
@@ -75,7 +70,8 @@ class Derived(Result):
         """Call the functions of `watch` when the last of the others is done."""
         if not self._is_watched:
             self._is_watched = True
-            for future in self._awaited_futures():
+            awaited = [future for operation in self._open_operations() for future in operation._calls()]
+            for future in dict.fromkeys(awaited):
                 future.add_done_callback(self._look)
 
     def _look(self, _: object) -> None:
@@ -105,11 +101,6 @@ class Derived(Result):
         if self.done is not None and self.done.error is None:
             self.done = Done(is_here=False)
 
-    def drive(self) -> None:
-        """Take the replies that have arrived for the others."""
-        for future in self._awaited_futures():
-            future._call.drive()
-
     def _open_operations(self) -> list[Derived]:
         """The operations that are not done among its ancestors, and itself; each follows its parents.
 
@@ -129,10 +120,6 @@ class Derived(Result):
     def _calls(self) -> list[Any]:
         """The parents that are not operations."""
         return [parent for parent in self.parents if not isinstance(parent._call, Derived)]
-
-    def _awaited_futures(self) -> list[Any]:
-        """The futures of the calls from which it is derived."""
-        return list(dict.fromkeys(future for operation in self._open_operations() for future in operation._calls()))
 
     def _settle(self) -> None:
         with self.lock:

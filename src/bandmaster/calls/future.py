@@ -150,10 +150,7 @@ class Future(Handle, Generic[T]):
         Raises:
             UsageError: A signal handler called this during an operation of the group.
         """
-        self._call.drive()  # replies that have arrived count
-        if self._call.done is not None or self._call.is_over:
-            return False
-        return self._call.cancel()
+        return not self.done() and self._call.cancel()
 
     def cancelled(self) -> bool:
         """Whether the call was cancelled before it ended."""

@@ -60,11 +60,6 @@ class Result(ABC):
 
     @property
     @abstractmethod
-    def is_over(self) -> bool:
-        """Whether all ranks that run the call have replied."""
-
-    @property
-    @abstractmethod
     def waits_for(self) -> Sequence[Result]:
         """The results that have to be done before this one, in order; none for a call that was sent."""
 
@@ -80,10 +75,6 @@ class Result(ABC):
     @abstractmethod
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until it is done; False if the time is over before."""
-
-    @abstractmethod
-    def drive(self) -> object:
-        """Take the replies that have arrived. Does not block."""
 
     @abstractmethod
     def cancel(self) -> bool:
