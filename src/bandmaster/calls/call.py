@@ -111,7 +111,7 @@ class Call(Result):
         self.due: float | None = None
         self._send, self._work, self._collection = send, work, request.collection
         self._why_not_sent: BaseException | None = None
-        self._has_to_stop = self._was_missed = self._is_released = False
+        self._has_to_stop = self._was_missed = False
         self._has_failed = False  # whether a rank that runs the call has failed, or one was dead before it was sent
         self._values: dict[int, Any] = {}
         self._rows: KeptRows | None = None
@@ -500,7 +500,7 @@ class Call(Result):
             method, workers, record, values = self.site.method, self.workers, self.record, self._values
             kept = [KeptPart(method, rank, values[rank], workers, record) for rank in self._collection.ranks]
             self._rows = KeptRows(kept, self.real_rows)
-            if self._is_released:
+            if self.is_released:
                 self._rows.release()
             done = Done(is_here=False)
         else:
@@ -569,13 +569,9 @@ class Call(Result):
         """Whether a rank has a value among the kept rows."""
         return self._rows is not None and self._rows.parts[rank].has_value
 
-    def release(self) -> None:
-        """Release the rows that were kept, or will be. Takes no lock, as garbage may be collected under any."""
-        self._is_released = True
+    def _drop_rows(self) -> None:
         if self._rows is not None:
             self._rows.release()
-            if self.done is not None and self.done.error is None:
-                self.done = Done(is_here=False)
 
     def _error(self) -> BaseException | None:
         """The error of the call; None if all ranks that run the call have replied with a value."""

@@ -36,7 +36,7 @@ class Derived(Result):
         self.parents = tuple(parents)
         self._make: Callable[[], Table] | None = make
         self._made: Table | None = None
-        self._is_released = self._is_watched = False
+        self._is_watched = False
         if all(parent._call.done is not None for parent in parents):
             self._settle()
             if self.done is not None and self.done.error is not None:
@@ -95,11 +95,8 @@ class Derived(Result):
         except Exception as error:
             return Done(error)
 
-    def release(self) -> None:
-        """Drop this result's references to the rows, now or when they are there."""
-        self._is_released, self._made = True, None
-        if self.done is not None and self.done.error is None:
-            self.done = Done(is_here=False)
+    def _drop_rows(self) -> None:
+        self._made = None
 
     def _open_operations(self) -> list[Derived]:
         """The operations that are not done among its ancestors, and itself; each follows its parents.
@@ -128,7 +125,7 @@ class Derived(Result):
             try:
                 self._made = self._make()
                 done = Done(is_here=False)
-                if self._is_released:
+                if self.is_released:
                     self._made = None
             except Exception as error:
                 done = Done(error)
@@ -158,6 +155,5 @@ class PutRows(Derived):
         self._kept = KeptPart(site.method, None, KeptCopy(payload, facts), None)
         super().__init__((), site, lambda: table_of([self._kept]))
 
-    def release(self) -> None:
-        """Release the rows."""
+    def _drop_rows(self) -> None:
         self._kept.release()

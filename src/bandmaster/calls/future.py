@@ -52,7 +52,6 @@ class Future(Handle, Generic[T]):
     _claim: Claim | None = None
     _claims_on_parents: Sequence[ref[Claim]] = ()
     _was_released = False  # by the user; calls with claims may still take the rows
-    _is_released = False
 
     def __init__(self, call: Result, owner: object = None) -> None:
         self._call = call
@@ -78,7 +77,7 @@ class Future(Handle, Generic[T]):
         """
         deadline = self._wait(timeout)
         call = self._call
-        if call.keeps_rows and self._was_released and not self._is_released:  # other calls have yet to take them
+        if self._was_released and call.keeps_rows and not call.is_released:  # other calls have yet to take them
             if (done := call.done) is not None and done.error is not None:
                 raise done.error
             raise released_rows(call.site.method)
@@ -209,9 +208,9 @@ class Future(Handle, Generic[T]):
         self._was_released = True
         claim, self._claim = self._claim, None
         if claim is None:
-            self._release()
+            self._call.release()
         else:
-            finalize(claim, self._release).atexit = False
+            finalize(claim, self._call.release).atexit = False
         with contextlib.suppress(ResourceError):  # then they are freed when a thread waits for a call of the group
             self.add_done_callback(lambda _: None)  # so that the replies are read
 
@@ -219,10 +218,6 @@ class Future(Handle, Generic[T]):
         """The claims whose holder keeps `release` from freeing the rows, and the rows from which they are derived."""
         self._claim = self._claim or Claim()
         return [self._claim, *(claim for one in self._claims_on_parents if (claim := one()) is not None)]
-
-    def _release(self) -> None:
-        self._is_released = True
-        self._call.release()
 
     def __enter__(self) -> Self:
         return self

@@ -37,6 +37,7 @@ class Result(ABC):
         keeps_rows: Whether its rows stay where they are made.
         done: Its end; None before. It is set by one assignment.
         is_cancelled: Whether it was cancelled.
+        is_released: Whether its rows were released, or will be when they are there.
         lock: Held by the thread that makes the end.
         is_sent: Whether it is a call that was sent.
         missing: The ranks that have not replied, if it is a call that was sent.
@@ -48,6 +49,7 @@ class Result(ABC):
     """
 
     is_cancelled: bool = False
+    is_released: bool = False
     is_sent: bool = False
     missing: tuple[int, ...] = ()
     behind: str = ""
@@ -110,9 +112,15 @@ class Result(ABC):
     def table(self) -> Table:
         """The rows; it is done, without an error, and keeps them."""
 
-    @abstractmethod
     def release(self) -> None:
         """Release the rows that are kept, or will be. Takes no lock, as garbage may be collected under any."""
+        self.is_released = True
+        self._drop_rows()
+        if self.keeps_rows and self.done is not None and self.done.error is None:
+            self.done = Done(is_here=False)
+
+    def _drop_rows(self) -> None:  # noqa: B027  # there may be none yet
+        """Drop the rows that are there, which were released."""
 
     def value(self, deadline: Deadline) -> Any:
         """The value; kept rows are read into this process. The result must be done. Raises its error.
