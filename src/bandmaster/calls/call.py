@@ -23,7 +23,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from bandmaster.calls.escalation import Escalation, Step
+from bandmaster.calls.escalation import DEATH_PATIENCE_S, DEATH_WAIT_S, Escalation, Step
 from bandmaster.calls.hooks import CallTrace
 from bandmaster.calls.outcome import collected, error_of
 from bandmaster.calls.progress import progress
@@ -440,10 +440,10 @@ class Call(Result):
         now = time.monotonic()
         self._escalation = self._escalation or Escalation(self.site.limits().grace)
         if self.is_cancelled:
-            self._escalation.begin(now, patience_s=0.0)
+            self._escalation.begin(now, 0.0)
         if deaths:
             self.failures.update({rank: death for rank, death in deaths.items() if rank not in self.failures})
-            self._escalation.after_a_death(now)
+            self._escalation.begin(now, DEATH_PATIENCE_S, DEATH_WAIT_S)
         elif self.failures:
             self._escalation.begin(now)
         while (step := self._escalation.due(now)) is not None:
