@@ -93,10 +93,9 @@ class Result(ABC):
             ResourceError: The system allows no more threads or descriptors.
         """
         self._callbacks.append(when_done)
-        if self.wait(0):
-            self.tell()
-        else:
+        if not self.wait(0):
             self.drive_in_background()
+        self.tell()  # also if another thread has found it done meanwhile
 
     def tell(self) -> None:
         """Call the functions of `watch` if it is done. The caller holds no lock. Any thread may call this again."""
