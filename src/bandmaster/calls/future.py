@@ -107,10 +107,7 @@ class Future(Handle, Generic[T]):
         deadline = Deadline(timeout_s)
         try:
             while not self._call.wait(timeout_s):
-                assert timeout_s is not None, "only a deadline ends the wait early"
-                late = self._late(timeout_s)
-                if not (timeout_s and late.is_debugged):
-                    raise late
+                self._check_debugged(timeout_s)
                 deadline = Deadline(timeout_s)
         except KeyboardInterrupt as error:
             note_calls(error, [self._waited_for()])
@@ -122,10 +119,13 @@ class Future(Handle, Generic[T]):
         first = awaited([self._call])
         return WaitedFor(self._call.site.method, first.missing if first is not None else (), self._call.late)
 
-    def _late(self, timeout_s: float) -> CallTimeout:
-        error = self._call.late(timeout_s)
-        error.future = self
-        return error
+    def _check_debugged(self, timeout_s: float | None) -> None:
+        """Raise `CallTimeout`, unless a rank is in a debugger: then the deadline begins anew."""
+        assert timeout_s is not None, "only a deadline ends the wait early"
+        late = self._call.late(timeout_s)
+        late.future = self
+        if not (timeout_s and late.is_debugged):
+            raise late from None
 
     def done(self) -> bool:
         """Whether the call has a result or an error. Reads the replies that have arrived; does not block."""
@@ -190,10 +190,7 @@ class Future(Handle, Generic[T]):
                 try:
                     yield from asyncio.wait_for(arrived.wait(), timeout_s).__await__()
                 except asyncio.TimeoutError:
-                    assert timeout_s is not None, "only a deadline ends the wait early"
-                    late = self._late(timeout_s)
-                    if not (timeout_s and late.is_debugged):
-                        raise late from None
+                    self._check_debugged(timeout_s)
         except asyncio.CancelledError:
             self.cancel()
             raise
