@@ -299,7 +299,8 @@ class Call(Result):
         timeout_s = None if timeout_s is None or timeout_s > threading.TIMEOUT_MAX else max(0.0, timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if self.request is not None:
-            if not self._work.wait_up_to(self, Deadline(timeout_s)):
+            was_sent = self._work.wait_up_to(self, Deadline(timeout_s))
+            if not was_sent or self.request is not None:  # then this thread is about to send it, further up its stack
                 return self.done is not None
             timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         if self.lock._is_owned():

@@ -176,8 +176,7 @@ class OpenWork:
         """End all waiting calls without sending them, as their workers were stopped or one of them is replaced."""
         with _LOCK:
             calls = list(self.waiting)
-            self.waiting.clear()
-        for call in calls:
+        for call in reversed(calls):  # the last one first, so that none is sent meanwhile
             why = (
                 f"{call.site.method} was not sent, as its group was closed or restarted, or one of its ranks replaced, "
                 "before the rows that it takes were there; make the call again"
