@@ -92,10 +92,12 @@ class OpenWork:
 
     Attributes:
         waiting: The calls that are not sent yet, because rows that they, or calls before them, take are missing.
+        sending: Held while a call is added and sent, so that the ranks get calls in the order in which they are here.
     """
 
     def __init__(self) -> None:
         self.waiting: deque[Waiting] = deque()
+        self.sending = threading.RLock()
         self._sent: deque[Call] = deque()
         self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
         self._is_advancing = False
@@ -186,7 +188,7 @@ class OpenWork:
     # --- SENT ---
 
     def add(self, call: Call) -> None:
-        """Add a call that is about to be sent."""
+        """Add a call that is about to be sent, or was; `sending` is held."""
         self._sent.append(call)
         with contextlib.suppress(IndexError, ValueError):  # it is empty, or another thread was faster
             while (first := self._sent[0]).has_ended:

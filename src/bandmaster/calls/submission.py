@@ -188,8 +188,9 @@ class Submitter:
                 return
             call.is_being_sent(workers, failures)
             if orders:
-                self.work.add(call)
-                workers.call(orders, call.tickets)
+                with self.work.sending:
+                    self.work.add(call)
+                    workers.call(orders, call.tickets)
                 if call.record is not None:
                     call.record.is_sent()
 
@@ -237,18 +238,19 @@ class Submitter:
         orders = [] if failures else orders_of(whole, workers, plan, site.method, record)
         tickets = dict[int, Any]()
         is_sent = False
-        try:
-            if orders:
-                workers.call(orders, tickets)
-            is_sent = True
-        finally:
-            for share, call in calls.items():
-                call.real_rows, call.record = plan.real_rows, record
-                call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
-                call.is_being_sent(workers, failures if request.is_for_all else Failures(failures))
-                self.work.add(call)
-                if not is_sent:  # Ctrl-C: ranks that fail the call go on when all of them have ended it
-                    call.cancel()
+        with self.work.sending:
+            try:
+                if orders:
+                    workers.call(orders, tickets)
+                is_sent = True
+            finally:
+                for share, call in calls.items():
+                    call.real_rows, call.record = plan.real_rows, record
+                    call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
+                    call.is_being_sent(workers, failures if request.is_for_all else Failures(failures))
+                    self.work.add(call)
+                    if not is_sent:  # Ctrl-C: ranks that fail the call go on when all of them have ended it
+                        call.cancel()
         if orders and record is not None:
             record.is_sent()
         return [Future(call, request.owner) for call in calls.values()]
