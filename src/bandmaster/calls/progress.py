@@ -18,7 +18,6 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 from bandmaster.contract import Workers
@@ -46,27 +45,6 @@ class Watch(Protocol):
 
     def look(self) -> bool:
         """Make progress without waiting. Returns whether the watch is over."""
-
-
-class Watchers:
-    """Functions to call once, at the end of an event."""
-
-    def __init__(self) -> None:
-        self._functions: deque[Callable[[], object]] = deque()
-        self._has_ended = False
-
-    def add(self, function: Callable[[], object]) -> None:
-        """Call a function at the end, or now if the end has come."""
-        self._functions.append(function)
-        if self._has_ended:
-            self.tell()
-
-    def tell(self) -> None:
-        """Call each function once, as the end has come. Any thread may call this again."""
-        self._has_ended = True
-        with contextlib.suppress(IndexError):
-            while True:
-                self._functions.popleft()()
 
 
 class Progress:
