@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 from weakref import finalize, ref
 
 from bandmaster.calls.derived import Derived
-from bandmaster.calls.interruption import WaitedFor, note_calls
-from bandmaster.calls.result import Result, awaited
+from bandmaster.calls.result import Result, WaitedFor, awaited, note_calls
 from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, ResourceError, UsageError
 from bandmaster.plan.batch import required_batch
 from bandmaster.plan.batch_types import KNOWN_BY_NAME, BatchType, Index
