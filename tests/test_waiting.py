@@ -10,6 +10,8 @@ from clock import idle_time
 import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.calls.call import Call
+from bandmaster.calls.open_work import OpenWork
+from bandmaster.calls.progress import progress
 
 
 class Waits(bm.Worker):
@@ -79,7 +81,7 @@ def test_a_callback_comes_though_another_thread_has_taken_the_replies_without_ma
             take(call, 0.05)
             if not call.tickets:
                 has_looked.clear()
-                call.on_news()  # as the last ticket has done
+                progress.look_at(call)  # as the last ticket has done
                 assert has_looked.wait(10), "the thread of all callbacks has found the call in use"
         take(call, timeout_s)
 
@@ -181,3 +183,51 @@ def test_callbacks_run_though_another_thread_reads_at_the_same_moment(groups, tm
         future.cancel()
         groups[0].add(1)  # reads the replies to the earlier call as well
         assert called.wait(5)
+
+
+def test_ranks_get_the_calls_of_two_threads_in_the_order_in_which_they_are_driven(groups, monkeypatch):
+    """Else the ranks of a failed call wait for a thread that drives the one behind it alone."""
+    group, add, is_added, futures = groups[0], OpenWork.add, threading.Event(), []
+
+    def add_slowly(work, call):
+        add(work, call)
+        if call.site.method == "Waits.add":
+            is_added.set()
+            time.sleep(0.3)  # in which the other thread would send its call
+
+    monkeypatch.setattr(OpenWork, "add", add_slowly)
+    first = threading.Thread(target=lambda: futures.append(group.add.submit(1)))
+    first.start()
+    assert is_added.wait(30)
+    failed = group.fail.submit()
+    first.join()
+    assert futures[0].result(timeout=30) == [1, 2]
+    with pytest.raises(bm.RemoteError):
+        failed.result(timeout=30)
+
+
+class Rows(bm.Worker):
+    @register(Dispatch.DP_PROTO)
+    def late(self, rows):
+        time.sleep(0.5)
+        return rows
+
+    @register(Dispatch.DP_PROTO)
+    def echo(self, rows):
+        return rows
+
+
+def test_two_groups_take_rows_of_each_other_by_turns(caplog):
+    """The thread that sends the calls of one comes back to them from the calls of the other."""
+    with bm.ResourcePool([1], max_colocate_count=2) as pool, bm.ResourcePool([1], backend="inprocess") as here:
+        source, one, other = bm.WorkerGroup(pool, Rows), bm.WorkerGroup(pool, Rows), bm.WorkerGroup(here, Rows)
+        rows, has_ended = source.late.submit([1, 2]), threading.Event()
+        one.echo.submit(rows)
+        of_other = other.echo.submit(rows)
+        one.echo.submit(of_other)
+        behind = one.echo.submit([3])
+        last = other.echo.submit(behind)
+        last.add_done_callback(lambda _: has_ended.set())
+        assert has_ended.wait(30)
+        assert (behind.result(), last.result()) == ([3], [3])
+    assert not caplog.records, "no callback raised"

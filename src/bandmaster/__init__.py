@@ -30,9 +30,8 @@ from bandmaster.errors import (
     WorkerDied,
 )
 from bandmaster.errors import hide_library_frames as _hide_library_frames
-from bandmaster.groups.closing import close_all
 from bandmaster.groups.colocation import ColocatedGroup, RoleGroup, colocate
-from bandmaster.groups.group import GroupOf, WorkerGroup
+from bandmaster.groups.group import GroupOf, WorkerGroup, close_all
 from bandmaster.plan.batch import register_batch_type
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.preview import TransferPlan, plan

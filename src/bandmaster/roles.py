@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload, decode
@@ -64,28 +65,18 @@ class Roles(Worker):
         return self._call_hooks("on_replace", state, [rank])
 
     def _call_hooks(self, hook: str, state: dict[str, Any] | None, args: Sequence[Any]) -> Any:
-        state = state or {}
-        pending: list[Coroutine[Any, Any, Any]] = []
-        try:
-            for name, worker in self.roles.items():
-                if callable(getattr(worker, hook, None)):
-                    outcome = getattr(worker, hook)(*args, state.get(name))
-                    if inspect.iscoroutine(outcome):
-                        pending.append(outcome)
-        except BaseException:
-            _close(pending)
-            raise
+        """Call the plain hooks. Returns a coroutine that then awaits the async ones, if there are any."""
+        pending = []
+        for name, worker in self.roles.items():
+            if callable(method := getattr(worker, hook, None)):
+                call = partial(method, *args, (state or {}).get(name))
+                if inspect.iscoroutinefunction(method):
+                    pending.append(call)
+                else:
+                    call()
         return _await_all(pending) if pending else None
 
 
-async def _await_all(pending: list[Coroutine[Any, Any, Any]]) -> None:
-    try:
-        while pending:
-            await pending.pop(0)
-    finally:
-        _close(pending)
-
-
-def _close(pending: Sequence[Coroutine[Any, Any, Any]]) -> None:
-    for coroutine in pending:
-        coroutine.close()
+async def _await_all(calls: Sequence[Callable[[], Coroutine[Any, Any, Any]]]) -> None:
+    for call in calls:
+        await call()

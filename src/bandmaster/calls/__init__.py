@@ -2,6 +2,7 @@
 
 ::
 
-    method ── spec ── plan ──► submission ── encoding, row_arguments ──► Workers.put, Workers.call
-                                   └──► Call ── reads replies, escalates, collects ──► Future
+    method ── spec ── plan ──► submission ── orders_of, row_arguments ──► Workers.put, Workers.call
+                                   └──► Call ── reads replies, escalates ── outcome ──► Future
+                                          └── open_work: other calls of the same workers, and which thread drives them
 """

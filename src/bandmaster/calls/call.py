@@ -16,38 +16,30 @@ looks without waiting and finds it taken returns; the thread that reads then tel
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from bandmaster.calls.escalation import Escalation, Step
+from bandmaster.calls.escalation import DEATH_PATIENCE_S, DEATH_WAIT_S, Escalation, Step
 from bandmaster.calls.hooks import CallTrace
-from bandmaster.calls.progress import CallWatch, Watchers, progress
+from bandmaster.calls.outcome import collected, error_of
+from bandmaster.calls.progress import progress
 from bandmaster.calls.request import NOTHING, CallRequest, CallSite
 from bandmaster.calls.result import Done, Result, late, wait_for_all
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Workers
-from bandmaster.errors import (
-    CallCancelled,
-    CallTimeout,
-    CollectError,
-    RemoteError,
-    ResourceError,
-    RowsLost,
-    UsageError,
-    WorkerDied,
-)
-from bandmaster.errors.failure import Failure, FailureKind, is_in_debugger
-from bandmaster.plan.collection import collect
+from bandmaster.contract import Ticket, Workers
+from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, RowsLost, UsageError
+from bandmaster.errors.failure import Failure, is_in_debugger
 from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
-from bandmaster.platform.locks import SigintSafeLock, check_not_held
+from bandmaster.platform.locks import IN_A_HANDLER, SigintSafeLock
 from bandmaster.rows.kept import KeptPart, KeptRows
 from bandmaster.rows.table import Table
 
+FENCE_LOOK_S = 0.02  # a failed call holds back the one that is waited for
 LOOK_AROUND_S = 5.0  # another thread may cancel a call while this one waits for it
 UNCHANGEABLE = {type(None), bool, int, float, str, bytes}
 
@@ -73,10 +65,7 @@ class _OtherCalls(Protocol):
     def send_in_background(self, call: Any) -> None: ...
     def wait_up_to(self, call: Any, deadline: Deadline) -> bool: ...
     def advance(self) -> None: ...
-    def drive_before(self, waiting: Any) -> float | None: ...
-    def awaited_before(self, call: Any) -> set[int]: ...
-    def failed_before(self, call: Any) -> str: ...
-    def watch_before(self, call: Any) -> None: ...
+    def ahead_of(self, call: Any) -> Sequence[Call]: ...
     def has_unanswered(self, failures: Failures) -> bool: ...
     def forget(self, call: Any) -> None: ...
 
@@ -85,18 +74,16 @@ class Call(Result):
     """One call.
 
     Attributes:
-        site: Its `CallSite`: names for messages, and limits.
-        keeps_rows: Whether the values stay where they are until they are read.
         is_cleanup: See `CallRequest`.
         request: The request, as long as the call is WAITING; its assignment to None makes the call SENT.
         done: The result or the error; its assignment makes the call DONE.
         workers: The workers that run the call, once it is sent.
         tickets: The tickets of the ranks that have not replied, by rank.
-        failures: See `Failures`.
+        failures: See `Failures`; once it is sent.
         has_ended: Whether all ranks are known to have replied. A thread that reads sets it.
         is_cancelled: Whether `cancel` was called.
         due: The moment at which the thread that reads has to look again, by `time.monotonic`; None for no moment.
-        on_news: If it is set, threads that have read call it afterwards; it must not block.
+        is_watched: Whether the thread of `bandmaster.calls.progress` reads it, so that others that have read tell it.
         record: The record of the call, if a trace records.
         real_rows: The rows that each rank was sent, if the call has split a batch.
         is_sent_in_background: Whether it is sent when its rows are there, though no thread waits for it.
@@ -109,39 +96,28 @@ class Call(Result):
     """
 
     workers: Workers
+    failures: Failures
 
     def __init__(
         self, request: CallRequest, site: CallSite, send: Callable[[Call, CallRequest], None] | None, work: _OtherCalls
     ) -> None:
+        super().__init__(site, request.keeps_rows)
         self.request: CallRequest | None = request
-        self.done: Done | None = None
-        self.site = site
-        self.keeps_rows, self.is_cleanup, self._is_for_all = request.keeps_rows, request.is_cleanup, request.is_for_all
+        self.is_cleanup, self._is_for_all = request.is_cleanup, request.is_for_all
         self.tickets: dict[int, Any] = {}
-        self.failures = Failures()
         self.real_rows: RealRows | None = None
         self.record: CallTrace | None = None
-        self.has_ended = self.is_cancelled = self.is_sent_in_background = False
+        self.has_ended = self.is_watched = self.is_sent_in_background = False
         self.due: float | None = None
-        self.on_news: Callable[[], object] | None = None
-        self.lock = threading.RLock()
         self._send, self._work, self._collection = send, work, request.collection
         self._why_not_sent: BaseException | None = None
-        self._has_to_stop = self._was_missed = self._is_released = False
+        self._has_to_stop = self._was_missed = False
         self._has_failed = False  # whether a rank that runs the call has failed, or one was dead before it was sent
         self._values: dict[int, Any] = {}
         self._rows: KeptRows | None = None
         self._escalation: Escalation | None = None
         self._arrived: set[int] = set()  # ranks that had come to this call when the present grace began
-        self._cancelled_at: float | None = None
-        self._watch: CallWatch | None = None
-        self._watchers: Watchers | None = None
         self._interrupted: set[int] = set()  # ranks whose values have raised KeyboardInterrupt when they were decoded
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all ranks that run the call have replied."""
-        return self.has_ended
 
     # --- WAITING ---
 
@@ -175,8 +151,8 @@ class Call(Result):
             interrupted = CallCancelled(f"{self.site.method} was interrupted before it was sent; make the call again")
             self._fail(error if isinstance(error, Exception) else interrupted)
             raise
-        if self._watchers is not None:
-            self._begin_watch()
+        if self._callbacks:
+            self.drive_in_background()
 
     def is_being_sent(self, workers: Workers, failures: Failures) -> None:
         """Enter the state SENT. `lock` is held until the tickets are there.
@@ -201,11 +177,16 @@ class Call(Result):
         """Wait until the rows that it takes are there; False if the time is over before."""
         return wait_for_all(self.parents, Deadline(timeout_s))
 
-    def give_up(self, why: BaseException) -> None:
-        """Do not send it, for a reason."""
-        self._fail(why)
+    def give_up(self, why: BaseException) -> bool:
+        """Do not send it, for a reason. Returns False if it was sent, or is done."""
+        with self.lock:  # the thread that sends the call holds it, too
+            if self.request is None or self.done is not None:
+                return False
+            self.is_cancelled = True
+            self._fail(why)
         self._work.advance()
         self.tell()
+        return True
 
     def _fail(self, why: BaseException) -> None:
         """End with an error. If ranks have the call already, they are interrupted."""
@@ -216,11 +197,6 @@ class Call(Result):
             elif self.done is None:
                 self._finish(Done(self._why_not_sent))
                 self.has_ended, self.request = True, None
-
-    def tell(self) -> None:
-        """Notify the watchers if the call is done. The caller holds no lock."""
-        if self._watchers is not None and self.done is not None:
-            self._watchers.tell()
 
     # --- SENT ---
 
@@ -257,91 +233,86 @@ class Call(Result):
     @property
     def behind(self) -> str:  # type: ignore[override]
         """The failed calls before it that have not ended, in words for messages; "" if there are none."""
-        return self._work.failed_before(self)
+        return "; ".join(
+            f"{other.how_it_failed()} and has not ended on rank {', '.join(map(str, other.missing))}"
+            for other in self._work.ahead_of(self)
+            if other.holds_back and other.failures is not self.failures
+        )
 
-    def watch(self, when_done: Callable[[], object]) -> None:
-        """Read replies in the background, and call a function when the call is done.
+    def drive_in_background(self) -> None:
+        """Send it and read its replies in the background.
 
-        The calls before it are watched as well: one that fails may have to be ended before this one can begin.
+        The calls before it are read as well: one that fails may have to be ended before this one can begin.
         """
-        if self._watchers is None:
-            with SigintSafeLock(), progress.lock:
-                self._watchers = self._watchers or Watchers()
         if self.request is not None:
             self._work.send_in_background(self)
-        self._watchers.add(when_done)
-        if self.done is not None:
-            self._watchers.tell()
-        elif self.request is None:
-            self._begin_watch()
-
-    def _begin_watch(self) -> None:
-        self._work.watch_before(self)
-        self.read_in_background()
+        if self.request is None and self.done is None:
+            for call in (*self._work.ahead_of(self), self):
+                if not call.is_watched and (call is self or not call.has_ended):
+                    call.read_in_background()
 
     def read_in_background(self) -> None:
-        """Read its replies in the background until it is done, as no thread may wait for it."""
-        with SigintSafeLock(), progress.lock:
-            if self._watch is None:
-                watch = CallWatch(self)
-                progress.add(watch)
-                self._watch = watch
+        """Let the thread of `bandmaster.calls.progress` read its replies until it is done."""
+        with SigintSafeLock():  # Ctrl-C does not leave a part of it
+            self.is_watched = True  # first: a thread that stops reading from now on tells the other one
+            for ticket in list(self.tickets.values()):
+                if isinstance(ticket, Ticket):
+                    ticket.on_done = partial(progress.look_at, self)
+            try:
+                progress.add(self)
+            except ResourceError:
+                self.is_watched = False
+                raise
+
+    def look(self) -> bool:
+        """Take the replies that have arrived, in that thread. Returns whether it is done; then tells of it."""
+        if not self.wait(0):
+            return False
+        self.is_watched = False
+        self.tell()
+        return True
 
     def cancel(self) -> bool:
         """Interrupt the ranks that run the call; the others skip it. Any thread may call this."""
         if self.request is not None:
-            with self.lock:  # the thread that sends the call holds it, too
-                is_waiting = self.request is not None and self.done is None
-                if is_waiting:
-                    self.is_cancelled = True
-                    text = f"{self.site.method} was cancelled before it was sent; make the call again"
-                    self._fail(CallCancelled(text))
-            if is_waiting:
-                self._work.advance()
-                self.tell()
+            text = f"{self.site.method} was cancelled before it was sent; make the call again"
+            if self.give_up(CallCancelled(text)):
                 return True
-        before = self._cancelled_at
-        self._cancelled_at, self.is_cancelled = before or time.monotonic(), True
+        before, self.is_cancelled = self.is_cancelled, True
         try:
             if tickets := dict(self.tickets):  # none if it was never sent
                 self.workers.interrupt(tickets)
         except UsageError:
-            self._cancelled_at, self.is_cancelled = before, before is not None
+            self.is_cancelled = before
             raise
         return True
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """Read replies until all are there, and make the result; False if the time is over before."""
-        if self.done is not None:
+    def wait(self, timeout_s: float | None, is_for_all: bool = False) -> bool:
+        """Read replies until all are there, and make the result; False if the time is over before.
+
+        Args:
+            timeout_s: Seconds to wait; None sets no limit.
+            is_for_all: Whether to read until every rank has replied or has ended, even if the call is done before.
+        """
+        if self.done is not None and not is_for_all:
             return True
         timeout_s = None if timeout_s is None or timeout_s > threading.TIMEOUT_MAX else max(0.0, timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if self.request is not None:
-            if not self._work.wait_up_to(self, Deadline(timeout_s)):
+            was_sent = self._work.wait_up_to(self, Deadline(timeout_s))
+            if not was_sent or self.request is not None:  # then this thread is about to send it, further up its stack
                 return self.done is not None
             timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        check_not_held(self.lock)
+        if self.lock._is_owned():
+            raise UsageError(IN_A_HANDLER)
         try:
             if not self.lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
                 self._was_missed = True
                 if not self.lock.acquire(blocking=False):
                     return False
-            if self.done is None and self._read(deadline):
+            if (self.done is None or is_for_all) and self._read(deadline, is_for_all) and self.done is None:
                 self._conclude()
             return self.done is not None
-        finally:
-            try:
-                self.lock.release()  # not in a function, at whose beginning Ctrl-C may come
-            except RuntimeError:  # this thread did not get it, because of the timeout or of Ctrl-C
-                pass
-            else:
-                self._tell_if_missed()
-
-    def wait_for_all(self) -> None:
-        """Read until every rank has replied or has ended, without making the result."""
-        try:
-            self.lock.acquire()
-            self._read(None, is_patient=True)
         finally:
             try:
                 self.lock.release()  # not in a function, at whose beginning Ctrl-C may come
@@ -356,9 +327,7 @@ class Call(Result):
         Returns:
             The moment at which there is more to do, if there is one.
         """
-        if self.request is not None:
-            self._work.advance()
-        if self.has_ended or self.request is not None or self.lock._is_owned():
+        if self.has_ended or self.lock._is_owned():
             return None
         try:
             if not self.lock.acquire(blocking=False):
@@ -376,14 +345,9 @@ class Call(Result):
 
     def _tell_if_missed(self) -> None:
         """Have the watch look again if it found `lock` taken meanwhile, or if replies are there without a result."""
-        if self.on_news is not None and (self._was_missed or (self.has_ended and self.done is None)):
+        if self.is_watched and (self._was_missed or (self.has_ended and self.done is None)):
             self._was_missed = False
-            self._tell()
-
-    def _tell(self) -> None:
-        on_news = self.on_news  # another thread may reset it
-        if on_news is not None:
-            on_news()
+            progress.look_at(self)
 
     def _read(self, deadline: float | None, is_patient: bool = False) -> bool:
         """Read until all ranks have replied; False if the time is over before.
@@ -418,7 +382,11 @@ class Call(Result):
     def _take(self, timeout_s: float) -> None:
         """Take the replies that arrive within ``timeout_s``."""
         done = self.workers.wait(list(self.tickets.values()), timeout_s)
-        replied, still = self._replied(done)
+        replied, still = self.tickets, dict[int, Any]()
+        if len(done) < len(replied):
+            finished = set(map(id, done))
+            still = {rank: ticket for rank, ticket in replied.items() if id(ticket) not in finished}
+            replied = {rank: ticket for rank, ticket in replied.items() if rank not in still}
         fetch, record, values = self.workers.fetch, self.record, self._values
         same = shared = None  # a payload that several ranks have sent alike, and its value
         for rank, ticket in replied.items():
@@ -441,14 +409,6 @@ class Call(Result):
                 values[rank] = value
         self.tickets = still  # last: after Ctrl-C, the same replies are taken again
 
-    def _replied(self, done: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-        """The tickets, by rank, of the ranks that have replied, and of those that have not."""
-        if len(done) == len(self.tickets):
-            return self.tickets, {}
-        finished = set(map(id, done))
-        replied = {rank: ticket for rank, ticket in self.tickets.items() if id(ticket) in finished}
-        return replied, {rank: ticket for rank, ticket in self.tickets.items() if id(ticket) not in finished}
-
     def _unreadable(self, rank: int, error: BaseException) -> Failure:
         """The failure of a rank whose value raised when it was decoded; raises the error again if Ctrl-C caused it."""
         was_interrupted = rank in self._interrupted
@@ -460,9 +420,16 @@ class Call(Result):
 
     def _do_what_is_due(self) -> float | None:
         """Run the due steps of this call and of earlier calls. Returns the moment of the next step, or None."""
-        others = self._work.drive_before(self)
-        ours = self._escalate()
-        return others if ours is None else ours if others is None else min(ours, others)
+        earlier = self._work.ahead_of(self)
+        if not earlier:
+            return self._escalate()
+        moments = []
+        for call in earlier:
+            moments.append(call.drive())
+            if call.holds_back:  # its last reply lets ranks go on, but wakes no thread that waits here
+                moments.append(time.monotonic() + FENCE_LOOK_S)
+        moments.append(self._escalate())
+        return min([moment for moment in moments if moment is not None], default=None)
 
     def _escalate(self) -> float | None:
         """Run the due steps against ranks that go on with a failed call. Returns the moment of the next, or None."""
@@ -473,11 +440,11 @@ class Call(Result):
             return None
         now = time.monotonic()
         self._escalation = self._escalation or Escalation(self.site.limits().grace)
-        if self._cancelled_at is not None:
-            self._escalation.begin(self._cancelled_at, patience_s=0.0)
+        if self.is_cancelled:
+            self._escalation.begin(now, 0.0)
         if deaths:
             self.failures.update({rank: death for rank, death in deaths.items() if rank not in self.failures})
-            self._escalation.after_a_death(now)
+            self._escalation.begin(now, DEATH_PATIENCE_S, DEATH_WAIT_S)
         elif self.failures:
             self._escalation.begin(now)
         while (step := self._escalation.due(now)) is not None:
@@ -513,7 +480,8 @@ class Call(Result):
 
     def _ranks_at_this_call(self) -> set[int]:
         """The ranks that have replied to all earlier calls, but not to this one, and that wait for no other rank."""
-        return set(self.tickets).difference(self._work.awaited_before(self))
+        earlier = self._work.ahead_of(self)
+        return set(self.tickets).difference(*[(*call.tickets, *list(call.failures.fenced)) for call in earlier])
 
     def how_it_failed(self) -> str:
         """The first failed rank and its reason, in words for messages of other calls that are affected."""
@@ -527,25 +495,24 @@ class Call(Result):
 
     def _conclude(self) -> None:
         """Make the result. After Ctrl-C in the user's collect function, the next wait makes it again."""
-        error = self._error()
-        if error is not None:
+        if (error := self._error()) is not None:
             done = Done(error)
         elif self.keeps_rows:
             method, workers, record, values = self.site.method, self.workers, self.record, self._values
             kept = [KeptPart(method, rank, values[rank], workers, record) for rank in self._collection.ranks]
             self._rows = KeptRows(kept, self.real_rows)
-            if self._is_released:
+            if self.is_released:
                 self._rows.release()
             done = Done(is_here=False)
         else:
-            done = self._collected(self._values)
+            done = collected(self._collection, self._values, self.site, self.real_rows)
         self._finish(done)
         if self.record is not None:
             self.record.is_done()
         if self.has_ended:
             self._work.forget(self)  # else its memory would stay in use until the next call of the group
-        if self.on_news is not None:
-            self._tell()
+        if self.is_watched:
+            progress.look_at(self)
 
     def _finish(self, done: Done) -> None:
         """Enter the state DONE, and drop the objects that are not needed any more."""
@@ -579,7 +546,7 @@ class Call(Result):
                 self.failures[rank] = self._unreadable(rank, error)
                 self._has_failed = True
         failed = self._error()
-        done = self._collected(values) if failed is None else Done(failed)
+        done = collected(self._collection, values, self.site, self.real_rows) if failed is None else Done(failed)
         if isinstance(done.error, ResourceError):
             raise done.error  # the rows are still there
         return done
@@ -603,34 +570,9 @@ class Call(Result):
         """Whether a rank has a value among the kept rows."""
         return self._rows is not None and self._rows.parts[rank].has_value
 
-    def release(self) -> None:
-        """Release the rows that were kept, or will be. Takes no lock, as garbage may be collected under any."""
-        self._is_released = True
+    def _drop_rows(self) -> None:
         if self._rows is not None:
             self._rows.release()
-            if self.done is not None and self.done.error is None:
-                self.done = Done(is_here=False)
-
-    def _collected(self, by_rank: Mapping[int, Any]) -> Done:
-        """Collect the values of the ranks. Returns the end with the result or the error."""
-        incoming, ranks, finish = self._collection
-        values = [by_rank[rank] for rank in ranks]
-        try:
-            result = collect(incoming, ranks, values, self.site.method, self.real_rows)
-            return Done(value=result if finish is None else finish(result))
-        except MemoryError as error:
-            no_room = ResourceError(
-                f"the controller has no memory to join the values that the ranks of {self.site.method} returned: "
-                f"{error}; free memory, and try again"
-            )
-            no_room.__cause__ = error
-            return Done(no_room)
-        except CollectError as error:
-            located = self.site.located(error)
-            located.__cause__ = error.__cause__
-            return Done(located)
-        except Exception as error:  # the user's code
-            return Done(error)
 
     def _error(self) -> BaseException | None:
         """The error of the call; None if all ranks that run the call have replied with a value."""
@@ -640,27 +582,4 @@ class Call(Result):
             return CallCancelled(f"{self.site.method} was cancelled; make the call again")
         if not (self._has_failed or self.tickets):
             return None
-        failures = dict(self.failures)  # others may share them, and add to them
-        kinds = {failure.kind for failure in failures.values()}
-        if FailureKind.LOST in kinds and kinds <= {FailureKind.LOST, FailureKind.CANCELLED}:
-            lost = {failure.summary: None for failure in failures.values() if failure.kind is FailureKind.LOST}
-            return RowsLost(f"{self.site.method} of group {self.site.group!r} takes {'; '.join(lost)}; make them again")
-        if FailureKind.UNRECEIVED in kinds and kinds <= {FailureKind.UNRECEIVED, FailureKind.CANCELLED}:
-            return self._cannot_take(failures)
-        if FailureKind.DIED in kinds or kinds == {FailureKind.CANCELLED}:
-            kind: Callable[..., BaseException] = WorkerDied
-        elif kinds <= {FailureKind.RESULT, FailureKind.CANCELLED}:
-            kind = CollectError
-        else:
-            kind = RemoteError
-        where = {rank: self.site.mesh.coordinates(rank) for rank in failures}
-        return kind(self.site.method, failures, where, self.site.group, self.site.mesh.shown_axes)
-
-    def _cannot_take(self, failures: Mapping[int, Failure]) -> ResourceError:
-        ranks = sorted(rank for rank in failures if failures[rank].kind is FailureKind.UNRECEIVED)
-        why = failures[ranks[0]]
-        receiver = "the controller" if why.pid == os.getpid() else f"process {why.pid} on host {why.host}"
-        return ResourceError(
-            f"{self.site.method} of group {self.site.group!r} has run, but {receiver} cannot take the reply of "
-            f"rank {', '.join(map(str, ranks))}: {why.summary}"
-        )
+        return error_of(self.site, dict(self.failures))  # others may share them, and add to them

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bandmaster.calls.encoding import encode_argument
-from bandmaster.calls.request import CallSite
+from bandmaster.calls.request import CallSite, encode_argument
 from bandmaster.calls.result import Done, Result, late, wait_for_all
 from bandmaster.contract import KeptCopy
 from bandmaster.errors import BatchError, CallTimeout, ResourceError, RowsLost
@@ -23,9 +21,6 @@ class Derived(Result):
 
     Attributes:
         parents: The futures of the others, until they are done.
-        site: Its `CallSite`: names for messages, and limits.
-        keeps_rows: Always true.
-        done: Its end: the table is there, or an error.
 
     Args:
         parents: The futures of the others.
@@ -36,26 +31,16 @@ class Derived(Result):
         Exception: The exception of ``make``, if the others are done already.
     """
 
-    keeps_rows = True
-    is_cancelled = False
-
     def __init__(self, parents: Sequence[Any], site: CallSite, make: Callable[[], Table]) -> None:
+        super().__init__(site, keeps_rows=True)
         self.parents = tuple(parents)
-        self.site = site
-        self.done: Done | None = None
         self._make: Callable[[], Table] | None = make
         self._made: Table | None = None
-        self._is_released = False
-        self.lock = threading.RLock()
+        self._is_watched = False
         if all(parent._call.done is not None for parent in parents):
             self._settle()
             if self.done is not None and self.done.error is not None:
                 raise self.done.error
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all ranks that run the call have replied."""
-        return all(future._call.is_over for future in self._awaited_futures())
 
     @property
     def waits_for(self) -> Sequence[Result]:
@@ -81,10 +66,17 @@ class Derived(Result):
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
         return late(self, timeout_s, "takes its rows", can_be_cancelled=False)
 
-    def watch(self, when_done: Callable[[], object]) -> None:
-        """Call a function when one of the others is done."""
-        for future in self._awaited_futures():
-            future.add_done_callback(lambda _: when_done())
+    def drive_in_background(self) -> None:
+        """Call the functions of `watch` when the last of the others is done."""
+        if not self._is_watched:
+            self._is_watched = True
+            awaited = [future for operation in self._open_operations() for future in operation._calls()]
+            for future in dict.fromkeys(awaited):
+                future.add_done_callback(self._look)
+
+    def _look(self, _: object) -> None:
+        if self.wait(0):
+            self.tell()
 
     def table(self) -> Table:
         """The rows; the others are done, without an error."""
@@ -103,16 +95,8 @@ class Derived(Result):
         except Exception as error:
             return Done(error)
 
-    def release(self) -> None:
-        """Drop this result's references to the rows, now or when they are there."""
-        self._is_released, self._made = True, None
-        if self.done is not None and self.done.error is None:
-            self.done = Done(is_here=False)
-
-    def drive(self) -> None:
-        """Take the replies that have arrived for the others."""
-        for future in self._awaited_futures():
-            future._call.drive()
+    def _drop_rows(self) -> None:
+        self._made = None
 
     def _open_operations(self) -> list[Derived]:
         """The operations that are not done among its ancestors, and itself; each follows its parents.
@@ -134,10 +118,6 @@ class Derived(Result):
         """The parents that are not operations."""
         return [parent for parent in self.parents if not isinstance(parent._call, Derived)]
 
-    def _awaited_futures(self) -> list[Any]:
-        """The futures of the calls from which it is derived."""
-        return list(dict.fromkeys(future for operation in self._open_operations() for future in operation._calls()))
-
     def _settle(self) -> None:
         with self.lock:
             if self.done is not None or self._make is None:
@@ -145,7 +125,7 @@ class Derived(Result):
             try:
                 self._made = self._make()
                 done = Done(is_here=False)
-                if self._is_released:
+                if self.is_released:
                     self._made = None
             except Exception as error:
                 done = Done(error)
@@ -175,6 +155,5 @@ class PutRows(Derived):
         self._kept = KeptPart(site.method, None, KeptCopy(payload, facts), None)
         super().__init__((), site, lambda: table_of([self._kept]))
 
-    def release(self) -> None:
-        """Release the rows."""
+    def _drop_rows(self) -> None:
         self._kept.release()

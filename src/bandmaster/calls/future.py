@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 from weakref import finalize, ref
 
 from bandmaster.calls.derived import Derived
-from bandmaster.calls.interruption import WaitedFor, note_calls
-from bandmaster.calls.result import Result, awaited
+from bandmaster.calls.result import Result, WaitedFor, awaited, note_calls
 from bandmaster.errors import ArgumentError, BandmasterError, CallTimeout, ResourceError, UsageError
 from bandmaster.plan.batch import required_batch
 from bandmaster.plan.batch_types import KNOWN_BY_NAME, BatchType, Index
@@ -51,15 +51,12 @@ class Future(Handle, Generic[T]):
     _claim: Claim | None = None
     _claims_on_parents: Sequence[ref[Claim]] = ()
     _was_released = False  # by the user; calls with claims may still take the rows
-    _is_released = False
 
     def __init__(self, call: Result, owner: object = None) -> None:
         self._call = call
         self._owner = owner  # lives as long as this
         self.rank: int | None = None
         self.numbers: Index | None = None
-        self._callbacks: list[Callable[[Future[T]], object]] = []
-        self._is_watched = False
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result.
@@ -79,7 +76,7 @@ class Future(Handle, Generic[T]):
         """
         deadline = self._wait(timeout)
         call = self._call
-        if call.keeps_rows and self._was_released and not self._is_released:  # other calls have yet to take them
+        if self._was_released and call.keeps_rows and not call.is_released:  # other calls have yet to take them
             if (done := call.done) is not None and done.error is not None:
                 raise done.error
             raise released_rows(call.site.method)
@@ -106,12 +103,11 @@ class Future(Handle, Generic[T]):
     def _wait(self, timeout: float | None) -> Deadline:
         """Wait for the call. Returns the deadline, by which its rows have to arrive as well."""
         timeout_s = self._call.site.limits().timeout if timeout is None else timeout
+        deadline = Deadline(timeout_s)
         try:
-            while not self._call.wait((deadline := Deadline(timeout_s)).left()):
-                assert timeout_s is not None, "only a deadline ends the wait early"
-                late = self._late(timeout_s)
-                if not (timeout_s and late.is_debugged):
-                    raise late
+            while not self._call.wait(timeout_s):
+                self._check_debugged(timeout_s)
+                deadline = Deadline(timeout_s)
         except KeyboardInterrupt as error:
             note_calls(error, [self._waited_for()])
             raise
@@ -122,10 +118,13 @@ class Future(Handle, Generic[T]):
         first = awaited([self._call])
         return WaitedFor(self._call.site.method, first.missing if first is not None else (), self._call.late)
 
-    def _late(self, timeout_s: float) -> CallTimeout:
-        error = self._call.late(timeout_s)
-        error.future = self
-        return error
+    def _check_debugged(self, timeout_s: float | None) -> None:
+        """Raise `CallTimeout`, unless a rank is in a debugger: then the deadline begins anew."""
+        assert timeout_s is not None, "only a deadline ends the wait early"
+        late = self._call.late(timeout_s)
+        late.future = self
+        if not (timeout_s and late.is_debugged):
+            raise late from None
 
     def done(self) -> bool:
         """Whether the call has a result or an error. Reads the replies that have arrived; does not block."""
@@ -149,10 +148,7 @@ class Future(Handle, Generic[T]):
         Raises:
             UsageError: A signal handler called this during an operation of the group.
         """
-        self._call.drive()  # replies that have arrived count
-        if self._call.done is not None or self._call.is_over:
-            return False
-        return self._call.cancel()
+        return not self.done() and self._call.cancel()
 
     def cancelled(self) -> bool:
         """Whether the call was cancelled before it ended."""
@@ -167,12 +163,13 @@ class Future(Handle, Generic[T]):
         Raises:
             ResourceError: The system allows no more threads or descriptors.
         """
-        self._callbacks.append(fn)
-        if self.done():
-            self._run_callbacks()
-        elif not self._is_watched:
-            self._is_watched = True
-            self._call.watch(self._look_again)
+        self._call.watch(partial(self._call_back, fn))
+
+    def _call_back(self, fn: Callable[[Future[T]], object]) -> None:
+        try:
+            fn(self)
+        except Exception:
+            _log.exception("a callback added to a future of %s raised an exception", self._call.site.method)
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in an event loop, and return or raise as `result`. Cancelling the task that waits cancels the call."""
@@ -192,27 +189,11 @@ class Future(Handle, Generic[T]):
                 try:
                     yield from asyncio.wait_for(arrived.wait(), timeout_s).__await__()
                 except asyncio.TimeoutError:
-                    assert timeout_s is not None, "only a deadline ends the wait early"
-                    late = self._late(timeout_s)
-                    if not (timeout_s and late.is_debugged):
-                        raise late from None
+                    self._check_debugged(timeout_s)
         except asyncio.CancelledError:
             self.cancel()
             raise
         return self.result()
-
-    def _look_again(self) -> None:
-        if self.done():
-            self._run_callbacks()
-
-    def _run_callbacks(self) -> None:
-        while self._callbacks:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                fn = self._callbacks.pop(0)
-                try:
-                    fn(self)
-                except Exception:
-                    _log.exception("a callback added to a future of %s raised an exception", self._call.site.method)
 
     def release(self) -> None:
         """Release the rows that the call has left on its ranks, as `with` does. Later uses of them raise `RowsLost`.
@@ -223,9 +204,9 @@ class Future(Handle, Generic[T]):
         self._was_released = True
         claim, self._claim = self._claim, None
         if claim is None:
-            self._release()
+            self._call.release()
         else:
-            finalize(claim, self._release).atexit = False
+            finalize(claim, self._call.release).atexit = False
         with contextlib.suppress(ResourceError):  # then they are freed when a thread waits for a call of the group
             self.add_done_callback(lambda _: None)  # so that the replies are read
 
@@ -233,10 +214,6 @@ class Future(Handle, Generic[T]):
         """The claims whose holder keeps `release` from freeing the rows, and the rows from which they are derived."""
         self._claim = self._claim or Claim()
         return [self._claim, *(claim for one in self._claims_on_parents if (claim := one()) is not None)]
-
-    def _release(self) -> None:
-        self._is_released = True
-        self._call.release()
 
     def __enter__(self) -> Self:
         return self

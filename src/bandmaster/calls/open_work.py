@@ -4,28 +4,35 @@
 
     submit(rows) ──► waiting: calls whose rows are not there, and those behind them
                         │ advance: sends the first ones, as far as their rows are there
-                        ▼        (by the threads that wait for them, and by the thread of callbacks when rows come)
+                        ▼
                      sent: calls that may not be over
                      in parts: streams and calls in chunks, which send calls of their own
+
+One rule says which thread drives a call, that is, sends it and reads its replies: **the thread that waits for it, and
+the thread of callbacks (`bandmaster.calls.progress`) if a callback was added.** Both drive the calls before it as well,
+since a rank begins a call only when it has ended those before: a failed call that no thread waits for must not hold up
+the others. No other thread drives calls: a thread that reads for all would cost a blocking call two switches.
+
+- A waiting call is sent by `advance`. The thread that waits for it calls that (`wait_up_to`). If it was submitted
+  without a wait, or a callback was added, callbacks of the rows that it takes call it (`send_in_background`).
+- The replies to a sent call are read by `Call.wait` in the thread that waits, and by `Call.look` in the thread of
+  callbacks. The one that holds the lock of the call reads for both.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.request import CallSite
-from bandmaster.errors import CallTimeout
+from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.platform.deadline import Deadline
 
-FENCE_LOOK_S = 0.02  # a failed call holds back the one that is waited for
 MANY = 64  # open calls; with more of them, each new call checks whether the oldest is over
 
 
@@ -51,9 +58,9 @@ class Waiting(Protocol):
         """Wait until it can be sent; False if the time is over before."""
 
     def tell(self) -> None:
-        """Notify its watchers that it was sent, or never will be. The lock is not held."""
+        """Run its callbacks if it is done. The lock is not held."""
 
-    def give_up(self, why: BaseException) -> None:
+    def give_up(self, why: BaseException) -> object:
         """Do not send it, for a reason."""
 
     def cancel(self) -> bool:
@@ -83,15 +90,14 @@ _LOCK = threading.RLock()  # of the waiting calls of all groups: the calls of tw
 class OpenWork:
     """The calls to the same workers, of all groups that have these workers.
 
-    A rank can only begin a call when it has ended those before. So the thread that waits for a call also drives the
-    calls before it: a failed call that no thread waits for, or whose future is gone, must not hold up the others.
-
     Attributes:
         waiting: The calls that are not sent yet, because rows that they, or calls before them, take are missing.
+        sending: Held while a call is added and sent, so that the ranks get calls in the order in which they are here.
     """
 
     def __init__(self) -> None:
         self.waiting: deque[Waiting] = deque()
+        self.sending = threading.RLock()
         self._sent: deque[Call] = deque()
         self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
         self._is_advancing = False
@@ -163,71 +169,46 @@ class OpenWork:
 
     def wait_until_sent(self) -> None:
         """Wait until all submitted calls are sent, or never will be."""
-        while self.waiting:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                self.waiting[0].wait_until_sent(None)
-            self.advance()
+        with _LOCK:
+            last = list(self.waiting)[-1:]
+        for call in last:
+            self.wait_up_to(call, Deadline(None))
 
-    def give_up(self, why: Callable[[str], BaseException]) -> None:
-        """End all waiting calls without sending them; ``why`` returns the reason for a method."""
+    def give_up(self) -> None:
+        """End all waiting calls without sending them, as their workers were stopped or one of them is replaced."""
         with _LOCK:
             calls = list(self.waiting)
-            self.waiting.clear()
-        for call in calls:
-            call.give_up(why(call.site.method))
+        for call in reversed(calls):  # the last one first, so that none is sent meanwhile
+            why = (
+                f"{call.site.method} was not sent, as its group was closed or restarted, or one of its ranks replaced, "
+                "before the rows that it takes were there; make the call again"
+            )
+            call.give_up(CallCancelled(why))
 
     # --- SENT ---
 
     def add(self, call: Call) -> None:
-        """Add a call that is about to be sent."""
+        """Add a call that is about to be sent, or was; `sending` is held."""
         self._sent.append(call)
-        self._forget_over()
+        with contextlib.suppress(IndexError, ValueError):  # it is empty, or another thread was faster
+            while (first := self._sent[0]).has_ended:
+                self._sent.remove(first)
         if len(self._sent) > MANY:
             self._sent[0].drive()  # perhaps no thread waits for it
 
-    def drive_before(self, waiting: Call) -> float | None:
-        """Drive the calls that were sent before a call or as one with it.
-
-        Returns:
-            The moment at which there is more to do, if there is one.
-        """
+    def ahead_of(self, call: Call) -> list[Call]:
+        """The calls that were sent before a call, or as one with it; other threads may add or remove some meanwhile."""
         if len(self._sent) < 2:
-            return None
-        calls = list(self._sent)
-        self._forget_over()
-        moments, is_behind = [], False
-        for call in calls:
-            if call is waiting:
+            return []
+        found, is_behind = [], False
+        for other in list(self._sent):
+            if other is call:
                 is_behind = True
-            elif is_behind and call.failures is not waiting.failures:
+            elif is_behind and other.failures is not call.failures:
                 break
             else:
-                moments.append(call.drive())
-                if call.holds_back:  # its last reply lets ranks go on, but wakes no thread that waits here
-                    moments.append(time.monotonic() + FENCE_LOOK_S)
-        return min((moment for moment in moments if moment is not None), default=None)
-
-    def awaited_before(self, call: Call) -> set[int]:
-        """The ranks that owe a reply to an earlier call, or wait until others have ended one that they failed."""
-        return {rank for other in self._before(call) for rank in (*other.missing, *list(other.failures.fenced))}
-
-    def failed_before(self, call: Call) -> str:
-        """The failed calls before a call that have not ended, in words for messages; "" if there are none."""
-        return "; ".join(
-            f"{other.how_it_failed()} and has not ended on rank {', '.join(map(str, other.missing))}"
-            for other in self._before(call)
-            if other.holds_back
-        )
-
-    def watch_before(self, call: Call) -> None:
-        """Read the replies to the calls before a call in the background, as no thread may wait for them."""
-        for other in self._before(call):
-            if not other.has_ended:
-                other.read_in_background()
-
-    def _before(self, call: Call) -> Iterator[Call]:
-        """The calls that were sent before a call; other threads may add or remove some meanwhile."""
-        return itertools.takewhile(lambda other: other is not call, list(self._sent))
+                found.append(other)
+        return found
 
     def has_unanswered(self, failures: Failures) -> bool:
         """Whether a rank has not replied to one of the calls that share these failures."""
@@ -237,17 +218,6 @@ class OpenWork:
         """Remove a call that is over."""
         with contextlib.suppress(ValueError):  # it was forgotten before
             self._sent.remove(call)
-
-    def clear(self) -> None:
-        """Remove all sent calls, because their workers have ended."""
-        self._sent.clear()
-
-    def _forget_over(self) -> None:
-        try:
-            while (first := self._sent[0]).has_ended:
-                self._sent.remove(first)
-        except (IndexError, ValueError):  # it is empty, or another thread was faster
-            pass
 
     # --- all of them ---
 
@@ -270,7 +240,8 @@ class OpenWork:
         return n_cancelled + len(as_one)
 
     def cancel_all(self) -> None:
-        """Cancel the sent calls that are not over, and wait until they are, at most for the grace of each."""
+        """Cancel the calls that are not over, and wait until they are, at most for the grace of each."""
+        self.give_up()
         open_calls = self._unfinished()
         for call in open_calls:
             if not call.is_cleanup:
@@ -278,7 +249,12 @@ class OpenWork:
         for call in open_calls:
             if call.is_cleanup and not call.wait(call.site.limits().grace):
                 call.cancel()
-            call.wait_for_all()
+            call.wait(None, is_for_all=True)
+
+    def begin_anew(self) -> None:
+        """Drop all calls, which have failed because the workers were stopped; new workers may follow."""
+        self.give_up()
+        self._sent.clear()
 
     def wait_until_over(self, deadline: Deadline) -> None:
         """Wait until all submitted calls are over.
@@ -286,7 +262,8 @@ class OpenWork:
         Raises:
             CallTimeout: A call took too long.
         """
-        waiting = list(self.waiting)
+        with _LOCK:
+            waiting = list(self.waiting)
         if waiting and not self.wait_up_to(waiting[-1], deadline):
             raise CallTimeout(waiting[0].site.method, (), deadline.timeout_s or 0.0)
         for call in self._unfinished():

@@ -115,7 +115,12 @@ class CallOptions:
 
 
 class _Library:
+    """The options of calls for which neither the call nor its group sets any."""
+
     options = CallOptions()
+
+
+library = _Library()
 
 
 def set_default_options(**options: float | None) -> None:
@@ -131,9 +136,4 @@ def set_default_options(**options: float | None) -> None:
         >>> set_default_options(timeout=600)
         >>> set_default_options(timeout=None)
     """
-    _Library.options = _Library.options.but(options)
-
-
-def default_options() -> CallOptions:
-    """The library's options, for calls for which neither the call nor its group sets any."""
-    return _Library.options
+    library.options = library.options.but(options)

@@ -18,16 +18,14 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
-from bandmaster.contract import Ticket, Workers
+from bandmaster.contract import Workers
 from bandmaster.errors import ResourceError
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
 
-PATIENCE_S = 0.02
+PATIENCE_S = 0.02  # a watch that is due is looked at again after this time: another thread may be at it
 LOOK_S = 0.1  # polling interval for workers without a descriptor that shows arrivals
 IDLE_S = 0.05  # after which the thread ends without watches; a pipeline soon adds one, and a start takes 0.3 ms
 LOOK_AROUND_S = 5.0  # Ctrl-C may have come between the end of a call and its notification
@@ -47,27 +45,6 @@ class Watch(Protocol):
 
     def look(self) -> bool:
         """Make progress without waiting. Returns whether the watch is over."""
-
-
-class Watchers:
-    """Functions to call once, at the end of a call or another event."""
-
-    def __init__(self) -> None:
-        self._functions: deque[Callable[[], object]] = deque()
-        self._has_ended = False
-
-    def add(self, function: Callable[[], object]) -> None:
-        """Call a function at the end, or now if the end has come."""
-        self._functions.append(function)
-        if self._has_ended:
-            self.tell()
-
-    def tell(self) -> None:
-        """Call each function once, as the end has come. Any thread may call this again."""
-        self._has_ended = True
-        with contextlib.suppress(IndexError):
-            while True:
-                self._functions.popleft()()
 
 
 class Progress:
@@ -152,8 +129,9 @@ class Progress:
             elif fd not in by_fd:
                 by_fd[fd] = watch.workers
                 poll.register(fd, select.POLLIN)
-        waits_s = [*(moment - now for moment in due), LOOK_S if silent else LOOK_AROUND_S if watches else IDLE_S]
-        ready = poll.poll(max(0.0, min(waits_s)) * 1000)
+        most_s = LOOK_S if silent else LOOK_AROUND_S if watches else IDLE_S
+        waits_s = [*(max(PATIENCE_S, moment - now) for moment in due), most_s]
+        ready = poll.poll(min(waits_s) * 1000)
         for fd, _ in ready:
             if fd == self._wake:
                 os.read(fd, select.PIPE_BUF)
@@ -175,47 +153,6 @@ class Progress:
 
 
 progress = Progress()
-
-
-class Watched(Protocol):
-    """A call that can be watched; see `bandmaster.calls.call.Call`."""
-
-    workers: Workers
-    tickets: dict[int, object]
-    due: float | None
-    on_news: Callable[[], object] | None
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Read replies. Returns whether all are there."""
-
-    def tell(self) -> None:
-        """Notify its watchers that it is done."""
-
-
-class CallWatch:
-    """A watch that reads the replies of a call until it is done."""
-
-    def __init__(self, call: Watched) -> None:
-        self.workers: Workers = call.workers
-        self.due: float | None = None
-        self._call = call
-        look = partial(progress.look_at, self)
-        call.on_news = look
-        for ticket in list(call.tickets.values()):
-            if isinstance(ticket, Ticket):
-                ticket.on_done = look
-
-    def look(self) -> bool:
-        """Read the replies that have arrived for the call."""
-        if self._call.wait(0):
-            call = self._call
-            call.on_news = None
-            del self._call  # the call refers to this: a cycle would keep its rows until garbage is collected
-            call.tell()
-            return True
-        due = self._call.due
-        self.due = None if due is None else max(due, time.monotonic() + PATIENCE_S)  # another thread may do it now
-        return False
 
 
 def _begin_anew() -> None:

@@ -1,4 +1,4 @@
-"""The request for a call: its method, arguments, ranks and limits, as data."""
+"""The request for a call: its method, arguments, ranks and limits, as data; and the encoding of single arguments."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from bandmaster.calls.options import CallOptions, default_options
-from bandmaster.errors import CollectError
+from bandmaster.calls.options import CallOptions, library
+from bandmaster.codec import Payload, encode
+from bandmaster.errors import ArgumentError, CollectError
+from bandmaster.errors.failure import reraise_if_from_signal, summary_of
 from bandmaster.plan.arguments import CallPlan
+from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import CollectEach
 from bandmaster.plan.transfer import Gather, Incoming
+from bandmaster.worker import Worker
 
 
 class CallSite(NamedTuple):
@@ -36,8 +40,7 @@ class CallSite(NamedTuple):
         """The time limits of the call: its own, else those of its group, else those of the library."""
         if self.options is not None:
             return self.options
-        options = default_options()
-        return options.but(self.defaults) if self.defaults else options
+        return library.options.but(self.defaults) if self.defaults else library.options
 
     def located(self, error: CollectError) -> CollectError:
         """A copy of an error with the coordinates of its ranks."""
@@ -91,3 +94,42 @@ class CallRequest:
     asks_for: str = ""
     is_for_all: bool = True
     is_cleanup: bool = False
+
+
+def encode_argument(value: Any, name: str, method: str) -> Payload:
+    """Encode a single argument of a method of the group itself.
+
+    Raises:
+        ArgumentError: ``value`` cannot be pickled.
+    """
+    try:
+        return encode(value)
+    except BaseException as error:  # the user's objects may raise anything when they are pickled
+        raise unpicklable(error, method, [(f"argument {name!r} of {method}", value)]) from error
+
+
+def encode_constructor(cls: type[Worker], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Payload:
+    """Encode ``(cls, args, kwargs)``.
+
+    Raises:
+        ArgumentError: They do not fit the constructor, or one of them cannot be pickled.
+    """
+    name = f"{cls.__name__}.__init__"
+    arguments = bind(name, signature_without_self(cls, "__init__"), args, kwargs)
+    try:
+        return encode((cls, tuple(args), dict(kwargs)))
+    except BaseException as error:
+        named = [(f"argument {argument.name!r} of {name}", argument.value) for argument in arguments]
+        raise unpicklable(error, name, [*named, (f"class {cls.__name__}", cls)]) from error
+
+
+def unpicklable(error: BaseException, method: str, named: Sequence[tuple[str, Any]]) -> ArgumentError:
+    """The error that names the value that cannot be pickled; raises ``error`` again if a signal's handler raised it."""
+    reraise_if_from_signal(error)
+    for name, value in named:
+        try:
+            encode(value)
+        except BaseException as why:
+            reraise_if_from_signal(why)
+            return ArgumentError(f"{name} ({type(value).__name__}) cannot be pickled: {summary_of(why)}")
+    return ArgumentError(f"the arguments of {method} cannot be pickled together: {summary_of(error)}")

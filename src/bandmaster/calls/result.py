@@ -1,15 +1,25 @@
-"""`Result`: the object behind a future. It is a call, or it is derived from other results."""
+"""`Result`: the object behind a future, a call or rows derived from others; and the messages of waits that end."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bandmaster.calls.request import CallSite
-from bandmaster.errors import CallTimeout
+from bandmaster.errors import CallTimeout, ResourceError
+from bandmaster.errors.failure import stacks_by_equality
 from bandmaster.platform.deadline import Deadline
+from bandmaster.platform.limits import start_thread
 from bandmaster.rows.table import Table
+
+_log = logging.getLogger(__name__)
+STACKS_WITHIN_S = 0.5
+MOST_CALLS = 4  # described in the notes of a KeyboardInterrupt
 
 
 class Done(NamedTuple):
@@ -34,25 +44,28 @@ class Result(ABC):
         keeps_rows: Whether its rows stay where they are made.
         done: Its end; None before. It is set by one assignment.
         is_cancelled: Whether it was cancelled.
+        is_released: Whether its rows were released, or will be when they are there.
         lock: Held by the thread that makes the end.
         is_sent: Whether it is a call that was sent.
         missing: The ranks that have not replied, if it is a call that was sent.
         behind: The failed calls before it that have not ended, in words for messages.
+
+    Args:
+        site: Its `CallSite`: names for messages, and limits.
+        keeps_rows: Whether its rows stay where they are made.
     """
 
-    site: CallSite
-    keeps_rows: bool
-    done: Done | None
-    is_cancelled: bool
-    lock: Any  # a threading.RLock
+    is_cancelled: bool = False
+    is_released: bool = False
     is_sent: bool = False
     missing: tuple[int, ...] = ()
     behind: str = ""
 
-    @property
-    @abstractmethod
-    def is_over(self) -> bool:
-        """Whether all ranks that run the call have replied."""
+    def __init__(self, site: CallSite, keeps_rows: bool) -> None:
+        self.site, self.keeps_rows = site, keeps_rows
+        self.done: Done | None = None
+        self.lock: Any = threading.RLock()
+        self._callbacks: deque[Callable[[], object]] = deque()
 
     @property
     @abstractmethod
@@ -73,10 +86,6 @@ class Result(ABC):
         """Wait until it is done; False if the time is over before."""
 
     @abstractmethod
-    def drive(self) -> object:
-        """Take the replies that have arrived. Does not block."""
-
-    @abstractmethod
     def cancel(self) -> bool:
         """Cancel it. Returns False if other code may use it, so that it goes on."""
 
@@ -84,17 +93,40 @@ class Result(ABC):
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
 
-    @abstractmethod
     def watch(self, when_done: Callable[[], object]) -> None:
-        """Call a function when it may be done; no thread has to wait for it."""
+        """Call a function once it is done: now, if it is; else no thread has to wait for it.
+
+        Raises:
+            ResourceError: The system allows no more threads or descriptors.
+        """
+        self._callbacks.append(when_done)
+        if not self.wait(0):
+            self.drive_in_background()
+        self.tell()  # also if another thread has found it done meanwhile
+
+    def tell(self) -> None:
+        """Call the functions of `watch` if it is done. The caller holds no lock. Any thread may call this again."""
+        if self.done is not None:
+            with contextlib.suppress(IndexError):
+                while True:
+                    self._callbacks.popleft()()
+
+    def drive_in_background(self) -> None:  # noqa: B027  # others may tell it of its end
+        """Ensure that it is done, and that the functions of `watch` are called, though no thread waits for it."""
 
     @abstractmethod
     def table(self) -> Table:
         """The rows; it is done, without an error, and keeps them."""
 
-    @abstractmethod
     def release(self) -> None:
         """Release the rows that are kept, or will be. Takes no lock, as garbage may be collected under any."""
+        self.is_released = True
+        self._drop_rows()
+        if self.keeps_rows and self.done is not None and self.done.error is None:
+            self.done = Done(is_here=False)
+
+    def _drop_rows(self) -> None:  # noqa: B027  # there may be none yet
+        """Drop the rows that are there, which were released."""
 
     def value(self, deadline: Deadline) -> Any:
         """The value; kept rows are read into this process. The result must be done. Raises its error.
@@ -161,3 +193,64 @@ def late(result: Result, timeout_s: float, why: str, can_be_cancelled: bool = Tr
         f"group {first.site.group!r} with its cancel()"
     )
     return CallTimeout(first.site.method, first.missing, timeout_s, first.stacks(), what_next, behind=first.behind)
+
+
+class WaitedFor(NamedTuple):
+    """A call for which the interrupted thread waited.
+
+    Attributes:
+        method: ``"Class.method"``.
+        missing: The ranks without a reply.
+        late: Returns the error for a wait of so many seconds, with the stacks of the ranks.
+    """
+
+    method: str
+    missing: tuple[int, ...]
+    late: Callable[[float], CallTimeout]
+
+
+def note_calls(error: KeyboardInterrupt, calls: Sequence[WaitedFor]) -> None:
+    """Add notes to a KeyboardInterrupt that name the interrupted calls and show the stacks of their ranks.
+
+    Returns within half a second, even if a rank does not show its stack. Another Ctrl-C ends it at once. Does nothing
+    on Python 3.10, whose exceptions have no notes.
+
+    Args:
+        error: The KeyboardInterrupt.
+        calls: The calls that the interrupted thread waited for.
+    """
+    calls = [call for call in calls if call.missing]
+    if not calls or not hasattr(error, "add_note") or getattr(error, "__notes__", None):  # noted by an inner wait
+        return
+    notes: list[str] = []
+    is_done = threading.Event()
+    with contextlib.suppress(ResourceError):  # there is no thread left
+        start_thread("bandmaster-interrupted-call", _describe, calls[:MOST_CALLS], notes, is_done)
+        is_done.wait(STACKS_WITHIN_S)
+    described = list(notes)
+    described += [f"{_summary(call)}; its stacks could not be read" for call in calls[len(described) : MOST_CALLS]]
+    if len(calls) > MOST_CALLS:
+        described.append(f"and {len(calls) - MOST_CALLS} more calls")
+    for note in described:
+        error.add_note(note)
+
+
+def _describe(calls: Sequence[WaitedFor], notes: list[str], is_done: threading.Event) -> None:
+    """Append a note for each call. Runs in a thread of its own."""
+    try:
+        for call in calls:
+            timeout = call.late(0.0)
+            notes.append("\n".join(filter(None, (_summary(call, timeout), stacks_by_equality(timeout.stacks)))))
+    except Exception:
+        _log.debug("cannot read the stacks of a call that Ctrl-C has interrupted", exc_info=True)
+    finally:
+        is_done.set()
+
+
+def _summary(call: WaitedFor, timeout: CallTimeout | None = None) -> str:
+    if timeout is None or not timeout.missing:  # the stacks are unknown, or the ranks have replied since
+        method, missing = call.method, call.missing
+    else:
+        method, missing = timeout.method, timeout.missing
+    what = method if method == call.method else f"{call.method}, which waited for {method},"
+    return f"{what} was interrupted before rank {', '.join(map(str, missing))} had replied"

@@ -176,7 +176,7 @@ class MethodSpec:
         elif self.goes_everywhere:
             return CallPlan((ArgumentGroup(tuple(enumerate(args)), names, self.ranks),))
         else:
-            arguments = [BoundArgument(index, names[index], value) for index, value in enumerate(args)]
+            arguments = list(map(BoundArgument, range(len(args)), names, args))
         if self.goes_everywhere:
             return CallPlan((everywhere(arguments, len(self.ranks)),))
         plan = plan_call(arguments, outgoing, self.registration.arguments, self.mesh, self.label)

@@ -2,7 +2,7 @@
 
 ::
 
-    CallRequest ── plan ── encode_group ──► Workers.put ──► an order per set of ranks alike ──► Workers.call
+    CallRequest ── plan ── orders_of ─────► Workers.put ──► an order per set of ranks alike ──► Workers.call
          └──► Call ◄── tickets ──────────────────────────────────────────────────────────────────────┘
                 └──► Future
 """
@@ -11,80 +11,74 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from bandmaster.calls.call import Call, Failures
-from bandmaster.calls.encoding import encode_group
 from bandmaster.calls.future import Future
 from bandmaster.calls.hooks import CallTrace, Gate, hooks
 from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.options import CallOptions
-from bandmaster.calls.request import CallRequest, CallSite, Collection
+from bandmaster.calls.request import CallRequest, CallSite, Collection, unpicklable
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
-from bandmaster.codec import Payload
+from bandmaster.codec import Payload, encode
 from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Workers
 from bandmaster.contract import Call as Order
-from bandmaster.errors import CallCancelled, CallTimeout
+from bandmaster.errors import CallTimeout
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
 from bandmaster.plan.mesh import Mesh
-from bandmaster.plan.transfer import Only
+from bandmaster.plan.transfer import Gather, Only
 
 
-@dataclass(frozen=True)
-class _Sending:
-    """A call that is being sent.
+def orders_of(
+    request: CallRequest, workers: Workers, plan: CallPlan, label: str, record: CallTrace | None
+) -> list[Order]:
+    """Encode and put all arguments, so that an encoding error is raised before anything is sent.
 
-    Attributes:
-        workers: The workers that run the call.
-        site: Its `CallSite`: names for messages, and limits.
-        asks_for: The name by which workers know the method.
-        ranks: The ranks that run it.
-        collected: The ranks whose values are collected.
-        reply: The form of their replies.
+    Args:
+        request: The call; ``asks_for`` is the workers' name of the method.
+        workers: The workers that run it.
+        plan: Its arguments.
+        label: ``"Class.method"``, for messages.
         record: Its record, if a trace records.
     """
-
-    workers: Workers
-    site: CallSite
-    asks_for: str
-    ranks: tuple[int, ...]
-    collected: tuple[int, ...]
-    reply: Reply
-    record: CallTrace | None
-
-    def encoded(self, plan: CallPlan) -> list[Order]:
-        """Encode and put all arguments, so that an encoding error is raised before anything is sent."""
-        label, workers, record = self.site.method, self.workers, self.record
-        groups: Sequence[ArgumentGroup] = plan.groups
-        elsewhere = None
-        if refers_to_rows(groups):
-            elsewhere = RowsElsewhere(label, workers)
-            groups = elsewhere.addressed(groups)
-        payloads: list[Payload] = []
-        receivers: list[tuple[int, ...]] = []
-        for group in groups:
-            if group.items:
-                payloads.append(encode_group(group, label))
-                receivers.append(group.ranks)
-        parts = workers.put(payloads) if payloads else ()
-        rows = [part.placed(workers) for part in elsewhere.parts] if elsewhere is not None else ()
-        orders, is_fenced = [], len(self.ranks) > 1
-        for members, numbers, is_collected in alike(self.ranks, tuple(receivers), self.collected):
-            answer = self.reply if is_collected else Reply.DROP
-            named = elsewhere.named(numbers, rows) if elsewhere is not None else ()
-            named_parts = tuple([parts[number] for number in numbers])
-            needed = elsewhere.needed(numbers) if elsewhere is not None else None
-            orders.append(
-                Order(
-                    members, self.asks_for, named_parts, answer, named, record is not None, needed, is_fenced=is_fenced
-                )
-            )
-        if record is not None:
-            record.is_encoded(sum([payload.nbytes for payload in payloads]))
-            if elsewhere is not None:
-                elsewhere.note_in(record)
-        return orders
+    groups: Sequence[ArgumentGroup] = plan.groups
+    elsewhere = None
+    if refers_to_rows(groups):
+        elsewhere = RowsElsewhere(label, workers)
+        groups = elsewhere.addressed(groups)
+    payloads: list[Payload] = []
+    receivers: list[tuple[int, ...]] = []
+    for group in groups:
+        if group.items:
+            try:
+                payloads.append(encode(group.items))
+            except BaseException as error:  # the user's objects may raise anything when they are pickled
+                named = zip(group.names, group.items, strict=False)
+                values = [(f"argument {name!r} of {label}", value) for name, (_, value) in named]
+                raise unpicklable(error, label, values) from error
+            receivers.append(group.ranks)
+    parts = workers.put(payloads) if payloads else ()
+    rows = [part.placed(workers) for part in elsewhere.parts] if elsewhere is not None else ()
+    reply = Reply.KEEP if request.keeps_rows else Reply.RETURN
+    orders = []
+    for ranks, numbers, is_collected in alike(request.ranks, tuple(receivers), request.collection.ranks):
+        order = Order(
+            ranks,
+            request.asks_for,
+            tuple(map(parts.__getitem__, numbers)),
+            reply if is_collected else Reply.DROP,
+            is_timed=record is not None,
+            is_fenced=len(request.ranks) > 1,
+        )
+        if elsewhere is not None:
+            order = order._replace(rows=elsewhere.named(numbers, rows), needed=elsewhere.needed(numbers))
+        orders.append(order)
+    if record is not None:
+        record.is_encoded(sum([payload.nbytes for payload in payloads]))
+        if elsewhere is not None:
+            elsewhere.note_in(record)
+    return orders
 
 
 class Submitter:
@@ -134,7 +128,8 @@ class Submitter:
 
     def call(self, request: CallRequest) -> Any:
         """Send a call and wait for its result. Ctrl-C cancels it, as no other code has the future."""
-        future = self.submit(request, is_waited_for=True)
+        submit = self.submit_anyway if self.gate is None else self.submit
+        future = submit(request, is_waited_for=True)
         try:
             return future.result()
         except CallTimeout:
@@ -183,20 +178,19 @@ class Submitter:
         orders: Sequence[Order] = ()
         if not failures:
             plan = request.plan if isinstance(request.plan, CallPlan) else request.plan()
-            call.real_rows = plan.real_rows
-            reply = Reply.KEEP if request.keeps_rows else Reply.RETURN
-            name = self._prefix + request.method
             begin = hooks.trace
             call.record = None if begin is None else begin(site.group, site.method, workers)
-            sending = _Sending(workers, site, name, request.ranks, request.collection.ranks, reply, call.record)
-            orders = sending.encoded(plan)
+            call.real_rows = plan.real_rows
+            request.asks_for = request.asks_for or self._prefix + request.method
+            orders = orders_of(request, workers, plan, site.method, call.record)
         with call.lock:
             if call.request is None:  # it was cancelled meanwhile
                 return
             call.is_being_sent(workers, failures)
             if orders:
-                self.work.add(call)
-                workers.call(orders, call.tickets)
+                with self.work.sending:
+                    self.work.add(call)
+                    workers.call(orders, call.tickets)
                 if call.record is not None:
                     call.record.is_sent()
 
@@ -205,12 +199,12 @@ class Submitter:
         self.work.wait_until_sent()
         shares = {Share(rank, (rank,)): Collection(Only(), (rank,)) for rank in request.ranks}
         with self.admitted(self.label(request.method)):
-            return self._submit_shares(request, shares, Failures(), Reply.RETURN)
+            return self._submit_shares(request, shares, Failures())
 
     def encoded(self, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Order]:
         """The orders of a call that returns the value of each rank, ready for `Workers.call`."""
-        site, name = self.site(method), self._prefix + method
-        return _Sending(self._workers(), site, name, ranks, ranks, Reply.RETURN, None).encoded(plan)
+        request = CallRequest(method, plan, ranks, Collection(Gather(), ranks), asks_for=self._prefix + method)
+        return orders_of(request, self._workers(), plan, self.label(method), None)
 
     def submit_shares(self, request: CallRequest, shares: Mapping[Share, Collection]) -> list[Future[Any]]:
         """Send a call now. Returns a future for each share of the ranks, whose rows stay where they are made.
@@ -223,69 +217,43 @@ class Submitter:
         """
         is_next = request.asks_for in (NEXT, CLOSE_STREAM)  # for ranks that have begun the stream
         failures = Failures() if is_next else Failures(self._workers().deaths)
-        return self._submit_shares(request, shares, failures, Reply.KEEP)
+        return self._submit_shares(replace(request, keeps_rows=True), shares, failures)
 
     def _submit_shares(
-        self,
-        request: CallRequest,
-        shares: Mapping[Share, Collection],
-        failures: Failures,  # shared by all calls, so that no rank stays in a collective with a failed one
-        reply: Reply,
+        self, request: CallRequest, shares: Mapping[Share, Collection], failures: Failures
     ) -> list[Future[Any]]:
+        """Send a call unless there are failures, which its shares have in common: no rank waits for a failed one."""
         assert isinstance(request.plan, CallPlan), "it is sent now"
         workers, plan, site = self._workers(), request.plan, self.site(request.method, request.options)
-        ranks = tuple([rank for share in shares for rank in share.ranks])
-        collected = tuple([rank for collection in shares.values() for rank in collection.ranks])
         begin = hooks.trace
         record = None if begin is None else begin(site.group, site.method, workers)
         calls = {
-            share: Call(replace(request, collection=collection, keeps_rows=reply is Reply.KEEP), site, None, self.work)
+            share: Call(replace(request, collection=collection), site, None, self.work)
             for share, collection in shares.items()
         }
+        ranks = tuple([rank for share in shares for rank in share.ranks])
+        collected = tuple([rank for collection in shares.values() for rank in collection.ranks])
+        asks_for = request.asks_for or self._prefix + request.method
+        whole = replace(request, ranks=ranks, collection=Collection(Gather(), collected), asks_for=asks_for)
+        orders = [] if failures else orders_of(whole, workers, plan, site.method, record)
         tickets = dict[int, Any]()
-        if not failures:
-            name = request.asks_for or self._prefix + request.method
-            orders = _Sending(workers, site, name, ranks, collected, reply, record).encoded(plan)
+        is_sent = False
+        with self.work.sending:
             try:
-                workers.call(orders, tickets)
-                if record is not None:
-                    record.is_sent()
-            except BaseException:  # Ctrl-C: ranks that fail the call go on when all of them have ended it
+                if orders:
+                    workers.call(orders, tickets)
+                is_sent = True
+            finally:
                 for share, call in calls.items():
-                    self._is_sent(call, share, tickets, workers, failures)
-                    call.cancel()
-                raise
-        results: list[Future[Any]] = []
-        for share, call in calls.items():
-            call.real_rows, call.record = plan.real_rows, record
-            self._is_sent(call, share, tickets, workers, failures if request.is_for_all else Failures(failures))
-            results.append(Future(call, request.owner))
-        return results
-
-    def _is_sent(
-        self, call: Call, share: Share, tickets: Mapping[int, Any], workers: Workers, failures: Failures
-    ) -> None:
-        call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
-        call.is_being_sent(workers, failures)
-        self.work.add(call)
-
-    def begin_anew(self) -> None:
-        """Drop all pending calls, which have failed because the workers were stopped; new workers follow."""
-        self._give_up_waiting()
-        self.work.clear()
-
-    def cancel_all(self) -> None:
-        """Cancel the calls that are not over, and wait until they are, at most for the grace of each."""
-        self._give_up_waiting()
-        self.work.cancel_all()
-
-    def _give_up_waiting(self) -> None:
-        self.work.give_up(
-            lambda method: CallCancelled(
-                f"{method} was not sent, as its group was closed or restarted, or one of its ranks replaced, before "
-                "the rows that it takes were there; make the call again"
-            )
-        )
+                    call.real_rows, call.record = plan.real_rows, record
+                    call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
+                    call.is_being_sent(workers, failures if request.is_for_all else Failures(failures))
+                    self.work.add(call)
+                    if not is_sent:  # Ctrl-C: ranks that fail the call go on when all of them have ended it
+                        call.cancel()
+        if orders and record is not None:
+            record.is_sent()
+        return [Future(call, request.owner) for call in calls.values()]
 
     def check_open(self) -> None:
         """Raise ClosedError if the group was closed."""

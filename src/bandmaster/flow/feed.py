@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import FlowOptions
-from bandmaster.calls.progress import Watchers
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.result import Done, Result, awaited, wait_for_all
 from bandmaster.calls.submission import Submitter
@@ -73,7 +72,6 @@ class Feed:
         done: Its end, with the error if there is one: no more parts are sent. It is set by one assignment.
         lock: Held while parts are sent, and while the end is made.
         ended: Set when it is done.
-        watchers: The functions to call when it is done.
         is_cancelled: Whether it was cancelled.
         is_sent_in_background: Whether it begins when its rows are there, though no thread waits for it.
         due: Always None; see `bandmaster.calls.progress.Watch`.
@@ -95,7 +93,7 @@ class Feed:
         self.site, self.work, self.workers = site, submitter.work, submitter.workers
         self.parents: Sequence[Future[Any]] = ()
         self.done: Done | None = None
-        self.watchers, self.ended = Watchers(), threading.Event()
+        self.ended = threading.Event()
         self.lock = threading.RLock()
         self._tell, self._returns_errors = tell, how.on_error == "return"
         self._maxsize = None if self.is_one_result else how.maxsize
@@ -166,7 +164,7 @@ class Feed:
         return self._sent.wait(deadline.left())
 
     def tell(self) -> None:
-        """Do nothing: watchers are notified of the end."""
+        """Tell of the end. Does nothing: a stream is told by its queue."""
 
     # --- parts ---
 
@@ -254,7 +252,7 @@ class Feed:
                 future.cancel()
         finally:
             self.work.advance()
-            self.watchers.tell()
+            self.tell()
 
     def cancel(self) -> bool:
         """Stop it with `CallCancelled`. Returns whether it was not done."""

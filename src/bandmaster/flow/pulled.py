@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -63,15 +63,16 @@ class Pulled(Feed, Result):
     """
 
     is_one_result = True
+    tell = Result.tell
 
     def __init__(
         self, site: CallSite, submitter: Submitter, how: FlowOptions, incoming: Incoming | CollectEach
     ) -> None:
         self._parts: list[Future[Any] | None] = []
-        super().__init__(site, submitter, how, self._parts.append)
-        self.keeps_rows, self._incoming = isinstance(incoming, Concat) and not self._returns_errors, incoming
+        Result.__init__(self, site, keeps_rows=isinstance(incoming, Concat) and how.on_error != "return")
+        Feed.__init__(self, site, submitter, how, self._parts.append)
+        self._incoming = incoming
         self._table: Table | None = None
-        self._is_released = False
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until all chunks are done, or one has failed; False if the time is over before."""
@@ -80,24 +81,16 @@ class Pulled(Feed, Result):
             self.work.wait_up_to(self, deadline)
         if not self.ended.wait(deadline.left()):
             return False
-        if self._is_released:
+        if self.is_released:
             self.release()
         if not self.keeps_rows:
             with contextlib.suppress(Exception):  # it is the result
                 self.value(Deadline(math.inf))
         return True
 
-    def drive(self) -> None:
-        """Send the waiting calls and chunks that can be sent."""
-        self.work.advance()
-
     def late(self, timeout_s: float, what_next: str = AGAIN) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
         return super().late(timeout_s, what_next)
-
-    def watch(self, when_done: Callable[[], object]) -> None:
-        """Call a function when it is done."""
-        self.watchers.add(when_done)
 
     @property
     def _chunks(self) -> list[Future[Any]]:
@@ -155,7 +148,7 @@ class Pulled(Feed, Result):
 
     def release(self) -> None:
         """Release the rows that are there, or will be."""
-        self._is_released = True
+        self.is_released = True
         if self.keeps_rows and self.done is not None and self.done.error is None:
             for future in self._chunks:
                 future.release()

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from bandmaster.calls.future import Future
-from bandmaster.calls.interruption import WaitedFor, note_calls
 from bandmaster.calls.progress import progress
+from bandmaster.calls.result import WaitedFor, note_calls
 from bandmaster.errors import CallTimeout
 from bandmaster.flow.feed import Feed
 from bandmaster.platform.deadline import Deadline

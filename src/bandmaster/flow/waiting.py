@@ -8,8 +8,8 @@ from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION
 from typing import Any, NamedTuple
 
 from bandmaster.calls.future import Future
-from bandmaster.calls.interruption import note_calls
 from bandmaster.calls.options import check_seconds
+from bandmaster.calls.result import note_calls
 from bandmaster.errors import UsageError
 from bandmaster.platform.deadline import Deadline
 

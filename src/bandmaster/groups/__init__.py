@@ -2,6 +2,8 @@
 
 ::
 
-    WorkerGroup.method(x) ── method: chooses the path of the call ──► bandmaster.calls
-    colocate(...) ── colocation ──► one group of processes, and one WorkerGroup for each role
+    AnyGroup (base) ── method(x): chooses the path of the call ──► bandmaster.calls
+       ├── GroupOf, WorkerGroup (group)   start, restart and end the processes of the workers
+       │      └── ColocatedGroup          what `colocate` returns: one group of processes for several roles
+       └── RoleGroup (colocation)         the methods of one role, on the processes of the colocated group
 """

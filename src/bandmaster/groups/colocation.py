@@ -12,16 +12,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from bandmaster.calls.encoding import encode_constructor
-from bandmaster.calls.hooks import Gate
+from bandmaster.calls.request import encode_constructor
 from bandmaster.calls.spec import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
-from bandmaster.errors import ArgumentError, MeshError, UsageError, WorkerDied
+from bandmaster.errors import ArgumentError, MeshError, UsageError
+from bandmaster.groups.base import AnyGroup
 from bandmaster.groups.group import GroupOf, WorkerGroup
 from bandmaster.lifecycle.checks import check_names, checked_mesh, checked_meshes, has_turn_hooks, unwrap
 from bandmaster.plan.binding import bind, signature_without_self
@@ -29,6 +29,8 @@ from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
 from bandmaster.roles import SEPARATOR, Role, Roles
 from bandmaster.worker import ClassWithInitArgs, Worker, registrations
+
+OF_THE_PROCESSES = {"restart": "restart", "replace": "replace", "close": "close", "__enter__": "close"}
 
 if TYPE_CHECKING:
     from bandmaster.turns.turns import TurnTaker
@@ -106,22 +108,12 @@ class _Checked(NamedTuple):
     options: Mapping[str, Any]
 
 
-class _RoleParts(NamedTuple):
-    """The parts that the group of a role does not share with the colocated group."""
-
-    checked: _Checked
-    name: str
-    submitter: Submitter
-
-
 class ColocatedGroup(GroupOf[Any]):
     """The processes that `colocate` has started; its attributes are the groups of the roles.
 
     Closing it ends the processes of all roles. `restart` and `replace` construct the workers of all roles again, in new
     processes, and pass each role's hook its own part of the state.
     """
-
-    _is_colocated = True
 
     def __init__(
         self,
@@ -135,46 +127,37 @@ class ColocatedGroup(GroupOf[Any]):
         found = _checked_roles(pool, roles, meshes)
         cls = type("_".join(found), (Roles,), {})
         wrapped = SimpleNamespace(__ray_actor_class__=cls, _default_options=_common_options(found))
-        self._parts: dict[str, _RoleParts] = {}
+        self._roles, self._submitters = found, dict[str, Submitter]()
         self._groups: weakref.WeakValueDictionary[str, RoleGroup] = weakref.WeakValueDictionary()
         given = {name: checked.role for name, checked in found.items()}
-        self._found = found
-        self._whole: TurnTaker | None = None  # takes the turns in which all roles are constructed again
         super().__init__(pool, ClassWithInitArgs(wrapped, given), **options)
 
     def _set_up(self, cls: type[Worker], pool: ResourcePool, mesh: Mesh, meshes: Mapping[str, Mesh]) -> None:
         super()._set_up(cls, pool, mesh, meshes)
-        for name, checked in self._found.items():
-            self._parts[name] = parts = self._parts_of(name, checked)
+        workers, work = self._ownership.workers, self._submitter.work
+        for name, checked in self._roles.items():
+            role = f"{self._name}.{name}"
+            submitter = Submitter(workers, checked.cls, checked.role.mesh, role, name + SEPARATOR, work)
+            submitter.meshes = {method: spec.mesh for method, spec in checked.methods.items()}
+            self._submitters[name] = submitter
             if has_turn_hooks(checked.cls):
-                self._turn_taker_of(parts)
+                self._turn_taker_of(name)
 
-    def _parts_of(self, name: str, checked: _Checked) -> _RoleParts:
-        group, mesh, work = f"{self._name}.{name}", checked.role.mesh, self._submitter.work
-        submitter = Submitter(self._ownership.workers, checked.cls, mesh, group, name + SEPARATOR, work)
-        submitter.meshes = {method: spec.mesh for method, spec in checked.methods.items()}
-        return _RoleParts(checked, group, submitter)
-
-    def _turn_taker_of(self, parts: _RoleParts) -> TurnTaker:
+    def _turn_taker_of(self, role: str) -> TurnTaker:
         """The turn taker of a role; also makes the one that takes turns for all roles together."""
-        from bandmaster.turns.turns import TurnTaker, turn_taker  # a feature
+        from bandmaster.turns.turns import turn_taker  # a feature
 
-        places = frozenset(self._pool._places)
-        taker = turn_taker(parts.checked.cls, parts.name, places, parts.submitter, self._ownership)
-        if self._whole is None:
-            self._whole = TurnTaker(self._cls, self._name, places, self._submitter, self._ownership)
-        if taker not in self._whole.roles:
-            self._whole.roles.append(taker)
+        submitter, places = self._submitters[role], self._pool._places
+        taker = turn_taker(self._roles[role].cls, f"{self._name}.{role}", places, submitter, self._ownership)
+        whole = turn_taker(self._cls, self._name, places, self._submitter, self._ownership)
+        if taker not in whole.roles:
+            whole.roles.append(taker)
         return taker
-
-    @property
-    def _gate(self) -> Gate | None:
-        return self._whole
 
     @property
     def role_names(self) -> tuple[str, ...]:
         """The names of the roles, in the order in which their workers are constructed."""
-        return tuple(self._parts)
+        return tuple(self._roles)
 
     def role(self, name: str) -> RoleGroup:
         """The group of a role; also available as the attribute of that name.
@@ -182,11 +165,11 @@ class ColocatedGroup(GroupOf[Any]):
         Raises:
             UsageError: There is no such role.
         """
-        if name not in self._parts:
-            raise UsageError(f"{self._name} has no role {name!r}; its roles are {', '.join(self._parts)}")
+        if name not in self._roles:
+            raise UsageError(f"{self._name} has no role {name!r}; its roles are {', '.join(self._roles)}")
         group = self._groups.get(name)
         if group is None:
-            group = self._groups[name] = RoleGroup(self, name, self._parts[name])
+            group = self._groups[name] = RoleGroup(self, name)
         return group
 
     def restart(self, state: Mapping[str, Any] | None = None) -> None:
@@ -215,7 +198,7 @@ class ColocatedGroup(GroupOf[Any]):
             Exception: All errors of `WorkerGroup.replace`.
         """
         self._ownership.check()
-        without = [name for name, parts in self._parts.items() if not _has(parts.checked, "on_replace")]
+        without = [name for name, checked in self._roles.items() if not _has(checked, "on_replace")]
         if without:
             raise UsageError(
                 f"{self._name} does not support the replacement of one rank: define a method on_replace(self, rank, "
@@ -223,14 +206,6 @@ class ColocatedGroup(GroupOf[Any]):
             )
         self._check_hooks("replace", "on_replace", state, rank)
         super().replace(rank, state)
-
-    def turn(self, *others: GroupOf[Any], timeout: float | None = None) -> NoReturn:
-        """Refuse: each role takes turns of its own, with ``group.actor.turn()``.
-
-        Raises:
-            UsageError: Always.
-        """
-        self._turn_taker()
 
     def _turn_taker(self) -> NoReturn:
         raise UsageError(
@@ -247,63 +222,57 @@ class ColocatedGroup(GroupOf[Any]):
             UsageError: An option is unknown, or its value is not a non-negative number or None.
         """
         super().set_default_options(**options)
-        for parts in self._parts.values():
-            parts.submitter.options.update(options)
+        for submitter in self._submitters.values():
+            submitter.options.update(options)
 
     def _check_hooks(self, method: str, hook: str, state: Mapping[str, Any] | None, *args: Any) -> None:
         """Refuse a state for a role without the hook, and a hook with another signature, before anything is done."""
-        for parts in self._parts.values():
-            if _has(parts.checked, hook):
-                cls = parts.checked.cls
+        for checked in self._roles.values():
+            if _has(checked, hook):
+                cls = checked.cls
                 bind(f"{cls.__name__}.{hook}", signature_without_self(cls, hook), (*args, None), {})
         if state is None:
             return
         if not isinstance(state, Mapping):
             raise UsageError(f"the state of {method} must be a dict with one value per role, got {state!r}")
         for name in state:
-            if name not in self._parts or not _has(self._parts[name].checked, hook):
+            if name not in self._roles or not _has(self._roles[name], hook):
                 raise UsageError(
                     f"{method}() got a state for {name!r}, but only roles with a method {hook} take one; the roles are "
-                    f"{', '.join(self._parts)}"
+                    f"{', '.join(self._roles)}"
                 )
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            return self.role(name) if name in self.__dict__.get("_parts", ()) else super().__getattr__(name)
+            return self.role(name) if name in self.__dict__.get("_roles", ()) else super().__getattr__(name)
 
     else:
 
         def __getattr__(self, name: str) -> Any: ...
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._parts})
+        return sorted({*super().__dir__(), *self._roles})
 
 
-class RoleGroup(WorkerGroup):
+class RoleGroup(AnyGroup):
     """The group of one role: its methods and its mesh, on processes that it shares with the groups of other roles.
 
-    The methods for the processes (`restart`, `replace`, `close`, ``with``) are those of the colocated group.
+    It is used like a `WorkerGroup`, and counts as one for `isinstance`, but the methods for the processes (`restart`,
+    `replace`, `close`, ``with``) are those of the colocated group alone.
     """
 
-    _is_colocated = True
-
-    def __init__(self, colocated: ColocatedGroup, role: str, parts: _RoleParts) -> None:
-        self._colocated = colocated  # lives as long as this
-        self._role = role
-        self._cls = parts.checked.cls
-        self._mesh = parts.checked.role.mesh
-        self._meshes = parts.checked.role.meshes
-        self._name = parts.name
-        self._methods = parts.checked.methods
-        self._submitter = parts.submitter
-        self._pool = colocated._pool
-        self._ownership = colocated._ownership
-        self._parts = parts
-        self._launch = colocated._launch
+    def __init__(self, colocated: ColocatedGroup, role: str) -> None:
+        checked = colocated._roles[role]
+        self._colocated, self._role = colocated, role  # the colocated group lives as long as this
+        self._cls, self._methods = checked.cls, checked.methods
+        self._mesh, self._meshes = checked.role.mesh, checked.role.meshes
+        self._name, self._submitter = f"{colocated._name}.{role}", colocated._submitters[role]
+        self._pool, self._launch = colocated._pool, colocated._launch
+        self._ownership, self._watches = colocated._ownership, colocated._watches
 
     def _turn_taker(self) -> TurnTaker:
-        return self._colocated._turn_taker_of(self._parts)
+        return self._colocated._turn_taker_of(self._role)
 
     @property
     def workers(self) -> list[Any]:
@@ -313,46 +282,22 @@ class RoleGroup(WorkerGroup):
         handles = super().workers
         return [handle.roles[self._role] if isinstance(handle, Roles) else handle for handle in handles]
 
-    def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
-        """Call ``callback(error)`` in a background thread soon after a process of the colocated group has died.
+    if not TYPE_CHECKING:
 
-        Args:
-            callback: Function of one argument, a `WorkerDied`. Its exceptions are logged.
-        """
-        self._colocated.on_death(callback)
+        def __getattr__(self, name: str) -> Any:
+            if name in OF_THE_PROCESSES:
+                raise AttributeError(
+                    f"{self._name} shares its processes with the other roles; call {OF_THE_PROCESSES[name]}() of the "
+                    "colocated group, which acts on all roles"
+                )
+            return super().__getattr__(name)
 
-    def restart(self, state: Any = None) -> NoReturn:
-        """Refuse: the roles share their processes, and the colocated group restarts all of them.
+    else:
 
-        Raises:
-            UsageError: Always.
-        """
-        raise self._shared("restart")
+        def __getattr__(self, name: str) -> Any: ...
 
-    def replace(self, rank: int, state: Any = None) -> NoReturn:
-        """Refuse: the roles share their processes, and the colocated group replaces one of them for all roles.
 
-        Raises:
-            UsageError: Always.
-        """
-        raise self._shared("replace")
-
-    def close(self) -> None:
-        """Refuse: the roles share their processes, and the colocated group ends them.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise self._shared("close")
-
-    def __enter__(self) -> NoReturn:
-        raise self._shared("close")
-
-    def _shared(self, method: str) -> UsageError:
-        return UsageError(
-            f"{self._name} shares its processes with the other roles; call {method}() of the colocated group, which "
-            "acts on all roles"
-        )
+WorkerGroup.register(RoleGroup)  # for `isinstance` in programs that take either
 
 
 def _has(checked: _Checked, hook: str) -> bool:
@@ -373,7 +318,7 @@ def _checked_roles(
     for name, given in roles.items():
         if not name.isidentifier() or name.startswith("_"):
             raise UsageError(f"the name of a role must be an identifier without a leading underscore, got {name!r}")
-        if hasattr(ColocatedGroup, name):
+        if name in dir(ColocatedGroup):
             advice = "give meshes={role: Mesh(...)}" if name == "mesh" else "rename the role"
             raise UsageError(f"a role cannot be called {name!r}: groups have an attribute of that name; {advice}")
         try:
@@ -388,7 +333,7 @@ def _checked(pool: ResourcePool, given: Any, meshes: Mesh | Mapping[str, Mesh] |
     if issubclass(cls, GroupOf):
         raise UsageError(f"{cls.__name__} is a class of groups; give a worker class")
     registered, size = registrations(cls), pool.world_size
-    check_names(cls, registered, dir(RoleGroup))
+    check_names(cls, registered, dir(GroupOf))
     mesh = checked_mesh(None if isinstance(meshes, Mapping) else meshes, size, pool)
     named = checked_meshes(meshes if isinstance(meshes, Mapping) else None, size, pool)
     methods = specs_of(cls, registered, mesh, named)

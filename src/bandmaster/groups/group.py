@@ -10,27 +10,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from bandmaster.backends import get_backend
-from bandmaster.calls.derived import PutRows
-from bandmaster.calls.encoding import encode_constructor
-from bandmaster.calls.future import Future
-from bandmaster.calls.hooks import Gate
-from bandmaster.calls.options import check_seconds, default_options
-from bandmaster.calls.request import CallSite
+from bandmaster.calls.request import encode_constructor
 from bandmaster.calls.spec import specs_of
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import Launch
-from bandmaster.errors import ArgumentError, ClosedError, UsageError, WorkerDied, suggestion
-from bandmaster.groups.by_name import ByName
-from bandmaster.groups.cancellation import Cancelling
-from bandmaster.groups.method import GroupMethod
-from bandmaster.lifecycle import tables
+from bandmaster.errors import ArgumentError, UsageError
+from bandmaster.groups.base import AnyGroup
 from bandmaster.lifecycle.checks import (
     check_name,
     check_names,
@@ -49,19 +41,17 @@ from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.mesh import Mesh
 from bandmaster.platform.locks import check_not_held
 from bandmaster.pool import ResourcePool
-from bandmaster.rows.kept import held_by
+from bandmaster.pool.lease import close_all as close_each
+from bandmaster.pool.resource_pool import open_pools
 from bandmaster.worker import Worker, imports_of, registrations
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from bandmaster.tracing.records import CallTable
-    from bandmaster.turns.turns import Turn, TurnTaker
-
 W = TypeVar("W", bound=Worker)
 
 
-class GroupOf(ByName, Cancelling, Generic[W]):
+class GroupOf(AnyGroup, Generic[W]):
     """A worker group whose methods editors complete and type checkers check.
 
     Subclass it together with the worker class. At run time the subclass behaves like `WorkerGroup`::
@@ -79,8 +69,6 @@ class GroupOf(ByName, Cancelling, Generic[W]):
     """
 
     _worker_classes: ClassVar[tuple[type[Worker], ...]] = ()
-    _is_colocated = False  # whether groups of this class share processes
-    _name: str
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -176,194 +164,13 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         if has_turn_hooks(cls):
             self._turn_taker()
 
-    def _turn_taker(self) -> TurnTaker:
-        """The group's turn taker, which checks its calls from now on. Raises UsageError if it cannot have one."""
-        from bandmaster.turns.turns import turn_taker  # a feature
-
-        return turn_taker(self._cls, self._name, self._pool._places, self._submitter, self._ownership)
-
-    @property
-    def _gate(self) -> Gate | None:
-        """The group's turns, if it takes any."""
-        return self._submitter.gate
-
     def _renewal(self) -> AbstractContextManager[None]:
         """The turn in which workers are constructed, if the group takes turns."""
-        return nullcontext() if (gate := self._gate) is None else gate.renewal()
+        return nullcontext() if (gate := self._submitter.gate) is None else gate.renewal()
 
     def _start(self, launch: Launch) -> None:
         """Start the workers. Subclasses extend the launch with options that users cannot set."""
         self._ownership.set_workers(start_workers(get_backend(self._pool._lease.backend), launch, self._constructor))
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._mesh.size
-
-    @property
-    def mesh(self) -> Mesh:
-        """Named axes over the ranks."""
-        return self._mesh
-
-    @property
-    def meshes(self) -> Mapping[str, Mesh]:
-        """Further meshes of the same ranks, by the name that `register` uses for them."""
-        return dict(self._meshes)
-
-    @property
-    def name(self) -> str:
-        """The group's name, the prefix of the workers' names; by default the name of the class, such as ``Actor``.
-
-        If another open group has it, a number is added: ``Actor-2``.
-        """
-        return self._name
-
-    @property
-    def worker_names(self) -> list[str]:
-        """One name per rank, in rank order: ``{name}_{node}:{local_rank}``."""
-        return list(self._launch.worker_names)
-
-    @property
-    def workers(self) -> list[Any]:
-        """One object per rank: its name with rank, host and pid; on backend ``"inprocess"`` the worker itself."""
-        return [record.handle() for record in self._ownership.workers().records]
-
-    def put(self, batch: Any) -> Future[Any]:
-        """Make a future of the controller's own rows, which calls of all groups take like the future of a call.
-
-        The rows are encoded now, and sent once to each host that reads any of them, however many calls take parts.
-
-        Args:
-            batch: A batch; later changes to it have no effect.
-
-        Raises:
-            BatchError: ``batch`` has no rows.
-            ArgumentError: ``batch`` cannot be pickled.
-
-        Example:
-            >>> import numpy as np
-            >>> with ResourcePool([2], backend="inprocess") as pool:
-            ...     group = WorkerGroup(pool, Worker)
-            ...     [len(part) for part in group.put(np.arange(10)).shuffle(seed=0).batches(4)]
-            [4, 4, 2]
-        """
-        return Future(PutRows(batch, self._submitter.site("put")), self)
-
-    def describe(self) -> str:
-        """Return a table with one line per rank: name, mesh coordinates, host, pid, device, channel, and rows held.
-
-        Only axes larger than 1 are shown. The last column shows the bytes of rows that the rank has made and that
-        futures still keep; see `Future.release`.
-
-        Raises:
-            ClosedError: The group was closed.
-        """
-        workers = self._ownership.workers()
-        return tables.as_text(repr(self), self.worker_names, self._mesh, workers.records, held_by(workers))
-
-    def calls(self) -> CallTable:
-        """The calls of this group that the present or last `bandmaster.trace` has recorded; prints as a table.
-
-        Raises:
-            UsageError: No trace was ever opened.
-        """
-        from bandmaster.tracing.ledger import calls_of  # a feature
-
-        return calls_of(self._name)
-
-    @property
-    def healthy(self) -> bool:
-        """Whether no worker is known to have died. It does not call the workers. False once the group is closed."""
-        try:
-            workers = self._ownership.workers()
-        except ClosedError:
-            return False
-        return workers.check() and not workers.deaths
-
-    def on_death(self, callback: Callable[[WorkerDied], object]) -> None:
-        """Call ``callback(error)`` in a background thread soon after a worker has died.
-
-        The callback runs at most once until `restart` or `replace` renews the workers. Closing the group does not
-        count as a death.
-
-        Args:
-            callback: Function of one argument, the `WorkerDied` that a call would raise. Its exceptions are logged.
-
-        Raises:
-            ClosedError: The group was closed.
-            ResourceError: The system allows no more threads.
-        """
-        site = CallSite(self._cls.__name__, self._mesh, self._name)
-        self._watches.append(DeathWatch(self._ownership.workers(), site, callback))
-
-    def turn(self, *others: GroupOf[Any], timeout: float | None = None) -> Turn:
-        """Reserve this group's slots for this group during a ``with`` or an ``async with`` block.
-
-        Groups share slots if they are on one pool, on pools that were merged or split from it, or roles of `colocate`.
-        When the block is entered, it waits until no other group has a turn on any of the slots. The other groups then
-        yield, after their calls that still run: if their class has a method ``on_yield(self)``, it is called on every
-        rank, to release device memory. Then ``on_resume(self)``, if there is such a method, is called on every rank of
-        this group if it had yielded. A group that has turn after turn neither yields nor resumes in between.
-
-        While a group has its turn, calls of other groups on its slots are refused, if they have one of the two methods
-        or were ever asked for a turn; so are calls of a group that has yielded. The construction of a group with such a
-        method, `restart` and `replace` are turns as well.
-
-        A thread can enter the turn of a group again in its own turn, and other threads join it, those of several groups
-        if they ask for the same ones; it ends with the last of the blocks. Once another group waits for the slots,
-        threads join only while a thread is inside that asked before it. If a hook raises, no group has the turn, and
-        the hook is called again for the next turn.
-
-        Args:
-            *others: Groups that have their turns at the same time as this one.
-            timeout: Seconds that entering the block may take, hooks included; None sets no limit.
-
-        Returns:
-            The context manager.
-
-        Raises:
-            UsageError: When the block is entered: this thread or task has the turn of another group on the same slots,
-                so that the wait would never end. Threads that wait for each other's turns are not noticed: take turns
-                in the same order everywhere, or set a timeout.
-            TurnTimeout: Another group had its turn for too long, or its calls took too long to send.
-            CallTimeout: A hook took too long. It still runs; the next turn waits for it.
-            RemoteError, WorkerDied: A hook raised, or a worker died; ``error.method`` names the class.
-            ClosedError: The group was closed.
-
-        Example:
-            >>> import bandmaster as bm
-            >>> class Model(bm.Worker):
-            ...     def __init__(self, name):
-            ...         self.name = name
-            ...     def on_yield(self):
-            ...         print(self.name, "goes to the CPU")
-            ...     def on_resume(self):
-            ...         print(self.name, "comes back")
-            ...     @bm.register(bm.Dispatch.DP_PROTO)
-            ...     def run(self, rows):
-            ...         return [f"{self.name} {row}" for row in rows]
-            >>> with bm.ResourcePool([1], backend="inprocess") as pool:
-            ...     actor, critic = bm.WorkerGroup(pool, Model, "actor"), bm.WorkerGroup(pool, Model, "critic")
-            ...     with critic.turn():
-            ...         critic.run([1])
-            ...     with actor.turn():
-            ...         actor.run([2])
-            actor goes to the CPU
-            ['critic 1']
-            critic goes to the CPU
-            actor comes back
-            ['actor 2']
-        """
-        from bandmaster.turns.turns import Turn  # a feature
-
-        check_seconds("timeout of turn", timeout)
-        groups = tuple(dict.fromkeys((self, *others)))
-        for group in groups:
-            if not isinstance(group, GroupOf):
-                raise ArgumentError(f"turn takes worker groups, got {type(group).__name__} ({group!r})")
-        for group in groups:
-            group._ownership.check()
-        return Turn(groups, [group._turn_taker() for group in groups], timeout)
 
     def restart(self, state: Any = None) -> None:
         """End all workers, even busy ones, and start and construct new ones on the same slots.
@@ -399,9 +206,9 @@ class GroupOf(ByName, Cancelling, Generic[W]):
             self._launch = replace(self._launch, slots=self._pool._renewed())
             self._ownership.workers().stop("the group was restarted")
             self._end_watches()
-            self._submitter.begin_anew()
+            self._submitter.work.begin_anew()
             self._start(self._launch)
-            if (gate := self._gate) is not None:
+            if (gate := self._submitter.gate) is not None:
                 gate.is_new()
             self._watch_again()
             if hook is not None:
@@ -438,12 +245,12 @@ class GroupOf(ByName, Cancelling, Generic[W]):
         check_not_held(self._changing)
         with self._renewal(), self._changing:
             self._check_alive_but(rank)
-            self._submitter.cancel_all()
+            self._submitter.work.cancel_all()
             self._check_alive_but(rank)
             self._end_watches()
             replace_worker(self._ownership.workers(), self._launch, self._constructor, rank)
             self._watch_again()
-            if (gate := self._gate) is not None:
+            if (gate := self._submitter.gate) is not None:
                 gate.has_new(rank)
             self._on_all("on_replace", hook)
 
@@ -463,14 +270,14 @@ class GroupOf(ByName, Cancelling, Generic[W]):
 
     def _watch_again(self) -> None:
         """Register every `on_death` callback again, now for the new workers."""
-        self._watches = [watch.again(self._ownership.workers()) for watch in self._watches]
+        self._watches[:] = [watch.again(self._ownership.workers()) for watch in self._watches]
 
     def close(self) -> None:
         """End the workers and release their slots. Pending calls fail with `WorkerDied`. Closing twice does nothing."""
         self._ownership.close()
         self._end_watches()
-        self._submitter.begin_anew()
-        if (gate := self._gate) is not None:
+        self._submitter.work.begin_anew()
+        if (gate := self._submitter.gate) is not None:
             gate.is_closed()
 
     def __enter__(self) -> Self:
@@ -478,58 +285,6 @@ class GroupOf(ByName, Cancelling, Generic[W]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    if not TYPE_CHECKING:  # so that type checkers report unknown names
-
-        def __getattr__(self, name: str) -> Any:
-            known = self.__dict__  # attributes are missing if `__init__` failed
-            spec = known.get("_methods", {}).get(name)
-            if spec is not None:
-                return GroupMethod(self, self._submitter, spec)
-            cls = known.get("_cls")
-            if cls is not None and callable(getattr(cls, name, None)) and not name.startswith("_"):
-                raise AttributeError(
-                    f"{cls.__name__}.{name} is not registered: put @register(...) above it, or call "
-                    f"execute_all_sync({name!r}, ...)"
-                )
-            is_public = not name.startswith("_")
-            hint = suggestion(name, (*known.get("_methods", ()), *dir(type(self)))) if is_public else ""
-            error = AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
-            error.name = name  # without obj, so that Python does not add the same suggestion to a traceback
-            raise error
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a WorkerGroup cannot be pickled: it belongs to its controller; pass the values that the workers need"
-        )
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._methods})
-
-    def __repr__(self) -> str:
-        note = "" if (gate := self._gate) is None else gate.note
-        closed = note if self._ownership.is_open else ", closed"
-        return f"<{type(self).__name__} {self._name} of {self.world_size} on {self._pool!r}, {self._mesh!r}{closed}>"
-
-    def _repr_html_(self) -> str:
-        try:
-            workers = self._ownership.workers()
-        except UsageError:  # it is closed
-            workers = None
-        records, held = (workers.records, held_by(workers)) if workers else (None, {})
-        return tables.as_html(repr(self), self.worker_names, self._mesh, records, held, self._methods.values())
-
-    def set_default_options(self, /, **options: float | None) -> None:
-        """Set the options of this group's calls that do not set them with `GroupMethod.options`.
-
-        Args:
-            **options: ``timeout`` and ``grace`` in seconds, see `GroupMethod.options`.
-
-        Raises:
-            UsageError: An option is unknown, or its value is not a non-negative number or None.
-        """
-        default_options().but(options)  # checks the values
-        self._submitter.options.update(options)
 
 
 class WorkerGroup(GroupOf[Any]):
@@ -598,3 +353,23 @@ class _OfTheWorkers:
 
     def __get__(self, group: Any, owner: Any) -> Any:
         return self if group is None else group.__getattr__(self._name)
+
+
+def close_all() -> None:
+    """Close all worker groups and resource pools of this process, also those that no variable refers to any more.
+
+    Their workers end and their slots are released, as by `WorkerGroup.close` and `ResourcePool.close`. New pools
+    and groups can be made afterwards. In a fork of the controller, it closes those that the fork has made.
+
+    Raises:
+        UsageError: A signal handler called this during an operation of a group, which stays open.
+
+    Example:
+        >>> import bandmaster as bm
+        >>> pool = bm.ResourcePool([2], backend="inprocess")
+        >>> group = bm.WorkerGroup(pool, bm.Worker, name="actor")
+        >>> bm.close_all()
+        >>> pool
+        <closed ResourcePool([2], backend='inprocess')>
+    """
+    close_each([*open_groups.all(), *open_pools()])

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from bandmaster.calls.future import Claim, Future, claims_of
-from bandmaster.calls.options import FLOW_NAMES, CallOptions, FlowOptions, MethodOptions, default_options
+from bandmaster.calls.options import FLOW_NAMES, CallOptions, FlowOptions, MethodOptions, library
 from bandmaster.calls.request import CallRequest
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
@@ -15,10 +15,7 @@ from bandmaster.codec import decode, encode
 from bandmaster.errors import CallTimeout, UsageError
 from bandmaster.plan.arguments import CallPlan, scatter
 from bandmaster.plan.binding import bind, dispatched
-from bandmaster.plan.transfer import (
-    Concat,
-    Custom,
-)
+from bandmaster.plan.transfer import Concat, Custom
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,7 +76,7 @@ class GroupMethod(Generic[P, C, G]):
         flow = {name: value for name, value in options.items() if name in FLOW_NAMES}
         base = self._options
         if limits:
-            base = (base or default_options().but(self._submitter.options)).but(limits)
+            base = (base or library.options.but(self._submitter.options)).but(limits)
         made = self._flow.but(flow, self._spec.is_generator)
         return type(self)(self._group, self._submitter, self._spec, base, made)
 

@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from bandmaster.calls.call import Call, Failures
-from bandmaster.calls.interruption import WaitedFor, note_calls
 from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.request import CallRequest, CallSite
+from bandmaster.calls.result import WaitedFor, note_calls
 from bandmaster.codec import Payload, encode
 from bandmaster.contract import (
     CONSTRUCT,
