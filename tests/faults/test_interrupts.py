@@ -718,6 +718,18 @@ class CanBeReplaced(bm.Worker):
         pass
 
 
+@pytest.mark.backends("inprocess")
+def test_a_group_whose_replacement_is_interrupted_at_any_moment_can_be_called_by_other_threads(make_group):
+    group = make_group(2, CanBeReplaced)
+    with ThreadPoolExecutor(1) as thread:
+        for interrupted in moments("backends"):
+            with interrupted:
+                group.replace(1)
+            if 1 in group._ownership.workers().deaths:
+                group.replace(1)
+            assert thread.submit(group.my_rank.options(timeout=5)).result(10) == [0, 1]
+
+
 @pytest.mark.parametrize("step", ["_start_process", "add", "call", "wait"])
 def test_a_replacement_that_ctrl_c_interrupts_can_be_made_again(monkeypatch, step):
     with bm.ResourcePool([2]) as pool:

@@ -23,7 +23,7 @@ from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, Call, Kept, KeptCopy, Launch, Rows, WorkerRecord
 from bandmaster.errors import UsageError
 from bandmaster.errors.failure import Failure, FailureKind
-from bandmaster.platform.locks import check_not_held
+from bandmaster.platform.locks import check_not_held, run_if_free
 from bandmaster.wire.segment_reader import RowReader
 from bandmaster.worker import Worker
 from bandmaster.worker_process.executor import Executor
@@ -208,12 +208,12 @@ class InProcessWorkers:
 
     def _drop_the_dead(self) -> None:
         """Discard the objects of dead ranks. If another thread is running a method, that thread does so afterwards."""
-        if self.deaths and self._running.acquire(blocking=False):
-            try:
-                for rank in self.deaths:
-                    self._executors[rank].close()
-            finally:
-                self._running.release()
+        if self.deaths:
+            run_if_free(self._running, self._close_the_dead)
+
+    def _close_the_dead(self) -> None:
+        for rank in self.deaths:
+            self._executors[rank].close()
 
 
 class InProcessTicket(contract.Ticket):

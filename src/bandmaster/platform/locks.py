@@ -40,6 +40,26 @@ def check_not_held(lock: Any, words: str = IN_A_HANDLER) -> None:
         raise UsageError(words)
 
 
+def run_if_free(lock: Any, step: Callable[[], object]) -> bool:
+    """Call a function while a `threading.RLock` is held, unless another thread holds it. Returns whether it was called.
+
+    Ctrl-C leaves the lock as it was whenever it comes, also between `acquire` and the first step behind it.
+    """
+    if lock._is_owned():
+        step()
+        return True
+    try:
+        if not lock.acquire(blocking=False):
+            return False
+        step()
+        return True
+    finally:
+        try:  # noqa: SIM105  # `suppress` is a function, at whose beginning Ctrl-C may come
+            lock.release()
+        except RuntimeError:  # this thread did not get it
+            pass
+
+
 class SigintSafeLock:
     """A lock that defers SIGINT while the main thread holds it or waits for it, and delivers it on release.
 

@@ -36,6 +36,7 @@ from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.ranks import WorkersHere
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.limits import start_thread
+from bandmaster.platform.locks import run_if_free
 
 END_TIMEOUT_S = 2.0  # for Ray to end an agent
 PROBE_TIMEOUT_S = 3.0  # for a host to take a connection
@@ -132,7 +133,7 @@ class RayAgents:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # held while agents are started or ended
+        self._lock: Any = threading.RLock()  # held while agents are started or ended
         self._is_due = False  # to look which ones are not needed
         self._links: AgentLinks | None = None
         self._actors: dict[AgentKey, Any] = {}
@@ -248,14 +249,12 @@ class RayAgents:
         self._look_if_due()
 
     def _look_if_due(self) -> None:
-        while self._is_due and self._lock.acquire(blocking=False):
-            try:
-                self._is_due = False
-                self._end_unneeded()
-            finally:
-                self._lock.release()
+        while self._is_due and not self._lock._is_owned():  # else this thread looks when it has done so
+            if not run_if_free(self._lock, self._end_unneeded):
+                return
 
     def _end_unneeded(self) -> None:
+        self._is_due = False
         if self._links is None:
             return
         held = {key for keys in list(self._held.values()) for key in keys}

@@ -17,6 +17,7 @@ from bandmaster.backends.ray.in_worker import teach_codec
 from bandmaster.errors import ClosedError, UsageError
 from bandmaster.platform.forks import n_forks
 from bandmaster.platform.limits import working_directory
+from bandmaster.platform.locks import run_if_free
 
 START_TIMEOUT_S = 300.0  # for Ray to start a process
 PLACE = "bandmaster_place"  # custom resource of a private Ray instance; each slot takes one unit
@@ -82,14 +83,13 @@ class RayConnection:
         If another thread connects, which is to reserve slots, that one looks later.
         """
         self._holds.pop(reservation, None)
-        if self._connecting.acquire(blocking=False):
-            try:
-                is_used = any(session is None or session.is_current for session in list(self._holds.values()))
-                if self._is_ours and not is_used:
-                    ray.shutdown()
-                    self.is_embedded = False
-            finally:
-                self._connecting.release()
+        run_if_free(self._connecting, self._disconnect_if_idle)
+
+    def _disconnect_if_idle(self) -> None:
+        is_used = any(session is None or session.is_current for session in list(self._holds.values()))
+        if self._is_ours and not is_used:
+            ray.shutdown()
+            self.is_embedded = False
 
     @contextlib.contextmanager
     def staying(self) -> Iterator[None]:
