@@ -320,9 +320,17 @@ def test_other_calls_run_between_the_items(three):
     assert len(seen) == 9
 
 
+def until_ranks(stream, n_ranks):
+    """The next items of a stream, until so many ranks have made one: their generators have begun, and can be ended."""
+    items = []
+    while len({item.rank for item in items}) < n_ranks:
+        items.append(next(stream))
+    return items
+
+
 def test_a_stream_that_is_left_early_ends_its_generators(three):
     with three.endless.stream([1, 2, 3]) as stream:
-        assert {next(stream).result() for _ in range(3)} <= {0, 1, 2}
+        assert {item.result() for item in until_ranks(stream, 3)} >= {0}
     assert three.logged() == [["ended"]] * 3
     assert list(stream) == []
 
@@ -478,7 +486,7 @@ def test_closing_a_stream_ends_generators_beside_a_rank_that_died(backend):
     with bm.ResourcePool([2], backend=backend) as pool:
         group = bm.WorkerGroup(pool, Rows)
         stream = group.endless.stream([1, 2])
-        assert {next(stream).rank for _ in range(20)} == {0, 1}
+        assert {item.rank for item in until_ranks(stream, 2)} == {0, 1}
         os.kill(group.pids()[1], signal.SIGKILL)
         with pytest.raises(bm.WorkerDied):
             list(stream)

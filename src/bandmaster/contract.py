@@ -318,6 +318,7 @@ class Ticket:
         is_done: Whether it has its reply; False where only `Workers.wait` tells.
         is_dropped: Whether the rank never gets it.
         on_done: If it is set, the thread that receives the reply calls it; it must not block.
+        place: Its place among the messages of the same workers; 0 where calls are sent in the order of `Workers.call`.
         times: The times of the worker, packed as `TIMES`, and when the reply was received; None but for calls that are
             timed, once they are done.
     """
@@ -325,6 +326,7 @@ class Ticket:
     __slots__ = ("on_done", "times")
 
     is_done = is_dropped = False
+    place = 0
 
     def __init__(self) -> None:
         self.on_done: Callable[[], object] | None = None

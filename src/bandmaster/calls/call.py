@@ -85,6 +85,8 @@ class Call(Result):
         due: The moment at which the thread that reads has to look again, by `time.monotonic`; None for no moment.
         is_watched: Whether the thread of `bandmaster.calls.progress` reads it, so that others that have read tell it.
         record: The record of the call, if a trace records.
+        place: Its place among the calls of the same workers, in the order in which the ranks get them; 0, so that it
+            counts as ahead of all, if it is not known: as the call is sent, or if Ctrl-C came then.
         real_rows: The rows that each rank was sent, if the call has split a batch.
         is_sent_in_background: Whether it is sent when its rows are there, though no thread waits for it.
 
@@ -105,6 +107,7 @@ class Call(Result):
         self.request: CallRequest | None = request
         self.is_cleanup, self._is_for_all = request.is_cleanup, request.is_for_all
         self.tickets: dict[int, Any] = {}
+        self.place = 0
         self.real_rows: RealRows | None = None
         self.record: CallTrace | None = None
         self.has_ended = self.is_watched = self.is_sent_in_background = False

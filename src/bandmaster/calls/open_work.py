@@ -22,6 +22,7 @@ the others. No other thread drives calls: a thread that reads for all would cost
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -87,17 +88,18 @@ class InParts(Protocol):
 _LOCK = threading.RLock()  # of the waiting calls of all groups: the calls of two may take rows of each other
 
 
+_place = operator.attrgetter("place")
+
+
 class OpenWork:
     """The calls to the same workers, of all groups that have these workers.
 
     Attributes:
         waiting: The calls that are not sent yet, because rows that they, or calls before them, take are missing.
-        sending: Held while a call is added and sent, so that the ranks get calls in the order in which they are here.
     """
 
     def __init__(self) -> None:
         self.waiting: deque[Waiting] = deque()
-        self.sending = threading.RLock()
         self._sent: deque[Call] = deque()
         self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
         self._is_advancing = False
@@ -188,7 +190,7 @@ class OpenWork:
     # --- SENT ---
 
     def add(self, call: Call) -> None:
-        """Add a call that is about to be sent, or was; `sending` is held."""
+        """Add a call that is about to be sent, or was."""
         self._sent.append(call)
         with contextlib.suppress(IndexError, ValueError):  # it is empty, or another thread was faster
             while (first := self._sent[0]).has_ended:
@@ -201,7 +203,7 @@ class OpenWork:
         if len(self._sent) < 2:
             return []
         found, is_behind = [], False
-        for other in list(self._sent):
+        for other in sorted(self._sent.copy(), key=_place):  # threads may have sent them in another order than added
             if other is call:
                 is_behind = True
             elif is_behind and other.failures is not call.failures:

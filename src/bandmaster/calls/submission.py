@@ -22,7 +22,7 @@ from bandmaster.calls.options import CallOptions
 from bandmaster.calls.request import CallRequest, CallSite, Collection, unpicklable
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Workers
+from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Ticket, Workers
 from bandmaster.contract import Call as Order
 from bandmaster.errors import CallTimeout
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
@@ -79,6 +79,12 @@ def orders_of(
         if elsewhere is not None:
             elsewhere.note_in(record)
     return orders
+
+
+def _first_place(tickets: Mapping[int, Ticket]) -> int:
+    for ticket in tickets.values():
+        return ticket.place
+    return 0
 
 
 class Submitter:
@@ -188,9 +194,9 @@ class Submitter:
                 return
             call.is_being_sent(workers, failures)
             if orders:
-                with self.work.sending:
-                    self.work.add(call)
-                    workers.call(orders, call.tickets)
+                self.work.add(call)
+                workers.call(orders, call.tickets)
+                call.place = _first_place(call.tickets)
                 if call.record is not None:
                     call.record.is_sent()
 
@@ -238,19 +244,19 @@ class Submitter:
         orders = [] if failures else orders_of(whole, workers, plan, site.method, record)
         tickets = dict[int, Any]()
         is_sent = False
-        with self.work.sending:
-            try:
-                if orders:
-                    workers.call(orders, tickets)
-                is_sent = True
-            finally:
-                for share, call in calls.items():
-                    call.real_rows, call.record = plan.real_rows, record
-                    call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
-                    call.is_being_sent(workers, failures if request.is_for_all else Failures(failures))
-                    self.work.add(call)
-                    if not is_sent:  # Ctrl-C: ranks that fail the call go on when all of them have ended it
-                        call.cancel()
+        try:
+            if orders:
+                workers.call(orders, tickets)
+            is_sent = True
+        finally:
+            for share, call in calls.items():
+                call.real_rows, call.record = plan.real_rows, record
+                call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
+                call.is_being_sent(workers, failures if request.is_for_all else Failures(failures))
+                call.place = _first_place(tickets)
+                self.work.add(call)
+                if not is_sent:  # Ctrl-C: ranks that fail the call go on when all of them have ended it
+                    call.cancel()
         if orders and record is not None:
             record.is_sent()
         return [Future(call, request.owner) for call in calls.values()]

@@ -47,6 +47,11 @@ class MessageTicket(contract.Ticket):
         self.outcome: Any = None
         self.holds: Sequence[Any] = ()
 
+    @property
+    def place(self) -> int:  # type: ignore[override]  # here it is computed
+        """The number: messages are numbered as they are sent."""
+        return self.number
+
 
 class Client:
     """The open calls of some ranks, their replies, and the ranks that have died. Any thread may call it.
