@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from clock import idle_time
 from hypothesis import given, settings
@@ -223,6 +224,8 @@ def test_a_host_that_gives_no_sign_of_life_is_lost(group, monkeypatch):
     monkeypatch.setenv("BANDMASTER_HOST_TIMEOUT", "3")
     pids = group.process()
     os.kill(pids[2], signal.SIGSTOP)
+    while psutil.Process(pids[2]).status() != psutil.STATUS_STOPPED:
+        pass
     try:
         began = idle_time()
         with pytest.raises(bm.WorkerDied, match=r"rank 2 .*no sign of life"):

@@ -9,6 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from clock import idle_time
 from tensordict import TensorDict
 
 import bandmaster as bm
@@ -558,9 +559,10 @@ def test_workers_whose_handles_are_kept_outlive_their_group(pool, ray_cluster):
     gc.collect()
     assert ray_cluster.get([handle.bare.remote(1) for handle in handles]) == [8] * 4
     with RayWorkerGroup(pool, RayClassWithInitArgs(Actor)) as closed:
-        handle = closed.workers[0]
+        handle, deadline = closed.workers[0], idle_time() + 30
     with pytest.raises(ray_cluster.exceptions.RayActorError):
-        ray_cluster.get(handle.bare.remote(1))
+        while idle_time() < deadline:  # Ray ends actors a moment later
+            ray_cluster.get(handle.bare.remote(1))
 
 
 def test_detached_workers_outlive_the_process(ray_cluster):

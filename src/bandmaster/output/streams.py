@@ -48,9 +48,9 @@ class Lines:
         """Return the lines that this data completes, without their endings."""
         *lines, rest = (self._rest + self._decoder.decode(data)).split("\n")
         self._rest = rest[max(0, rest.rstrip("\r").rfind("\r")) :]
-        if len(self._rest) > MAX_LINE_NCHARS:
-            lines.append(self._rest)
-            self._rest = ""
+        while len(self._rest) > MAX_LINE_NCHARS:
+            lines.append(self._rest[:MAX_LINE_NCHARS])
+            self._rest = self._rest[MAX_LINE_NCHARS:]
         return [_shown(line) for line in lines]
 
     @property
