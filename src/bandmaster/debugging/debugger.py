@@ -37,6 +37,7 @@ class Debugger(pdb.Pdb):
         super().__init__(stdin=file, stdout=file, nosigint=True)
         self.use_rawinput = False
         self._identity, self._hold = identity, hold
+        self._is_announced = True  # whether the user knows of the last `breakpoint()`
         self._raised_in: FrameType | None = None  # the frame in which the last event was an exception
         self._callers: list[FrameType] = []  # library frames that called the debugged method or coroutine
 
@@ -45,9 +46,7 @@ class Debugger(pdb.Pdb):
         assert frame is not None, "the hook passes its caller"
         with self._holding():
             self._note_callers(frame)
-            self._terminal.open()
-            command = f"bandmaster debug {shlex.quote(self._identity.group)} {self._identity.rank}"
-            say_where(frame, f"attach a terminal with: {command}")
+            self._is_announced = False
         super().set_trace(frame)  # the last step, as every new frame is traced from then on
 
     def _note_callers(self, frame: FrameType) -> None:
@@ -55,8 +54,13 @@ class Debugger(pdb.Pdb):
         self._callers = list(itertools.dropwhile(lambda caller: not _is_library(caller), frames))
 
     def interaction(self, frame: FrameType | None, *args: Any) -> None:
-        """Ask for commands."""
+        """Ask for commands. From the announcement on, interrupts wait until the method goes on."""
         with self._holding():
+            self._terminal.open()
+            if not self._is_announced and frame is not None:
+                self._is_announced = True
+                command = f"bandmaster debug {shlex.quote(self._identity.group)} {self._identity.rank}"
+                say_where(frame, f"attach a terminal with: {command}")
             super().interaction(frame, *args)
 
     @contextlib.contextmanager
