@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+import weakref
 
 import pytest
 from clock import idle_time
@@ -11,7 +12,7 @@ import bandmaster as bm
 from bandmaster import Dispatch, register
 from bandmaster.calls.call import Call
 from bandmaster.calls.open_work import OpenWork
-from bandmaster.calls.progress import progress
+from bandmaster.calls.progress import Progress, progress
 
 
 class Waits(bm.Worker):
@@ -231,3 +232,14 @@ def test_two_groups_take_rows_of_each_other_by_turns(caplog):
         assert has_ended.wait(30)
         assert (behind.result(), last.result()) == ([3], [3])
     assert not caplog.records, "no callback raised"
+
+
+def test_a_call_that_is_over_is_not_kept_by_the_thread_of_callbacks():
+    class Over:
+        pass
+
+    progress, watch = Progress(), Over()
+    seen = weakref.ref(watch)
+    progress.look_at(watch)  # as a thread does that had missed its end, when the thread of callbacks has ended
+    del watch
+    assert seen() is None

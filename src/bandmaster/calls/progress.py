@@ -84,8 +84,8 @@ class Progress:
     def look_at(self, watch: Watch) -> None:
         """Make the thread look at a watch soon. Any thread may call this; it does not block."""
         with SigintSafeLock(), self.lock:
-            self._to_look.append(watch)
-            if self._wake >= 0:  # else the thread has ended, and so has the watch
+            if self._wake >= 0:  # else the thread has ended, and so has the watch, whose values must not be kept
+                self._to_look.append(watch)
                 with contextlib.suppress(BlockingIOError):  # the pipe is full, which also wakes the thread
                     os.write(self._waker, b"1")
 
@@ -148,6 +148,7 @@ class Progress:
     def _close(self) -> None:
         ends = self._wake, self._waker
         self._wake = self._waker = -1
+        self._to_look.clear()
         for fd in ends:
             os.close(fd)
 
