@@ -564,21 +564,38 @@ def interrupts_at(monkeypatch, owner, name, is_meant=lambda self: True):
     monkeypatch.setattr(owner, name, interrupted)
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # a file that nobody has closes itself
-@pytest.mark.parametrize("where", [("__init__", "eventfd"), ("__init__", "pidfd_open"), ("hold", "add")])
-def test_ctrl_c_as_a_group_and_its_zygote_start_leaves_nothing(where):
-    def press(frame, event, function):
-        if event == "c_return" and (frame.f_code.co_name, function.__name__) == where:
+@contextlib.contextmanager
+def pressed_when(is_now):
+    """Ctrl-C is pressed in the block at the first event of the profiler, with frame, kind and what, that is meant."""
+
+    def look(frame, kind, what):
+        if is_now(frame, kind, what):
             sys.setprofile(None)
             signal.raise_signal(signal.SIGINT)
 
-    with no_leaks(kinds=["processes", "descriptors"], timeout=10), bm.ResourcePool([1], preload=[]) as pool:
-        sys.setprofile(press)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                bm.WorkerGroup(pool, bm.Worker)
-        finally:
-            sys.setprofile(None)
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@contextlib.contextmanager
+def interrupted_when(is_now):
+    """Ctrl-C is pressed so, and ends the block."""
+    with pytest.raises(KeyboardInterrupt), pressed_when(is_now):
+        yield
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # a file that nobody has closes itself
+@pytest.mark.parametrize("where", [("__init__", "eventfd"), ("__init__", "pidfd_open"), ("hold", "add")])
+def test_ctrl_c_as_a_group_and_its_zygote_start_leaves_nothing(where):
+    def is_now(frame, kind, what):
+        return kind == "c_return" and (frame.f_code.co_name, what.__name__) == where
+
+    no_leak = no_leaks(kinds=["processes", "descriptors"], timeout=10)
+    with no_leak, bm.ResourcePool([1], preload=[]) as pool, interrupted_when(is_now):
+        bm.WorkerGroup(pool, bm.Worker)
 
 
 @pytest.mark.backends("local")
@@ -655,23 +672,17 @@ def moments(room):
     """Yield for each moment at which a call of a room's code begins or has ended: in the block, Ctrl-C comes then."""
     n_left = n = 0
 
-    def press(frame, kind, what):
+    def is_now(frame, kind, what):
         nonlocal n_left
         n_left -= f"/bandmaster/{room}/" in frame.f_code.co_filename and kind in ("call", "c_return")
-        if n_left == 0:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
+        return n_left == 0
 
     @contextlib.contextmanager
     def interrupted():
         nonlocal n_left
         n_left = n
-        with contextlib.suppress(KeyboardInterrupt):
-            sys.setprofile(press)
-            try:
-                yield
-            finally:
-                sys.setprofile(None)
+        with contextlib.suppress(KeyboardInterrupt), pressed_when(is_now):
+            yield
 
     while n_left <= 0:  # the last block was interrupted
         n += 1
@@ -746,23 +757,6 @@ def test_a_replacement_that_ctrl_c_interrupts_can_be_made_again(monkeypatch, ste
             group.replace(1)
         group.replace(1)
         assert group.my_rank() == [0, 1]
-
-
-@contextlib.contextmanager
-def interrupted_when(is_now):
-    """Ctrl-C is pressed in the block at the first event of the profiler, with frame, kind and what, that is meant."""
-
-    def look(frame, kind, what):
-        if is_now(frame, kind, what):
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
-
-    sys.setprofile(look)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        sys.setprofile(None)
 
 
 MOMENTS = {

@@ -35,7 +35,7 @@ from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, RowsLos
 from bandmaster.errors.failure import Failure, is_in_debugger
 from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
-from bandmaster.platform.locks import IN_A_HANDLER, SigintSafeLock
+from bandmaster.platform.locks import SigintSafeLock, check_not_held
 from bandmaster.rows.kept import KeptPart, KeptRows
 from bandmaster.rows.table import Table
 
@@ -306,8 +306,7 @@ class Call(Result):
             if not was_sent or self.request is not None:  # then this thread is about to send it, further up its stack
                 return self.done is not None
             timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if self.lock._is_owned():
-            raise UsageError(IN_A_HANDLER)
+        check_not_held(self.lock)
         try:
             if not self.lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
                 self._was_missed = True

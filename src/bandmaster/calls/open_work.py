@@ -192,9 +192,11 @@ class OpenWork:
     def add(self, call: Call) -> None:
         """Add a call that is about to be sent, or was."""
         self._sent.append(call)
-        with contextlib.suppress(IndexError, ValueError):  # it is empty, or another thread was faster
+        try:  # not `suppress`, whose three functions would be called for each call
             while (first := self._sent[0]).has_ended:
                 self._sent.remove(first)
+        except (IndexError, ValueError):  # it is empty, or another thread was faster
+            pass
         if len(self._sent) > MANY:
             self._sent[0].drive()  # perhaps no thread waits for it
 

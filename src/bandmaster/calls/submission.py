@@ -249,11 +249,12 @@ class Submitter:
                 workers.call(orders, tickets)
             is_sent = True
         finally:
+            place = _first_place(tickets)
             for share, call in calls.items():
                 call.real_rows, call.record = plan.real_rows, record
                 call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
                 call.is_being_sent(workers, failures if request.is_for_all else Failures(failures))
-                call.place = _first_place(tickets)
+                call.place = place
                 self.work.add(call)
                 if not is_sent:  # Ctrl-C: ranks that fail the call go on when all of them have ended it
                     call.cancel()

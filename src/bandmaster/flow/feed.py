@@ -187,10 +187,11 @@ class Feed:
             finally:
                 self._is_sending = False
             is_over = not self._running and not any(map(self._source.has_more, self._free))
-            are_sent = not any(map(self._source.has_more, [*self._free, *self._running.values()]))
+            shares = [*self._free, *self._running.values()] if self.is_one_result else ()
+            has_more = any(map(self._source.has_more, shares))  # behind which later calls wait
         if is_over:
             self.give_up(None)
-        elif are_sent or not self.is_one_result:
+        elif not has_more:
             self._sent.set()
             self.work.advance()
 
