@@ -28,7 +28,7 @@ from bandmaster import Dispatch, register
 from bandmaster.backends import get_backend, register_backend
 from bandmaster.codec import Payload
 from bandmaster.hosts.handshake import MAGIC, Refused, Secret, greet, welcome
-from bandmaster.hosts.link import FOR_MESSAGES, FOR_ROWS, Kind, Link
+from bandmaster.hosts.link import FOR_MESSAGES, FOR_ROWS, FrameKind, Link
 from bandmaster.testing import BackendContract
 from bandmaster.testing.simulated_hosts import SimulatedHosts
 from bandmaster.wire.messages import Closed
@@ -470,7 +470,7 @@ def test_messages_arrive_as_they_were_sent(is_encrypted, frames):
     try:
         sent = [((os.urandom(n),), [list(map(os.urandom, sizes)) for sizes in payloads]) for n, payloads in frames]
         for content, payloads in sent:
-            mine.send(Kind.ASK, *content, large={n: payload_of(*chunks) for n, chunks in enumerate(payloads)})
+            mine.send(FrameKind.ASK, *content, large={n: payload_of(*chunks) for n, chunks in enumerate(payloads)})
         found = []
         while len(found) < len(sent):
             mine.pump()
@@ -490,7 +490,7 @@ def test_what_is_unpickled_is_authenticated(is_array):
         send = mine._sent
         mine._sent = lambda views: send([bytes(view).replace(b"good", b"evil") for view in views])
         chunks = (b"head", b"good") if is_array else (b"good", b"array")
-        mine.send(Kind.ASK, large={1: payload_of(*chunks)})
+        mine.send(FrameKind.ASK, large={1: payload_of(*chunks)})
         if is_array:
             assert awaited(theirs)[1] == [[b"head", b"evil"]]
         else:
@@ -504,10 +504,10 @@ def test_what_is_unpickled_is_authenticated(is_array):
 def test_a_frame_cannot_be_sent_twice():
     mine, theirs = link_pair()
     try:
-        mine.send(Kind.ASK, "once")
+        mine.send(FrameKind.ASK, "once")
         copy = mine._socket.dup()
         assert awaited(theirs)[0] == ("once",)
-        head = pickle.dumps((Kind.ASK, (), "once"), protocol=5)
+        head = pickle.dumps((FrameKind.ASK, (), "once"), protocol=5)
         sent = struct.pack("<II", len(head), 0)
         mac = mine._mac_out.copy()
         mac.update(struct.pack("<Q", 0) + sent + head)  # as an eavesdropper has seen it
@@ -524,10 +524,10 @@ def test_a_frame_cannot_be_sent_twice():
 def test_a_link_that_waits_sends_everything_or_says_that_the_other_end_takes_nothing():
     mine, theirs = link_pair(timeout_s=0.2)
     try:
-        assert mine.send(Kind.ASK, "head", large={1: payload_of(bytes(1000))})
+        assert mine.send(FrameKind.ASK, "head", large={1: payload_of(bytes(1000))})
         assert awaited(theirs)[0] == ("head",)
         with pytest.raises(Closed, match="does not answer any more"):
-            mine.send(Kind.ASK, large={1: payload_of(bytes(50_000_000))})
+            mine.send(FrameKind.ASK, large={1: payload_of(bytes(50_000_000))})
         with pytest.raises(Closed, match="does not answer any more"):
             mine.receive()
     finally:
@@ -538,7 +538,7 @@ def test_a_link_that_waits_sends_everything_or_says_that_the_other_end_takes_not
 def test_a_link_that_takes_what_is_sent_slowly_is_alive():
     mine, theirs = link_pair(timeout_s=0.0)
     try:
-        mine.send(Kind.ASK, large={1: payload_of(b"", bytes(50_000_000))})
+        mine.send(FrameKind.ASK, large={1: payload_of(b"", bytes(50_000_000))})
         assert mine.has_unsent
         before = mine.heard_at
         while theirs.receive() is None:

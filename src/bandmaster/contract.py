@@ -284,7 +284,7 @@ class KeptCopy:
         return self._payload.private()
 
 
-class Call(NamedTuple):
+class WorkerCall(NamedTuple):
     """One call of one method on some ranks.
 
     Attributes:
@@ -365,7 +365,7 @@ class Workers(Protocol):
             ResourceError: There is no memory or no descriptor for them.
         """
 
-    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+    def call(self, calls: Sequence[WorkerCall], tickets: dict[int, Any]) -> None:
         """Send calls, no two for one rank, as a unit and without waiting.
 
         Every rank gets the calls of all threads in one order, and runs its calls in that order.
@@ -403,7 +403,7 @@ class Workers(Protocol):
     def resume(self, tickets: Mapping[int, Any]) -> None:
         """Let ranks begin their next calls: all ranks have ended the calls of these tickets, which failed here.
 
-        A rank waits for this only after a failed call with `Call.is_fenced`, and only if ranks run beside each other.
+        A rank waits for this only after a failed call that `is_fenced`, and only if ranks run beside each other.
         """
 
     def replace(self, rank: int) -> None:

@@ -44,7 +44,7 @@ END_GRACE_S = 0.5  # time for workers to exit by themselves before they are kill
 
 
 @dataclass(frozen=True)
-class Place:
+class HostShare:
     """The share of one host in a group: the ranks that run there, with their address, GPUs and variables.
 
     Attributes:
@@ -97,7 +97,7 @@ class HostWorkers(LaneClient):
 
     ranks_are_own = True
 
-    def __init__(self, launch: Launch, zygote: Zygote, place: Place, shows: ShowOutput | None = None) -> None:
+    def __init__(self, launch: Launch, zygote: Zygote, place: HostShare, shows: ShowOutput | None = None) -> None:
         self._launch, self._zygote, self._place = launch, zygote, place
         self._output = _output_of(launch, shows)
         self.rendezvous: Mapping[str, str] = {}

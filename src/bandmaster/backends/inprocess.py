@@ -20,7 +20,7 @@ from typing import Any
 from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, Call, Kept, KeptCopy, Launch, Rows, WorkerRecord
+from bandmaster.contract import CLOSED, Kept, KeptCopy, Launch, Rows, WorkerCall, WorkerRecord
 from bandmaster.errors import UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held, run_if_free
@@ -127,7 +127,7 @@ class InProcessWorkers:
         """Return the payloads themselves: each rank copies the payloads that it reads."""
         return payloads
 
-    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+    def call(self, calls: Sequence[WorkerCall], tickets: dict[int, Any]) -> None:
         """Run the calls to completion, in rank order."""
         by_rank = {rank: call for call in calls for rank in call.ranks}
         self._check_idle()
@@ -139,7 +139,7 @@ class InProcessWorkers:
         finally:
             self._drop_the_dead()
 
-    def _run(self, rank: int, call: Call) -> InProcessTicket:
+    def _run(self, rank: int, call: WorkerCall) -> InProcessTicket:
         parts = [part.private() for part in call.parts]
         rows = {label: RowReader(partial(_private, part), present=call.present.get(label)) for label, part in call.rows}
         executor = self._executors[rank]

@@ -19,8 +19,8 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 
-from bandmaster.backends.host_workers import HostWorkers, Place
-from bandmaster.backends.machine import MachineBackend, Reservation
+from bandmaster.backends.host_workers import HostShare, HostWorkers
+from bandmaster.backends.machine import MachineBackend, MachineReservation
 from bandmaster.backends.zygote import Zygote
 from bandmaster.contract import Launch, ShowOutput
 from bandmaster.errors import ResourceError, UsageError
@@ -70,7 +70,7 @@ class LocalBackend(MachineBackend):
             rank: [devices[gpu] for gpu in slot.reservation.gpus[slot.node][slot.index]]
             for rank, slot in enumerate(launch.slots)
         }
-        place = Place(range(len(launch.slots)), gpus=gpus, modules=default_modules(launch.imports))
+        place = HostShare(range(len(launch.slots)), gpus=gpus, modules=default_modules(launch.imports))
         return self.start_ranks(launch, place, [slot.reservation for slot in launch.slots])
 
     def prepare(self, modules: Sequence[str]) -> None:
@@ -78,7 +78,7 @@ class LocalBackend(MachineBackend):
         self._zygote(_NOTHING, modules, ())
 
     def start_ranks(
-        self, launch: Launch, place: Place, pools: Sequence[object], shows: ShowOutput | None = None
+        self, launch: Launch, place: HostShare, pools: Sequence[object], shows: ShowOutput | None = None
     ) -> HostWorkers:
         """Fork a worker process for each rank of a place.
 
@@ -101,7 +101,7 @@ class LocalBackend(MachineBackend):
             for pool in self._released_pools.intersection(pools):  # another thread has closed it meanwhile
                 self.release_zygotes(pool)
 
-    def release(self, reservation: Reservation) -> None:
+    def release(self, reservation: MachineReservation) -> None:
         """Release the GPUs of a reservation, and end the zygotes that only its pool has used."""
         super().release(reservation)
         self.release_zygotes(reservation)

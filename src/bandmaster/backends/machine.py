@@ -12,7 +12,7 @@ from bandmaster.platform.locks import check_not_held
 
 
 @dataclass(frozen=True, eq=False)
-class Reservation:
+class MachineReservation:
     """The GPUs of this machine that a pool has reserved.
 
     Attributes:
@@ -33,7 +33,7 @@ class MachineBackend:
 
     def __init__(self) -> None:
         self._reserving = threading.RLock()  # one reservation at a time
-        self._reserved: dict[Reservation, None] = {}
+        self._reserved: dict[MachineReservation, None] = {}
 
     def inventory(self) -> tuple[Node, ...]:
         """This machine as the only node."""
@@ -41,7 +41,7 @@ class MachineBackend:
         names = tuple(sorted({f"pool {holder.name!r}" for holder in holders.values()}))
         return (Node("this machine", None, None, n_gpus, n_gpus - len(holders), names, is_many=True),)
 
-    def reserve(self, request: Request, timeout_s: float) -> Reservation:
+    def reserve(self, request: Request, timeout_s: float) -> MachineReservation:
         """Reserve GPUs, if the request needs any. It does not wait, because only this process could release GPUs.
 
         Raises:
@@ -57,18 +57,18 @@ class MachineBackend:
             free = (gpu for gpu in range(count_gpus()) if gpu not in holders)
             each = request.gpus_per_worker
             gpus = tuple(tuple(tuple(islice(free, each)) for _ in range(size)) for size in request.workers)
-            reservation = Reservation(request.name, gpus)
+            reservation = MachineReservation(request.name, gpus)
             self._reserved[reservation] = None
         return reservation
 
-    def nodes(self, reservation: Reservation) -> list[Node | None]:
+    def nodes(self, reservation: MachineReservation) -> list[Node | None]:
         """This machine, as often as the request has entries."""
         return [self.inventory()[0]] * len(reservation.gpus)
 
-    def release(self, reservation: Reservation) -> None:
+    def release(self, reservation: MachineReservation) -> None:
         """Release the GPUs of a reservation."""
         self._reserved.pop(reservation, None)
 
-    def _holders(self) -> dict[int, Reservation]:
+    def _holders(self) -> dict[int, MachineReservation]:
         """The reservation of each GPU in use, by index of the GPU."""
         return {gpu: one for one in list(self._reserved) for node in one.gpus for slot in node for gpu in slot}

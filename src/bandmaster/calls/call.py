@@ -321,7 +321,8 @@ class Call(Result):
             except RuntimeError:  # this thread did not get it, because of the timeout or of Ctrl-C
                 pass
             else:
-                self._tell_if_missed()
+                if self.is_watched:
+                    self._tell_if_missed()
 
     def drive(self) -> float | None:
         """Take the replies that have arrived and run the due steps of the escalation, unless another thread does so.
@@ -343,11 +344,12 @@ class Call(Result):
             except RuntimeError:  # this thread did not get it, because of the timeout or of Ctrl-C
                 pass
             else:
-                self._tell_if_missed()
+                if self.is_watched:
+                    self._tell_if_missed()
 
     def _tell_if_missed(self) -> None:
         """Have the watch look again if it found `lock` taken meanwhile, or if replies are there without a result."""
-        if self.is_watched and (self._was_missed or (self.has_ended and self.done is None)):
+        if self._was_missed or (self.has_ended and self.done is None):
             self._was_missed = False
             progress.look_at(self)
 

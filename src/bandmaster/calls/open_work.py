@@ -21,7 +21,6 @@ the others. No other thread drives calls: a thread that reads for all would cost
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import threading
 from collections import deque
@@ -220,8 +219,10 @@ class OpenWork:
 
     def forget(self, call: Call) -> None:
         """Remove a call that is over."""
-        with contextlib.suppress(ValueError):  # it was forgotten before
+        try:  # as in `add`
             self._sent.remove(call)
+        except ValueError:  # it was forgotten before
+            return
 
     # --- all of them ---
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -22,20 +22,20 @@ import numpy as np
 
 from bandmaster.calls.future import Future, table_of
 from bandmaster.calls.hooks import CallTrace
-from bandmaster.codec import add_plain
+from bandmaster.codec import add_bare
 from bandmaster.contract import Workers
 from bandmaster.errors import ArgumentError
 from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.plan.batch import Portion, users_batch_types
 from bandmaster.plan.batch_types import BatchType
 from bandmaster.rows.kept import KeptPart
-from bandmaster.rows.table import Block, Elsewhere, Table, addressed, rows_needed, take, united
+from bandmaster.rows.table import Elsewhere, Table, addressed, rows_needed, take, united
 
 Shares = Mapping[int, tuple[int, int]]  # of ranks: the first of its rows, and the one behind its last
 _KINDS = {Future, Portion}
 _pickled: tuple[tuple[tuple[type, BatchType], ...], tuple[bytes, ...]] = (), ()  # batch types
 
-add_plain(Elsewhere, Block)
+add_bare(Elsewhere, Elsewhere.has_plain_names)
 
 
 def refers_to_rows(groups: Iterable[ArgumentGroup]) -> bool:
@@ -60,7 +60,7 @@ class RowsElsewhere:
         self._method = method
         self._labels: dict[KeptPart, int] = {}
         self._labels_of: list[set[int]] = []  # for each argument group
-        self._table_of = cache(table_of)
+        self._found: dict[Future[Any], Table] = {}
         self._tables: list[Table] = []
         self._sent: list[list[Elsewhere]] = []  # for each argument group
 
@@ -149,6 +149,12 @@ class RowsElsewhere:
         sent = Elsewhere(addressed(table, self._label), shares, types if types and _may_hold(table) else ())
         self._sent[-1].append(sent)
         return sent
+
+    def _table_of(self, future: Future[Any]) -> Table:
+        table = self._found.get(future)
+        if table is None:
+            table = self._found[future] = table_of(future)
+        return table
 
     def _label(self, part: KeptPart) -> int:
         """The label of a part; records that the last argument group needs it."""

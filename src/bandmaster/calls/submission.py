@@ -22,8 +22,7 @@ from bandmaster.calls.options import CallOptions
 from bandmaster.calls.request import CallRequest, CallSite, Collection, unpicklable
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Ticket, Workers
-from bandmaster.contract import Call as Order
+from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Ticket, WorkerCall, Workers
 from bandmaster.errors import CallTimeout
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
 from bandmaster.plan.mesh import Mesh
@@ -32,7 +31,7 @@ from bandmaster.plan.transfer import Gather, Only
 
 def orders_of(
     request: CallRequest, workers: Workers, plan: CallPlan, label: str, record: CallTrace | None
-) -> list[Order]:
+) -> list[WorkerCall]:
     """Encode and put all arguments, so that an encoding error is raised before anything is sent.
 
     Args:
@@ -63,7 +62,7 @@ def orders_of(
     reply = Reply.KEEP if request.keeps_rows else Reply.RETURN
     orders = []
     for ranks, numbers, is_collected in alike(request.ranks, tuple(receivers), request.collection.ranks):
-        order = Order(
+        order = WorkerCall(
             ranks,
             request.asks_for,
             tuple(map(parts.__getitem__, numbers)),
@@ -181,7 +180,7 @@ class Submitter:
         """Send a call, unless a rank is dead."""
         workers, site = self._workers(), call.site
         failures = Failures(workers.deaths)
-        orders: Sequence[Order] = ()
+        orders: Sequence[WorkerCall] = ()
         if not failures:
             plan = request.plan if isinstance(request.plan, CallPlan) else request.plan()
             begin = hooks.trace
@@ -207,7 +206,7 @@ class Submitter:
         with self.admitted(self.label(request.method)):
             return self._submit_shares(request, shares, Failures())
 
-    def encoded(self, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[Order]:
+    def encoded(self, method: str, plan: CallPlan, ranks: tuple[int, ...]) -> list[WorkerCall]:
         """The orders of a call that returns the value of each rank, ready for `Workers.call`."""
         request = CallRequest(method, plan, ranks, Collection(Gather(), ranks), asks_for=self._prefix + method)
         return orders_of(request, self._workers(), plan, self.label(method), None)

@@ -32,7 +32,6 @@ Reducer = Callable[[Any], Any]
 _OURS = {"bandmaster.codec.arrays", "bandmaster.codec.tensors"}
 _reducers: dict[type, Reducer] = {np.ndarray: reduce_array}
 _bare: dict[type, Callable[[Any], bool]] = {np.ndarray: is_bare}  # whether pickling the value needs no other reducer
-_plain_classes: set[type] = set()
 
 
 class Payload:
@@ -116,9 +115,14 @@ def add_reducer(kind: type, reducer: Callable[[Any], Any]) -> None:
     _reducers.setdefault(kind, reducer)
 
 
-def add_plain(*kinds: type) -> None:
-    """Declare dataclasses and NamedTuples that consist of their fields alone, for the fast path of `encode`."""
-    _plain_classes.update(kinds)
+def add_bare(kind: type, is_bare: Callable[[Any], bool]) -> None:
+    """Declare that values of exactly this type consist of numbers, strings, bytes and arrays, for a faster `encode`.
+
+    Args:
+        kind: The type.
+        is_bare: Whether this is so for a value.
+    """
+    _bare[kind] = is_bare
 
 
 def decode(payload: Payload, device: str = "cpu") -> Any:
@@ -167,8 +171,6 @@ def _contents(value: Any) -> _Contents:
             found += item
             if kind is dict:
                 found += item.values()
-        elif kind in _plain_classes:
-            found += item if isinstance(item, tuple) else vars(item).values()
         else:
             return _Contents.ANY
     return contents

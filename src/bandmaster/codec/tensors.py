@@ -80,9 +80,9 @@ def reduce_tensor(tensor: Any) -> Any:
     if not data.is_contiguous() and not _is_dense(data):
         data = data.contiguous()
     flat = torch.as_strided(data, (data.numel(),), (1,)).view(torch.uint8)
-    layout = (str(data.dtype).removeprefix("torch."), tuple(data.shape), data.stride(), tensor.requires_grad)
+    dtype, layout = str(data.dtype).removeprefix("torch."), (tuple(data.shape), data.stride())
     buffer = pickle.PickleBuffer(flat.cpu().numpy())
-    return _with_attributes(tensor, _rebuild, (buffer, *layout, tensor.is_cuda))
+    return _with_attributes(tensor, _rebuild, (buffer, dtype, layout, tensor.requires_grad, tensor.is_cuda))
 
 
 def reduce_parameter(parameter: Any) -> Any:
@@ -109,9 +109,7 @@ def _is_dense(data: Any) -> bool:
     return True
 
 
-def _rebuild(
-    buffer: Any, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool, was_on_gpu: bool
-) -> Any:
+def _rebuild(buffer: Any, dtype: str, layout: tuple[Any, Any], requires_grad: bool, was_on_gpu: bool) -> Any:
     import torch
 
     has_items = memoryview(buffer).nbytes  # torch makes no tensor of an empty buffer
@@ -119,7 +117,7 @@ def _rebuild(
     flat = flat.view(getattr(torch, dtype))
     if was_on_gpu and (device := getattr(_arrival, "device", None)) is not None:
         flat = flat.to(device)
-    return torch.as_strided(flat, shape, stride).requires_grad_(requires_grad)
+    return torch.as_strided(flat, *layout).requires_grad_(requires_grad)
 
 
 def _rebuild_contiguous(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bandmaster.calls.options import FlowOptions
 from bandmaster.errors import ArgumentError, BatchError, UsageError
 from bandmaster.plan.arguments import (
     BoundArgument,
@@ -115,8 +116,7 @@ def plan_pull(
     split: Split,
     rules: Mapping[str, Outgoing],
     method: str,
-    size: int,
-    group_by: str | None = None,
+    how: FlowOptions,
 ) -> PullPlan:
     """Decide which arguments are cut into chunks; the other arguments go with each chunk.
 
@@ -127,13 +127,13 @@ def plan_pull(
         split: The dispatch rule for arguments that ``rules`` does not name.
         rules: Dispatch rules by parameter name.
         method: ``"Class.method"``, for messages.
-        size: Rows of each chunk.
-        group_by: Name of the column, or of the argument, whose equal values keep rows together.
+        how: Its ``pull`` and ``group_by``.
 
     Raises:
         ArgumentError: An argument has a value for each rank.
         BatchError: There is no batch, batches are split in different ways, or ``group_by`` names no column.
     """
+    assert how.pull is not None, "the caller has checked it"
     by_rule, batches = by_dispatch_rule(arguments, split, rules, method)
     for rule, members in by_rule.items():
         if isinstance(rule, PerRank):
@@ -151,14 +151,14 @@ def plan_pull(
         raise BatchError(f"{method} got no batch, so there are no rows to pull; pass one")
     cut = SplitArguments(members, batches, arguments, method)
     keys, n_rows = None, cut.n_rows
-    if group_by is not None:
-        why = f"{method} is called with group_by={group_by!r}"
-        column = cut.column(group_by, why)
+    if how.group_by is not None:
+        why = f"{method} is called with group_by={how.group_by!r}"
+        column = cut.column(how.group_by, why)
         if column.shape != (n_rows,):
             raise BatchError(f"{why}, which has shape {column.shape} for {n_rows} rows; pass one value for each row")
         keys = column.tolist()
     whole = [argument for rule, others in by_rule.items() if rule != split for argument in others]
-    chunks = chunk_numbers(n_rows, size, keys)
+    chunks = chunk_numbers(n_rows, how.pull, keys)
     costs = cut.costs(split)
     if costs is not None:  # so that all replicas end at about the same time
         chunks = tuple(sorted(map(np.asarray, chunks), key=lambda rows: -costs[rows].sum()))

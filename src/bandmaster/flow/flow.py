@@ -104,15 +104,14 @@ class Flow:
 
     def _chunk_plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], tuple[PullPlan, object]]:
         """Return a function that plans the chunks; the rows of futures among the arguments are there by then."""
-        spec, size, claims = self.spec, self.how.pull, claims_of(args, kwargs)
+        spec, claims = self.spec, claims_of(args, kwargs)
         protocol = spec.registration.protocol
-        assert size is not None, "the caller has checked it"
 
         def plan() -> tuple[PullPlan, object]:
             arguments = bind(spec.label, spec.signature, args, kwargs)
             assert isinstance(protocol, TransferProtocol) and isinstance(protocol.outgoing, Split), "see `_takers`"
             rules, split = spec.registration.arguments, protocol.outgoing
-            return plan_pull(arguments, split, rules, spec.label, size, self.how.group_by), claims
+            return plan_pull(arguments, split, rules, spec.label, self.how), claims
 
         return plan
 

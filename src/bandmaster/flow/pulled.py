@@ -137,9 +137,9 @@ class Pulled(Feed, Result):
         rule, chunks, numbers = self._incoming, list(values), tuple(range(len(values)))
         if isinstance(rule, CollectEach):
             rule = CollectEach(tuple([(each, numbers) for each, _ in rule.collects]))
-        rows = RealRows(tuple(map(numbers_of, chunks)))
+        rows = RealRows(tuple(map(numbers_of, chunks)), holder="chunk")
         try:
-            return collect(rule, numbers, list(values.values()), self.site.method, rows, "chunk")
+            return collect(rule, numbers, list(values.values()), self.site.method, rows)
         except CollectError as error:
             failure = error.failures[error.rank]
             failure = replace(failure, summary=f"in chunk {error.rank}, {failure.summary}")

@@ -377,7 +377,7 @@ class AnyGroup(metaclass=ABCMeta):
     def _repr_html_(self) -> str:
         try:
             workers = self._ownership.workers()
+            running = workers.records, held_by(workers)
         except UsageError:  # it is closed
-            workers = None
-        records, held = (workers.records, held_by(workers)) if workers else (None, {})
-        return tables.as_html(repr(self), self.worker_names, self._mesh, records, held, self._methods.values())
+            running = None
+        return tables.as_html(repr(self), self.worker_names, self._mesh, running, self._methods.values())

@@ -30,7 +30,7 @@ from bandmaster.hosts.link import (
     FOR_RELAY,
     FOR_ROWS,
     Address,
-    Kind,
+    FrameKind,
     Link,
     Message,
     connect,
@@ -158,7 +158,7 @@ class AgentServer:
                 dues = [due for ranks in self._groups.values() if (due := ranks.due_s) is not None]
                 self._poller.receive(min(dues) if dues else None)
                 while self._written:
-                    self._controller.post(Kind.OUTPUT, self._written.popleft())
+                    self._controller.post(FrameKind.OUTPUT, self._written.popleft())
                 self._tell()
         self._host.close()
 
@@ -186,13 +186,13 @@ class AgentServer:
             deaths = ranks.deaths()
             said, large = ranks.replies(bool(deaths))
             if said:
-                (ranks.home or self._controller).post(Kind.REPLIES, name, said, large=large)
+                (ranks.home or self._controller).post(FrameKind.REPLIES, name, said, large=large)
             if deaths:
-                self._controller.post(Kind.DEATHS, name, deaths)
+                self._controller.post(FrameKind.DEATHS, name, deaths)
 
     def _place(self, kind: int, content: tuple[Any, ...], sizes: Sequence[int]) -> Payload:
         """The memory for a large payload: that of a call is received in a segment, which the ranks map."""
-        ranks = self._groups.get(content[0]) if kind == Kind.CALLS else None
+        ranks = self._groups.get(content[0]) if kind == FrameKind.CALLS else None
         if ranks is not None:
             with contextlib.suppress(ResourceError, ClosedError):  # the call fails for the same reason, once it is put
                 return ranks.workers.reserve(sizes)
@@ -201,32 +201,32 @@ class AgentServer:
     def _take(self, other: Link, message: Message) -> None:
         kind, content, large = message
         ranks = self._groups.get(content[0]) if kind in _OF_GROUPS else None
-        if kind == Kind.FORWARD:
+        if kind == FrameKind.FORWARD:
             below = self._below.get(content[0])
             if below is not None:  # else the controller has been told that it is gone, or will be
                 below.post(content[1], *content[2], large=large)
-        elif kind == Kind.RELEASE:
+        elif kind == FrameKind.RELEASE:
             for key in content[0]:
                 self._store.pop(key, None)
-        elif kind == Kind.PING:
-            other.post(Kind.PONG)
-        elif kind == Kind.ASK:
+        elif kind == FrameKind.PING:
+            other.post(FrameKind.PONG)
+        elif kind == FrameKind.ASK:
             start_thread("bandmaster-agent-ask", self._answer, *content)
         elif ranks is None:
             return  # the group was stopped
-        elif kind == Kind.CALLS:
+        elif kind == FrameKind.CALLS:
             self._call(other, ranks, message)
-        elif kind == Kind.REPLIES:
+        elif kind == FrameKind.REPLIES:
             ranks.take_replies(message)
         else:
-            (ranks.interrupt if kind == Kind.INTERRUPT else ranks.resume)(content[1])
+            (ranks.interrupt if kind == FrameKind.INTERRUPT else ranks.resume)(content[1])
 
     def _call(self, other: Link, ranks: HostRanks, message: Message) -> None:
         _, _, fetches, is_for_all = message.content
         ranks.home = other
         is_passed_on = is_for_all and bool(ranks.below)
         for below in ranks.below if is_passed_on else ():
-            below.post(Kind.CALLS, *message.content, large=message.large)
+            below.post(FrameKind.CALLS, *message.content, large=message.large)
         for fetch in fetches:
             self._fetch(fetch, ranks)
         ranks.take(message, is_passed_on)
@@ -260,7 +260,7 @@ class AgentServer:
             said = Failure.of(error)
         with contextlib.suppress(Closed), self._lock:
             self._tell()  # of deaths first, if it was that
-            self._controller.post(Kind.ANSWER, number, said)
+            self._controller.post(FrameKind.ANSWER, number, said)
         self._poller.wake()
 
     # --- questions: a controller asks for one of these methods ---
@@ -323,4 +323,4 @@ class AgentServer:
         return ranks.workers.records[ranks.ranks.index(rank)], ranks.workers.rendezvous
 
 
-_OF_GROUPS = (Kind.CALLS, Kind.REPLIES, Kind.INTERRUPT, Kind.RESUME)
+_OF_GROUPS = (FrameKind.CALLS, FrameKind.REPLIES, FrameKind.INTERRUPT, FrameKind.RESUME)

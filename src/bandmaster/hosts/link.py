@@ -4,7 +4,7 @@
 
     frame = bytes of head (4), number of chunks (4), mac (16) │ bytes of each chunk (8), digest (32) │ head │ chunks
 
-The head is a pickled tuple: the `Kind` of the message, the numbers of its large payloads, and its content. The head and
+The head is a pickled tuple: a `FrameKind`, the numbers of the large payloads, and the message's content. The head and
 the buffers of a large payload are chunks of the frame; small payloads lie in the head of the frame. The receiver
 unpickles a head only once its *mac* was found right: a keyed hash of the key of the connection, the number of the
 frame, and all before the chunks. Chunks are sent from where they lie and received where they are to lie, by no more
@@ -54,10 +54,10 @@ _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_
 USER_TIMEOUT_MS = 9_000  # what was sent is acknowledged in this time, or the connection fails: tcp(7)
 
 Address = tuple[str, int]
-Place = Callable[[int, tuple[Any, ...], Sequence[int]], Payload]  # the memory for a payload of a kind and content
+Allocate = Callable[[int, tuple[Any, ...], Sequence[int]], Payload]  # the memory for a payload of a kind and content
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The kind of a message, and its content."""
 
     CALLS = 1  # group, (ranks, message) for each call, rows to fetch, whether it is for all hosts below as well
@@ -120,7 +120,7 @@ class Link:
             default they do not wait.
     """
 
-    def __init__(self, sock: socket.socket, keys: Keys, place: Place = in_memory, timeout_s: float = 0.0) -> None:
+    def __init__(self, sock: socket.socket, keys: Keys, place: Allocate = in_memory, timeout_s: float = 0.0) -> None:
         self._socket = sock
         self._is_encrypted = isinstance(sock, ssl.SSLSocket)
         sock.settimeout(timeout_s)
@@ -177,7 +177,7 @@ class Link:
         except Closed as error:
             self._end(str(error))
 
-    def post(self, kind: Kind, *content: Any, large: Mapping[int, Payload] = _NOTHING) -> None:
+    def post(self, kind: FrameKind, *content: Any, large: Mapping[int, Payload] = _NOTHING) -> None:
         """Send a message, as `send`; the poller has the rest sent. When the link has ended, this does nothing."""
         if self.fileno() >= 0:
             try:
@@ -193,7 +193,7 @@ class Link:
         """Whether something was not sent yet."""
         return bool(self._out)
 
-    def send(self, kind: Kind, *content: Any, large: Mapping[int, Payload] = _NOTHING) -> bool:
+    def send(self, kind: FrameKind, *content: Any, large: Mapping[int, Payload] = _NOTHING) -> bool:
         """Send a message, as far as the kernel takes it now.
 
         Args:
@@ -352,7 +352,9 @@ def _described_nbytes(n_chunks: int) -> int:
     return 8 * n_chunks + DIGEST_NBYTES if n_chunks else 0
 
 
-def connect(address: Address, secret: Secret, purpose: int, place: Place = in_memory, timeout_s: float = 0.0) -> Link:
+def connect(
+    address: Address, secret: Secret, purpose: int, place: Allocate = in_memory, timeout_s: float = 0.0
+) -> Link:
     """Connect to an agent.
 
     Args:

@@ -16,7 +16,7 @@ from bandmaster.contract import CLOSED
 from bandmaster.errors import BandmasterError, ClosedError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.handshake import Secret
-from bandmaster.hosts.link import Kind, Link, Message
+from bandmaster.hosts.link import FrameKind, Link, Message
 from bandmaster.hosts.rows import RowKey, RowLinks
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.settings import host_timeout_s
@@ -27,7 +27,7 @@ BEAT_S = 1.0  # how often a thread looks whether the hosts are there
 SILENCE_S = 2.0  # after which a host that owes a reply is asked for a sign of life
 
 
-class Group(Protocol):
+class RemoteGroup(Protocol):
     """A group that has ranks on other hosts, as links need to know it. The lock is held in each method."""
 
     def take_replies(self, message: Message) -> None:
@@ -61,7 +61,7 @@ class Agent:
 
     def __init__(self, link: Link, key: Hashable, host: str, address: tuple[str, int], pid: int) -> None:
         self.link, self.key, self.host, self.address, self.pid = link, key, host, address, pid
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, RemoteGroup] = {}
         self.lost: str | None = None
         self.kept: set[RowKey] = set()
         self.released: deque[RowKey] = deque()
@@ -131,10 +131,10 @@ class AgentLinks(Client):
 
     # --- sending ---
 
-    def send(self, agent: Agent, kind: Kind, *content: Any, large: Mapping[int, Any] | None = None) -> None:
+    def send(self, agent: Agent, kind: FrameKind, *content: Any, large: Mapping[int, Any] | None = None) -> None:
         """Send a message, or its beginning; `flush` sends the rest. The lock is held."""
         if agent.released:
-            agent.link.post(Kind.RELEASE, [agent.released.popleft() for _ in range(len(agent.released))])
+            agent.link.post(FrameKind.RELEASE, [agent.released.popleft() for _ in range(len(agent.released))])
         agent.link.post(kind, *content, large=large or {})
 
     def flush(self, agents: Sequence[Agent]) -> None:
@@ -155,7 +155,7 @@ class AgentLinks(Client):
         with self.lock:
             if agent.lost is None:
                 self._open[id(agent)][ticket.number] = ticket
-                self.send(agent, Kind.ASK, ticket.number, question, *args)
+                self.send(agent, FrameKind.ASK, ticket.number, question, *args)
             else:
                 self._finish(ticket, _gone(agent))
         self.flush([agent])
@@ -191,16 +191,16 @@ class AgentLinks(Client):
 
     def _take(self, agent: Agent, message: Message) -> None:
         kind, content, _ = message
-        group = agent.groups.get(content[0]) if kind in (Kind.REPLIES, Kind.DEATHS) else None
-        if kind == Kind.REPLIES and group is not None:
+        group = agent.groups.get(content[0]) if kind in (FrameKind.REPLIES, FrameKind.DEATHS) else None
+        if kind == FrameKind.REPLIES and group is not None:
             group.take_replies(message)
-        elif kind == Kind.DEATHS and group is not None:
+        elif kind == FrameKind.DEATHS and group is not None:
             group.take_deaths(content[1])
-        elif kind == Kind.OUTPUT:
+        elif kind == FrameKind.OUTPUT:
             from bandmaster.output.screen import show
 
             show(content[0])
-        elif kind == Kind.ANSWER:
+        elif kind == FrameKind.ANSWER:
             ticket = self._open[id(agent)].pop(content[0], None)
             if ticket is not None:
                 self._finish(ticket, content[1])
@@ -244,7 +244,7 @@ class AgentLinks(Client):
             self._lose(agent, f"it has given no sign of life for {silent_s:.0f} s")
         elif agent.released or (is_owed and not is_asked and silent_s >= SILENCE_S):
             agent.pinged_at = now
-            self.send(agent, Kind.PING)
+            self.send(agent, FrameKind.PING)
 
 
 def _gone(agent: Agent) -> Failure:

@@ -16,14 +16,14 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import Call, Kept, KeptCopy, Reply, Workers
+from bandmaster.contract import Kept, KeptCopy, Reply, WorkerCall, Workers
 from bandmaster.errors import RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.link import Link, Message
 from bandmaster.hosts.rows import PendingFetch, RowStore
 from bandmaster.wire.messages import (
     INLINE_NBYTES,
-    Kind,
+    MessageKind,
     ReplyKind,
     header_of,
     inline,
@@ -68,7 +68,7 @@ class _Queued(NamedTuple):
     """
 
     number: int
-    call: Call
+    call: WorkerCall
     rows: Mapping[int, Kept | PendingFetch]
 
     @property
@@ -158,17 +158,17 @@ class HostRanks:
             self._queue.append(_Queued(number, call, rows))
         self.advance()
 
-    def _read(self, flags: int, body: memoryview, message: Message) -> tuple[Call, Sequence[tuple[int, Any]]]:
+    def _read(self, flags: int, body: memoryview, message: Message) -> tuple[WorkerCall, Sequence[tuple[int, Any]]]:
         """A call, and the names of the rows that it takes, by label."""
         names: Sequence[tuple[int, Any]] = ()
-        if flags & Kind.CALL:
+        if flags & MessageKind.CALL:
             method, reply, named, names, _ = read_call(body)
             parts = tuple(map(message.unpack, named))
         else:
             method, reply, stream = read_small_call(body)
             parts = (Payload(bytes(stream)),)
-        is_timed, is_fenced = bool(flags & Kind.TIMED), bool(flags & Kind.FENCED)
-        return Call((), method, parts, Reply(reply), is_timed=is_timed, is_fenced=is_fenced), names
+        is_timed, is_fenced = bool(flags & MessageKind.TIMED), bool(flags & MessageKind.FENCED)
+        return WorkerCall((), method, parts, Reply(reply), is_timed=is_timed, is_fenced=is_fenced), names
 
     def _rows(self, name: Any, message: Message) -> tuple[Kept | PendingFetch, Any] | None:
         """The kept rows that a message names by their key or as a part, and the numbers of those that are present."""
@@ -194,7 +194,7 @@ class HostRanks:
             if why is not None:
                 self._fail(queued.number, [rank for rank in queued.call.ranks if rank not in sent], why)
 
-    def _placed(self, queued: _Queued) -> Call:
+    def _placed(self, queued: _Queued) -> WorkerCall:
         """A call whose parts and rows are where the workers can read them."""
         rows = [rows.result() if isinstance(rows, Future) else rows for rows in queued.rows.values()]
         placed, n = self.workers.put([*queued.call.parts, *rows]), len(queued.call.parts)

@@ -25,9 +25,9 @@ from bandmaster.hosts.handshake import Refused, Secret
 from bandmaster.hosts.link import (
     FOR_ROWS,
     Address,
-    Kind,
+    Allocate,
+    FrameKind,
     Link,
-    Place,
     connect,
     in_memory,
 )
@@ -71,9 +71,9 @@ def serve_rows(link: Link, store: RowStore) -> None:
             try:
                 payload = _of_this_host(store, key, numbers)
             except Exception as error:  # they are gone, or cannot be read here
-                link.send(Kind.ROWS, str(error))
+                link.send(FrameKind.ROWS, str(error))
             else:
-                link.send(Kind.ROWS, "", large={0: payload})
+                link.send(FrameKind.ROWS, "", large={0: payload})
 
 
 def _of_this_host(store: RowStore, key: RowKey, numbers: Any) -> Payload:
@@ -97,7 +97,7 @@ class _Wanted(NamedTuple):
 
     future: PendingFetch
     fetch: Fetch
-    place: Place
+    place: Allocate
 
 
 class _Unreachable(RowsLost):
@@ -189,7 +189,7 @@ class RowLinks:
         self._hosts: dict[Address, _Fetchers] = {}
         self._lock = threading.Lock()
 
-    def fetch(self, fetch: Fetch, place: Place = in_memory) -> PendingFetch:
+    def fetch(self, fetch: Fetch, place: Allocate = in_memory) -> PendingFetch:
         """Fetch rows from the host where they lie. Its exception is a RowsLost if they are gone, or the host is.
 
         Args:
@@ -219,7 +219,7 @@ def _fetched(connection: Link, wanted: _Wanted) -> Payload:
     """The rows that the other end of a connection sends. If that fails, the connection is closed."""
     connection.place = wanted.place
     try:
-        connection.send(Kind.FETCH, wanted.fetch.key, wanted.fetch.rows)
+        connection.send(FrameKind.FETCH, wanted.fetch.key, wanted.fetch.rows)
         answer = connection.receive()
     except BaseException as error:
         connection.close()

@@ -11,18 +11,17 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, NOT_STARTED, Call, Kept, Launch, RowFacts, WorkerRecord
+from bandmaster.contract import CLOSED, NOT_STARTED, Kept, Launch, RowFacts, WorkerCall, WorkerRecord
 from bandmaster.errors import ClosedError, PlacementError, RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.agent import AgentServer
-from bandmaster.hosts.link import Kind, Message
+from bandmaster.hosts.link import FrameKind, Message
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.hosts.rows import Fetch, PendingFetch, RowKey
 from bandmaster.platform.settings import tree_from
 from bandmaster.rows.table import contains, united
 from bandmaster.wire.client import Client, MessageTicket
-from bandmaster.wire.messages import INLINE_NBYTES, call_message, inline
-from bandmaster.wire.messages import Kind as MessageKind
+from bandmaster.wire.messages import INLINE_NBYTES, MessageKind, call_message, inline
 
 STACKS_TIMEOUT_S = 1.0
 Ranks = tuple[int, ...] | None  # None for all that the group has on a host
@@ -203,7 +202,7 @@ class AgentWorkers(Client):
             payload = payload.payload()
         return inline(payload) if payload.nbytes <= INLINE_NBYTES else _Large(next(self._numbers), payload)
 
-    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+    def call(self, calls: Sequence[WorkerCall], tickets: dict[int, Any]) -> None:
         """Send calls, one message to each host; see `contract.Workers.call`."""
         outgoing: dict[Agent, _Outgoing] = {}
         with self.lock:
@@ -214,24 +213,24 @@ class AgentWorkers(Client):
                 self._add(call, tickets, outgoing, relays)
             for agent, mine in outgoing.items():
                 content = self.name, mine.calls, mine.fetches(agent), bool(relays)
-                self._send(agent, Kind.CALLS, *content, large=mine.large)
+                self._send(agent, FrameKind.CALLS, *content, large=mine.large)
         self._links.flush(list(outgoing) if self._relay_of is None else self.hosts)
 
-    def _relays_of(self, calls: Sequence[Call]) -> Sequence[Agent]:
+    def _relays_of(self, calls: Sequence[WorkerCall]) -> Sequence[Agent]:
         """The agents of a large group that pass a call on, if it is the same for all ranks."""
         is_same = len(calls) == 1 and not calls[0].rows and len(calls[0].ranks) == len(self._agents)
         return list(dict.fromkeys(self._relay_of.values())) if self._relay_of and is_same and not self.deaths else []
 
-    def _send(self, agent: Agent, kind: Kind, *content: Any, large: Mapping[int, Payload] | None = None) -> None:
+    def _send(self, agent: Agent, kind: FrameKind, *content: Any, large: Mapping[int, Payload] | None = None) -> None:
         """Send a message to an agent, through its relay if it has one; the lock is held."""
         relay = agent if self._relay_of is None else self._relay_of[agent]
         if relay is agent:
             self._links.send(agent, kind, *content, large=large)
         else:
-            self._links.send(relay, Kind.FORWARD, agent.address, kind, content, large=large)
+            self._links.send(relay, FrameKind.FORWARD, agent.address, kind, content, large=large)
 
     def _add(
-        self, call: Call, tickets: dict[int, Any], outgoing: dict[Agent, _Outgoing], relays: Sequence[Agent]
+        self, call: WorkerCall, tickets: dict[int, Any], outgoing: dict[Agent, _Outgoing], relays: Sequence[Agent]
     ) -> None:
         """Add a call to the messages for its hosts; the lock is held."""
         number = next(self._numbers)
@@ -254,7 +253,7 @@ class AgentWorkers(Client):
             if any(held.agent is not agent for held in holds):
                 self._want(for_host, agent, call, self.ranks_on(agent) if mine is None else mine)
 
-    def _want(self, outgoing: _Outgoing, agent: Agent, call: Call, ranks: Sequence[int]) -> None:
+    def _want(self, outgoing: _Outgoing, agent: Agent, call: WorkerCall, ranks: Sequence[int]) -> None:
         """Note the rows that the ranks of a host need and that lie on another one."""
         needed = None if call.needed is None else call.needed(ranks)
         for label, rows in call.rows:
@@ -322,15 +321,15 @@ class AgentWorkers(Client):
         """Interrupt calls, or end their ranks; see `contract.Workers.interrupt`."""
         by_agent = self._numbers_of(_unanswered(tickets))
         if kill_because is None:
-            self._tell(Kind.INTERRUPT, by_agent)
+            self._tell(FrameKind.INTERRUPT, by_agent)
         else:
             self._settle([self._ask(agent, AgentServer.kill, said, kill_because) for agent, said in by_agent.items()])
 
     def resume(self, tickets: Mapping[int, Any]) -> None:
         """Let ranks begin their next calls; see `contract.Workers.resume`."""
-        self._tell(Kind.RESUME, self._numbers_of(tickets))
+        self._tell(FrameKind.RESUME, self._numbers_of(tickets))
 
-    def _tell(self, kind: Kind, by_agent: Mapping[Agent, Mapping[int, int | None]]) -> None:
+    def _tell(self, kind: FrameKind, by_agent: Mapping[Agent, Mapping[int, int | None]]) -> None:
         """Tell each agent something of calls of its ranks."""
         with self.lock:
             for agent, numbers in by_agent.items():

@@ -28,9 +28,9 @@ from bandmaster.contract import (
     Backend,
     Launch,
     Reply,
+    WorkerCall,
     Workers,
 )
-from bandmaster.contract import Call as Order
 from bandmaster.errors import CallTimeout, ConstructorError, RemoteError
 from bandmaster.plan.arguments import CallPlan
 from bandmaster.platform.deadline import Deadline
@@ -144,7 +144,7 @@ class _Construction:
         call = Call(CallRequest(step, CallPlan(()), tuple(self._ranks)), site, None, OpenWork())
         call.is_being_sent(workers, Failures())
         parts = tuple(workers.put([argument]))
-        workers.call([Order(self._ranks, step, parts, Reply.DROP)], call.tickets)
+        workers.call([WorkerCall(self._ranks, step, parts, Reply.DROP)], call.tickets)
         self._start.call = call
         try:
             has_ended = self._has_ended(call)

@@ -17,7 +17,7 @@ from bandmaster.lifecycle.ownership import Ownership
 _log = logging.getLogger(__name__)
 
 
-class Group(Protocol):
+class OpenGroup(Protocol):
     """The members of a group that this module uses."""
 
     _name: str
@@ -32,11 +32,11 @@ class OpenGroups:
     """The groups that are open or being constructed; only weak references to them are kept."""
 
     def __init__(self) -> None:
-        self._groups: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()  # in the order of `add`
+        self._groups: weakref.WeakKeyDictionary[OpenGroup, int] = weakref.WeakKeyDictionary()  # in the order of `add`
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # re-entrant, as a finalizer may construct a group at any point
 
-    def add(self, group: Group, name: str, is_default: bool) -> str:
+    def add(self, group: OpenGroup, name: str, is_default: bool) -> str:
         """Add a group that is being constructed.
 
         Args:
@@ -56,12 +56,12 @@ class OpenGroups:
             self._groups[group] = next(self._numbers)
         return name
 
-    def all(self) -> list[Group]:
+    def all(self) -> list[OpenGroup]:
         """The groups that are open."""
         with self._lock:
             return [group for group in list(self._groups) if group._ownership.is_open]
 
-    def close_former(self, group: Group) -> list[Group]:
+    def close_former(self, group: OpenGroup) -> list[OpenGroup]:
         """Close the open groups that got the name of a new one before it. Returns them."""
         former = [other for other in self.all() if other._name == group._name]
         closed = [other for other in former if self._groups[other] < self._groups[group]]

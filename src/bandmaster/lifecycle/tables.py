@@ -32,15 +32,19 @@ def as_html(
     title: str,
     names: Sequence[str],
     mesh: Mesh,
-    records: Sequence[WorkerRecord] | None,
-    held: Held,
+    running: tuple[Sequence[WorkerRecord], Held] | None,
     methods: Iterable[MethodSpec],
 ) -> str:
-    """HTML tables of the ranks, see `as_text`, and of the methods; ``records`` is None for a closed group."""
-    if records is None:
-        header, rows = _named(names, mesh)
-    else:
-        header, rows = _ranks(names, mesh, records, held)
+    """HTML tables of the ranks, see `as_text`, and of the methods.
+
+    Args:
+        title: The first line.
+        names: The worker of each rank.
+        mesh: The group's mesh.
+        running: The records of the ranks, and the bytes of rows that futures hold; None for a closed group.
+        methods: The group's methods.
+    """
+    header, rows = _named(names, mesh) if running is None else _ranks(names, mesh, *running)
     calls = [[f"{spec.name}{spec.signature}", _protocol(spec)] for spec in methods]
     shown = html_table(title, header, rows)
     return shown + html_table("", ["method", "transfer protocol"], calls) if calls else shown

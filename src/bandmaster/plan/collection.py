@@ -26,7 +26,6 @@ def collect(
     values: Sequence[Any],
     method: str,
     real_rows: RealRows | None = None,
-    sender: str = "rank",
 ) -> Any:
     """Concatenate, list or reduce the collected values.
 
@@ -36,7 +35,6 @@ def collect(
         values: The return values of ``ranks``, in the same order.
         method: ``"Class.method"``, for messages.
         real_rows: The number of rows that each rank of the group received; None if no argument was split.
-        sender: The noun that messages use for a rank, such as ``"chunk"`` if the numbers stand for chunks.
 
     Returns:
         The result for the caller: a batch for `Concat`, a list for `Gather`, one value for `Reduce` and `Only`, and a
@@ -46,19 +44,17 @@ def collect(
         CollectError: A value cannot be joined or reduced; the message names the rank and the type.
     """
     if isinstance(incoming, Concat):
-        return _concat(ranks, values, method, real_rows, sender)
+        return _concat(ranks, values, method, real_rows)
     if isinstance(incoming, Gather):
         return list(values)
     if isinstance(incoming, Only):
         return values[0]
     if isinstance(incoming, Reduce):
-        return _reduce(incoming, ranks, values, method, real_rows, sender)
-    return _collect_each(incoming, dict(zip(ranks, values, strict=True)), method, real_rows, sender)
+        return _reduce(incoming, ranks, values, method, real_rows)
+    return _collect_each(incoming, dict(zip(ranks, values, strict=True)), method, real_rows)
 
 
-def _collect_each(
-    how: CollectEach, values: Mapping[int, Any], method: str, real_rows: RealRows | None, sender: str
-) -> Any:
+def _collect_each(how: CollectEach, values: Mapping[int, Any], method: str, real_rows: RealRows | None) -> Any:
     """Collect tuples item by item: result i is collect i, applied to item i of the ranks' tuples."""
     n = len(how.collects)
     for rank, value in values.items():
@@ -69,7 +65,7 @@ def _collect_each(
     made = []
     for item, (incoming, ranks) in enumerate(how.collects):
         try:
-            made.append(collect(incoming, ranks, [values[rank][item] for rank in ranks], method, real_rows, sender))
+            made.append(collect(incoming, ranks, [values[rank][item] for rank in ranks], method, real_rows))
         except CollectError as error:
             raise _error(
                 error.rank, method, f"item {item} of the returned tuple: {error.failures[error.rank].summary}"
@@ -77,7 +73,7 @@ def _collect_each(
     return tuple(made)
 
 
-def _concat(ranks: Sequence[int], values: Sequence[Any], method: str, real_rows: RealRows | None, sender: str) -> Any:
+def _concat(ranks: Sequence[int], values: Sequence[Any], method: str, real_rows: RealRows | None) -> Any:
     if set(map(type, values)) == {type(None)}:
         return None
     batches = [_batch_of(rank, value, method) for rank, value in zip(ranks, values, strict=True)]
@@ -93,7 +89,7 @@ def _concat(ranks: Sequence[int], values: Sequence[Any], method: str, real_rows:
     rows = [batch.n_rows for batch in batches]
     if not all(rows) and any(rows):  # the result of 0 rows, such as np.array([]), must not determine the type
         ranks, batches = list(compress(ranks, rows)), list(compress(batches, rows))
-    joined = _join(ranks, batches, method, sender)
+    joined = _join(ranks, batches, method, _sender(real_rows))
     return joined if order is None else take_rows(joined, order)
 
 
@@ -150,9 +146,7 @@ def _join(ranks: Sequence[int], batches: Sequence[Batch], method: str, sender: s
         raise _error(ranks[0], method, f"returned a value that Concat cannot join: {error} ({shapes})") from error
 
 
-def _reduce(
-    how: Reduce, ranks: Sequence[int], values: Sequence[Any], method: str, real_rows: RealRows | None, sender: str
-) -> Any:
+def _reduce(how: Reduce, ranks: Sequence[int], values: Sequence[Any], method: str, real_rows: RealRows | None) -> Any:
     if callable(how.op):
         return how.op(list(values))
     shares: Sequence[float] = [1] * len(values)
@@ -165,7 +159,9 @@ def _reduce(
     try:
         return detached(_reduce_tree(how.op, values, shares))
     except Exception as error:
-        types = ", ".join(f"{sender} {rank}: {type(value).__name__}" for rank, value in zip(ranks, values, strict=True))
+        types = ", ".join(
+            f"{_sender(real_rows)} {rank}: {type(value).__name__}" for rank, value in zip(ranks, values, strict=True)
+        )
         raise _error(ranks[0], method, f"returned a value that {how!r} cannot reduce ({types}): {error}") from error
 
 
@@ -214,6 +210,10 @@ def _pairwise(op: str, like: Any) -> Callable[[Any, Any], Any]:
 def _describe(value: Any) -> str:
     shape = getattr(value, "shape", None)
     return f"{type(value).__name__} of shape {tuple(shape)}" if shape is not None else type(value).__name__
+
+
+def _sender(real_rows: RealRows | None) -> str:
+    return "rank" if real_rows is None else real_rows.holder
 
 
 def _error(rank: int, method: str, summary: str) -> CollectError:

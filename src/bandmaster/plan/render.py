@@ -63,14 +63,15 @@ def svg_bands(title: str, subtitle: str, bands: Sequence[tuple[str, Sequence[Cel
         parts.append(_text(0, y + LINE_HEIGHT, label))
         for start in range(0, len(boxes), BOXES_PER_LINE):
             for column, box in enumerate(boxes[start : start + BOXES_PER_LINE]):
-                parts += _drawn(box, LABEL_WIDTH + column * width, y, width - MARGIN, height, n_colours)
+                parts += _drawn(box, (LABEL_WIDTH + column * width, y), (width - MARGIN, height), n_colours)
             y += height + MARGIN
         y += MARGIN
     size = f"width='{WIDTH}' height='{y}' viewBox='0 0 {WIDTH} {y}' font-family='sans-serif' font-size='11'"
     return "\n".join([f"<svg xmlns='http://www.w3.org/2000/svg' {size}>", *parts, "</svg>"])
 
 
-def _drawn(box: Cell, x: float, y: float, width: float, height: float, n_colours: int) -> list[str]:
+def _drawn(box: Cell, corner: tuple[float, float], size: tuple[float, float], n_colours: int) -> list[str]:
+    (x, y), (width, height) = corner, size
     red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(0.58 + box.colour / n_colours, 0.85, 0.75))
     frame = f"stroke='{FRAME}' stroke-width='2.5'" if box.is_framed else f"stroke='{THIN}'"
     place = f"x='{x:.0f}' y='{y}' width='{width:.0f}' height='{height}' rx='3'"

@@ -28,10 +28,12 @@ class RealRows(NamedTuple):
     Attributes:
         numbers: For each rank the numbers of its rows, without padding: a range, or an array if the split balances.
         padded_to: Number of rows of each rank with padding; None if the split does not pad.
+        holder: The noun that messages use for a rank, such as ``"chunk"`` if chunks take the place of ranks.
     """
 
     numbers: tuple[Index, ...]
     padded_to: int | None = None
+    holder: str = "rank"
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bandmaster.errors import UsageError
 from bandmaster.pool.checks import checked_sizes
-from bandmaster.pool.lease import Part, Place, joined
+from bandmaster.pool.lease import Part, SlotKey, joined
 from bandmaster.pool.resource_pool import ResourcePool
 
 
@@ -36,7 +36,7 @@ def merge_resource_pool(*pools: ResourcePool) -> ResourcePool:
                     f"cannot merge {pools[0]!r} and {pool!r}: {what} must be equal, got {ours!r} and {theirs!r}"
                 )
     parts: list[Part] = []
-    taken: set[Place] = set()
+    taken: set[SlotKey] = set()
     for part in (part for pool in pools for part in pool._parts):
         places = {(part.lease, part.node, index) for index in part.indices}
         if places & taken:

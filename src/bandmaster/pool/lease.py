@@ -171,7 +171,7 @@ class Lease:
             self._release()
 
 
-Place = tuple[Lease, int, int]  # what identifies a slot: node of the pool, and index there
+SlotKey = tuple[Lease, int, int]  # what identifies a slot: node of the pool, and index there
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def joined(parts: Sequence[Part]) -> list[Part]:
     return joined
 
 
-def free(places: Sequence[Place], holder: object) -> None:
+def free(places: Sequence[SlotKey], holder: object) -> None:
     """Remove a group from its slots. Takes no lock, as it may run as a finalizer at any moment in any thread."""
     for lease, node, index in places:
         lease.holders.get((node, index), {}).pop(holder, None)

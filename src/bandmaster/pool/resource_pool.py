@@ -21,7 +21,7 @@ from bandmaster.pool.checks import (
     checked_resources,
     checked_sizes,
 )
-from bandmaster.pool.lease import Closes, Lease, Part, Place, WorkerStart, close_all, free, occupying
+from bandmaster.pool.lease import Closes, Lease, Part, SlotKey, WorkerStart, close_all, free, occupying
 from bandmaster.pool.plan import PlannedNode, PoolPlan
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ class ResourcePool:
         self.close()
 
     @property
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[SlotKey]:
         """The identity of each slot, in rank order: merged and split pools share slots."""
         return [(part.lease, part.node, index) for part in self._parts for index in part.indices]
 

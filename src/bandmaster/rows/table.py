@@ -288,6 +288,11 @@ class Elsewhere:
         table = Table(self.blocks)
         return table if self.shares is None else take(table, range(*self.shares[rank]))
 
+    def has_plain_names(self) -> bool:
+        """Whether the names of columns that are sent are strings and integers, which any pickler can encode."""
+        sent = [names for block in self.blocks for _, _, names in block.leaves if names is not None]
+        return all(type(name) in (str, int) for names in sent for name in (*names, *names.values()))
+
 
 def addressed(table: Table, label: Callable[[Any], Hashable]) -> tuple[Block, ...]:
     """The blocks of a table with labels in place of the parts of which there are rows.

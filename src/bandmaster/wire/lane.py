@@ -247,7 +247,7 @@ class Lane:
         return self.reader.payload(part, self.claim(part)) if type(part) is int else Payload(*part)
 
     def claim(self, part: int) -> Any:
-        """The claim on the segment that a part of the last body names: its memory, or the `Lease` on a kept one.
+        """The claim on the segment that a part of the last body names: its memory, or the `SegmentLease` on a kept one.
 
         Raises:
             OSError: The segment cannot be opened here.

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import CLOSED, QUEUED, Call, Kept
+from bandmaster.contract import CLOSED, QUEUED, Kept, WorkerCall
 from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.limits import start_thread
@@ -31,7 +31,7 @@ from bandmaster.wire.messages import (
     MAX_MESSAGE_NBYTES,
     MAX_PARTS_NBYTES,
     Closed,
-    Kind,
+    MessageKind,
     ReplyKind,
     call_message,
     control_message,
@@ -140,12 +140,12 @@ class LaneClient(Client):
                 "files (ulimit -n)"
             ) from error
 
-    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+    def call(self, calls: Sequence[WorkerCall], tickets: dict[int, Any]) -> None:
         """Send calls; see `contract.Workers.call`."""
         with self.lock:
             self.send_calls(calls, tickets)
 
-    def send_calls(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+    def send_calls(self, calls: Sequence[WorkerCall], tickets: dict[int, Any]) -> None:
         """Send calls; the lock is held."""
         if self._writer.collected:
             self._writer.release()
@@ -159,18 +159,18 @@ class LaneClient(Client):
     def change_environment(self, rank: int, variables: Mapping[str, str]) -> None:
         """Set variables in a worker's environment, once it has done what was sent before."""
         with self.lock:
-            self._send_control(rank, control_message(Kind.ENVIRONMENT, variables))
+            self._send_control(rank, control_message(MessageKind.ENVIRONMENT, variables))
 
     def pause(self, rank: int) -> None:
         """Have a worker leave its lane, once it has done what was sent before; the lock is held."""
-        self._send_control(rank, control_message(Kind.PAUSE))
+        self._send_control(rank, control_message(MessageKind.PAUSE))
 
     def _send_control(self, rank: int, message: bytes) -> None:
         if rank not in self.deaths:
             self._queues[rank].append((message, (), None))
             self._flush(rank)
 
-    def _send_call(self, call: Call, tickets: dict[int, Any]) -> None:
+    def _send_call(self, call: WorkerCall, tickets: dict[int, Any]) -> None:
         """Send one call to its ranks; where the worker is gone, the ticket says so. The lock is held."""
         number = next(self._numbers)
         ranks = self._living(call.ranks, number, tickets) if self.deaths else call.ranks
@@ -184,7 +184,7 @@ class LaneClient(Client):
         present = _named(self._numbers_of(call.present), segments) if call.present else None
         if segments:
             self._have_leases_ended()
-        flags = (Kind.FENCED if call.is_fenced else 0) | (Kind.TIMED if call.is_timed else 0)
+        flags = (MessageKind.FENCED if call.is_fenced else 0) | (MessageKind.TIMED if call.is_timed else 0)
         message = call_message(number, (call.method, int(call.reply), parts, rows, present), flags)
         for rank in ranks:
             open_here, queue = self._open[rank], self._queues[rank]
@@ -205,7 +205,7 @@ class LaneClient(Client):
         payload = encode(dict(present))
         return inline(payload) if payload.nbytes <= MAX_NUMBERS_NBYTES else self._share(payload)
 
-    def _that_fits(self, call: Call) -> Call:
+    def _that_fits(self, call: WorkerCall) -> WorkerCall:
         """A call that fits into one message: of parts that are too large together, the largest go into segments."""
         n, labels = len(call.parts), [label for label, _ in call.rows]
         parts = [*call.parts, *(part for _, part in call.rows)]

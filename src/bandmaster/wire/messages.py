@@ -45,7 +45,7 @@ class Closed(Exception):
     """Raised when the other end is gone."""
 
 
-class Kind:
+class MessageKind:
     """The request of a message, and what follows its number."""
 
     SMALL_CALL = 0  # reply, length of the method's name, the name, the pickle stream of the one small part
@@ -96,33 +96,34 @@ def call_message(number: int, content: CallContent, flags: int = 0) -> bytes:
     Args:
         number: Number of the call.
         content: The call.
-        flags: `Kind.TIMED`, `Kind.FENCED`, or both.
+        flags: `MessageKind.TIMED`, `MessageKind.FENCED`, or both.
     """
     method, reply, parts, rows, _ = content
-    if not rows and len(parts) == 1 and type(parts[0]) is tuple and not parts[0][1]:
+    if not rows and (not parts or (len(parts) == 1 and type(parts[0]) is tuple and not parts[0][1])):
         name = method.encode()
         if len(name) < 256:
-            stream: bytes = parts[0][0]
-            return _SMALL_START.pack(0, Kind.SMALL_CALL | flags, number, reply, len(name)) + name + stream
-    return _START.pack(0, Kind.CALL | flags, number) + pickle.dumps(content, protocol=5)
+            stream: bytes = parts[0][0] if parts else _NO_ARGUMENTS
+            return _SMALL_START.pack(0, MessageKind.SMALL_CALL | flags, number, reply, len(name)) + name + stream
+    return _START.pack(0, MessageKind.CALL | flags, number) + pickle.dumps(content, protocol=5)
 
 
 def control_message(kind: int, content: Mapping[str, str] | None = None) -> bytes:
-    """A message that no reply is sent to: `Kind.ENVIRONMENT` or `Kind.PAUSE`."""
+    """A message that no reply is sent to: `MessageKind.ENVIRONMENT` or `MessageKind.PAUSE`."""
     return _START.pack(0, kind, _UNANSWERED) + (b"" if content is None else pickle.dumps(dict(content)))
 
 
+_NO_ARGUMENTS = pickle.dumps((), protocol=5)
 _names: dict[bytes, str] = {}  # so that a method's name is the same object every time, which Python finds sooner
 
 
 def read_call(body: memoryview) -> CallContent:
-    """Read the content of a `Kind.CALL`."""
+    """Read the content of a `MessageKind.CALL`."""
     content: CallContent = pickle.loads(body[HEADER_NBYTES:])
     return content
 
 
 def read_small_call(body: memoryview) -> tuple[str, int, memoryview]:
-    """Read the content of a `Kind.SMALL_CALL`: method, reply, and the pickle stream of its part."""
+    """Read the content of a `MessageKind.SMALL_CALL`: method, reply, and the pickle stream of its part."""
     end = _SMALL_NBYTES + body[HEADER_NBYTES + 1]
     name = bytes(body[_SMALL_NBYTES:end])
     return _names.get(name) or _names.setdefault(name, name.decode()), body[HEADER_NBYTES], body[end:]

@@ -59,7 +59,7 @@ class KeptFile:
         close(self.fd)
 
 
-class Lease:
+class SegmentLease:
     """A reader's claim on a kept segment. The segment is not reused while this, or an array over it, is there.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Mapping(MappedFile):
 
     __slots__ = ("_lease",)
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: SegmentLease) -> None:
         super().__init__(lease.file.fd, lease.file.nbytes, is_private=True)
         self._lease = lease
 
@@ -104,7 +104,7 @@ class KeptSegment:
     place = "shared memory"
     origin: object = "rows"
 
-    def __init__(self, lease: Lease, facts: RowFacts) -> None:
+    def __init__(self, lease: SegmentLease, facts: RowFacts) -> None:
         self.lease, self.facts = lease, facts
 
     def payload(self, timeout_s: float | None = None) -> Payload:
@@ -126,7 +126,7 @@ class RowReader(NamedTuple):
     present: Any = None
 
     @classmethod
-    def of(cls, lease: Lease, present: Any = None) -> RowReader:
+    def of(cls, lease: SegmentLease, present: Any = None) -> RowReader:
         """The reader of a kept segment."""
         return cls(lease.payload, lease.file, present=present)
 
@@ -176,14 +176,14 @@ class SegmentReader:
             os.close(fd)
 
     def lease(self, number: int) -> Any:
-        """The claim of a message on a segment that it names: the memory, or the `Lease` on a kept one.
+        """The claim of a message on a segment that it names: the memory, or the `SegmentLease` on a kept one.
 
         It ends when this, and the last view of the memory, is collected. It is None if the segment is not attached.
         """
         file = self._files.get(number)
         if file is None:
             return None
-        claim = Lease(file) if isinstance(file, KeptFile) else file.array()
+        claim = SegmentLease(file) if isinstance(file, KeptFile) else file.array()
         self.leases.watch(claim, number)
         return claim
 

@@ -32,7 +32,7 @@ from typing import Any
 from bandmaster.codec import Payload
 from bandmaster.platform.mapped_file import MappedFile
 from bandmaster.platform.reference_queue import ReferenceQueue
-from bandmaster.wire.segment_reader import Lease, layout
+from bandmaster.wire.segment_reader import SegmentLease, layout
 
 MAX_FREE_NBYTES = 512 << 20  # of segments that are kept for reuse
 MAX_FREE = 64  # segments that are kept for reuse: each may have a descriptor
@@ -68,7 +68,7 @@ class Segment:
     last_used: int = 0
     is_spoiled: bool = False
     is_kept: bool = False
-    lease: Lease | None = None
+    lease: SegmentLease | None = None
 
     def close_descriptor(self) -> None:
         """Close the descriptor, unless it belongs to a lease; no further reader can map the segment then."""
@@ -170,7 +170,7 @@ class SegmentWriter:
         segment = self._reserved(sizes, is_kept)
         return SegmentPayload(segment.places(sizes), self._shared(segment, None), self, is_kept)
 
-    def adopt(self, lease: Lease) -> SharedPayload:
+    def adopt(self, lease: SegmentLease) -> SharedPayload:
         """The segment of kept rows that another process has written, as one of this writer's that is never reused."""
         segment = Segment(next(self._ids), lease.file.fd, None, lease.file.nbytes, {_OWNER: 1}, lease=lease)
         segment.is_spoiled = segment.is_kept = True

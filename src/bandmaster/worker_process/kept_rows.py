@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from bandmaster.codec import Payload, decode
@@ -39,7 +39,6 @@ def with_rows(
         has_views: Whether rows may be copied out of views, which are on the CPU.
     """
 
-    @cache
     def view_of(label: Any) -> Batch | None:
         file = rows[label].file
         return _view(file) if has_views and file is not None else None

@@ -17,7 +17,7 @@ from bandmaster.wire.messages import (
     HEADER_NBYTES,
     INLINE_NBYTES,
     Closed,
-    Kind,
+    MessageKind,
     ReplyKind,
     header_of,
     read_call,
@@ -91,9 +91,9 @@ class Loop:
             self._wait_at_the_fence()
         while (message := self.next_message()) is not None:
             kind, number = header_of(message)
-            if kind == Kind.PAUSE:
+            if kind == MessageKind.PAUSE:
                 return False
-            if kind == Kind.ENVIRONMENT:
+            if kind == MessageKind.ENVIRONMENT:
                 os.environ.update(pickle.loads(message[HEADER_NBYTES:]))
                 lane.body = None
                 continue
@@ -102,7 +102,7 @@ class Loop:
             if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
                 lane.send(reply_message(number, ReplyKind.VALUE, outcome.head, times))  # the common case
             else:
-                if kind >= Kind.FENCED and type(outcome) is Failure:
+                if kind >= MessageKind.FENCED and type(outcome) is Failure:
                     self._failed = number
                 outcomes = [outcome]
                 del outcome  # so that the leases on its segments end with the reply
@@ -117,12 +117,12 @@ class Loop:
         """Run a call. It can be interrupted once its parts are claimed, so that no lease on a segment is lost."""
         parts: Sequence[Payload] | memoryview
         readers = NO_ROWS
-        if kind & Kind.CALL:
+        if kind & MessageKind.CALL:
             method, reply, parts, readers = self._claimed(message)
         else:
             method, reply, parts = read_small_call(message)
         self._page.begin(number)
-        outcome = self._executor.call(method, reply, parts, readers, kind & Kind.TIMED != 0)
+        outcome = self._executor.call(method, reply, parts, readers, kind & MessageKind.TIMED != 0)
         self._page.end()
         return outcome
 
@@ -148,7 +148,7 @@ class Loop:
             _log.warning("ignored an exception that a signal handler raised while no call was running", exc_info=error)
         else:
             kind, number = header_of(self.lane.body)
-            if kind >= Kind.FENCED:
+            if kind >= MessageKind.FENCED:
                 self._failed = number
             _reply(self.lane, number, [self._executor.failure(error)])
             self.lane.body = None

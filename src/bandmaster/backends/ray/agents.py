@@ -24,7 +24,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bandmaster.backends.host_workers import Place
+from bandmaster.backends.host_workers import HostShare
 from bandmaster.backends.local import LocalBackend, default_modules
 from bandmaster.backends.ray.session import START_TIMEOUT_S, RaySession
 from bandmaster.contract import Launch, ShowOutput
@@ -116,7 +116,7 @@ class _RayHost(Host):
         self._local = LocalBackend(are_zygotes_kept=True)
         self._local.prepare(opening.modules)
 
-    def start(self, said: tuple[Launch, Place], shows: ShowOutput) -> tuple[WorkersHere, Sequence[int]]:
+    def start(self, said: tuple[Launch, HostShare], shows: ShowOutput) -> tuple[WorkersHere, Sequence[int]]:
         """Fork the workers of some ranks."""
         launch, place = said
         return self._local.start_ranks(launch, replace(place, address=self._address), (), shows), place.ranks
@@ -156,7 +156,7 @@ class RayAgents:
         self._held.pop(reservation, None)
         self.release_agents()
 
-    def start(self, launch: Launch, places: Mapping[AgentKey, Place]) -> AgentWorkers:
+    def start(self, launch: Launch, places: Mapping[AgentKey, HostShare]) -> AgentWorkers:
         """Start the workers of a group by the agents of their nodes.
 
         Raises:
@@ -165,7 +165,7 @@ class RayAgents:
         by_rank = {rank: key for key, place in places.items() for rank in place.ranks}
         keys = [by_rank[rank] for rank in range(len(launch.slots))]
 
-        def said(ranks: Sequence[int]) -> tuple[Launch, Place]:
+        def said(ranks: Sequence[int]) -> tuple[Launch, HostShare]:
             place = places[keys[ranks[0]]]
             gpus = {rank: place.gpus[rank] for rank in ranks}
             return launch.sent(), replace(place, ranks=tuple(ranks), gpus=gpus)

@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from bandmaster.backends.host_workers import HostWorkers, Place
+from bandmaster.backends.host_workers import HostShare, HostWorkers
 from bandmaster.backends.local import LocalBackend, default_modules
 from bandmaster.backends.ray.agents import AgentKey, RayAgents
 from bandmaster.backends.ray.in_worker import SETUP_HOOK, is_name
@@ -53,7 +53,7 @@ REFUSED_OPTIONS = {  # of @ray.remote, and what to do instead
 
 
 @dataclass(frozen=True, eq=False)
-class Reservation:
+class RayReservation:
     """The placement groups of a pool.
 
     Attributes:
@@ -99,7 +99,7 @@ class RayBackend:
         self.connection.connect()
         return inventory(self.connection.is_embedded)
 
-    def reserve(self, request: Request, timeout_s: float) -> Reservation:
+    def reserve(self, request: Request, timeout_s: float) -> RayReservation:
         """Create a placement group on the node chosen for each entry of the request, and start agents on other nodes.
 
         Waits at most ``timeout_s`` seconds for resources that others hold.
@@ -117,7 +117,7 @@ class RayBackend:
                 self.agents.prepare(reservation, far)
         return reservation
 
-    def _waited_for(self, request: Request, timeout_s: float) -> Reservation:
+    def _waited_for(self, request: Request, timeout_s: float) -> RayReservation:
         deadline = time.monotonic() + timeout_s
         while True:
             nodes = self.inventory()
@@ -132,7 +132,7 @@ class RayBackend:
                 raise cannot_place(request, nodes, waited_s=timeout_s)
             time.sleep(POLL_S)
 
-    def _reserved(self, request: Request, keys: Sequence[str], deadline: float) -> Reservation | None:
+    def _reserved(self, request: Request, keys: Sequence[str], deadline: float) -> RayReservation | None:
         """Create a placement group with one bundle for each entry; None if resources were taken meanwhile.
 
         Args:
@@ -146,22 +146,22 @@ class RayBackend:
         if groups is None:
             return None
         try:
-            return Reservation(request.name, groups, tuple(keys), gpus_of(groups, request), RaySession())
+            return RayReservation(request.name, groups, tuple(keys), gpus_of(groups, request), RaySession())
         except BaseException:
             remove(groups)
             raise
 
-    def _remove(self, reservation: Reservation) -> None:
+    def _remove(self, reservation: RayReservation) -> None:
         remove(reservation.groups)
 
-    def nodes(self, reservation: Reservation) -> list[Node | None]:
+    def nodes(self, reservation: RayReservation) -> list[Node | None]:
         """The node of each entry; where the agent of a host is gone, it is found out at once whether the host is."""
         reservation.session.check(f"pool {reservation.name!r}")
         lost = self.agents.lost_nodes()
         living = {node.key: node for node in self.inventory() if node.key not in lost}
         return [living.get(node_of(group)) for group in reservation.groups]
 
-    def release(self, reservation: Reservation) -> None:
+    def release(self, reservation: RayReservation) -> None:
         """Remove the placement groups of a reservation. A private Ray instance ends with its last reservation."""
         self.agents.release(reservation)
         self.local.release_zygotes(reservation)
@@ -204,10 +204,10 @@ class RayBackend:
         )
 
     @staticmethod
-    def _place(launch: Launch, ranks: Sequence[int], variables: Mapping[str, str], address: str = "") -> Place:
+    def _place(launch: Launch, ranks: Sequence[int], variables: Mapping[str, str], address: str = "") -> HostShare:
         gpus = {rank: launch.slots[rank].reservation.gpus[launch.slots[rank].node] for rank in ranks}
         of_slot = {rank: of_node[launch.slots[rank].index] for rank, of_node in gpus.items()}
-        return Place(tuple(ranks), address, of_slot, variables, default_modules(launch.imports))
+        return HostShare(tuple(ranks), address, of_slot, variables, default_modules(launch.imports))
 
 
 def inventory(is_embedded: bool) -> tuple[Node, ...]:

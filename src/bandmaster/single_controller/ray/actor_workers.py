@@ -26,10 +26,10 @@ from bandmaster.contract import (
     CLOSED,
     NOT_STARTED,
     QUEUED,
-    Call,
     Kept,
     Reply,
     RowFacts,
+    WorkerCall,
     WorkerRecord,
 )
 from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, UsageError, WorkerDied
@@ -283,11 +283,11 @@ class ActorWorkers:
         """Wrap payloads. Calls write a payload when they name it, at most once for lanes and once for Ray."""
         return [Part(payload, self._client) for payload in payloads]
 
-    def call(self, calls: Sequence[Call], tickets: dict[int, Any]) -> None:
+    def call(self, calls: Sequence[WorkerCall], tickets: dict[int, Any]) -> None:
         """Send calls over lanes where ranks have them; else by one actor task per rank."""
         self._send(calls, tickets, is_referred=False)
 
-    def refer(self, calls: Sequence[Call]) -> dict[int, Any]:
+    def refer(self, calls: Sequence[WorkerCall]) -> dict[int, Any]:
         """Send calls by actor tasks, and return the ObjectRef of each rank's value.
 
         `ray.get` of it raises the exception of the method.
@@ -300,7 +300,7 @@ class ActorWorkers:
             raise
         return {rank: ticket.reference for rank, ticket in tickets.items()}
 
-    def _send(self, calls: Sequence[Call], tickets: dict[int, Any], is_referred: bool) -> None:
+    def _send(self, calls: Sequence[WorkerCall], tickets: dict[int, Any], is_referred: bool) -> None:
         self._session.check(self._group)
         for call in calls:
             if is_referred or len(self._by_lane(call)) < len(call.ranks):
@@ -312,7 +312,7 @@ class ActorWorkers:
             for call in calls:
                 self._call(call, tickets, is_referred)
 
-    def _call(self, call: Call, tickets: dict[int, Any], is_referred: bool) -> None:
+    def _call(self, call: WorkerCall, tickets: dict[int, Any], is_referred: bool) -> None:
         by_lane = [] if is_referred else self._by_lane(call)
         if by_lane:
             for rank in by_lane:
@@ -325,7 +325,7 @@ class ActorWorkers:
                 self._pause(rank)
                 tickets[rank] = self._by_task(rank, call, is_referred)
 
-    def _by_task(self, rank: int, call: Call, is_referred: bool) -> RayTicket:
+    def _by_task(self, rank: int, call: WorkerCall, is_referred: bool) -> RayTicket:
         """Submit a call as an actor task."""
         labels = [(label, call.present.get(label)) for label, _ in call.rows]
         references = [part.on_ray() for part in (*call.parts, *(part for _, part in call.rows))]
@@ -343,7 +343,7 @@ class ActorWorkers:
         """The method of an actor that runs calls."""
         return actor.bandmaster_call
 
-    def _by_lane(self, call: Call) -> Sequence[int]:
+    def _by_lane(self, call: WorkerCall) -> Sequence[int]:
         """The ranks to which a call is sent over their lanes."""
         if any(part.is_far for _, part in call.rows):
             return []

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from bandmaster.backends import get_backend
 from bandmaster.backends.host_workers import HostWorkers
 from bandmaster.backends.ray import backend
-from bandmaster.backends.ray.backend import POLL_S, RayBackend, Reservation
+from bandmaster.backends.ray.backend import POLL_S, RayBackend, RayReservation
 from bandmaster.backends.ray.session import START_TIMEOUT_S, RaySession
 from bandmaster.contract import Launch
 from bandmaster.errors import UsageError
@@ -42,7 +42,7 @@ PLACED_BY_POOL = {"name", "num_cpus", "num_gpus", "resources", "scheduling_strat
 
 
 @dataclass(frozen=True, eq=False)
-class ActorReservation(Reservation):
+class ActorReservation(RayReservation):
     """The placement groups of a `RayResourcePool`, with a bundle for each slot.
 
     Attributes:
@@ -76,7 +76,7 @@ class ActorBackend(RayBackend):
         ray_backend = cast(RayBackend, get_backend("ray"))
         super().__init__(ray_backend.local, ray_backend.connection, ray_backend.agents)
 
-    def _reserved(self, request: Request, keys: Sequence[str], deadline: float) -> Reservation | None:
+    def _reserved(self, request: Request, keys: Sequence[str], deadline: float) -> RayReservation | None:
         is_detached = isinstance(request, ActorRequest) and request.is_detached
         bundle = backend.bundle_of(request, 1, self.connection.is_embedded)
         names = [backend.name_of(request.name, size) for size in request.workers]
@@ -91,7 +91,7 @@ class ActorBackend(RayBackend):
             raise
         return ActorReservation(made.name, made.groups, made.nodes, made.gpus, made.session, made.bundles, is_detached)
 
-    def _remove(self, reservation: Reservation) -> None:
+    def _remove(self, reservation: RayReservation) -> None:
         if not (isinstance(reservation, ActorReservation) and reservation.is_detached):
             super()._remove(reservation)
 
