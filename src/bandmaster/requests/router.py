@@ -110,11 +110,14 @@ class Router:
 
     def _choose(self, target: Target) -> Replica | None:
         """The replica for a request; None if it has to wait."""
+        renewed = self._work.renewed
         if target.replica is not None:
-            return self._with_place(self.replicas[target.replica])
+            chosen = self.replicas[target.replica]
+            return self._with_place(chosen) if renewed.isdisjoint(chosen.ranks) else None
         candidates: Sequence[Replica] = self.replicas
-        if dead := self.workers.deaths:
-            alive = [replica for replica in candidates if dead.keys().isdisjoint(replica.ranks)]
+        if renewed or self.workers.deaths:
+            lost = renewed.union(self.workers.deaths)
+            alive = [replica for replica in candidates if lost.isdisjoint(replica.ranks)]
             candidates = alive or candidates  # if all are dead, the request says how one has died
         best = min(candidates, key=_busy)
         if target.key is not None:
