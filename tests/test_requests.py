@@ -329,6 +329,17 @@ def test_several_event_loops_and_threads_share_a_group(group):
     assert found == [["aa"] * 50] * 6
 
 
+def test_an_event_loop_that_ends_leaves_no_place_taken(group, gate):
+    async def forget():
+        for n in range(8):  # six have a place
+            group.hold(gate.folder, f"forgotten {n}")
+        await gate.awaits(*[f"forgotten {n}" for n in range(6)])
+
+    asyncio.run(forget())
+    gate.open()
+    assert asyncio.run(asyncio.wait_for(awaited(group.hold(gate.folder)), DEADLINE)) in (0, 1)
+
+
 def test_one_future_is_awaited_by_several_tasks(group, gate, opens_soon):
     async def main():
         future = group.hold.options(replica=1)(gate.folder)

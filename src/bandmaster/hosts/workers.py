@@ -341,7 +341,7 @@ class AgentWorkers(Client):
 
     def is_owed(self, agent: Agent) -> bool:
         """Whether ranks of a host owe a reply; see `links.Group`."""
-        return any(self._open[rank] for rank in self.ranks_on(agent))
+        return any(self._open[rank] or self._requests[rank] for rank in self.ranks_on(agent))
 
     # --- interrupting ---
 

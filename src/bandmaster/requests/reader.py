@@ -86,11 +86,14 @@ class LoopReader:
         self._arrived.append(waiter)
         self._wake_soon()
 
-    def call(self, function: Callable[[], object]) -> None:
-        """Have the event loop call a function, once if it is given again meanwhile. As `tell`."""
+    def call(self, function: Callable[[], object]) -> bool:
+        """Have the event loop call a function, once if it is given again meanwhile; False if the loop has ended."""
+        if self.loop.is_closed():
+            return False
         if function not in self._soon:
             self._soon.append(function)
         self._wake_soon()
+        return True
 
     def _wake_soon(self) -> None:
         if not (self._is_reading or self._is_scheduled):

@@ -69,6 +69,7 @@ class Router:
         self._lock = SigintSafeLock()  # held while requests are sent, so that all ranks get them in one order
         self._of_key: OrderedDict[Hashable, Replica] = OrderedDict()
         self._flushed_by: object = None  # the event loop that will call `flush`
+        self._readers: dict[Any, None] = {}  # of the event loops whose requests may wait
 
     @classmethod
     def of(cls, submitter: Submitter, spec: MethodSpec) -> Router:
@@ -96,7 +97,9 @@ class Router:
         if (loop := _running_loop()) is not None:
             from bandmaster.requests.reader import LoopReader
 
-            LoopReader.of(loop).add(request)
+            reader = LoopReader.of(loop)
+            reader.add(request)
+            self._readers[reader] = None
             return
         try:
             timeout_s = request.site.limits().timeout
@@ -177,10 +180,10 @@ class Router:
             loop.call_soon(self.flush)
 
     def _put(self, request: Request, chosen: Sequence[Replica]) -> None:
+        request.replicas = chosen  # first: another thread may send it as soon as it is in an outbox
         for replica in chosen:
             replica.open[request] = None
             replica.outbox.append(request)
-        request.replicas = chosen
 
     def flush(self) -> None:
         """Send the requests in the outboxes."""
@@ -225,15 +228,13 @@ class Router:
         """Free the places of a request, for which another may have waited. Any thread calls this; it does not block."""
         for replica in request.replicas:
             replica.open.pop(request, None)
-        if self.waiting:
-            try:
-                first = self.waiting[0][0]
-            except IndexError:
-                return
-            for reader, _ in list(first.waiters):
-                reader.call(self.advance)
-            if first.is_watched:
-                progress.look_at(first)
+        if self.waiting:  # a thread that waits for a place looks by itself
+            for reader in list(self._readers):
+                if not reader.call(self.advance):
+                    self._readers.pop(reader, None)
+            if not self._readers:
+                for waiting in [waiting for waiting, _ in list(self.waiting) if waiting.is_watched]:
+                    progress.look_at(waiting)
 
     def withdraw(self, request: Request) -> bool:
         """Take back a request that was not sent; False if it was."""
