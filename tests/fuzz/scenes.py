@@ -636,7 +636,7 @@ def watched(group, rows, ranks):
     crowd, shown = group.crowd.submit(rows, ranks), []
     while sum("tasks" in one for one in shown) < len(ranks) and time.monotonic() < end:
         top = subprocess.run([sys.executable, "-m", "bandmaster", "top", "--once"], capture_output=True, text=True)
-        found = [line.partition(f" {pid}  ")[2] for pid in pids for line in top.stdout.splitlines()]
+        found = [line.partition(f" {pid}  ")[2].lstrip() for pid in pids for line in top.stdout.splitlines()]
         shown = [one.partition("  ")[0] for one in found if one]
     crowd.cancel()
     crowd.exception()
