@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-fast test-all test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak fuzz bench bench-verl bench-rlhf bench-hosts dist docs clean
+.PHONY: demo test test-fast test-all test-hosts test-hosts-fast test-verl test-verl-fast lint grpo ppo soak fuzz bench bench-verl bench-rlhf bench-requests bench-hosts dist docs clean
 
 demo: $(VENV)/.base  ## install the base package and run the quickstart
 	$(BIN)/python examples/quickstart.py
@@ -96,6 +96,9 @@ bench-verl: $(VERL)/.ready  ## the calls of verl's trainers on verl and on bandm
 
 bench-rlhf: $(VERL)/.ready  ## a step of GRPO on bandmaster, plain Ray and verl, in turn
 	$(VERL)/bin/python benchmarks/rlhf/grpo_step.py $(BENCH_OPTIONS)
+
+bench-requests: $(VENV)/.dev  ## requests to single replicas, many at a time; with Monarch if `make bench` has installed it
+	$(BIN)/python benchmarks/many_requests.py $(BENCH_OPTIONS)
 
 bench-hosts: $(VENV)/.dev  ## calls and rows to ranks on other hosts, which are namespaces; needs root, else it says so
 	$(BIN)/python benchmarks/hosts.py $(BENCH_OPTIONS)

@@ -124,6 +124,15 @@ def test_ways_to_move_weights_are_compared(tmp_path):
 
 
 @pytest.mark.slow
+def test_requests_are_compared():
+    command = [sys.executable, str(BENCHMARKS / "many_requests.py"), "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for peer in ("floor", "bandmaster local", "bandmaster ray", "plain ray"):
+        assert f"\n{peer} " in done.stdout, done.stdout
+
+
+@pytest.mark.slow
 def test_the_processor_time_of_a_controller_of_many_hosts_is_measured(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "hosts.py"), "--smoke", "--only", "many", "--results", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)

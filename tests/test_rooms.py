@@ -20,6 +20,7 @@ ROOMS = {
     "rows": "codec errors plan contract platform",
     "calls": "codec errors plan worker contract platform rows",
     "flow": "errors plan contract platform rows calls",
+    "requests": "codec errors plan contract platform rows calls",
     "wire": "codec errors contract platform",
     "debugging": "errors worker platform wire",
     "lifecycle": "codec errors plan worker contract platform calls",
@@ -31,7 +32,8 @@ ROOMS = {
     "pool": "errors plan worker contract platform backends",
     "tracing": "codec errors plan contract calls",
     "turns": "errors plan platform calls lifecycle",
-    "groups": "codec errors plan worker contract platform rows calls flow roles backends lifecycle pool tracing turns",
+    "groups": "codec errors plan worker contract platform rows calls flow requests roles backends lifecycle pool "
+    "tracing turns",
     "registration": "errors plan worker calls groups",
     "__init__": "errors plan worker platform calls flow pool tracing groups registration",
     "compat": "errors",
@@ -48,7 +50,7 @@ ROOMS = {
 PATH = ["errors", "plan", "codec", "worker", "roles", "contract", "wire", "worker_process", "rows", "calls", "groups"]
 PATH += ["registration", "__init__"]
 PLACES = ["platform", "backends", "hosts", "lifecycle", "pool"]
-FEATURES = ["flow", "turns", "tracing", "output", "debugging"]
+FEATURES = ["flow", "requests", "turns", "tracing", "output", "debugging"]
 BESIDE = ["cli", "__main__", "testing", "single_controller", "compat", "rl"]
 
 

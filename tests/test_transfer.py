@@ -17,6 +17,7 @@ from bandmaster import (
     PerRank,
     ProtocolError,
     Reduce,
+    Route,
     Split,
     TransferProtocol,
     collect_all_to_all,
@@ -141,8 +142,8 @@ def test_both_spellings_of_the_six(member, paper_name):
     assert as_protocol(paper_name) == as_protocol(member) == member.value
 
 
-def test_there_are_six():
-    assert len(Dispatch) == 6
+def test_there_are_six_and_that_of_requests():
+    assert len(Dispatch) == 7 and Dispatch.named("REQUEST").value == TransferProtocol(Route("dp"), Only(tp=0))
 
 
 @pytest.mark.parametrize("name", ["3D", "dp_proto", ""])
@@ -151,7 +152,7 @@ def test_an_unknown_name_lists_the_known_ones(name):
         Dispatch.named(name)
     assert str(caught.value) == (
         f"unknown transfer protocol {name!r}; use one of ONE_TO_ALL, 3D_PROTO, 3D_ALL_MICRO_DP, 3D_PP_ONLY, "
-        "DP_PROTO, ALL_TO_ALL, or a TransferProtocol"
+        "DP_PROTO, ALL_TO_ALL, REQUEST, or a TransferProtocol"
     )
 
 
@@ -176,7 +177,7 @@ def test_an_unknown_name_lists_the_known_ones(name):
         ),
         (
             lambda: TransferProtocol(Concat("dp"), Concat("dp")),
-            "outgoing must be a Split, Broadcast or PerRank, got Concat('dp')",
+            "outgoing must be a Split, Broadcast, PerRank or Route, got Concat('dp')",
         ),
         (
             lambda: TransferProtocol(Broadcast(), Broadcast()),

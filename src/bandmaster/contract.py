@@ -1,4 +1,4 @@
-"""The waist: what a backend is (5 methods), and what the running workers of a group are (10 methods, 4 facts).
+"""The waist: what a backend is (5 methods), and what the running workers of a group are (11 methods, 4 facts).
 
 The core plans calls and never sees a socket. A backend carries payloads and never sees an axis or a protocol::
 
@@ -311,6 +311,20 @@ class WorkerCall(NamedTuple):
     is_fenced: bool = False
 
 
+class WorkerRequest(NamedTuple):
+    """One request for one rank, which runs it beside others on its event loop.
+
+    Attributes:
+        method: Name of the method, which is async.
+        part: Its arguments, a payload as `Workers.put` returned it.
+        reply: What happens to the method's value: `Reply.RETURN` or `Reply.DROP`.
+    """
+
+    method: str
+    part: Any
+    reply: Reply
+
+
 class Ticket:
     """Base class of backends' tickets: one rank's part of a call, and in time its reply.
 
@@ -384,6 +398,22 @@ class Workers(Protocol):
 
         Returns:
             The tickets that are done, perhaps none.
+        """
+
+    def request(self, rank: int, requests: Sequence[WorkerRequest], take: Callable[[Sequence[Ticket]], object]) -> None:
+        """Send requests to a rank, behind the calls that were sent before.
+
+        They run beside each other, and end in any order. A later call of the rank begins when all have ended. A request
+        of a ticket is cancelled by `interrupt`. Waits for nothing.
+
+        Args:
+            rank: The rank.
+            requests: The requests.
+            take: Called with the ticket of each before a reply can come, in order to set `Ticket.on_done`.
+
+        Raises:
+            ResourceError: There is no memory or no descriptor for them.
+            ClosedError: The workers were stopped.
         """
 
     def fetch(self, ticket: Any) -> Payload | Kept | Failure | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bandmaster.calls.future import Future
     from bandmaster.groups.group import GroupOf
     from bandmaster.groups.method import GroupMethod
-    from bandmaster.plan.transfer import Broadcast, Concat, Gather, Only, PerRank, Reduce, Split
+    from bandmaster.plan.transfer import Broadcast, Concat, Gather, Only, PerRank, Reduce, Route, Split
 
     P = ParamSpec("P")  # the method's parameters
     R = TypeVar("R")  # the method's return type
@@ -111,6 +111,7 @@ if TYPE_CHECKING:
 
         def __call__(self, method: Callable[Concatenate[Any, P], R], /) -> RegisteredPerRank[P, R, Any, Any]: ...
 
+    _REQUEST = Literal[Dispatch.REQUEST, "REQUEST"] | TransferProtocol[Route, Only]
     _LISTED = Literal[Dispatch.ONE_TO_ALL, Dispatch.THREE_D_PP_ONLY, "ONE_TO_ALL", "3D_PP_ONLY", "THREE_D_PP_ONLY"]
     _OWN = Literal[
         Dispatch.DP_PROTO,
@@ -128,6 +129,10 @@ if TYPE_CHECKING:
     _Rules = Mapping[str, Outgoing] | None
 
 
+@overload
+def register(  # type: ignore[overload-overlap]
+    dispatch_mode: _REQUEST, *, concurrency: int = ..., mesh: str | None = ...
+) -> _OwnLater: ...
 @overload
 def register(
     dispatch_mode: Any,
@@ -196,6 +201,7 @@ def register(
     blocking: bool = True,
     arguments: Mapping[str, Outgoing] | None = None,
     mesh: str | None = None,
+    concurrency: int = 1,
 ) -> Any:
     """Make a method of a worker class callable on the whole worker group.
 
@@ -213,6 +219,9 @@ def register(
         arguments: Dispatch rules by parameter name; each replaces the protocol's dispatch rule for that parameter.
         mesh: Name of the group's mesh that has the axes of the protocol and of ``arguments``, one of the ``meshes`` of
             `WorkerGroup`; by default the group's ``mesh``.
+        concurrency: Most requests of the method that a replica runs at a time, for a protocol with a `Route`; further
+            ones wait in the caller. More than 1 is for async methods, which run beside each other on the event loop of
+            the worker. A method that is not async runs alone.
 
     Returns:
         A decorator that marks the method and returns it unchanged.
@@ -242,5 +251,17 @@ def register(
         raise ProtocolError(f"mesh of register must be the name of one of the group's meshes, got {mesh!r}")
     if mesh is not None and (isinstance(protocol, Custom) or execute_mode is Execute.RANK_ZERO):
         raise ProtocolError("a custom dispatch_fn, and a method of rank 0 alone, use no axes of a mesh; remove mesh=")
-    registration = Registration(protocol, execute_mode, blocking, dict(arguments or {}), mesh)
+    registration = Registration(protocol, execute_mode, blocking, dict(arguments or {}), mesh, concurrency)
+    if not registration.is_request:
+        if concurrency != 1:
+            raise ProtocolError(
+                f"concurrency={concurrency!r} is for requests, which go to one replica; a call of all ranks runs "
+                "alone: use Dispatch.REQUEST, or leave concurrency out"
+            )
+    elif not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
+        raise ProtocolError(f"concurrency must be a whole number of 1 or more, got {concurrency!r}")
+    elif execute_mode is Execute.RANK_ZERO or arguments:
+        raise ProtocolError(
+            "a request goes, with all its arguments, to one replica; remove execute_mode= and arguments="
+        )
     return partial(mark, registration=registration)

@@ -15,6 +15,7 @@ from bandmaster.plan.transfer import (
     Custom,
     Execute,
     Outgoing,
+    Route,
     Split,
     TransferProtocol,
     check_padding,
@@ -204,6 +205,7 @@ class Registration:
         is_blocking: Whether the group's method waits for the result.
         arguments: Dispatch rules of single arguments, by parameter name.
         mesh: Name of the mesh that has the axes; None for the group's ``mesh``.
+        concurrency: Most requests of the method that a replica runs at a time.
     """
 
     protocol: TransferProtocol[Any, Any] | Custom
@@ -211,6 +213,12 @@ class Registration:
     is_blocking: bool = True
     arguments: Mapping[str, Outgoing] = field(default_factory=dict)
     mesh: str | None = None
+    concurrency: int = 1
+
+    @property
+    def is_request(self) -> bool:
+        """Whether a call goes to one replica."""
+        return isinstance(self.protocol, TransferProtocol) and isinstance(self.protocol.outgoing, Route)
 
 
 def mark(method: Any, registration: Registration) -> Any:
@@ -252,6 +260,17 @@ def _function_of(method: Any) -> Any:
     return method.__func__ if isinstance(method, classmethod | staticmethod) else method
 
 
+def _check_request(method: Callable[..., Any], registration: Registration) -> None:
+    name, is_async = method.__qualname__, inspect.iscoroutinefunction(method)
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        raise ProtocolError(f"{name} is a generator, but a request has one value; return a list, or split rows")
+    if registration.concurrency > 1 and not is_async:
+        raise ProtocolError(
+            f"{name} is registered with concurrency={registration.concurrency}, but only async methods run beside "
+            "each other; write async def, or leave concurrency out"
+        )
+
+
 def _check_arguments(method: Callable[..., Any], registration: Registration) -> None:
     # A static method has no self, and @staticmethod may be written above @register.
     names = [name for name in inspect.signature(method).parameters if name not in ("self", "cls")]
@@ -264,6 +283,9 @@ def _check_arguments(method: Callable[..., Any], registration: Registration) -> 
         if not isinstance(rule, Outgoing):
             raise ProtocolError(f"the rule of argument {name!r} must be a Split, Broadcast or PerRank, got {rule!r}")
     protocol, rules = registration.protocol, list(registration.arguments.values())
+    if registration.is_request:
+        _check_request(method, registration)
+        return
     if isinstance(protocol, Custom):
         return
     for rule in rules:

@@ -146,6 +146,15 @@ def put_again(group, rows, ranks):
     return [group.call("count", [rows]), same(group, rows, ranks), same(group, bump(again), ranks)]
 
 
+def restarted(group, rows, ranks):
+    group.renew()
+    return True
+
+
+def bumped(group, rows, ranks):
+    return group.call("bump_all", [rows])[0]
+
+
 def after_cancel(group, rows, ranks):
     raise Expected("CallCancelled")
 
@@ -506,6 +515,60 @@ def evenly(group, rows, ranks):
     return wrong
 """,
         lambda group, rows, ranks: [],
+    ),
+    "ask_many": Scene(
+        """
+def ask_many(group, rows, ranks):
+    async def main():
+        tasks = [asyncio.ensure_future(awaited(group.ask(rows, 0.003 * (n % 3)))) for n in range(20)]
+        await asyncio.sleep(0.002)
+        for task in tasks[::7]: task.cancel()
+        alone = group.everyone.submit(0)
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        await alone
+        return [one for one in found if not isinstance(one, asyncio.CancelledError)]
+    first, *others = asyncio.run(main())
+    return first if all(show(other) == show(first) for other in others) else others
+""",
+        bumped,
+        needs_values=True,
+    ),
+    "ask_from_threads": Scene(
+        """
+def ask_from_threads(group, rows, ranks):
+    def ask(n):
+        chosen = group.ask.options(key=n % 3, spill=n % 2)
+        futures = [chosen(rows) for _ in range(6)]
+        futures[0].cancel()
+        return [future.result() for future in futures[1:]]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool: found = list(pool.map(ask, range(8)))
+    first = found[0][0]
+    return first if all(show(one) == show(first) for some in found for one in some) else found
+""",
+        bumped,
+        needs_values=True,
+    ),
+    "ask_the_dead": Scene(
+        """
+def ask_the_dead(group, rows, ranks):
+    async def ask(n):
+        try: return show(await group.ask(rows, 0.002 * (n % 4)))
+        except bm.WorkerDied: return "died"
+    async def main():
+        n = len(group.ask_rank.all().result())
+        asked = [asyncio.ensure_future(ask(n)) for n in range(24)]
+        await asyncio.sleep(0.003)
+        try: await group.ask_end.options(replica=len(ranks) % n)()
+        except bm.WorkerDied: pass
+        return set(await asyncio.gather(*asked))
+    try: return len(asyncio.run(main()) - {"died"}) <= 1
+    finally: group.restart()
+""",
+        restarted,
+        is_trouble=True,
+        is_quiet=True,
+        needs_values=True,
+        needs_processes=True,
     ),
     "of_rank_zero": Scene(
         """

@@ -13,6 +13,7 @@ PROTOCOLS = {
     "BOTH": 'bm.TransferProtocol(bm.Split("dp"), (bm.Concat("dp"), bm.Gather("dp")))',
     "CELLS": 'bm.TransferProtocol(bm.Split("dp", "tp"), bm.Concat("dp", "tp"))',
     "EVEN": 'bm.TransferProtocol(bm.Split("dp", balance="a"), bm.Gather("dp"))',
+    "ASKED": "'REQUEST', concurrency=4",
     "BALANCED": 'bm.TransferProtocol(bm.Split("dp", balance="a"), bm.Concat("dp"))',
 }
 
@@ -178,6 +179,13 @@ METHODS = {
         "async def crowd(self, rows, at):\n    asyncio = __import__('asyncio')\n"
         "    if self.rank in at: await asyncio.gather(*[asyncio.sleep(20) for _ in at])\n    return rows",
     ),
+    "ask": (
+        "ASKED",
+        "async def ask(self, value, seconds=0.0):\n    await __import__('asyncio').sleep(seconds)\n"
+        "    return bump(value)",
+    ),
+    "ask_rank": ("ASKED", "async def ask_rank(self): return self.rank"),
+    "ask_end": ("ASKED", "async def ask_end(self): __import__('os')._exit(3)"),
     "on_replace": ("", "def on_replace(self, rank, state): ..."),
 }
 NOT_DRAWN = {
@@ -195,6 +203,9 @@ NOT_DRAWN = {
     "not_one",
 }
 NOT_DRAWN |= {
+    "ask",
+    "ask_rank",
+    "ask_end",
     "unlike",
     "forks",
     "fades",

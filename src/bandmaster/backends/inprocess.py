@@ -7,6 +7,7 @@ are isolated in the same way.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import socket
@@ -20,13 +21,14 @@ from typing import Any
 from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, Kept, KeptCopy, Launch, Rows, WorkerCall, WorkerRecord
+from bandmaster.contract import CLOSED, Kept, KeptCopy, Launch, Rows, WorkerCall, WorkerRecord, WorkerRequest
 from bandmaster.errors import UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held, run_if_free
 from bandmaster.wire.segment_reader import RowReader
 from bandmaster.worker import Worker
 from bandmaster.worker_process.executor import Executor
+from bandmaster.worker_process.request_tasks import Request, RequestTasks
 
 
 class InProcessBackend(MachineBackend):
@@ -105,6 +107,8 @@ class InProcessWorkers:
         self.arrivals: int | None = None
         self._is_stopped = False
         self._running = threading.RLock()  # held while a method or a constructor runs
+        self._requests: dict[int, InProcessRequests] = {}  # by rank, once there was one
+        self._news = threading.Condition()  # notified when a request has ended
 
     def _executor(self, rank: int) -> Executor:
         slot = self._launch.slots[rank]
@@ -143,6 +147,8 @@ class InProcessWorkers:
         parts = [part.private() for part in call.parts]
         rows = {label: RowReader(partial(_private, part), present=call.present.get(label)) for label, part in call.rows}
         executor = self._executors[rank]
+        if (requests := self._requests.get(rank)) is not None:
+            requests.wait_until_idle()
         outcome = executor.call(call.method, call.reply, parts, rows, call.is_timed)
         if isinstance(outcome, Rows):
             ticket = InProcessTicket(KeptCopy(outcome.payload.private(), outcome.facts))
@@ -152,9 +158,26 @@ class InProcessWorkers:
             ticket.times = executor.times, time.monotonic_ns()
         return ticket
 
+    def request(
+        self, rank: int, requests: Sequence[WorkerRequest], take: Callable[[Sequence[contract.Ticket]], object]
+    ) -> None:
+        """Run requests on the event loop of a rank; see `contract.Workers.request`."""
+        self._check_idle()
+        with self._running:
+            if rank in self.deaths:
+                take(dead := [InProcessTicket(self.deaths[rank]) for _ in requests])
+                for ticket in dead:
+                    ticket.tell()
+                return
+            if rank not in self._requests:
+                self._requests[rank] = InProcessRequests(self._executors[rank], self._news)
+            self._requests[rank].start(requests, take)
+
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
-        """Return all tickets at once: a call has run by the time it is sent."""
-        return list(tickets)
+        """Wait for requests: a call has run by the time it is sent."""
+        with self._news:
+            self._news.wait_for(lambda: all(ticket.is_done for ticket in tickets), timeout_s)
+        return [ticket for ticket in tickets if ticket.is_done]
 
     def fetch(self, ticket: InProcessTicket) -> Payload | Kept | Failure | None:
         """The reply. The exception of a failure is pickled and unpickled, as on every other backend."""
@@ -164,9 +187,13 @@ class InProcessWorkers:
         return revived
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
-        """Discard the workers if ``kill_because`` is given; else do nothing, as no call is running."""
+        """Discard the workers if ``kill_because`` is given; else cancel requests, as no call is running."""
         if kill_because is not None:
             self._discard(tickets, kill_because)
+            return
+        for rank, ticket in tickets.items():
+            if not ticket.is_done and rank in self._requests:
+                self._requests[rank].cancel(ticket)
 
     def resume(self, tickets: Mapping[int, Any]) -> None:
         """Do nothing: the ranks run their parts of a call one after the other."""
@@ -212,23 +239,85 @@ class InProcessWorkers:
             run_if_free(self._running, self._close_the_dead)
 
     def _close_the_dead(self) -> None:
-        for rank in self.deaths:
+        for rank, why in list(self.deaths.items()):
+            if (requests := self._requests.pop(rank, None)) is not None:
+                requests.fail(why)
             self._executors[rank].close()
 
 
 class InProcessTicket(contract.Ticket):
-    """One rank's part of a call. The call ran as it was sent, so the ticket is done from the start.
+    """One rank's part of a call, which ran as it was sent, so that the ticket is done from the start; or a request.
 
     Attributes:
         outcome: The encoded value, the failure, or None for a value that was dropped.
+        is_done: Whether it has its outcome.
     """
 
-    __slots__ = ("outcome",)
-    is_done = True
+    __slots__ = ("is_done", "outcome")
 
-    def __init__(self, outcome: Payload | Kept | Failure | None) -> None:
+    def __init__(self, outcome: Payload | Kept | Failure | None, is_done: bool = True) -> None:
         super().__init__()
-        self.outcome = outcome
+        self.outcome, self.is_done = outcome, is_done
+
+    def tell(self) -> None:
+        """Call `on_done`, if it is set."""
+        if self.on_done is not None:
+            self.on_done()
+
+
+class InProcessRequests:
+    """The requests of one rank, which run beside each other on its event loop.
+
+    Args:
+        executor: Has the worker.
+        news: Notified when a request has ended.
+    """
+
+    def __init__(self, executor: Executor, news: threading.Condition) -> None:
+        self._tasks = RequestTasks(executor, self._ended)
+        self._news = news
+        self._numbers = itertools.count()
+        self._open: dict[int, InProcessTicket] = {}
+
+    def start(self, requests: Sequence[WorkerRequest], take: Callable[[Sequence[contract.Ticket]], object]) -> None:
+        """Run requests. ``take`` gets their tickets first."""
+        numbered = [
+            Request(next(self._numbers), method, int(reply), part.private()) for method, part, reply in requests
+        ]
+        tickets = {request.number: InProcessTicket(None, is_done=False) for request in numbered}
+        take(list(tickets.values()))
+        self._open.update(tickets)
+        self._tasks.start(numbered)
+
+    def cancel(self, ticket: InProcessTicket) -> None:
+        """Cancel a request."""
+        self._tasks.cancel([number for number, other in list(self._open.items()) if other is ticket])
+
+    def wait_until_idle(self) -> None:
+        """Wait until no request runs."""
+        with self._news:
+            self._news.wait_for(lambda: self._tasks.is_idle or not self._open)
+
+    def fail(self, why: Failure) -> None:
+        """End all requests, as the worker is discarded."""
+        for number in list(self._open):
+            self._end(number, why)
+
+    def _ended(self, number: int, outcome: Payload | Rows | Failure | None) -> None:
+        assert not isinstance(outcome, Rows), "a request keeps no rows"
+        self._end(number, outcome.private() if isinstance(outcome, Payload) else outcome)
+        self._tasks.count(1)
+        with self._news:
+            self._news.notify_all()
+
+    def _end(self, number: int, outcome: Payload | Failure | None) -> None:
+        ticket = self._open.pop(number, None)
+        if ticket is None:
+            return
+        ticket.outcome, ticket.is_done = outcome, True
+        ticket.tell()
+        with self._news:  # behind that, as threads wait for what it sets
+            self._news.notify_all()
 
 
 def _worker_of(executor: Executor) -> Worker | None:

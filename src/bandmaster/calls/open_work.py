@@ -95,6 +95,7 @@ class OpenWork:
 
     Attributes:
         waiting: The calls that are not sent yet, because rows that they, or calls before them, take are missing.
+        routers: Those of the methods whose calls are requests, by submitter and method.
     """
 
     def __init__(self) -> None:
@@ -102,6 +103,7 @@ class OpenWork:
         self._sent: deque[Call] = deque()
         self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
         self._is_advancing = False
+        self.routers: dict[tuple[object, str], InParts] = {}
 
     # --- WAITING ---
 

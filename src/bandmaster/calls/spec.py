@@ -23,6 +23,7 @@ from bandmaster.plan.transfer import (
     Only,
     Outgoing,
     Reduce,
+    Route,
     Split,
     TransferProtocol,
 )
@@ -95,7 +96,7 @@ class MethodSpec:
         positional = tuple(signature.parameters) if goes_by_position else None
         is_for_zero = registration.execute is Execute.RANK_ZERO
         outgoing = registration.protocol.outgoing if isinstance(registration.protocol, TransferProtocol) else None
-        goes_everywhere = is_for_zero or (isinstance(outgoing, Broadcast) and not registration.arguments)
+        goes_everywhere = is_for_zero or (isinstance(outgoing, Broadcast | Route) and not registration.arguments)
         spec = cls(
             function,
             name,
@@ -118,14 +119,14 @@ class MethodSpec:
         protocol = self.registration.protocol
         if self.is_for_zero or isinstance(protocol, Custom):
             return
-        transfers: list[tuple[str, Outgoing | Incoming]] = [
+        transfers: list[tuple[str, Outgoing | Route | Incoming]] = [
             (self.label, protocol.outgoing),
             *((self.label, collect) for collect in protocol.collects),
             *((f"argument {name!r} of {self.label}", rule) for name, rule in self.registration.arguments.items()),
         ]
         for what, transfer in transfers:
             try:
-                if isinstance(transfer, Split):
+                if isinstance(transfer, Split | Route):
                     shards(self.mesh, transfer)
                 elif isinstance(transfer, Incoming):
                     sources(self.mesh, transfer)
@@ -145,6 +146,11 @@ class MethodSpec:
             "__doc__": self.function.__doc__,
             "__signature__": self.signature,
         }
+
+    @cached_property
+    def is_async(self) -> bool:
+        """Whether it is awaited."""
+        return inspect.iscoroutinefunction(self.function)
 
     @cached_property
     def collection(self) -> Collection:

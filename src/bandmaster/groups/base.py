@@ -348,6 +348,10 @@ class AnyGroup(metaclass=ABCMeta):
             known = self.__dict__  # attributes are missing if `__init__` failed
             spec = known.get("_methods", {}).get(name)
             if spec is not None:
+                if spec.registration.is_request:
+                    from bandmaster.requests.method import RequestMethod  # a feature
+
+                    return RequestMethod(self, self._submitter, spec)
                 return GroupMethod(self, self._submitter, spec)
             cls = known.get("_cls")
             if cls is not None and callable(getattr(cls, name, None)) and not name.startswith("_"):

@@ -269,7 +269,7 @@ class AgentServer:
         """Start the part of a group: where each rank is, and how others find rank 0 if it is one of them."""
         workers, ranks = self._host.start(said, self.show)
         with self._lock:
-            self._groups[name] = HostRanks(workers, ranks, self._store)
+            self._groups[name] = HostRanks(workers, ranks, self._store, self._poller.wake)
             if workers.arrivals is not None:
                 self._poller.watch(workers.arrivals, lambda _: workers.check(is_thorough=False))
         return workers.records, workers.rendezvous

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import Kept, KeptCopy, Reply, WorkerCall, Workers
+from bandmaster.contract import Kept, KeptCopy, Reply, Ticket, WorkerCall, WorkerRequest, Workers
 from bandmaster.errors import RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.link import Link, Message
 from bandmaster.hosts.rows import PendingFetch, RowStore
+from bandmaster.wire.client import RequestTicket
 from bandmaster.wire.messages import (
     INLINE_NBYTES,
     MessageKind,
@@ -28,6 +29,7 @@ from bandmaster.wire.messages import (
     header_of,
     inline,
     read_call,
+    read_content,
     read_small_call,
     reply_message,
 )
@@ -77,6 +79,23 @@ class _Queued(NamedTuple):
         return all(rows.done() for rows in self.rows.values() if isinstance(rows, Future))
 
 
+class _QueuedRequests(NamedTuple):
+    """Requests for a rank, behind calls that wait for their rows.
+
+    Attributes:
+        rank: The rank.
+        requests: The requests, whose parts are payloads, by number.
+    """
+
+    rank: int
+    requests: Mapping[int, WorkerRequest]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be sent, if it is the first."""
+        return True
+
+
 class _Unsent:
     """The replies to one call that were not sent yet.
 
@@ -117,15 +136,16 @@ class HostRanks:
         workers: The workers.
         ranks: Their ranks.
         store: Keeps rows that calls leave here.
+        wake: Has the agent look for replies that are to be sent.
     """
 
-    def __init__(self, workers: WorkersHere, ranks: Sequence[int], store: RowStore) -> None:
+    def __init__(self, workers: WorkersHere, ranks: Sequence[int], store: RowStore, wake: Callable[[], object]) -> None:
         self.workers, self.ranks = workers, tuple(ranks)
-        self._store = store
+        self._store, self._wake = store, wake
         self.home: Link | None = None
         self.below: list[Link] = []
         self.n_below = 0
-        self._queue: deque[_Queued] = deque()  # calls that wait for rows, and calls behind them
+        self._queue: deque[_Queued | _QueuedRequests] = deque()  # calls that wait for rows, and what is behind them
         self._open: dict[int, dict[int, Any]] = {rank: {} for rank in ranks}  # tickets by rank and number
         self._n_missing: dict[int, int] = {}  # by number of the call: the replies that are still to come
         self._done: deque[tuple[int, int]] = deque()  # ranks that have replied, and numbers of the calls
@@ -145,6 +165,14 @@ class HostRanks:
         """
         for ranks, body in message.content[1]:
             flags, number = header_of(body)
+            if flags == MessageKind.REQUESTS:
+                requests = {
+                    number: WorkerRequest(method, message.unpack(part), Reply(reply))
+                    for number, method, reply, part in read_content(memoryview(body))
+                }
+                self._n_missing.update(dict.fromkeys(requests, 1))
+                self._queue.append(_QueuedRequests(ranks[0], requests))
+                continue
             call, names = self._read(flags, memoryview(body), message)
             rows, present = {}, {}
             for label, name in names:
@@ -180,6 +208,9 @@ class HostRanks:
         """Send the calls whose rows are here, in their order."""
         while self._queue and self._queue[0].is_ready:
             queued = self._queue.popleft()
+            if isinstance(queued, _QueuedRequests):
+                self._request(*queued)
+                continue
             sent: dict[int, Any] = {}
             why: Failure | None = None
             try:
@@ -187,12 +218,36 @@ class HostRanks:
             except Exception as error:  # rows are gone, there is no memory, or the group was stopped
                 why = Failure(FailureKind.LOST, str(error)) if isinstance(error, RowsLost) else Failure.of(error)
             for rank, ticket in sent.items():
-                self._open[rank][queued.number] = ticket
-                ticket.on_done = partial(self._done.append, (rank, queued.number))
-                if ticket.is_done:
-                    self._done.append((rank, queued.number))
+                self._watch(rank, queued.number, ticket)
             if why is not None:
                 self._fail(queued.number, [rank for rank in queued.call.ranks if rank not in sent], why)
+
+    def _request(self, rank: int, requests: Mapping[int, WorkerRequest]) -> None:
+        """Send requests."""
+        try:
+            parts = self.workers.put([request.part for request in requests.values()])
+            placed = [request._replace(part=part) for request, part in zip(requests.values(), parts, strict=True)]
+            self.workers.request(rank, placed, partial(self._watch_all, rank, tuple(requests)))
+        except Exception as error:  # there is no memory, or the group was stopped
+            for number in requests:
+                self._open[rank].pop(number, None)
+                self._fail(number, [rank], Failure.of(error))
+
+    def _watch_all(self, rank: int, numbers: Sequence[int], tickets: Sequence[Ticket]) -> None:
+        for number, ticket in zip(numbers, tickets, strict=True):
+            self._watch(rank, number, ticket)
+
+    def _watch(self, rank: int, number: int, ticket: Any) -> None:
+        """Note a ticket, and have its reply sent when it is there."""
+        self._open[rank][number] = ticket
+        ticket.on_done = partial(self._is_done, rank, number)
+        if ticket.is_done:
+            self._done.append((rank, number))
+
+    def _is_done(self, rank: int, number: int) -> None:
+        self._done.append((rank, number))
+        if self.workers.arrivals is None:  # another thread has received the reply
+            self._wake()
 
     def _placed(self, queued: _Queued) -> WorkerCall:
         """A call whose parts and rows are where the workers can read them."""
@@ -255,7 +310,7 @@ class HostRanks:
             kind = ReplyKind.NOTHING
         elif isinstance(outcome, Failure):
             kind, content = ReplyKind.FAILURE, inline(encode(outcome))
-            if not ticket.is_dropped:
+            if not (ticket.is_dropped or isinstance(ticket, RequestTicket)):
                 self._failed[rank] = number, ticket
         elif not isinstance(outcome, Payload):
             assert outcome.facts is not None, "a value without rows is returned"
@@ -289,10 +344,19 @@ class HostRanks:
 
     def interrupt(self, numbers: Mapping[int, int | None]) -> None:
         """Interrupt calls by their numbers; see `contract.Workers.interrupt`."""
-        given_up = [queued for queued in self._queue if queued.number in numbers.values()]
-        self._queue = deque(queued for queued in self._queue if queued.number not in numbers.values())
-        for queued in given_up:
-            self._fail(queued.number, queued.call.ranks, Failure(FailureKind.CANCELLED, "cancelled before it was sent"))
+        meant, queue = {number for number in numbers.values() if number is not None}, self._queue
+        why = Failure(FailureKind.CANCELLED, "cancelled before it was sent")
+        self._queue = deque()
+        for queued in queue:
+            if isinstance(queued, _QueuedRequests):
+                for number in meant & queued.requests.keys():
+                    self._fail(number, [queued.rank], why)
+                left = {number: request for number, request in queued.requests.items() if number not in meant}
+                self._queue.append(queued._replace(requests=left))
+            elif queued.number in meant:
+                self._fail(queued.number, queued.call.ranks, why)
+            else:
+                self._queue.append(queued)
         self.workers.interrupt(self.tickets(numbers))
 
     def resume(self, numbers: Mapping[int, int]) -> None:

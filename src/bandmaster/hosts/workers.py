@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, NOT_STARTED, Kept, Launch, RowFacts, WorkerCall, WorkerRecord
+from bandmaster.contract import (
+    CLOSED,
+    NOT_STARTED,
+    Kept,
+    Launch,
+    RowFacts,
+    Ticket,
+    WorkerCall,
+    WorkerRecord,
+    WorkerRequest,
+)
 from bandmaster.errors import ClosedError, PlacementError, RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.agent import AgentServer
@@ -21,7 +31,7 @@ from bandmaster.hosts.rows import Fetch, PendingFetch, RowKey
 from bandmaster.platform.settings import tree_from
 from bandmaster.rows.table import contains, united
 from bandmaster.wire.client import Client, MessageTicket
-from bandmaster.wire.messages import INLINE_NBYTES, MessageKind, call_message, inline
+from bandmaster.wire.messages import INLINE_NBYTES, MessageKind, call_message, control_message, inline
 
 STACKS_TIMEOUT_S = 1.0
 Ranks = tuple[int, ...] | None  # None for all that the group has on a host
@@ -170,6 +180,7 @@ class AgentWorkers(Client):
         self.name, self._links = name, links
         self._agents = list(agents)
         self._open = {rank: {} for rank in range(len(agents))}
+        self._requests = {rank: {} for rank in range(len(agents))}
         self.records: list[WorkerRecord] = []
         self._told: Callable[[Sequence[int]], Any]
         self._again: Callable[[int], Agent] | None = None
@@ -215,6 +226,23 @@ class AgentWorkers(Client):
                 content = self.name, mine.calls, mine.fetches(agent), bool(relays)
                 self._send(agent, FrameKind.CALLS, *content, large=mine.large)
         self._links.flush(list(outgoing) if self._relay_of is None else self.hosts)
+
+    def request(self, rank: int, requests: Sequence[WorkerRequest], take: Callable[[Sequence[Ticket]], object]) -> None:
+        """Send requests to a rank; see `contract.Workers.request`."""
+        agent, outgoing = self._agents[rank], _Outgoing()
+        with self.lock:
+            if self._why_stopped is not None:
+                raise ClosedError(self._why_stopped)
+            tickets = self._new_requests(rank, len(requests), take)
+            if tickets:
+                content = [
+                    (ticket.number, method, int(reply), part if type(part) is tuple else part.key)
+                    for (method, part, reply), ticket in zip(requests, tickets, strict=True)
+                ]
+                message = control_message(MessageKind.REQUESTS, content)[4:]
+                outgoing.add((rank,), message, [part for _, part, _ in requests])
+                self._send(agent, FrameKind.CALLS, self.name, outgoing.calls, (), False, large=outgoing.large)
+        self._links.flush([agent] if self._relay_of is None else self.hosts)
 
     def _relays_of(self, calls: Sequence[WorkerCall]) -> Sequence[Agent]:
         """The agents of a large group that pass a call on, if it is the same for all ranks."""

@@ -21,7 +21,7 @@ from bandmaster.errors import BatchError, ProtocolError
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.render import Cell, svg_bands, text_table
 from bandmaster.plan.rows import part_numbers, row_ranges, shards, sources
-from bandmaster.plan.transfer import Concat, Custom, Incoming, PerRank, Split, TransferProtocol, as_protocol
+from bandmaster.plan.transfer import Concat, Custom, Incoming, PerRank, Route, Split, TransferProtocol, as_protocol
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def plan(protocol: object, mesh: Mesh, rows: int) -> TransferPlan:
         rows: Rows of the batch, 0 or more.
 
     Raises:
-        ProtocolError: ``protocol`` is not a transfer protocol, or is a pair of functions, which cannot be previewed.
+        ProtocolError: ``protocol`` is not a transfer protocol, or has no plan: it is a pair of functions, or a `Route`.
         MeshError: The protocol names an axis that ``mesh`` does not have and that is not one of the six protocols'.
         BatchError: ``rows`` is negative.
     """
@@ -135,6 +135,8 @@ def plan(protocol: object, mesh: Mesh, rows: int) -> TransferPlan:
         raise ProtocolError(
             "a custom protocol cannot be planned, because its dispatch_fn runs at the call; pass a TransferProtocol"
         )
+    if isinstance(parsed.outgoing, Route):
+        raise ProtocolError(f"{parsed.outgoing!r} chooses a replica when a request is sent, so there is no plan")
     if rows < 0:
         raise BatchError(f"rows must be a non-negative number, got {rows}")
     received: tuple[tuple[int, int] | None, ...] = (None,) * mesh.size

@@ -17,7 +17,7 @@ import numpy as np
 from bandmaster.errors import MeshError
 from bandmaster.plan.batch_types import Index
 from bandmaster.plan.mesh import Mesh
-from bandmaster.plan.transfer import Dispatch, Gather, Incoming, Reduce, Split
+from bandmaster.plan.transfer import Concat, Dispatch, Gather, Incoming, Reduce, Route, Split, TransferProtocol
 
 TABLE_AXES = frozenset(axis for dispatch in Dispatch for axis in dispatch.value.axis_names)
 
@@ -126,8 +126,8 @@ def balanced(costs: np.ndarray[Any, Any], sizes: Sequence[int]) -> tuple[np.ndar
 
 
 @lru_cache(maxsize=1024)
-def part_numbers(mesh: Mesh, split: Split) -> tuple[int, ...]:
-    """For each rank, the index of the part of a split that it receives.
+def part_numbers(mesh: Mesh, split: Split | Route) -> tuple[int, ...]:
+    """For each rank, the index of the part of a split that it receives, or of the replica that it belongs to.
 
     Raises:
         MeshError: ``mesh`` does not have an axis, or axes overlap.
@@ -136,13 +136,23 @@ def part_numbers(mesh: Mesh, split: Split) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def shards(mesh: Mesh, split: Split) -> tuple[tuple[int, ...], ...]:
-    """For each part of a split, the ranks that receive it. Raises MeshError in the cases of `part_numbers`."""
+def shards(mesh: Mesh, split: Split | Route) -> tuple[tuple[int, ...], ...]:
+    """For each part of a split, or replica, its ranks. Raises MeshError in the cases of `part_numbers`."""
     numbers = part_numbers(mesh, split)
     parts: list[list[int]] = [[] for _ in range(max(numbers) + 1)]
     for rank, number in enumerate(numbers):
         parts[number].append(rank)
     return tuple(map(tuple, parts))
+
+
+def replicas(mesh: Mesh, protocol: TransferProtocol[Any, Any]) -> tuple[tuple[int, ...], ...]:
+    """For each replica of a request, its ranks, the one that returns the value first. Raises MeshError as `shards`."""
+    route: Route = protocol.outgoing
+    leaders = sources(mesh, Concat(*route.axes, **dict(protocol.incoming.at)))
+    return tuple(
+        (leader, *(rank for rank in ranks if rank != leader))
+        for leader, ranks in zip(leaders, shards(mesh, route), strict=True)
+    )
 
 
 def cut_rows(mesh: Mesh, split: Split, rows: int, costs: np.ndarray[Any, Any] | None = None) -> Cut:

@@ -1,8 +1,9 @@
 """Transfer protocols as data: rules that distribute the arguments of a call and combine its results. Pure.
 
 Dispatch rules, one per argument: `Split`, `Broadcast`, `PerRank`. Collect rules: `Concat`, `Gather`, `Reduce`, `Only`.
-A `TransferProtocol` has one dispatch rule and one collect rule, or a tuple of collect rules for a method that returns a
-tuple. `Dispatch` holds the six protocols of HybridFlow. Users write other protocols as values::
+The dispatch rule of a request is `Route`. A `TransferProtocol` has one dispatch rule and one collect rule, or a tuple
+of collect rules for a method that returns a tuple. `Dispatch` holds the six protocols of HybridFlow and that of
+requests. Users write other protocols as values::
 
     TransferProtocol(Split("dp", "tp"), Concat("dp", "tp"))
     TransferProtocol(Split("dp"), (Concat("dp"), Reduce("mean", weights="rows")))
@@ -92,6 +93,40 @@ class Broadcast:
 @dataclass(frozen=True)
 class PerRank:
     """Sends item r of the argument, a sequence with one value per rank, to rank r."""
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Route:
+    """Sends a request to one replica, which is chosen when it is sent: the one with the fewest open requests.
+
+    The ranks with equal coordinates on ``axes`` are a replica; all of them get the request, and `Only` says which of
+    them returns the value.
+
+    Args:
+        *axes: Names of mesh axes; at least one.
+
+    Raises:
+        ProtocolError: There is no axis, or an axis is not a string or is named twice.
+
+    Example:
+        >>> import bandmaster as bm
+        >>> class Rollout(bm.Worker):
+        ...     @bm.register(bm.TransferProtocol(Route("dp"), bm.Only()), concurrency=64)
+        ...     async def chat(self, prompt): return prompt[::-1]
+        >>> with bm.ResourcePool([2], backend="inprocess") as pool:
+        ...     bm.WorkerGroup(pool, Rollout).chat("abc").result()
+        'cba'
+    """
+
+    axes: tuple[str, ...]
+
+    def __init__(self, *axes: str) -> None:
+        if not axes:
+            raise ProtocolError('Route requires at least one axis, for example Route("dp")')
+        _set(self, axes=_axis_names("Route", axes))
+
+    def __repr__(self) -> str:
+        return _written("Route", self.axes, {})
 
 
 Outgoing = Split | Broadcast | PerRank
@@ -212,7 +247,7 @@ class Reduce(_Selection):
 
 
 Incoming = Concat | Gather | Reduce | Only
-OutgoingT = TypeVar("OutgoingT", bound=Outgoing, covariant=True)
+OutgoingT = TypeVar("OutgoingT", bound="Outgoing | Route", covariant=True)
 IncomingT = TypeVar("IncomingT", bound="Incoming | tuple[Incoming, ...]", covariant=True)
 
 
@@ -247,13 +282,26 @@ class TransferProtocol(Generic[OutgoingT, IncomingT]):
     incoming: IncomingT
 
     def __post_init__(self) -> None:
-        if not isinstance(self.outgoing, Outgoing):
-            raise ProtocolError(f"outgoing must be a Split, Broadcast or PerRank, got {self.outgoing!r}")
+        if not isinstance(self.outgoing, Outgoing | Route):
+            raise ProtocolError(f"outgoing must be a Split, Broadcast, PerRank or Route, got {self.outgoing!r}")
         if not self.collects or not all(isinstance(collect, Incoming) for collect in self.collects):
             raise ProtocolError(
                 f"incoming must be a Concat, Gather, Reduce or Only, or a tuple of them, got {self.incoming!r}"
             )
-        check_padding(self.outgoing, self)
+        if isinstance(self.outgoing, Route):
+            self._check_route(self.outgoing)
+        else:
+            check_padding(self.outgoing, self)
+
+    def _check_route(self, route: Route) -> None:
+        if not isinstance(self.incoming, Only):
+            raise ProtocolError(
+                f"a request has the value of one rank of its replica, so that {route!r} collects with Only(), got "
+                f"{self.incoming!r}"
+            )
+        fixed = [axis for axis, _ in self.incoming.at if axis in route.axes]
+        if fixed:
+            raise ProtocolError(f"{route!r} chooses the coordinate on {fixed[0]!r}; remove {fixed[0]}= from Only")
 
     @property
     def collects(self) -> tuple[Incoming, ...]:
@@ -263,7 +311,7 @@ class TransferProtocol(Generic[OutgoingT, IncomingT]):
     @property
     def axis_names(self) -> tuple[str, ...]:
         """The axes that the rules name, without duplicates, those of the dispatch rule first."""
-        split = self.outgoing.axes if isinstance(self.outgoing, Split) else ()
+        split = self.outgoing.axes if isinstance(self.outgoing, Split | Route) else ()
         collected = [axis for collect in self.collects for axis in (*collect.axes, *dict(collect.at))]
         return tuple(dict.fromkeys((*split, *collected)))
 
@@ -290,7 +338,7 @@ def check_weights(protocol: TransferProtocol[Any, Any], rules: Sequence[Outgoing
 
 
 class Dispatch(Enum):
-    """The six transfer protocols of HybridFlow (arXiv 2409.19256, table 3), by the paper's names.
+    """The six transfer protocols of HybridFlow (arXiv 2409.19256, table 3), by the paper's names, and ``REQUEST``.
 
     `register` accepts a member or its name in the paper: ``Dispatch.THREE_D_PROTO`` or ``"3D_PROTO"``. An axis of
     these protocols that a mesh does not have counts as size 1, so ``"3D_PROTO"`` works on ``Mesh(dp=8)``.
@@ -302,6 +350,7 @@ class Dispatch(Enum):
     THREE_D_PP_ONLY = TransferProtocol(Broadcast(), Gather("pp", dp=0, tp=0))
     DP_PROTO = TransferProtocol(Split("dp"), Concat("dp"))
     ALL_TO_ALL = TransferProtocol(PerRank(), Gather())
+    REQUEST = TransferProtocol(Route("dp"), Only(tp=0))
 
     @property
     def paper_name(self) -> str:

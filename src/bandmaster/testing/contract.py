@@ -34,7 +34,7 @@ from bandmaster.pool import ResourcePool
 from bandmaster.testing.faults import BadResult, FailToUnpickle, Kill, Raise
 from bandmaster.testing.faulty import with_faults
 from bandmaster.testing.leaks import no_leaks
-from bandmaster.testing.workers import Behaves, Counted, Echo, FailsToStart, Keeps, Notes, Restarts
+from bandmaster.testing.workers import Asked, Behaves, Counted, Echo, FailsToStart, Keeps, Notes, Restarts
 from bandmaster.worker import Worker
 
 SMALL, LARGE = 4, 200_000  # array lengths: one that may travel inside a message, and one that is too large for it
@@ -263,6 +263,61 @@ class BackendContract:
             assert group.echo(1) == [1, 1, 1]
 
     # --- closing, restarting, replacing ---
+
+    # --- requests ---
+
+    def test_requests_run_beside_each_other_on_the_least_busy_replicas(self) -> None:
+        """Each request gets its own value back, small or large, and goes to the replica with the fewest of them."""
+        with self.group(2, Asked) as group:
+            for n in (SMALL, LARGE):
+                given = [np.full(n, number) for number in range(8)]
+                futures = [group.meet.options(replica=number % 2)(4, array) for number, array in enumerate(given)]
+                for array in given:
+                    array += 100
+                found = [(rank, int(array[0])) for rank, array in (future.result() for future in futures)]
+                assert found == [(number % 2, number) for number in range(8)]
+                assert group.count() == [(4, 0), (4, 0)]
+            held = [group.hold() for _ in range(4)]
+            group.open.all().result()
+            assert [future.result() for future in held] == [0, 1, 0, 1]
+
+    def test_a_call_begins_when_the_requests_before_it_have_ended(self) -> None:
+        """A call of all ranks runs alone: after the requests that were sent before, and before those behind it."""
+        self._needs_processes()
+        with self.group(2, Asked) as group:
+            held = group.hold.all()
+            group.open.all().result()
+            first = [group.meet(1, 0) for _ in range(4)]
+            counted = group.count.submit()
+            second = [group.meet(1, 1) for _ in range(2)]
+            assert counted.result() == [(2, 0), (2, 0)]
+            assert held.result() == [0, 1]
+            assert [future.result()[1] for future in (*first, *second)] == [0] * 4 + [1] * 2
+            assert group.count() == [(1, 0), (1, 0)]
+
+    def test_a_request_can_be_cancelled(self) -> None:
+        """Its coroutine is cancelled, and the requests beside it go on."""
+        with self.group(2, Asked) as group:
+            first, second = group.hold.options(replica=0)(), group.hold.options(replica=0)()
+            assert first.cancel()
+            with pytest.raises(CallCancelled):
+                first.result()
+            group.open.all().result()
+            assert second.result() == 0
+            assert group.count()[0][1] <= 1  # none if it had not begun
+
+    def test_a_replica_that_dies_fails_its_requests_alone(self) -> None:
+        """They raise `WorkerDied`, which names the rank; requests to other replicas go on, and later ones go there."""
+        self._needs_processes()
+        with self.group(3, Asked) as group:
+            held = [group.hold.options(replica=replica)() for replica in range(3)]
+            for future in (group.end.options(replica=1)(), held[1]):
+                with pytest.raises(WorkerDied, match=r"on rank 1 \(dp=1"):
+                    future.result()
+            assert {group.meet(1, 0).result()[0] for _ in range(6)} <= {0, 2}
+            for replica in (0, 2):
+                group.open.options(replica=replica)().result()
+            assert [held[replica].result() for replica in (0, 2)] == [0, 2]
 
     def test_closing_leaves_nothing_and_can_be_done_twice(self) -> None:
         """Closing, even with a busy worker, releases every resource; a second close does nothing."""

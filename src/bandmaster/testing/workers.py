@@ -60,6 +60,47 @@ class Keeps(Worker):
         return self.kept
 
 
+class Asked(Worker):
+    """Answers requests."""
+
+    def __init__(self) -> None:
+        self.inside, self.opened, self.n_cancelled = 0, asyncio.Event(), 0
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def meet(self, n: int, value: Any) -> tuple[int, Any]:
+        """Return the rank and the value once n requests, those before included, have come here."""
+        self.inside += 1
+        while self.inside < n:
+            await asyncio.sleep(0)
+        return self.rank, value
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def hold(self) -> int:
+        """Return the rank once `open` was called."""
+        try:
+            await self.opened.wait()
+        except asyncio.CancelledError:
+            self.n_cancelled += 1
+            raise
+        return self.rank
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def open(self) -> None:
+        """Let the requests of `hold` go on."""
+        self.opened.set()
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def end(self) -> None:
+        """End the process."""
+        os._exit(3)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def count(self) -> tuple[int, int]:
+        """Return how many requests have come to `meet`, and how many of `hold` were cancelled; count anew."""
+        counted, self.inside, self.n_cancelled = (self.inside, self.n_cancelled), 0, 0
+        return counted
+
+
 class Counted:
     """Counts how often it is pickled in this process."""
 

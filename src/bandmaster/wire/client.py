@@ -13,17 +13,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bandmaster import contract
 from bandmaster.codec import Payload
 from bandmaster.contract import Kept
 from bandmaster.errors.failure import Failure
-from bandmaster.wire.messages import HEADER_NBYTES, TIMES_NBYTES, Receiver, ReplyKind, header_of, read_reply
+from bandmaster.wire.messages import (
+    HEADER_NBYTES,
+    TIMES_NBYTES,
+    Receiver,
+    ReplyKind,
+    header_of,
+    outcome_of,
+    read_content,
+    read_reply,
+)
 from bandmaster.wire.poller import Poller
 
-_VALUE, _TIMED = ReplyKind.VALUE, ReplyKind.TIMED
+_VALUE, _SEVERAL, _TIMED = ReplyKind.VALUE, ReplyKind.SEVERAL, ReplyKind.TIMED
 
 
 class MessageTicket(contract.Ticket):
@@ -53,6 +62,12 @@ class MessageTicket(contract.Ticket):
         return self.number
 
 
+class RequestTicket(MessageTicket):
+    """The ticket of a request, whose reply may come before those to earlier messages."""
+
+    __slots__ = ()
+
+
 class Client:
     """The open calls of some ranks, their replies, and the ranks that have died. Any thread may call it.
 
@@ -70,6 +85,7 @@ class Client:
         self.lock = poller.lock
         self._poller, self._numbers = poller, numbers
         self._open: dict[int, dict[int, MessageTicket]] = {}  # by rank and number, in the order in which they were sent
+        self._requests: dict[int, dict[int, MessageTicket]] = {}  # of them, those that are replied to in any order
         self._n_failed = 0
 
     # --- sending; the lock is held ---
@@ -80,6 +96,18 @@ class Client:
             tickets[rank] = MessageTicket(number)
             self._finish(tickets[rank], self.deaths[rank])
         return [rank for rank in ranks if rank not in self.deaths]
+
+    def _new_requests(
+        self, rank: int, n: int, take: Callable[[Sequence[contract.Ticket]], object]
+    ) -> list[RequestTicket]:
+        """The tickets of requests that are about to be sent; none if the rank has died, as they say already."""
+        tickets = [RequestTicket(next(self._numbers)) for _ in range(n)]
+        take(tickets)
+        self._requests[rank].update({ticket.number: ticket for ticket in tickets})
+        if rank not in self.deaths:
+            return tickets
+        self._fail_open(rank, self.deaths[rank])
+        return []
 
     # --- receiving ---
 
@@ -131,13 +159,15 @@ class Client:
         """Take a reply that some ranks share; False if one of them had replied before. The lock is held."""
         kind, number = header_of(body)
         times = None
+        if kind == _SEVERAL:
+            return self._take_several(ranks[0], read_content(body), receiver)
         if kind >= _TIMED:
             kind -= _TIMED
             times, body = (bytes(body[-TIMES_NBYTES:]), time.monotonic_ns()), body[:-TIMES_NBYTES]
         outcome = Payload(bytes(body[HEADER_NBYTES:])) if kind == _VALUE else read_reply(kind, body, receiver)
         is_first = True
         for rank in ranks:
-            ticket = self._open[rank].pop(number, None)
+            ticket = self._open[rank].pop(number, None) or self._requests[rank].pop(number, None)
             if ticket is None:
                 is_first = False
                 continue
@@ -151,6 +181,15 @@ class Client:
                 ticket.on_done()
         return is_first
 
+    def _take_several(self, rank: int, replies: Sequence[tuple[int, int, Any]], receiver: Receiver) -> bool:
+        """Take replies to requests of a rank."""
+        requests = self._requests[rank]
+        for number, kind, content in replies:
+            ticket = requests.pop(number, None)
+            if ticket is not None:
+                self._finish(ticket, Payload(content) if kind == _VALUE else outcome_of(kind, content, receiver))
+        return True
+
     def _finish(self, ticket: MessageTicket, outcome: Any) -> None:
         ticket.outcome, ticket.is_done, ticket.holds = outcome, True, ()
         if type(outcome) is Failure:
@@ -160,12 +199,14 @@ class Client:
 
     def _fail_open(self, rank: int, why: Failure) -> None:
         """Fail all calls that a rank has not replied to."""
-        while self._open[rank]:
-            _, ticket = self._open[rank].popitem()
-            self._finish(ticket, why)
+        for table in (self._open[rank], self._requests.get(rank, {})):  # links are sent none
+            while table:
+                _, ticket = table.popitem()
+                self._finish(ticket, why)
         self._poller.wake_if_blocked()
 
     def is_at(self, rank: int, ticket: MessageTicket) -> bool:
-        """Whether a worker has come to a call: it replies to them in order."""
+        """Whether a worker has come to a call: it replies to them in order, and to requests before later calls."""
         with self.lock:
-            return next(iter(self._open.get(rank, {}).values()), None) is ticket
+            first_request = next(iter(self._requests.get(rank, ())), math.inf)
+            return next(iter(self._open.get(rank, {}).values()), None) is ticket and ticket.number < first_request

@@ -238,6 +238,27 @@ class Lane:
                 return body
             self.tell()  # which segments were closed because of that
 
+    def set_aside(self) -> tuple[memoryview, dict[int, Any]]:
+        """The last message, to be taken up again after others were received: its body, and its claims on segments."""
+        assert self.body is not None, "it was received"
+        aside = memoryview(bytes(self.body)), self._claims
+        self.body, self._claims = None, {}
+        return aside
+
+    def take_up(self, aside: tuple[memoryview, dict[int, Any]]) -> memoryview:
+        """Take a message up again that was set aside. Returns its body."""
+        self.body, self._claims = aside
+        return aside[0]
+
+    def send_beside(self, message: bytes) -> None:
+        """Send a message that names no segment, from another thread than the one that receives; it does not wait.
+
+        Raises:
+            BlockingIOError: The other end does not read.
+            OSError: The other end is gone.
+        """
+        self.socket.send(message, self._send_flags | _DONT_WAIT)
+
     def unpack(self, part: Any) -> Payload:
         """The payload that a part of the last body names, in memory of this end's own.
 

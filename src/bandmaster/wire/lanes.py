@@ -13,18 +13,18 @@ import itertools
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import CLOSED, QUEUED, Kept, WorkerCall
+from bandmaster.contract import CLOSED, QUEUED, Kept, Ticket, WorkerCall, WorkerRequest
 from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.limits import start_thread
 from bandmaster.wire import status_page
-from bandmaster.wire.client import Client, MessageTicket
+from bandmaster.wire.client import Client, MessageTicket, RequestTicket
 from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
     INLINE_NBYTES,
@@ -43,12 +43,13 @@ from bandmaster.wire.segment_reader import KeptSegment
 from bandmaster.wire.segments import Segment, SegmentPayload, SegmentWriter, SharedPayload
 
 MAX_UNANSWERED = min(256, status_page.N_SLOTS // 2)  # messages to one worker: each needs a slot on its status page
+REQUEST_NBYTES = 64  # of a request in a message, without its part and the name of its method
 MAX_NUMBERS_NBYTES = MAX_MESSAGE_NBYTES - MAX_PARTS_NBYTES - 8 * 1024  # of rows, in a message
 
 _T = TypeVar("_T")
 
-# A message, the segments that it names, and the ticket of its reply if it has one.
-_Outgoing = tuple[bytes, Sequence[Segment], MessageTicket | None]
+# A message, the segments that it names, and the tickets that it has replies for.
+_Outgoing = tuple[bytes, Sequence[Segment], Sequence[MessageTicket]]
 
 
 class LaneClient(Client):
@@ -73,6 +74,7 @@ class LaneClient(Client):
         self._buffer = bytearray(MAX_MESSAGE_NBYTES)  # what all lanes receive in
         self._lanes: dict[int, Lane] = {}
         self._queues: dict[int, deque[_Outgoing]] = {}  # messages that a worker that is busy has not taken yet
+        self._n_beside: dict[int, int] = {}  # how many of these are no calls
         self._sender: threading.Thread | None = None
         self._teller: threading.Thread | None = None  # as long as there are leases
         self._is_over = threading.Event()  # set with `is_stopped`
@@ -159,16 +161,38 @@ class LaneClient(Client):
     def change_environment(self, rank: int, variables: Mapping[str, str]) -> None:
         """Set variables in a worker's environment, once it has done what was sent before."""
         with self.lock:
-            self._send_control(rank, control_message(MessageKind.ENVIRONMENT, variables))
+            self._send_control(rank, control_message(MessageKind.ENVIRONMENT, dict(variables)))
 
     def pause(self, rank: int) -> None:
         """Have a worker leave its lane, once it has done what was sent before; the lock is held."""
         self._send_control(rank, control_message(MessageKind.PAUSE))
 
+    def request(self, rank: int, requests: Sequence[WorkerRequest], take: Callable[[Sequence[Ticket]], object]) -> None:
+        """Send requests to a rank; see `contract.Workers.request`."""
+        with self.lock:
+            if self.is_stopped:
+                raise ClosedError(self._why_closed)
+            numbered = list(zip(requests, self._new_requests(rank, len(requests), take), strict=False))
+            for some in _that_fit(numbered):
+                segments: list[Segment] = []
+                content = [
+                    (ticket.number, method, int(reply), _named(part, segments))
+                    for (method, part, reply), ticket in some
+                ]
+                for segment in segments:
+                    self._writer.lease(segment, rank)
+                message = control_message(MessageKind.REQUESTS, content)
+                self._send_beside(rank, (message, segments, [ticket for _, ticket in some]))
+
     def _send_control(self, rank: int, message: bytes) -> None:
         if rank not in self.deaths:
-            self._queues[rank].append((message, (), None))
-            self._flush(rank)
+            self._send_beside(rank, (message, (), ()))
+
+    def _send_beside(self, rank: int, outgoing: _Outgoing) -> None:
+        """Send a message that is no call, and has no place among the calls to interrupt."""
+        self._n_beside[rank] += 1
+        self._queues[rank].append(outgoing)
+        self._flush(rank)
 
     def _send_call(self, call: WorkerCall, tickets: dict[int, Any]) -> None:
         """Send one call to its ranks; where the worker is gone, the ticket says so. The lock is held."""
@@ -197,7 +221,7 @@ class LaneClient(Client):
                     continue
                 except (Closed, OSError):  # `_flush` meets it again
                     pass
-            queue.append((message, segments, ticket))
+            queue.append((message, segments, (ticket,)))
             self._flush(rank)
 
     def _numbers_of(self, present: Mapping[int, Any]) -> Any:
@@ -219,28 +243,28 @@ class LaneClient(Client):
     def _flush(self, rank: int) -> None:
         """Send the queued messages of a rank, as far as it reads and replies; a thread sends the rest."""
         queue, lane = self._queues[rank], self._lanes[rank]
-        while queue and len(self._open[rank]) - len(queue) < MAX_UNANSWERED:
+        while queue and len(self._open[rank]) - (len(queue) - self._n_beside[rank]) < MAX_UNANSWERED:
             try:
                 lane.send(queue[0][0], queue[0][1])
             except BlockingIOError:  # there will be an event when it has read
                 self._poller.ask_for_room(lane.fileno(), True)
                 break
             except Closed:
-                queue.clear()
+                self._clear(rank)
                 self._read_to_the_end(rank)
                 return
             except OSError as error:
                 self._drop(rank, queue[0], Failure.of(error))
-            queue.popleft()
+            self._n_beside[rank] -= not _is_call(queue.popleft())
         if queue and self._sender is None:
             self._sender = start_thread("bandmaster-sender", self._send_queued)
 
     def _drop(self, rank: int, outgoing: _Outgoing, why: Failure) -> None:
         """Fail a message that was not sent and will not be: replies come in order, and none comes for this one."""
-        _, segments, ticket = outgoing
+        _, segments, tickets = outgoing
         self._writer.end_leases([segment.id for segment in segments], rank)
-        if ticket is not None:
-            del self._open[rank][ticket.number]
+        for ticket in tickets:
+            (self._open if _is_call(outgoing) else self._requests)[rank].pop(ticket.number, None)
             ticket.is_dropped = True
             self._finish(ticket, why)
             self._poller.wake_if_blocked()
@@ -251,7 +275,7 @@ class LaneClient(Client):
         It goes on until all is replied to: a worker whose replies nobody reads stops as well.
         """
         with self.lock:
-            while any(self._open.values()) and not self._poller.is_closed:
+            while any((*self._open.values(), *self._requests.values())) and not self._poller.is_closed:
                 self._poller.receive(None)
             self._sender = None
 
@@ -312,7 +336,11 @@ class LaneClient(Client):
         with self.lock:
             sent = {rank: ticket for rank, ticket in tickets.items() if not ticket.is_done}
             for rank, ticket in list(sent.items()):
-                for outgoing in [queued for queued in self._queues[rank] if queued[2] is ticket]:
+                if isinstance(ticket, RequestTicket):
+                    self._send_control(rank, control_message(MessageKind.CANCEL, (ticket.number,)))
+                    del sent[rank]
+                    continue
+                for outgoing in [queued for queued in self._queues[rank] if queued[2] == (ticket,)]:
                     self._queues[rank].remove(outgoing)
                     self._drop(rank, outgoing, Failure(FailureKind.CANCELLED, "cancelled before it was sent"))
                     del sent[rank]
@@ -327,7 +355,10 @@ class LaneClient(Client):
 
     def stacks(self, tickets: Mapping[int, MessageTicket]) -> dict[int, str]:
         """The stacks of ranks; see `contract.Workers.stacks`."""
-        queued = {rank: "" if self.is_at(rank, ticket) else QUEUED for rank, ticket in tickets.items()}
+        queued = {
+            rank: "" if isinstance(ticket, RequestTicket) or self.is_at(rank, ticket) else QUEUED
+            for rank, ticket in tickets.items()
+        }
         texts = status_page.stacks([self.processes[rank] for rank in tickets])
         pids = {rank: self.processes[rank] for rank in tickets}
         return {rank: queued[rank] + texts[pid] for rank, pid in pids.items() if pid in texts}
@@ -350,7 +381,8 @@ class LaneClient(Client):
                 before.close()
             self._lanes[rank] = Lane(sock, self._writer, rank, self._buffer)
             self.processes[rank] = pid
-            self._open[rank], self._queues[rank] = {}, deque()
+            self._open[rank], self._requests[rank] = {}, {}
+            self._clear(rank)
             self._poller.watch(sock.fileno(), partial(self._take, rank))
             self.deaths.pop(rank, None)
 
@@ -381,9 +413,10 @@ class LaneClient(Client):
 
     def _read_to_the_end(self, rank: int) -> None:
         """Take what a worker replied before it hung up; nothing is queued for it any more."""
-        n_open = len(self._open[rank]) + 1
-        while rank not in self.deaths and len(self._open[rank]) < n_open:
-            n_open = len(self._open[rank])
+        open_here, requests = self._open[rank], self._requests[rank]
+        n_open = len(open_here) + len(requests) + 1
+        while rank not in self.deaths and len(open_here) + len(requests) < n_open:
+            n_open = len(open_here) + len(requests)
             self._take(rank, 0)
         self._note_death(rank)
 
@@ -394,10 +427,33 @@ class LaneClient(Client):
                 self._poller.ignore(self._lanes[rank].fileno())
                 self._hang_up(rank)
 
+    def _clear(self, rank: int) -> None:
+        self._queues[rank], self._n_beside[rank] = deque(), 0
+
     def _hang_up(self, rank: int) -> None:
         self._writer.forget_reader(rank)
-        self._queues[rank].clear()
+        self._clear(rank)
         self._fail_open(rank, self.deaths[rank])
+
+
+def _is_call(outgoing: _Outgoing) -> bool:
+    tickets = outgoing[2]
+    return len(tickets) == 1 and not isinstance(tickets[0], RequestTicket)
+
+
+def _that_fit(
+    requests: list[tuple[WorkerRequest, RequestTicket]],
+) -> Iterator[list[tuple[WorkerRequest, RequestTicket]]]:
+    """Yield the requests, as many at a time as fit into a message."""
+    start = nbytes = 0
+    for at, ((method, part, _), _) in enumerate(requests):
+        more = REQUEST_NBYTES + len(method) + (Payload(*part).nbytes if type(part) is tuple else 0)
+        if nbytes and nbytes + more > MAX_PARTS_NBYTES:
+            yield requests[start:at]
+            start, nbytes = at, 0
+        nbytes += more
+    if requests:
+        yield requests[start:]
 
 
 def _named(part: Any, segments: list[Segment]) -> Any:

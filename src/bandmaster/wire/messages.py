@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from bandmaster.codec import Payload, decode
@@ -52,6 +52,8 @@ class MessageKind:
     CALL = 1  # pickled: method, reply, parts, kept rows by their labels, the part with the numbers of those present
     ENVIRONMENT = 2  # pickled: variables that have changed
     PAUSE = 3  # nothing: the worker leaves the lane once it has done what came before
+    REQUESTS = 4  # pickled: number, method, reply and part of each request; no reply comes to the message itself
+    CANCEL = 6  # pickled: the numbers of requests
     TIMED = 64  # added to that of a call whose reply is to have times
     FENCED = 128  # added to that of a call after whose failure the worker waits, see `contract.Workers.resume`
 
@@ -64,6 +66,7 @@ class ReplyKind:
     PART = 2  # pickled: the part that names the value's payload
     ROWS = 4  # pickled: the part that names the value's payload, which is kept, and its `RowFacts`
     FAILURE = 3  # pickled: the part that names the payload of a `Failure`
+    SEVERAL = 5  # pickled: number, kind, and what the kind says of each of several small replies; its own number is 0
     TIMED = 128  # added to the others: the times of the worker are behind what they say
 
 
@@ -107,9 +110,9 @@ def call_message(number: int, content: CallContent, flags: int = 0) -> bytes:
     return _START.pack(0, MessageKind.CALL | flags, number) + pickle.dumps(content, protocol=5)
 
 
-def control_message(kind: int, content: Mapping[str, str] | None = None) -> bytes:
-    """A message that no reply is sent to: `MessageKind.ENVIRONMENT` or `MessageKind.PAUSE`."""
-    return _START.pack(0, kind, _UNANSWERED) + (b"" if content is None else pickle.dumps(dict(content)))
+def control_message(kind: int, content: Any = None) -> bytes:
+    """A message that has no number, as no reply is sent to it: `MessageKind` says which, and its content."""
+    return _START.pack(0, kind, _UNANSWERED) + (b"" if content is None else pickle.dumps(content, protocol=5))
 
 
 _NO_ARGUMENTS = pickle.dumps((), protocol=5)
@@ -118,7 +121,7 @@ _names: dict[bytes, str] = {}  # so that a method's name is the same object ever
 
 def read_call(body: memoryview) -> CallContent:
     """Read the content of a `MessageKind.CALL`."""
-    content: CallContent = pickle.loads(body[HEADER_NBYTES:])
+    content: CallContent = read_content(body)
     return content
 
 
@@ -147,15 +150,29 @@ def reply_message(number: int, kind: int, content: Any, times: bytes | None = No
     return _START.pack(0, kind | ReplyKind.TIMED, number) + said + times
 
 
+def several_replies(replies: Sequence[tuple[int, int, Any]]) -> bytes:
+    """Several small replies in one: number, kind and content of each."""
+    return _START.pack(0, ReplyKind.SEVERAL, _UNANSWERED) + pickle.dumps(replies, protocol=5)
+
+
+def read_content(body: memoryview) -> Any:
+    """The pickled content of a message or reply."""
+    return pickle.loads(body[HEADER_NBYTES:])
+
+
 def read_reply(kind: int, body: memoryview, receiver: Receiver) -> Payload | Kept | Failure | None:
     """Read a reply that is no `ReplyKind.VALUE`.
 
     Returns:
         The encoded value, the failure, or None for a value that was dropped.
     """
+    return None if kind == ReplyKind.NOTHING else outcome_of(kind, read_content(body), receiver)
+
+
+def outcome_of(kind: int, content: Any, receiver: Receiver) -> Payload | Kept | Failure | None:
+    """The outcome in a reply, from its unpickled content; see `read_reply`."""
     if kind == ReplyKind.NOTHING:
         return None
-    content = pickle.loads(body[HEADER_NBYTES:])
     try:
         if kind == ReplyKind.ROWS:
             return receiver.kept(content[0], RowFacts(*content[1]))

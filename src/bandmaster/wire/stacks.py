@@ -20,9 +20,11 @@ _PACKAGE = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OTHER_THREADS = "\n  in another thread:\n"  # between the stack of the thread that runs the methods, and others
 _IDLE = "  idle: it runs no method"
+_RUNS = "  it runs requests:"
 _WAITS = "  idle: it waits for the ranks that still run a call which failed here"
 _AT_THE_FENCE = f"{_PACKAGE}worker_process/loop.py _wait_at_the_fence\n"
 _NEXT_CALL = f" next_message\n{_PACKAGE}wire/lane.py receive\n"  # of a loop, or one of an actor of verl's layer
+_NEXT_REQUEST = f"{_PACKAGE}worker_process/requests.py next_message\n"
 _NEXT_TASK = "/ray/_private/worker.py main_loop\n"
 _AWAITS = f"{_PACKAGE}worker_process/executor.py wait_for\n"  # where that thread waits for async methods
 _CURRENT = "Current thread"  # the one that the signal reached: the main thread, if it can be
@@ -38,13 +40,15 @@ def readable(text: str) -> str:
     others = [frames for heading, frames in threads if not heading.startswith(_CURRENT) and any(map(_is_users, frames))]
     mine = [frames for heading, frames in threads if heading.startswith(_CURRENT)]
     shown = [awaited] if awaited else [_waits(frames) or _shown(frames) for frames in mine]
+    if tasks and any(_places(frames[-1:]) == _NEXT_REQUEST for frames in mine):
+        shown = [_RUNS]
     return "\n".join(filter(None, [_OTHER_THREADS.join(filter(None, [*shown, *map(_shown, others)])), tasks]))
 
 
 def can_tell_of_tasks(text: str) -> bool:
     """Whether the thread that runs the methods waits in Python code of this library, so that it can tell of tasks."""
     mine = [frames for heading, frames in _threads(text) if heading.startswith(_CURRENT)]
-    ends = _NEXT_CALL, _AT_THE_FENCE
+    ends = _NEXT_CALL, _AT_THE_FENCE, _NEXT_REQUEST
     return any(_places(frames[-2:]).endswith(ends) or _AWAITS in _places(frames[-4:]) for frames in mine)
 
 
@@ -65,7 +69,7 @@ def _waits(frames: list[re.Match[str]]) -> str:
     innermost = _places(frames[-2:])
     if innermost.endswith(_AT_THE_FENCE):
         return _WAITS
-    return _IDLE if innermost.endswith((_NEXT_CALL, _NEXT_TASK)) else ""
+    return _IDLE if innermost.endswith((_NEXT_CALL, _NEXT_TASK, _NEXT_REQUEST)) else ""
 
 
 def _places(frames: list[re.Match[str]]) -> str:

@@ -413,6 +413,12 @@ class ActivityWords:
         """Show the running call under the name of a method of the user's, since when it has been running."""
         self.words[RUNNING] = self.indices[method]
 
+    def show(self, method: str, since: float, n_more: int) -> None:
+        """Show that a method runs since a moment, and how many others beside it; "" for none."""
+        self.times[SINCE] = since
+        self.words[N_MORE] = n_more
+        self.words[RUNNING] = self.indices[method] if method else 0
+
     def end(self) -> None:
         """Show that no method runs."""
         self.words[RUNNING] = 0
@@ -431,9 +437,7 @@ class ActivityWords:
 
     def _show_oldest(self) -> None:
         method, since = next(iter(self._beside.values()), ("", 0.0))
-        self.times[SINCE] = since
-        self.words[N_MORE] = max(0, len(self._beside) - 1)
-        self.words[RUNNING] = self.indices[method] if method else 0
+        self.show(method, since, max(0, len(self._beside) - 1))
 
 
 class _Indices(dict[str, int]):

@@ -8,10 +8,11 @@ import json
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from threading import get_ident
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
@@ -58,15 +59,26 @@ class EventLoopThread:
         """Run a coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on the event loop, in its next round."""
+        is_here = get_ident() == self._thread.ident
+        (self._loop.call_soon if is_here else self._loop.call_soon_threadsafe)(function, *args)
+
+    def task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Make a task, on the event loop."""
+        return self._loop.create_task(coroutine)
+
     def close(self) -> None:
         """Cancel all tasks and end the thread."""
         self._is_closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._end)  # in its own thread: another loop may run in this one
         self._thread.join()
+        self._loop.close()
+
+    def _end(self) -> None:
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
-        self._loop.close()
+        self._loop.call_soon(self._loop.stop)  # behind what that has scheduled
 
     def told(self, awaited: Coroutine[Any, Any, Any] | None) -> str:
         """Tell where a coroutine waits, and of the other tasks: two texts, as JSON. Any thread may call this.

@@ -293,10 +293,9 @@ class Executor:
         """Run a coroutine on the worker's event loop, and wait for its value."""
         future = None
         try:
-            with self.hold():
-                self._loop = self._loop or EventLoopThread(self.activity)
+            loop = self.event_loop()
             with self.hold():  # an interrupt comes either before or after the coroutine is handed over
-                self._awaited, future = coroutine, self._loop.start(coroutine)
+                self._awaited, future = coroutine, loop.start(coroutine)
             error = future.exception()
         except BaseException:  # the call was cancelled
             if future is None:
@@ -309,6 +308,12 @@ class Executor:
         if error is not None:
             raise error
         return future.result()
+
+    def event_loop(self) -> EventLoopThread:
+        """The event loop of async methods, which is made when it is first asked for."""
+        with self.hold():
+            self._loop = self._loop or EventLoopThread(self.activity)
+        return self._loop
 
     def told_of_tasks(self) -> str:
         """Tell where the coroutine of the running call waits, and of the other tasks: two texts, as JSON."""

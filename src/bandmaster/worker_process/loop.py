@@ -9,7 +9,7 @@ import select
 from collections.abc import Sequence
 from typing import Any
 
-from bandmaster.codec import Payload, decode, encode
+from bandmaster.codec import Payload, decode
 from bandmaster.contract import Rows
 from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
@@ -25,9 +25,9 @@ from bandmaster.wire.messages import (
     reply_message,
 )
 from bandmaster.wire.segment_reader import NO_ROWS, RowReader, RowReaders
-from bandmaster.wire.segments import SharedPayload
 from bandmaster.wire.status_page import StatusPage
 from bandmaster.worker_process.executor import Executor
+from bandmaster.worker_process.requests import Requests, reply
 
 FENCE_LOOK_S, FENCE_MOST_S = 0.001, 0.05  # between two looks whether the worker may go on, at first and at most
 _log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Loop:
         self.lane, self._executor, self._page = lane, executor, page
         self._error: BaseException | None = None  # raised outside of a method, and not handled yet
         self._failed = 0  # number of a failed call that other ranks may still run
+        self._requests: Requests | None = None  # once there was one
 
     def run(self) -> bool:
         """Serve the lane until the controller closes or pauses it.
@@ -76,6 +77,8 @@ class Loop:
     def next_message(self) -> memoryview | None:
         """Wait for the next message; None ends `run`."""
         lane = self.lane
+        if self._requests is not None:
+            return self._requests.next_message()
         while True:
             lane.wait_at_most(TELL_S if lane.has_leases else None)
             message = lane.receive()
@@ -93,6 +96,11 @@ class Loop:
             kind, number = header_of(message)
             if kind == MessageKind.PAUSE:
                 return False
+            if kind == MessageKind.REQUESTS:  # from here on, the requests say which message is next
+                self._requests = Requests(lane, executor)
+                self._requests.take(message)
+                lane.body = None
+                continue
             if kind == MessageKind.ENVIRONMENT:
                 os.environ.update(pickle.loads(message[HEADER_NBYTES:]))
                 lane.body = None
@@ -106,7 +114,7 @@ class Loop:
                     self._failed = number
                 outcomes = [outcome]
                 del outcome  # so that the leases on its segments end with the reply
-                _reply(lane, number, outcomes, times)
+                reply(lane, number, outcomes, times)
                 if self._failed:
                     lane.body = None
                     self._wait_at_the_fence()
@@ -150,7 +158,7 @@ class Loop:
             kind, number = header_of(self.lane.body)
             if kind >= MessageKind.FENCED:
                 self._failed = number
-            _reply(self.lane, number, [self._executor.failure(error)])
+            reply(self.lane, number, [self._executor.failure(error)])
             self.lane.body = None
 
     def _wait_at_the_fence(self) -> None:
@@ -167,42 +175,3 @@ class Loop:
                 raise Closed
             look_s = min(2 * look_s, FENCE_MOST_S)
         self._failed = 0
-
-
-def _reply(
-    lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | None], times: bytes | None = None
-) -> None:
-    """Remove the only outcome from the list and send it.
-
-    If a signal handler raises just after the reply was sent, the call is replied to again. The controller uses the
-    first reply.
-    """
-    kind, content, shared = _packed(lane, outcomes.pop())
-    segments = [] if shared is None else [shared.segment]
-    lane.lease(segments)
-    try:
-        lane.send(reply_message(number, kind, content, times), segments)
-    except OSError as error:  # for example, too many descriptors are in flight
-        lane.end_leases(segments)
-        kind, content, _ = _packed(lane, Failure.of(error))
-        lane.send(reply_message(number, kind, content))
-    del shared
-    lane.writer.release()
-
-
-def _packed(lane: Lane, outcome: Payload | Rows | Failure | None) -> tuple[int, Any, SharedPayload | None]:
-    """Kind and content of the reply with an outcome, and the owner of the segment that it names.
-
-    The caller keeps no reference to the arguments or the outcome, so that leases on their segments end with the reply.
-    """
-    if outcome is None:
-        return ReplyKind.NOTHING, None, None
-    if isinstance(outcome, Payload | Rows):
-        try:
-            if isinstance(outcome, Rows):
-                part, shared = lane.pack(outcome.payload, is_kept=True)
-                return ReplyKind.ROWS, (part, tuple(outcome.facts)), shared
-            return ReplyKind.PART, *lane.pack(outcome)
-        except OSError as error:
-            outcome = Failure.of(error)
-    return ReplyKind.FAILURE, *lane.pack(encode(outcome))

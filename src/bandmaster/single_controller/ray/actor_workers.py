@@ -29,8 +29,10 @@ from bandmaster.contract import (
     Kept,
     Reply,
     RowFacts,
+    Ticket,
     WorkerCall,
     WorkerRecord,
+    WorkerRequest,
 )
 from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, UsageError, WorkerDied
 from bandmaster.errors.failure import N_LAST_LINES, Failure, FailureKind
@@ -395,6 +397,13 @@ class ActorWorkers:
             return Failure(FailureKind.RAISED, str(error.cause), str(error), error.cause)
         except RayError as error:
             return Failure.of(error)
+
+    def request(self, rank: int, requests: Sequence[WorkerRequest], take: Callable[[Sequence[Ticket]], object]) -> None:
+        """Refuse: async methods of these actors overlap by Ray's own ``max_concurrency``."""
+        raise UsageError(
+            f"{requests[0].method} is registered as a request, which groups of actors do not have; use a "
+            "bandmaster.WorkerGroup, or register it with another protocol"
+        )
 
     def interrupt(self, tickets: Mapping[int, Any], kill_because: str | None = None) -> None:
         """Interrupt calls through the status page of each rank, on its own node; Ray cancels those that overlap.

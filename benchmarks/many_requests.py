@@ -1,0 +1,267 @@
+"""What does a request cost, and how many are answered at a time? To 2 workers, from one event loop.
+
+Three questions: no-op requests a second with 256 in flight; 1,000 requests that sleep 0.1 s, all at once; one request
+at a time. Peers: bandmaster (backends local and ray), plain Ray's async actors with ``max_concurrency=1000``,
+Monarch's endpoints, and a floor: asyncio on both ends of one Unix socket for each worker, with nothing built on it.
+Each peer runs in a process of its own, in turn, and every answer is compared with what it has to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import pickle
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from harness import machine
+from harness.rows import as_text, figure
+
+N_WORKERS, IN_FLIGHT, N_SLEEPS, SLEEP_S = 2, 256, 1000, 0.1
+Ask = Callable[[str, Any], Awaitable[Any]]  # of method "noop" or "sleep", and its argument
+
+
+async def measured(ask: Ask, n: int) -> dict[str, float]:
+    """Seconds of each kind of work; ``n`` no-ops."""
+
+    async def limited(number: int) -> None:
+        async with gate:
+            assert await ask("noop", number) == number
+
+    gate = asyncio.Semaphore(IN_FLIGHT)
+    found = {}
+    for _ in range(2):  # the first time, it warms up
+        start = time.perf_counter()
+        await asyncio.gather(*map(limited, range(n)))
+        found["noop"] = (time.perf_counter() - start) / n
+    start = time.perf_counter()
+    await asyncio.gather(*[ask("sleep", SLEEP_S) for _ in range(N_SLEEPS)])
+    found["sleeps"] = time.perf_counter() - start
+    alone = []
+    for number in range(min(n, 2000)):
+        start = time.perf_counter()
+        assert await ask("noop", number) == number
+        alone.append(time.perf_counter() - start)
+    return {**found, "alone": statistics.median(alone), "alone_p99": sorted(alone)[int(0.99 * len(alone))]}
+
+
+# --- peers --------------------------------------------------------------------------------------------------------
+
+
+def on_bandmaster(backend: str, n: int) -> dict[str, float]:
+    """Requests of a worker group."""
+    import bandmaster as bm
+
+    class Answers(bm.Worker):
+        @bm.register(bm.Dispatch.REQUEST, concurrency=1000)
+        async def noop(self, value: int) -> int:
+            return value
+
+        @bm.register(bm.Dispatch.REQUEST, concurrency=1000)
+        async def sleep(self, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+
+        @bm.register(bm.Dispatch.ONE_TO_ALL)
+        def blocking(self) -> None: ...
+
+    with bm.ResourcePool([N_WORKERS], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Answers)
+        methods = {"noop": group.noop, "sleep": group.sleep}
+        found = asyncio.run(measured(lambda method, value: methods[method](value), n))
+    with bm.ResourcePool([1], backend=backend) as pool:
+        group, took = bm.WorkerGroup(pool, Answers), []
+        for _ in range(min(n, 2000)):
+            start = time.perf_counter()
+            group.blocking()
+            took.append(time.perf_counter() - start)
+    return {**found, "blocking": statistics.median(took)}
+
+
+def on_plain_ray(n: int) -> dict[str, float]:
+    """Calls of async actors, which take turns."""
+    import ray
+
+    class Answers:
+        async def noop(self, value: int) -> int:
+            return value
+
+        async def sleep(self, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+
+    ray.init(num_cpus=N_WORKERS, log_to_driver=False, include_dashboard=False, object_store_memory=200 * 2**20)
+    actors = [ray.remote(max_concurrency=1000)(Answers).remote() for _ in range(N_WORKERS)]
+    turn = iter(range(10**9))
+
+    async def ask(method: str, value: Any) -> Any:
+        return await getattr(actors[next(turn) % N_WORKERS], method).remote(value)
+
+    return asyncio.run(measured(ask, n // 5))
+
+
+def on_monarch(n: int) -> dict[str, float]:
+    """Endpoints of actors, which take turns."""
+    from monarch.actor import Actor, endpoint, this_host
+
+    class Answers(Actor):
+        @endpoint
+        async def noop(self, value: int) -> int:
+            return value
+
+        @endpoint
+        async def sleep(self, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+
+    async def main() -> dict[str, float]:
+        actors = this_host().spawn_procs(per_host={"gpus": N_WORKERS}).spawn("answers", Answers)
+        await actors.noop.call(1)
+        one, turn = [actors.slice(gpus=rank) for rank in range(N_WORKERS)], iter(range(10**9))
+        return await measured(
+            lambda method, value: getattr(one[next(turn) % N_WORKERS], method).call_one(value), n // 5
+        )
+
+    return asyncio.run(main())
+
+
+def on_sockets(n: int) -> dict[str, float]:
+    """Pickles on sockets between event loops."""
+    ends = []
+    for _ in range(N_WORKERS):
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (mine, theirs):
+            end.setblocking(False)
+        if os.fork() == 0:
+            mine.close()
+            asyncio.run(_serve(theirs))
+            os._exit(0)
+        theirs.close()
+        ends.append(mine)
+
+    async def main() -> dict[str, float]:
+        loop, open_here = asyncio.get_running_loop(), dict[int, asyncio.Future[Any]]()
+        loads, turn = [0] * N_WORKERS, iter(range(10**9))
+
+        def receive(rank: int) -> None:
+            while True:
+                try:
+                    number, value = pickle.loads(ends[rank].recv(65536))
+                except BlockingIOError:
+                    return
+                loads[rank] -= 1
+                open_here.pop(number).set_result(value)
+
+        def ask(method: str, value: Any) -> Awaitable[Any]:
+            number, rank = next(turn), loads.index(min(loads))
+            future = open_here[number] = loop.create_future()
+            loads[rank] += 1
+            _send(loop, ends[rank], pickle.dumps((number, method, value), 5))
+            return future
+
+        for rank, end in enumerate(ends):
+            loop.add_reader(end, receive, rank)
+        return await measured(ask, n)
+
+    return asyncio.run(main())
+
+
+def _send(loop: asyncio.AbstractEventLoop, end: socket.socket, message: bytes) -> None:
+    try:
+        end.send(message)
+    except BlockingIOError:
+        loop.call_later(0.001, _send, loop, end, message)
+
+
+async def _serve(end: socket.socket) -> None:
+    loop, is_over, tasks = asyncio.get_running_loop(), asyncio.Event(), set[asyncio.Task[None]]()
+
+    async def answer(number: int, method: str, value: Any) -> None:
+        if method == "sleep":
+            await asyncio.sleep(value)
+        _send(loop, end, pickle.dumps((number, value if method == "noop" else None), 5))
+
+    def receive() -> None:
+        while True:
+            try:
+                message = end.recv(65536)
+            except BlockingIOError:
+                return
+            if not message:
+                is_over.set()
+                loop.remove_reader(end)
+                return
+            task = loop.create_task(answer(*pickle.loads(message)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    loop.add_reader(end, receive)
+    await is_over.wait()
+
+
+PEERS: dict[str, tuple[str, Callable[[int], dict[str, float]]]] = {  # the module that each needs, and what runs it
+    "floor": ("socket", on_sockets),
+    "bandmaster local": ("bandmaster", lambda n: on_bandmaster("local", n)),
+    "bandmaster ray": ("ray", lambda n: on_bandmaster("ray", n)),
+    "plain ray": ("ray", on_plain_ray),
+    "monarch": ("monarch", on_monarch),
+}
+
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+
+def _python_of(peer: str) -> str | None:
+    """The interpreter that has what a peer needs: this one, or that of `make bench`; None if there is none."""
+    own = Path(__file__).parents[1] / ".bench" / peer / "bin" / "python"
+    return sys.executable if find_spec(PEERS[peer][0]) else str(own) if own.exists() else None
+
+
+def main() -> None:
+    """Measure the peers in turn, and print a table of the medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true", help="tiny: does it work at all?")
+    parser.add_argument("--peer", choices=PEERS, help="measure one peer in this process, and print JSON")
+    options = parser.parse_args()
+    n = 500 if options.smoke else 20_000
+    if options.peer:
+        print(json.dumps(PEERS[options.peer][1](n)))
+        return
+    rounds: dict[str, list[dict[str, float]]] = {peer: [] for peer in PEERS}
+    for _ in range(1 if options.smoke else options.rounds):
+        for peer in PEERS:
+            python = _python_of(peer)
+            if python is not None:
+                smoke = ["--smoke"] if options.smoke else []
+                command = [python, __file__, "--peer", peer, *smoke]
+                run = subprocess.run(command, capture_output=True, text=True, check=False)
+                if run.returncode:
+                    sys.exit(f"{peer} failed:\n{run.stderr}")
+                rounds[peer].append(json.loads(run.stdout.splitlines()[-1]))
+    medians = {
+        peer: {name: statistics.median(one[name] for one in found) for name in found[0]}
+        for peer, found in rounds.items()
+        if found
+    }
+    print("\n".join(f"{name:18} {fact}" for name, fact in machine.facts().items()))
+    header = ["peer", "no-ops/s", "x floor", "1,000 sleeps", "one at a time", "p99", "x blocking no-op of 1 rank"]
+    print(as_text([header, *[_row(peer, found, medians["floor"]) for peer, found in medians.items()]]))
+    for peer in PEERS.keys() - medians.keys():
+        print(f"{peer} is not installed")
+
+
+def _row(peer: str, found: dict[str, float], floor: dict[str, float]) -> list[str]:
+    blocking = f"{found['alone'] / found['blocking']:.2f}" if "blocking" in found else "-"
+    rates = [f"{1 / found['noop']:,.0f}", f"{floor['noop'] / found['noop']:.2f}"]
+    return [peer, *rates, *[figure(found[name], "s") for name in ("sleeps", "alone", "alone_p99")], blocking]
+
+
+if __name__ == "__main__":
+    main()

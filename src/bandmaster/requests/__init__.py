@@ -1,0 +1,7 @@
+"""Requests: calls of one replica each, which run beside each other, and come back in any order.
+
+::
+
+    RequestMethod ──► Request ──► Router: a replica for it, or it waits ──► Workers.request ──► ranks
+    Future        ◄── Request ◄── replies, read by the thread that waits, or by LoopReader in an event loop
+"""

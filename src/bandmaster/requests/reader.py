@@ -1,0 +1,121 @@
+"""`LoopReader`: reads replies in the thread of an event loop, for the requests that are awaited there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from bandmaster.contract import Workers
+
+
+class Awaited(Protocol):
+    """A request, as far as it is read for.
+
+    Attributes:
+        workers: Its workers.
+        is_done: Whether they have replied.
+        waiters: The futures of event loops that wait for it, with their readers.
+    """
+
+    workers: Workers
+    is_done: bool
+    waiters: list[tuple[LoopReader, asyncio.Future[None]]]
+
+
+_readers: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopReader] = WeakKeyDictionary()
+
+
+class LoopReader:
+    """Reads the replies of the workers that requests of one event loop wait for, when something has arrived.
+
+    Attributes:
+        loop: The event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._arrived: deque[asyncio.Future[None]] = deque()  # that `tell` was called with
+        self._soon: deque[Callable[[], object]] = deque()
+        self._requests: dict[Awaited, None] = {}  # those that are waited for
+        self._watched: dict[int, Workers] = {}  # by the descriptor that shows arrivals
+        self._is_reading = self._is_scheduled = False
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> LoopReader:
+        """The reader of an event loop."""
+        reader = _readers.get(loop)
+        if reader is None:
+            reader = _readers[loop] = cls(loop)
+        return reader
+
+    @classmethod
+    def of_this_loop(cls) -> LoopReader:
+        """The reader of the event loop that runs in this thread."""
+        return cls.of(asyncio.get_running_loop())
+
+    def add(self, request: Awaited) -> asyncio.Future[None]:
+        """Read until a request is done. Returns the future that is done then, or when `tell` is called with it."""
+        waiter: asyncio.Future[None] = self.loop.create_future()
+        request.waiters.append((self, waiter))
+        self._requests[request] = None
+        fd = request.workers.arrivals
+        if fd is not None and self._watched.get(fd) is not request.workers:
+            self._watched[fd] = request.workers
+            self.loop.add_reader(fd, self._read, fd, request.workers)
+        if request.is_done:
+            self.tell(waiter)
+        return waiter
+
+    def forget(self, request: Awaited) -> None:
+        """Read no longer for a request. Any thread may call this; it does not block."""
+        self._requests.pop(request, None)
+
+    def _rest(self) -> None:
+        """Read no more, unless a request has come meanwhile."""
+        if not self._requests:
+            watched, self._watched = self._watched, {}
+            for fd in watched:
+                self.loop.remove_reader(fd)
+
+    def tell(self, waiter: asyncio.Future[None]) -> None:
+        """Wake who awaits a future of `add`. Any thread may call this; it does not block."""
+        self._arrived.append(waiter)
+        self._wake_soon()
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Have the event loop call a function, once if it is given again meanwhile. As `tell`."""
+        if function not in self._soon:
+            self._soon.append(function)
+        self._wake_soon()
+
+    def _wake_soon(self) -> None:
+        if not (self._is_reading or self._is_scheduled):
+            self._is_scheduled = True
+            with contextlib.suppress(RuntimeError):  # the event loop was closed
+                self.loop.call_soon_threadsafe(self._wake)
+
+    def _read(self, fd: int, workers: Workers) -> None:
+        """Take what has arrived, in the event loop."""
+        self._is_reading = True
+        try:
+            is_open = workers.check(is_thorough=False)
+        finally:
+            self._is_reading = False
+            self._wake()
+        if not is_open and self._watched.pop(fd, None) is not None:
+            self.loop.remove_reader(fd)
+
+    def _wake(self) -> None:
+        self._is_scheduled = False  # first: what is told from here on is not missed
+        while self._arrived:
+            waiter = self._arrived.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+        while self._soon:
+            self._soon.popleft()()
+        if not self._requests and self._watched:
+            self.loop.call_soon(self._rest)

@@ -1,0 +1,327 @@
+"""`Request`: one request, from the moment it is submitted until it is done; and its future."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+
+from bandmaster.calls.future import Future
+from bandmaster.calls.outcome import error_of
+from bandmaster.calls.progress import progress
+from bandmaster.calls.request import CallSite
+from bandmaster.calls.result import Done, Result
+from bandmaster.codec import Payload, decode
+from bandmaster.contract import Ticket, Workers
+from bandmaster.errors import CallCancelled, CallTimeout, ResourceError
+from bandmaster.errors.failure import Failure
+from bandmaster.platform.deadline import Deadline
+from bandmaster.rows.table import Table
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from bandmaster.requests.reader import LoopReader
+
+LOOK_AROUND_S = 5.0  # another thread may cancel a request while this one waits for it
+T = TypeVar("T")
+
+
+class Replica:
+    """One replica of the ranks of a group.
+
+    Attributes:
+        ranks: Its ranks, the one that returns the value first.
+        open: The requests that it was sent, or is about to be, and that have not ended.
+        outbox: Of these, those that are not sent.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.open: dict[Request, None] = {}
+        self.outbox: list[Request] = []
+
+
+class SendsRequests(Protocol):
+    """The router of a method, as far as its requests know it; see `bandmaster.requests.router`."""
+
+    workers: Workers
+    concurrency: int
+    replicas: tuple[Replica, ...]
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether a request that waits can be sent."""
+
+    def advance(self) -> None:
+        """Send what can be sent."""
+
+    def has_ended(self, request: Request) -> None:
+        """Free the places of a request."""
+
+    def withdraw(self, request: Request) -> bool:
+        """Take back a request that waits for a place; False if it does not."""
+
+
+class Request(Result):
+    """One request.
+
+    ::
+
+        WAITING for a place ── a replica is chosen ──► SENT ── its ranks have replied ──► is_done ── first wait ──► DONE
+
+    Attributes:
+        payload: Its arguments, until it is sent.
+        router: The router that has chosen its replica, or will.
+        workers: The workers.
+        replicas: The replicas that run it; empty as long as it waits for a place.
+        tickets: The ticket of each rank, once it is sent.
+        is_done: Whether its ranks have replied, or never will. Set by one assignment, by any thread.
+        is_listed: Whether its value is the list of the values of all its replicas.
+        waiters: The futures of event loops that wait for it, with their readers.
+        outcome: None; workers look at it as at that of a ticket.
+    """
+
+    outcome = None
+    due: float | None = None
+
+    def __init__(self, site: CallSite, payload: Payload, router: SendsRequests) -> None:
+        super().__init__(site, keeps_rows=False)
+        self.payload: Payload | None = payload
+        self.router, self.workers = router, router.workers
+        self.replicas: Sequence[Replica] = ()
+        self.tickets: dict[int, Ticket] = {}
+        self.is_done = self.is_listed = self.is_watched = False
+        self.waiters: list[tuple[LoopReader, asyncio.Future[None]]] = []
+        self._why: BaseException | None = None
+
+    @property
+    def waits_for(self) -> Sequence[Result]:
+        """None: it waits for a place, which any request may free."""
+        return ()
+
+    @property
+    def n_ranks(self) -> int:
+        """The number of ranks that run it."""
+        return sum([len(replica.ranks) for replica in self.replicas])
+
+    @property
+    def missing(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The ranks that have not replied."""
+        return tuple([rank for rank, ticket in list(self.tickets.items()) if not ticket.is_done])
+
+    @property
+    def is_sent(self) -> bool:  # type: ignore[override]
+        """Whether a replica was chosen."""
+        return bool(self.replicas)
+
+    @property
+    def state(self) -> str:
+        """Its state in words."""
+        if self.is_done:
+            return "done"
+        if not self.replicas:
+            return "waiting for a free replica"
+        return f"{'cancelled, ' if self.is_cancelled else ''}waiting for rank {', '.join(map(str, self.missing))}"
+
+    def stacks(self) -> Mapping[int, str]:
+        """The Python stacks of the ranks that have not replied."""
+        return self.workers.stacks({rank: self.tickets[rank] for rank in self.missing})
+
+    def late(self, timeout_s: float) -> CallTimeout:
+        """The `CallTimeout` to raise after a wait of ``timeout_s``."""
+        if not self.replicas:
+            n = len(self.router.replicas)
+            return CallTimeout(
+                self.site.method,
+                (),
+                timeout_s,
+                what_next=f"each of the {n} replicas runs {self.router.concurrency} requests of the method, as its "
+                "concurrency says; give it more, or send fewer at a time",
+            )
+        return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks())
+
+    # --- its end; any thread ---
+
+    def replied(self) -> None:
+        """Note that a rank has replied; the thread that has received the reply calls this, and holds a lock."""
+        tickets = list(self.tickets.values())
+        if len(tickets) == self.n_ranks and all(ticket.is_done for ticket in tickets):
+            self.end()
+
+    def end(self) -> None:
+        """Tell those who wait that it is done. It may be called again."""
+        self.is_done = True
+        self.router.has_ended(self)
+        for reader, waiter in list(self.waiters):
+            reader.forget(self)
+            reader.tell(waiter)
+        if self.is_watched:
+            progress.look_at(self)
+
+    def fail(self, why: BaseException) -> None:
+        """End without having been sent, for a reason."""
+        self._why = self._why or why
+        self.end()
+
+    def cancel(self) -> bool:
+        """Cancel it: its coroutine is cancelled, or it is not sent."""
+        if self.is_done:
+            return False
+        if not self.is_cancelled:
+            self.is_cancelled = True
+            if self.router.withdraw(self):
+                self.end()
+            else:  # what is in an outbox is not sent any more
+                self.workers.interrupt({rank: self.tickets[rank] for rank in self.missing})
+        return True
+
+    # --- waiting ---
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until it is done, and make the result; False if the time is over before."""
+        if self.done is not None:
+            return True
+        return self._wait(Deadline(timeout_s), lambda: self.is_done) and self._conclude()
+
+    def wait_until_sent(self, timeout_s: float | None) -> bool:
+        """Wait for a place; False if the time is over before."""
+        return self._wait(Deadline(timeout_s), lambda: self.is_done or bool(self.replicas))
+
+    def _wait(self, deadline: Deadline, is_over: Callable[[], bool]) -> bool:
+        while True:
+            self.router.advance()
+            if is_over():
+                return True
+            left = deadline.left()
+            if left == 0.0 and deadline.timeout_s:
+                return False
+            self.workers.wait([_News(self)], LOOK_AROUND_S if left is None else min(left, LOOK_AROUND_S))
+            if deadline.timeout_s == 0.0:
+                self.router.advance()
+                return is_over()
+
+    def drive_in_background(self) -> None:
+        """Let the thread of `bandmaster.calls.progress` read its replies until it is done."""
+        if not (self.is_done or self.is_watched):
+            self.is_watched = True
+            try:
+                progress.add(self)
+            except ResourceError:
+                self.is_watched = False
+                raise
+
+    def look(self) -> bool:
+        """Take the replies that have arrived, in that thread. Returns whether it is done; then tells of it."""
+        if not self.wait(0.0):
+            return False
+        self.is_watched = False
+        self.tell()
+        return True
+
+    def _conclude(self) -> bool:
+        """Make the result. After Ctrl-C, the next wait makes it again."""
+        with self.lock:
+            if self.done is None:
+                self.done = self._made()
+        self.tickets, self.payload = {}, None
+        return True
+
+    def _made(self) -> Done:
+        if self.is_cancelled:
+            return Done(CallCancelled(f"{self.site.method} was cancelled; make the request again"))
+        if self._why is not None:
+            return Done(self._why)
+        values, failures = [], {}
+        for replica in self.replicas:
+            for rank in replica.ranks:
+                outcome = self.workers.fetch(self.tickets[rank])
+                if isinstance(outcome, Failure):
+                    failures[rank] = outcome
+                elif rank == replica.ranks[0]:
+                    assert isinstance(outcome, Payload), "the value of a request is returned"
+                    try:
+                        values.append(decode(outcome))
+                    except BaseException as error:  # the user's objects may raise anything as they are unpickled
+                        failures[rank] = Failure.unreadable(error, was_interrupted=True)
+        if failures:
+            return Done(error_of(self.site, failures))
+        return Done(value=values if self.is_listed else values[0])
+
+    def table(self) -> Table:
+        """Not called: a request keeps no rows."""
+        raise AssertionError("the future has checked keeps_rows")
+
+    def _brought(self, deadline: Deadline) -> Done:
+        raise AssertionError("its value is here")
+
+
+class _News:
+    """Stands for a request in `Workers.wait`, which ends when it is done, or one that waits for a place gets it."""
+
+    outcome = None
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    @property
+    def is_done(self) -> bool:
+        return self._request.is_done or self._request.router.can_advance
+
+
+class RequestFuture(Future[T]):
+    """The future of a request; see `Future`. If its ``timeout`` is over while it is waited for, it is cancelled."""
+
+    _call: Request
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the result; see `Future.result`.
+
+        Args:
+            timeout: Seconds to wait; then `CallTimeout` is raised, and the request goes on. None uses the timeout of
+                the request, after which it is cancelled.
+        """
+        try:
+            return super().result(timeout)
+        except CallTimeout:
+            if timeout is None:
+                self._call.cancel()
+            raise
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait in an event loop. Cancelling the task that waits cancels the request."""
+        request = self._call
+        if not request.is_done:
+            from bandmaster.requests.reader import LoopReader
+
+            timeout_s = request.site.limits().timeout
+            reader = LoopReader.of_this_loop()
+            waiter = reader.add(request)
+            timer = None if timeout_s is None else reader.loop.call_later(timeout_s, reader.tell, waiter)
+            try:
+                yield from waiter
+                while not request.is_done:
+                    assert timeout_s is not None, "only a deadline ends the wait early"
+                    late = yield from reader.loop.run_in_executor(None, request.late, timeout_s)
+                    if not late.is_debugged:
+                        late.future = self
+                        raise late
+                    waiter = reader.add(request)
+                    timer = reader.loop.call_later(timeout_s, reader.tell, waiter)
+                    yield from waiter
+            except BaseException:
+                request.cancel()
+                raise
+            finally:
+                reader.forget(request)
+                if timer is not None:
+                    timer.cancel()
+        request._conclude()
+        done = request.done
+        assert done is not None, "it was made"
+        if done.error is not None:
+            raise done.error
+        value: T = done.value
+        return value
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("the future of a request cannot be pickled; pass the value that `await` or result() returns")

@@ -1,0 +1,265 @@
+"""`Router`: chooses replicas for the requests of one method, and sends them, or has them wait for a place. See `Route`.
+
+Any thread may call it. A request is in `Replica.open` from the moment its replica was chosen until its ranks have
+replied. What is in an outbox is sent by whoever calls `flush` next: at once, or, in an event loop, when its present
+round has ended, so that all requests of the round go in one message.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from bandmaster.calls.open_work import OpenWork
+from bandmaster.calls.progress import progress
+from bandmaster.calls.request import CallSite
+from bandmaster.calls.spec import MethodSpec
+from bandmaster.calls.submission import Submitter
+from bandmaster.contract import Reply, Ticket, WorkerCall, WorkerRequest, Workers
+from bandmaster.plan.rows import replicas
+from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.requests.request import Replica, Request
+
+MOST_KEYS = 100_000  # whose replicas are known; the one that was used longest ago is forgotten first
+
+
+@dataclass(frozen=True)
+class Target:
+    """The choice of the replica of a request.
+
+    Attributes:
+        key: Requests with equal keys go to one replica, as long as it is not much busier than others; None for no key.
+        replica: The number of the replica; None for the one with the fewest open requests.
+        spill: How many open requests more than the least busy one the replica of a key may have.
+    """
+
+    key: Hashable = None
+    replica: int | None = None
+    spill: int = 16
+
+
+ANY = Target()
+
+
+class Router:
+    """Sends the requests of one method to the replicas of a group.
+
+    Attributes:
+        workers: The workers of the group; after a restart, it has another router.
+        method: The workers' name of the method.
+        is_exclusive: Whether the method is not async, so that it runs alone.
+        concurrency: Most requests of the method that a replica runs at a time.
+        replicas: The replicas.
+        waiting: The requests that wait for a place.
+    """
+
+    def __init__(self, submitter: Submitter, spec: MethodSpec, workers: Workers) -> None:
+        protocol: Any = spec.registration.protocol
+        self.workers, self.method = workers, submitter.worker_method(spec.name)
+        self.is_exclusive, self.concurrency = not spec.is_async, spec.registration.concurrency
+        self.replicas = tuple(map(Replica, replicas(spec.mesh, protocol)))
+        self.waiting: deque[tuple[Request, Target]] = deque()
+        self.site: CallSite = submitter.site(spec.name)
+        self._work: OpenWork = submitter.work
+        self._lock = SigintSafeLock()  # held while requests are sent, so that all ranks get them in one order
+        self._of_key: OrderedDict[Hashable, Replica] = OrderedDict()
+        self._flushed_by: object = None  # the event loop that will call `flush`
+
+    @classmethod
+    def of(cls, submitter: Submitter, spec: MethodSpec) -> Router:
+        """The router of a method."""
+        routers, workers = submitter.work.routers, submitter.workers
+        router = routers.get((submitter, spec.name))
+        if not isinstance(router, Router) or router.workers is not workers:
+            router = routers[submitter, spec.name] = cls(submitter, spec, workers)
+            submitter.work.add_in_parts(router)
+        return router
+
+    # --- choosing ---
+
+    def submit(self, request: Request, target: Target) -> None:
+        """Send a request, or have it wait for a place: in an event loop its future, else this thread.
+
+        Raises:
+            CallTimeout: No place has become free in time.
+        """
+        replica = self._choose(target)
+        if replica is not None:
+            self.send(request, (replica,))
+            return
+        self.waiting.append((request, target))
+        if (loop := _running_loop()) is not None:
+            from bandmaster.requests.reader import LoopReader
+
+            LoopReader.of(loop).add(request)
+            return
+        try:
+            timeout_s = request.site.limits().timeout
+            if not request.wait_until_sent(timeout_s):
+                assert timeout_s is not None, "only a deadline ends the wait early"
+                late = request.late(timeout_s)
+                request.cancel()
+                raise late
+        except BaseException:
+            request.cancel()
+            raise
+
+    def _choose(self, target: Target) -> Replica | None:
+        """The replica for a request; None if it has to wait."""
+        if target.replica is not None:
+            return self._with_place(self.replicas[target.replica])
+        candidates: Sequence[Replica] = self.replicas
+        if dead := self.workers.deaths:
+            alive = [replica for replica in candidates if dead.keys().isdisjoint(replica.ranks)]
+            candidates = alive or candidates  # if all are dead, the request says how one has died
+        best = min(candidates, key=_busy)
+        if target.key is not None:
+            best = self._best_for(target, best, candidates)
+        return self._with_place(best)
+
+    def _best_for(self, target: Target, least_busy: Replica, candidates: Sequence[Replica]) -> Replica:
+        """The replica of a key, or the least busy one if that is much less busy."""
+        found = self._of_key.pop(target.key, least_busy)
+        if found not in candidates or _busy(found) > _busy(least_busy) + target.spill:
+            found = least_busy
+        self._of_key[target.key] = found
+        if len(self._of_key) > MOST_KEYS:
+            self._of_key.popitem(last=False)
+        return found
+
+    def _with_place(self, replica: Replica) -> Replica | None:
+        return replica if len(replica.open) < self.concurrency else None
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether a request that waits can be sent."""
+        return any(self._choose(target) is not None for _, target in list(self.waiting))
+
+    def advance(self) -> None:
+        """Send what is in outboxes, and the requests that wait for a place, as far as there are any."""
+        for _ in range(len(self.waiting)):
+            try:
+                request, target = self.waiting.popleft()
+            except IndexError:  # another thread was faster
+                break
+            replica = None if request.is_done else self._choose(target)
+            if replica is not None:
+                self._put(request, (replica,))
+            elif not request.is_done:
+                self.waiting.append((request, target))
+        self.flush()
+
+    # --- sending ---
+
+    def send(self, request: Request, chosen: Sequence[Replica]) -> None:
+        """Send a request to some replicas: now, or at the end of this round of the event loop."""
+        self._put(request, chosen)
+        loop = _running_loop()
+        if loop is None:
+            self.flush()
+        elif self._flushed_by is not loop:
+            self._flushed_by = loop
+            loop.call_soon(self.flush)
+
+    def _put(self, request: Request, chosen: Sequence[Replica]) -> None:
+        for replica in chosen:
+            replica.open[request] = None
+            replica.outbox.append(request)
+        request.replicas = chosen
+
+    def flush(self) -> None:
+        """Send the requests in the outboxes."""
+        self._flushed_by = None
+        for replica in self.replicas:
+            if replica.outbox:
+                with self._lock:
+                    self._flush(replica)
+
+    def _flush(self, replica: Replica) -> None:
+        """Send the requests in an outbox; the lock is held."""
+        batch, replica.outbox = replica.outbox, []
+        for request in [request for request in batch if request.is_cancelled]:
+            batch.remove(request)
+            request.end()
+        try:
+            parts = self.workers.put([request.payload for request in batch if request.payload is not None])
+            for rank in replica.ranks:
+                reply = Reply.RETURN if rank == replica.ranks[0] else Reply.DROP
+                if self.is_exclusive:
+                    for request, part in zip(batch, parts, strict=True):
+                        self._call(request, rank, WorkerCall((rank,), self.method, (part,), reply))
+                else:
+                    requests = [WorkerRequest(self.method, part, reply) for part in parts]
+                    self.workers.request(rank, requests, partial(_take, batch, rank))
+        except Exception as error:  # there is no memory, or the group was closed
+            for request in batch:
+                request.fail(error)
+        for request in batch:
+            if request.is_cancelled:  # meanwhile
+                self.workers.interrupt({rank: request.tickets[rank] for rank in request.missing})
+
+    def _call(self, request: Request, rank: int, call: WorkerCall) -> None:
+        tickets: dict[int, Any] = {}
+        self.workers.call([call], tickets)
+        _take([request], rank, [tickets[rank]])
+        request.replied()  # the reply may have come before
+
+    # --- the end of requests ---
+
+    def has_ended(self, request: Request) -> None:
+        """Free the places of a request, for which another may have waited. Any thread calls this; it does not block."""
+        for replica in request.replicas:
+            replica.open.pop(request, None)
+        if self.waiting:
+            try:
+                first = self.waiting[0][0]
+            except IndexError:
+                return
+            for reader, _ in list(first.waiters):
+                reader.call(self.advance)
+            if first.is_watched:
+                progress.look_at(first)
+
+    def withdraw(self, request: Request) -> bool:
+        """Take back a request that was not sent; False if it was."""
+        for waiting in list(self.waiting):
+            if waiting[0] is request:
+                try:
+                    self.waiting.remove(waiting)
+                    return True
+                except ValueError:  # another thread sends it
+                    return False
+        return False
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether no request is open."""
+        return not (self.waiting or any(replica.open for replica in self.replicas))
+
+    def cancel(self) -> bool:
+        """Cancel all open requests."""
+        waiting = [request for request, _ in list(self.waiting)]
+        for request in [*waiting, *(request for replica in self.replicas for request in list(replica.open))]:
+            request.cancel()
+        return True
+
+
+def _take(batch: Sequence[Request], rank: int, tickets: Sequence[Ticket]) -> None:
+    """Take the tickets of the requests that are about to be sent to a rank."""
+    for request, ticket in zip(batch, tickets, strict=True):
+        request.tickets[rank] = ticket
+        ticket.on_done = request.replied
+
+
+def _busy(replica: Replica) -> int:
+    return len(replica.open)
+
+
+def _running_loop() -> Any:
+    """The event loop that runs in this thread; None if there is none, also if asyncio was never imported."""
+    asyncio = sys.modules.get("asyncio")
+    return None if asyncio is None else asyncio._get_running_loop()

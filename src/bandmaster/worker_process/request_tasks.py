@@ -1,0 +1,116 @@
+"""The requests that run on the event loop of a worker, beside each other, wherever they come from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from time import monotonic
+from typing import NamedTuple
+
+from bandmaster.codec import Payload
+from bandmaster.contract import Rows
+from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.wire.segment_reader import NO_ROWS
+from bandmaster.worker_process.executor import Executor
+
+Outcome = Payload | Rows | Failure | None
+_CANCELLED = Failure(FailureKind.CANCELLED, "cancelled by the caller")
+
+
+class Request(NamedTuple):
+    """A request as it has arrived.
+
+    Attributes:
+        number: Its number.
+        method: Name of the method.
+        reply: What happens to its value, a `Reply`.
+        arguments: Its arguments.
+    """
+
+    number: int
+    method: str
+    reply: int
+    arguments: Payload
+
+
+class RequestTasks:
+    """The tasks of requests on the event loop of a worker.
+
+    Args:
+        executor: Has the worker.
+        ended: Called on the event loop with number and outcome of each request that has ended.
+    """
+
+    def __init__(self, executor: Executor, ended: Callable[[int, Outcome], object]) -> None:
+        self._executor, self._ended = executor, ended
+        self._loop = executor.event_loop()
+        self._n_started = self._n_ended = 0  # each is counted by one thread
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[int, tuple[str, float]] = {}  # method, and since when
+        self._cancelled: set[int] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request runs, or is about to."""
+        return self._n_started == self._n_ended
+
+    def start(self, requests: Sequence[Request], given_up: Collection[int] = ()) -> None:
+        """Run requests, but for those that were cancelled meanwhile. One thread calls this."""
+        self._n_started += len(requests)
+        self._loop.call_soon(self._start, requests, given_up)
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Cancel those of some requests that have not ended. Any thread may call this."""
+        self._loop.call_soon(self._cancel, numbers)
+
+    def _start(self, requests: Sequence[Request], given_up: Collection[int]) -> None:
+        for request in requests:
+            if request.number in given_up:
+                self._ended(request.number, _CANCELLED)
+                continue
+            self._running[request.number] = request.method, monotonic()
+            self._tasks[request.number] = self._loop.task(self._run(request))
+        self._show()
+
+    def _cancel(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            task = self._tasks.get(number)
+            if task is not None:
+                self._cancelled.add(number)
+                task.cancel()
+                task.add_done_callback(partial(self._has_ended, number))
+
+    async def _run(self, request: Request) -> None:
+        executor, method = self._executor, request.method
+        try:
+            args, kwargs, value = executor.begun(method, [request.arguments], NO_ROWS)
+            if hasattr(value, "__await__"):
+                value = await value
+            if executor.after:
+                executor.call_hooks(executor.after, method, args, kwargs)
+            outcome = executor.encoded(value, request.reply)
+        except BaseException as error:  # the user's code may raise anything
+            outcome = executor.failure(error)
+        self._end(request.number, outcome)
+
+    def _has_ended(self, number: int, _: object) -> None:
+        """End a request that was cancelled, perhaps before its task has begun."""
+        if number in self._tasks:
+            self._end(number, None)
+
+    def _end(self, number: int, outcome: Outcome) -> None:
+        del self._tasks[number], self._running[number]
+        if number in self._cancelled:
+            self._cancelled.remove(number)
+            outcome = _CANCELLED
+        self._ended(number, outcome)
+
+    def count(self, n: int) -> None:
+        """Count requests whose replies were sent, on the event loop."""
+        self._show()  # first: a call that waits for this shows itself
+        self._n_ended += n
+
+    def _show(self) -> None:
+        method, since = next(iter(self._running.values()), ("", 0.0))
+        self._executor.activity.show(method, since, max(0, len(self._running) - 1))

@@ -1,0 +1,577 @@
+"""Requests: each goes to one replica, many run beside each other, and each is answered exactly once."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, Only, Route, TransferProtocol, register
+from bandmaster.wire.status_page import Activity
+
+DEADLINE = 20.0  # of whatever must end
+
+
+class Rollout(bm.Worker):
+    def __init__(self):
+        self.inside, self.most, self.log, self.cancelled = 0, 0, [], 0
+
+    @register(Dispatch.REQUEST, concurrency=64)
+    async def chat(self, prompt, factor=2):
+        return self.rank, prompt * factor
+
+    @register(Dispatch.REQUEST, concurrency=3)
+    async def hold(self, folder, name=""):
+        """Show that it has begun, and stay until the file "gate" is there."""
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.log.append(f"begin {name}")
+        try:
+            (folder / f"begun {name}").touch()
+            while not (folder / "gate").exists():
+                await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.inside -= 1
+            self.log.append(f"end {name}")
+        return self.rank
+
+    @register(Dispatch.REQUEST, concurrency=64)
+    async def meet(self, n):
+        """Return when n requests are here at the same time."""
+        self.inside += 1
+        while self.inside < n:
+            await asyncio.sleep(0.001)
+        return self.rank
+
+    @register(Dispatch.REQUEST, concurrency=64)
+    async def change(self, array):
+        array += 1
+        return array
+
+    @register(Dispatch.REQUEST, concurrency=2)
+    async def fail(self, word):
+        raise ValueError(word)
+
+    @register(Dispatch.REQUEST, concurrency=2)
+    async def unpicklable(self):
+        return threading.Lock()
+
+    @register(Dispatch.REQUEST)
+    def plain(self, value):
+        return self.rank, value, self.inside
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_replace(self, rank, state):
+        pass
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_on(self, rank):
+        if self.rank == rank:
+            raise ValueError(f"rank {rank}")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_log(self, word=None):
+        log, self.log = self.log, []
+        return [*log, word] if word else log
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_counts(self):
+        counts, self.most, self.cancelled, self.inside = (self.most, self.cancelled), 0, 0, 0
+        return counts
+
+
+class Ordered(bm.Worker):
+    def __init__(self):
+        self.log = []
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def note(self, value):
+        self.log.append(value)
+
+    @register(TransferProtocol(Route("dp"), Only(tp=-1)))
+    async def who(self):
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take(self):
+        return self.log
+
+
+class Gate:
+    """Holds requests until it is opened."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def open(self):
+        (self.folder / "gate").touch()
+
+    def has_begun(self, name):
+        return (self.folder / f"begun {name}").exists()
+
+    def wait_for(self, *names):
+        deadline = time.monotonic() + DEADLINE
+        while missing := [name for name in names if not self.has_begun(name)]:
+            assert time.monotonic() < deadline, f"{missing} have not begun"
+            time.sleep(0.001)
+
+    async def awaits(self, *names):
+        await asyncio.to_thread(self.wait_for, *names)
+
+
+@pytest.fixture(scope="module")
+def group(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        made = bm.WorkerGroup(pool, Rollout)
+        made.chat.all("").result()  # so that each rank has its event loop
+        yield made
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path)
+    yield gate
+    gate.open()
+
+
+@pytest.fixture
+def opens_soon(gate):
+    """Call it to have the gate opened a moment later."""
+    timer = threading.Timer(0.05, gate.open)
+    yield timer.start
+    timer.join()
+
+
+def is_in_process(group):
+    return isinstance(group.workers[0], Rollout)
+
+
+async def awaited(future):
+    return await future
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_has_one_value_from_one_replica(group):
+    rank, value = group.chat("ab").result(DEADLINE)
+    assert rank in (0, 1) and value == "abab"
+    assert group.chat.submit("ab", factor=3).result(DEADLINE)[1] == "ababab"
+    assert group.plain("x").result(DEADLINE)[1] == "x"
+
+
+def test_all_asks_each_replica(group):
+    assert group.chat.all("a").result(DEADLINE) == [(0, "aa"), (1, "aa")]
+    assert [value[0] for value in group.plain.all("a").result(DEADLINE)] == [0, 1]
+
+
+def test_many_are_awaited_and_each_gets_its_own_value(group):
+    async def main():
+        return await asyncio.gather(*[group.chat(str(n)) for n in range(500)])
+
+    found = asyncio.run(main())
+    assert [value for _, value in found] == [str(n) * 2 for n in range(500)]
+    assert {rank for rank, _ in found} == {0, 1}
+
+
+@pytest.mark.parametrize("n", [10, 100_000])
+def test_values_are_copies(group, n):
+    given = np.zeros(n)
+    future = group.change(given)
+    given += 5
+    first = future.result(DEADLINE)
+    assert first is future.result(DEADLINE) and first.shape == (n,) and (first == 1).all()
+    first += 1  # the caller's own
+    assert (group.change(np.ones(n)).result(DEADLINE) == 2).all()
+
+
+def test_many_large_values_at_a_time(group):
+    async def main():
+        return await asyncio.gather(*[group.change(np.full(20_000 + 5_000 * (n % 5), n)) for n in range(60)])
+
+    assert [(int(array[0]), len(array)) for array in asyncio.run(main())] == [
+        (n + 1, 20_000 + 5_000 * (n % 5)) for n in range(60)
+    ]
+
+
+# --- routes -------------------------------------------------------------------------------------------------------
+
+
+def test_the_replica_with_the_fewest_requests_gets_the_next(group, gate):
+    held = [group.hold.options(replica=0)(gate.folder) for _ in range(2)]
+    held += [group.hold(gate.folder) for _ in range(2)]
+    gate.open()
+    assert [future.result(DEADLINE) for future in held] == [0, 0, 1, 1]
+
+
+def test_a_key_has_a_replica_until_that_is_much_busier(group, gate):
+    for key in "abcdef":
+        chat = group.chat.options(key=key)
+        assert len({chat("").result(DEADLINE)[0] for _ in range(5)}) == 1
+    hold = group.hold.options(key="k", spill=1)
+    held = [hold(gate.folder) for _ in range(3)]
+    gate.open()
+    first, second, third = (future.result(DEADLINE) for future in held)
+    assert first == second != third, "it had two more than the other one"
+
+
+def test_one_replica_can_be_chosen(group):
+    for replica in (0, 1, 0):
+        assert group.chat.options(replica=replica)("").result(DEADLINE)[0] == replica
+
+
+def test_ranks_of_a_replica_get_the_same_requests_in_one_order(make_group):
+    group = make_group(bm.Mesh(dp=2, tp=2), Ordered)
+    threads = [threading.Thread(target=lambda: [group.note(n).result(DEADLINE) for n in range(20)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    logs = group.take()
+    assert logs[0] == logs[1] and logs[2] == logs[3] and len(logs[0]) + len(logs[2]) == 80
+    assert [group.who.options(replica=replica)().result(DEADLINE) for replica in (0, 1)] == [1, 3]
+
+
+# --- overlap ------------------------------------------------------------------------------------------------------
+
+
+def test_requests_run_beside_each_other(group):
+    async def main():
+        return await asyncio.gather(*[group.meet(20) for _ in range(40)])
+
+    group.take_counts()
+    assert Counter(asyncio.run(main())) == {0: 20, 1: 20}
+    group.take_counts()
+
+
+def test_further_requests_wait_in_the_caller(group, gate):
+    async def main():
+        futures = [group.hold(gate.folder, str(n)) for n in range(20)]
+        await gate.awaits(*"012345")
+        assert sum("waiting for a free replica" in repr(future) for future in futures) == 14
+        gate.open()
+        return await asyncio.gather(*futures)
+
+    group.take_counts()
+    assert sum(Counter(asyncio.run(main())).values()) == 20
+    assert [most for most, _ in group.take_counts()] == [3, 3]
+
+
+def test_a_thread_waits_for_a_place_as_it_sends(group, gate, opens_soon):
+    held = [group.hold(gate.folder) for _ in range(6)]
+    with pytest.raises(bm.CallTimeout, match=r"Rollout.hold was not sent within 0.05 s; each of the 2 replicas runs 3"):
+        group.hold.options(timeout=0.05)(gate.folder)
+    opens_soon()
+    assert group.hold(gate.folder).result(DEADLINE) in (0, 1)
+    assert Counter(future.result(DEADLINE) for future in held) == {0: 3, 1: 3}
+
+
+def test_a_call_of_all_ranks_runs_alone(group, gate, opens_soon):
+    group.take_log()
+    before = [group.hold.options(replica=rank)(gate.folder, f"before {rank}") for rank in (0, 1)]
+    gate.wait_for("before 0", "before 1")
+    opens_soon()
+    call = group.take_log.submit("alone")
+    after = [group.hold.options(replica=rank)(gate.folder, "after") for rank in (0, 1)]
+    assert call.result(DEADLINE) == [[f"begin before {n}", f"end before {n}", "alone"] for n in (0, 1)]
+    for future in (*before, *after):
+        future.result(DEADLINE)
+    assert group.take_log() == [["begin after", "end after"]] * 2
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_call_that_fails_ends_no_rank_that_still_runs_requests(group, gate, opens_soon):
+    held = group.hold.options(replica=1)(gate.folder, "held")
+    gate.wait_for("held")
+    call = group.fail_on.options(grace=0.0).submit(0)
+    with pytest.raises(bm.CallTimeout):
+        call.result(0.3)
+    opens_soon()
+    with pytest.raises(bm.RemoteError, match="on rank 0 "):
+        call.result(DEADLINE)
+    assert held.result(DEADLINE) == 1 and group.healthy
+
+
+def test_a_method_that_is_not_async_runs_alone(group, gate, opens_soon):
+    group.take_counts()
+    held = group.hold.options(replica=0)(gate.folder, "held")
+    gate.wait_for("held")
+    opens_soon()
+    assert group.plain.options(replica=0)("x").result(DEADLINE) == (0, "x", 0), "nothing ran beside it"
+    assert held.result(DEADLINE) == 0
+
+
+def test_several_event_loops_and_threads_share_a_group(group):
+    async def loop():
+        return [value for _, value in await asyncio.gather(*[group.chat("a") for _ in range(50)])]
+
+    def plainly():
+        return [group.chat("a").result(DEADLINE)[1] for _ in range(50)]
+
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(asyncio.run(loop()))) for _ in range(3)]
+    threads += [threading.Thread(target=lambda: found.append(plainly())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert found == [["aa"] * 50] * 6
+
+
+def test_one_future_is_awaited_by_several_tasks(group, gate, opens_soon):
+    async def main():
+        future = group.hold.options(replica=1)(gate.folder)
+        opens_soon()
+        return await asyncio.gather(*[awaited(future) for _ in range(3)])
+
+    assert asyncio.run(main()) == [1, 1, 1]
+
+
+def test_callbacks_are_called(group):
+    told = threading.Event()
+    future = group.chat("x")
+    future.add_done_callback(lambda done: told.set() if done is future else None)
+    assert told.wait(DEADLINE) and future.done() and future.exception() is None
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_names_its_rank(group):
+    with pytest.raises(bm.RemoteError, match=r"Rollout.fail failed on rank 1 \(dp=1, .*ValueError: word") as caught:
+        group.fail.options(replica=1)("word").result(DEADLINE)
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(bm.CollectError, match="the returned lock cannot be pickled"):
+        group.unpicklable().result(DEADLINE)
+    assert group.chat("a").result(DEADLINE)[1] == "aa"
+
+
+@pytest.mark.parametrize(
+    ("send", "message"),
+    [
+        (lambda group: group.chat(), "chat"),
+        (lambda group: group.chat(1, wrong=2), "wrong"),
+        (lambda group: group.chat(threading.Lock()), r"argument 'prompt' of Rollout.chat \(lock\) cannot be pickled"),
+        (lambda group: group.chat(group.put([1])), r"argument 'prompt' of Rollout.chat is a future, but requests take"),
+    ],
+)
+def test_mistakes_are_errors_before_anything_is_sent(group, send, message):
+    with pytest.raises(bm.ArgumentError, match=message):
+        send(group)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replica": 2}, "replica must be a whole number from 0 to 1, as there are 2 replicas, got 2"),
+        ({"spill": -1}, "spill must be a whole number of 0 or more, got -1"),
+        ({"key": []}, "key must be hashable, got list"),
+        ({"pull": 1}, "a request has no option 'pull'; its options are timeout, key, replica and spill"),
+        ({"timeout": -1}, "timeout must be a non-negative number"),
+    ],
+)
+def test_bad_options(group, options, message):
+    with pytest.raises(bm.UsageError, match=message):
+        group.chat.options(**options)
+
+
+# --- cancel, deadlines, ends --------------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_cancelled_ends_its_coroutine(group, gate):
+    group.take_counts()
+    future = group.hold.options(replica=0)(gate.folder, "one")
+    gate.wait_for("one")
+    assert future.cancel() and future.cancelled()
+    with pytest.raises(bm.CallCancelled, match=r"Rollout.hold was cancelled; make the request again"):
+        future.result(DEADLINE)
+    assert [cancelled for _, cancelled in group.take_counts()] == [1, 0]
+
+
+def test_a_task_that_is_cancelled_frees_its_place(group, gate):
+    async def main():
+        tasks = [asyncio.ensure_future(awaited(group.hold(gate.folder, str(n)))) for n in range(6)]
+        await gate.awaits(*"012345")
+        for task in tasks:
+            task.cancel()
+        return await asyncio.gather(*[group.hold(gate.folder, f"next {n}") for n in range(6)], opened())
+
+    async def opened():
+        await gate.awaits(*[f"next {n}" for n in range(6)])
+        gate.open()
+
+    group.take_counts()
+    assert Counter(asyncio.run(main())[:6]) == {0: 3, 1: 3}
+    assert sum(cancelled for _, cancelled in group.take_counts()) == 6
+
+
+def test_one_that_waits_for_a_place_can_be_cancelled(group, gate):
+    async def main():
+        held = [group.hold(gate.folder) for _ in range(6)]
+        waiting = group.hold(gate.folder, "never")
+        assert waiting.cancel()
+        gate.open()
+        with pytest.raises(bm.CallCancelled):
+            await waiting
+        await asyncio.gather(*held)
+
+    asyncio.run(main())
+    assert not gate.has_begun("never")
+
+
+@pytest.mark.backends("local", "ray")  # in one process, a call has run by the time it is sent
+def test_one_behind_a_call_can_be_cancelled(group, gate):
+    held = group.hold.options(replica=0)(gate.folder, "held")
+    gate.wait_for("held")
+    call = group.take_counts.submit()
+    behind = group.hold.options(replica=0)(gate.folder, "behind")
+    assert behind.cancel()
+    gate.open()
+    call.result(DEADLINE)
+    with pytest.raises(bm.CallCancelled):
+        behind.result(DEADLINE)
+    assert not gate.has_begun("behind") and held.result(DEADLINE) == 0
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_deadline_cancels_and_shows_where_the_coroutine_is(group, gate, is_awaited):
+    group.take_counts()
+    future = group.hold.options(replica=0, timeout=0.1)(gate.folder)
+    with pytest.raises(bm.CallTimeout, match=r"Rollout.hold got no reply from rank 0 within 0.1 s") as caught:
+        asyncio.run(awaited(future)) if is_awaited else future.result()
+    assert caught.value.future is future
+    if not is_in_process(group):
+        assert "in hold" in str(caught.value) and "next_message" not in str(caught.value)
+    with pytest.raises(bm.CallCancelled):
+        future.result(DEADLINE)
+    assert [cancelled for _, cancelled in group.take_counts()] == [1, 0]
+
+
+def test_a_wait_with_a_timeout_of_its_own_does_not_cancel(group, gate):
+    future = group.hold(gate.folder)
+    with pytest.raises(bm.CallTimeout):
+        future.result(0.05)
+    gate.open()
+    assert future.result(DEADLINE) in (0, 1)
+
+
+def test_cancel_of_the_group_cancels_its_requests(group, gate):
+    futures = [group.hold(gate.folder, str(n)) for n in range(4)]
+    gate.wait_for(*"0123")
+    assert group.cancel() == 1
+    for future in futures:
+        with pytest.raises(bm.CallCancelled):
+            future.result(DEADLINE)
+    assert group.chat("a").result(DEADLINE)[1] == "aa"
+
+
+def test_closing_a_group_ends_its_requests(make_group, gate):
+    group = make_group(2, Rollout)
+    futures = [group.hold(gate.folder, str(n)) for n in range(2)]
+    gate.wait_for(*"01")
+
+    async def main():
+        closer = threading.Timer(0.05, group.close)
+        closer.start()
+        found = await asyncio.gather(*map(awaited, futures), return_exceptions=True)
+        closer.join()
+        return found
+
+    found = asyncio.run(asyncio.wait_for(main(), DEADLINE))
+    assert [type(error) for error in found] == [bm.WorkerDied] * 2 and "the group was closed" in str(found[0])
+    with pytest.raises(bm.ClosedError):
+        group.chat("a")
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_dead_replica_fails_its_requests_and_gets_no_more(make_group, gate):
+    group = make_group(3, Rollout)
+
+    async def main():
+        held = [group.hold.options(replica=n % 3)(gate.folder, str(n)) for n in range(6)]
+        await gate.awaits(*"012345")
+        ended = group.die.options(replica=1)(), held[1], held[4]
+        errors = await asyncio.gather(*map(awaited, ended), return_exceptions=True)
+        assert [type(error) for error in errors] == [bm.WorkerDied] * 3 and "rank 1" in str(errors[1])
+        ranks = [rank for rank, _ in await asyncio.gather(*[group.chat("a") for _ in range(30)])]
+        gate.open()
+        assert sorted(await asyncio.gather(*[held[n] for n in (0, 2, 3, 5)])) == [0, 0, 2, 2]
+        return Counter(ranks)
+
+    assert asyncio.run(asyncio.wait_for(main(), DEADLINE)) == {0: 15, 2: 15}
+    with pytest.raises(bm.WorkerDied, match="rank 1"):
+        group.chat.options(replica=1)("a").result(DEADLINE)
+    group.replace(1)
+    assert group.chat.all("a").result(DEADLINE) == [(rank, "aa") for rank in range(3)]
+
+
+def test_requests_go_on_after_a_restart(make_group):
+    group = make_group(2, Rollout)
+    assert group.chat("a").result(DEADLINE)[1] == "aa"
+    group.restart()
+    assert group.chat.all("a").result(DEADLINE) == [(0, "aa"), (1, "aa")]
+
+
+@pytest.mark.backends("local")
+def test_ranks_show_what_they_run(group, gate):
+    futures = [group.hold.options(replica=0)(gate.folder, str(n)) for n in range(3)]
+    gate.wait_for(*"012")
+    pid = group.workers[0].pid
+    shown = Activity.of(pid)
+    assert (shown.method, shown.n_more) == ("hold", 2) and shown.seconds >= 0
+    gate.open()
+    for future in futures:
+        future.result(DEADLINE)
+    group.take_log()
+    assert Activity.of(pid).method == ""
+
+
+# --- registration -------------------------------------------------------------------------------------------------
+
+
+def _plain(self):
+    return 1
+
+
+def _generator(self):
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: register(Dispatch.REQUEST, concurrency=0), "concurrency must be a whole number of 1 or more, got 0"),
+        (lambda: register(Dispatch.DP_PROTO, concurrency=2), "concurrency=2 is for requests, which go to one replica"),
+        (lambda: register(Dispatch.REQUEST, concurrency=2)(_plain), "only async methods run beside each other"),
+        (lambda: register(Dispatch.REQUEST)(_generator), "_generator is a generator, but a request has one value"),
+        (lambda: register(Dispatch.REQUEST, execute_mode=bm.Execute.RANK_ZERO), "remove execute_mode= and arguments="),
+        (lambda: Route(), "Route requires at least one axis"),
+        (lambda: TransferProtocol(Route("dp"), bm.Gather()), r"so that Route\('dp'\) collects with Only\(\)"),
+        (lambda: TransferProtocol(Route("dp"), Only(dp=1)), r"chooses the coordinate on 'dp'; remove dp= from Only"),
+        (lambda: bm.plan(Dispatch.REQUEST, bm.Mesh(dp=2), rows=1), "so there is no plan"),
+    ],
+)
+def test_bad_registrations(make, message):
+    with pytest.raises(bm.ProtocolError, match=message):
+        make()
+
+
+def test_a_route_over_an_axis_that_the_mesh_lacks():
+    class Lost(bm.Worker):
+        @register(TransferProtocol(Route("cp"), Only()))
+        async def ask(self):
+            return 1
+
+    with bm.ResourcePool([1], backend="inprocess") as pool, pytest.raises(bm.MeshError, match=r"uses Route\('cp'\)"):
+        bm.WorkerGroup(pool, Lost)
