@@ -54,7 +54,7 @@ def rows_of(path):
 
 def test_every_benchmark_is_tested():
     files = {path.stem for path in BENCHMARKS.glob("*.py")}
-    assert files == {*EXPECTED, "weights", "hosts", "run_all"}
+    assert files == {*EXPECTED, "weights", "hosts", "many_requests", "run_all"}
 
 
 @pytest.fixture(scope="module")

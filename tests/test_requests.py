@@ -512,7 +512,10 @@ def test_a_dead_replica_fails_its_requests_and_gets_no_more(make_group, gate):
     assert asyncio.run(asyncio.wait_for(main(), DEADLINE)) == {0: 15, 2: 15}
     with pytest.raises(bm.WorkerDied, match="rank 1"):
         group.chat.options(replica=1)("a").result(DEADLINE)
-    group.replace(1)
+    replacing = threading.Thread(target=group.replace, args=(1,))
+    replacing.start()
+    while replacing.is_alive():  # nobody meets a rank that is not constructed yet
+        assert group.chat("a").result(DEADLINE)[1] == "aa"
     assert group.chat.all("a").result(DEADLINE) == [(rank, "aa") for rank in range(3)]
 
 

@@ -21,10 +21,11 @@ the others. No other thread drives calls: a thread that reads for all would cost
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -90,12 +91,20 @@ _LOCK = threading.RLock()  # of the waiting calls of all groups: the calls of tw
 _place = operator.attrgetter("place")
 
 
+class Routes(InParts, Protocol):
+    """The requests of one method; see `bandmaster.requests.router`."""
+
+    def advance(self) -> None:
+        """Send the requests that waited for a place, as far as there are any."""
+
+
 class OpenWork:
     """The calls to the same workers, of all groups that have these workers.
 
     Attributes:
         waiting: The calls that are not sent yet, because rows that they, or calls before them, take are missing.
         routers: Those of the methods whose calls are requests, by submitter and method.
+        renewed: The ranks that are being replaced, and get no requests.
     """
 
     def __init__(self) -> None:
@@ -103,7 +112,8 @@ class OpenWork:
         self._sent: deque[Call] = deque()
         self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
         self._is_advancing = False
-        self.routers: dict[tuple[object, str], InParts] = {}
+        self.routers: dict[tuple[object, str], Routes] = {}
+        self.renewed: frozenset[int] = frozenset()
 
     # --- WAITING ---
 
@@ -245,6 +255,17 @@ class OpenWork:
                 sent.cancel()
                 as_one.add(id(sent.failures))
         return n_cancelled + len(as_one)
+
+    @contextlib.contextmanager
+    def renewing(self, rank: int) -> Iterator[None]:
+        """Send no requests to a rank within the block, which replaces it."""
+        self.renewed = frozenset([rank])
+        try:
+            yield
+        finally:
+            self.renewed = frozenset()
+            for router in list(self.routers.values()):
+                router.advance()
 
     def cancel_all(self) -> None:
         """Cancel the calls that are not over, and wait until they are, at most for the grace of each."""

@@ -248,7 +248,8 @@ class GroupOf(AnyGroup, Generic[W]):
             self._submitter.work.cancel_all()
             self._check_alive_but(rank)
             self._end_watches()
-            replace_worker(self._ownership.workers(), self._launch, self._constructor, rank)
+            with self._submitter.work.renewing(rank):
+                replace_worker(self._ownership.workers(), self._launch, self._constructor, rank)
             self._watch_again()
             if (gate := self._submitter.gate) is not None:
                 gate.has_new(rank)

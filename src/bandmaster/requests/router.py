@@ -7,6 +7,7 @@ round has ended, so that all requests of the round go in one message.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
@@ -110,11 +111,14 @@ class Router:
 
     def _choose(self, target: Target) -> Replica | None:
         """The replica for a request; None if it has to wait."""
+        renewed = self._work.renewed
         if target.replica is not None:
-            return self._with_place(self.replicas[target.replica])
+            chosen = self.replicas[target.replica]
+            return self._with_place(chosen) if renewed.isdisjoint(chosen.ranks) else None
         candidates: Sequence[Replica] = self.replicas
-        if dead := self.workers.deaths:
-            alive = [replica for replica in candidates if dead.keys().isdisjoint(replica.ranks)]
+        if renewed or self.workers.deaths:
+            lost = renewed.union(self.workers.deaths)
+            alive = [replica for replica in candidates if lost.isdisjoint(replica.ranks)]
             candidates = alive or candidates  # if all are dead, the request says how one has died
         best = min(candidates, key=_busy)
         if target.key is not None:
@@ -137,20 +141,27 @@ class Router:
     @property
     def can_advance(self) -> bool:
         """Whether a request that waits can be sent."""
-        return any(self._choose(target) is not None for _, target in list(self.waiting))
+        return self._has_place and any(self._choose(target) is not None for _, target in list(self.waiting))
+
+    @property
+    def _has_place(self) -> bool:
+        return bool(self.waiting) and any(len(replica.open) < self.concurrency for replica in self.replicas)
 
     def advance(self) -> None:
         """Send what is in outboxes, and the requests that wait for a place, as far as there are any."""
-        for _ in range(len(self.waiting)):
-            try:
-                request, target = self.waiting.popleft()
-            except IndexError:  # another thread was faster
-                break
-            replica = None if request.is_done else self._choose(target)
-            if replica is not None:
-                self._put(request, (replica,))
-            elif not request.is_done:
-                self.waiting.append((request, target))
+        kept: list[tuple[Request, Target]] = []
+        try:
+            while self._has_place:
+                with contextlib.suppress(IndexError):  # another thread was faster
+                    kept.append(self.waiting.popleft())
+                    request, target = kept[-1]
+                    replica = self._choose(target)
+                    if replica is not None:
+                        self._put(request, (replica,))
+                    if replica is not None or request.is_done:
+                        kept.pop()
+        finally:
+            self.waiting.extendleft(reversed(kept))
         self.flush()
 
     # --- sending ---

@@ -59,14 +59,17 @@ class EventLoopThread:
         """Run a coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function on the event loop, in its next round."""
-        is_here = get_ident() == self._thread.ident
-        (self._loop.call_soon if is_here else self._loop.call_soon_threadsafe)(function, *args)
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop, for what runs on it."""
+        return self._loop
 
-    def task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Make a task, on the event loop."""
-        return self._loop.create_task(coroutine)
+    def run(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on the event loop: now, if this is its thread."""
+        if get_ident() == self._thread.ident:
+            function(*args)
+        else:
+            self._loop.call_soon_threadsafe(function, *args)
 
     def close(self) -> None:
         """Cancel all tasks and end the thread."""

@@ -99,7 +99,6 @@ class Loop:
             if kind == MessageKind.REQUESTS:  # from here on, the requests say which message is next
                 self._requests = Requests(lane, executor)
                 self._requests.take(message)
-                lane.body = None
                 continue
             if kind == MessageKind.ENVIRONMENT:
                 os.environ.update(pickle.loads(message[HEADER_NBYTES:]))

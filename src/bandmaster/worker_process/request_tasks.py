@@ -58,11 +58,11 @@ class RequestTasks:
     def start(self, requests: Sequence[Request], given_up: Collection[int] = ()) -> None:
         """Run requests, but for those that were cancelled meanwhile. One thread calls this."""
         self._n_started += len(requests)
-        self._loop.call_soon(self._start, requests, given_up)
+        self._loop.run(self._start, requests, given_up)
 
     def cancel(self, numbers: Sequence[int]) -> None:
         """Cancel those of some requests that have not ended. Any thread may call this."""
-        self._loop.call_soon(self._cancel, numbers)
+        self._loop.run(self._cancel, numbers)
 
     def _start(self, requests: Sequence[Request], given_up: Collection[int]) -> None:
         for request in requests:
@@ -70,7 +70,7 @@ class RequestTasks:
                 self._ended(request.number, _CANCELLED)
                 continue
             self._running[request.number] = request.method, monotonic()
-            self._tasks[request.number] = self._loop.task(self._run(request))
+            self._tasks[request.number] = self._loop.loop.create_task(self._run(request))
         self._show()
 
     def _cancel(self, numbers: Sequence[int]) -> None:

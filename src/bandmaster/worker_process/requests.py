@@ -2,22 +2,23 @@
 
 ::
 
-    main thread                                                     event loop
-    message of requests ──► RequestTasks.start ──────────────────► a task for each
-    message to cancel   ──► RequestTasks.cancel ─────────────────► that task
-    other messages wait until no request runs                       small replies, many in one message ──► caller
-    large replies ◄────────────────────────────────────────────────
+    event loop                                                     main thread
+    message of requests ──► a task for each
+    message to cancel   ──► cancels that task
+    any other message   ──► waits until no request runs ─────────► runs it and replies; then the event loop reads on
+    replies, small ones many in one message ──► caller
 
-A call that is no request runs alone: the main thread sets its message aside, and those behind it, until the requests
-before it have ended. It reads on meanwhile, as one of these may have to be cancelled.
+One thread has the lane at a time: the event loop, while it reads; the main thread, while it runs a call that is no
+request, and so runs alone. Messages behind such a call wait with it, but for those that cancel.
 """
 
 from __future__ import annotations
 
-import os
 import select
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from bandmaster.codec import Payload, encode
@@ -27,6 +28,7 @@ from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
     INLINE_NBYTES,
     MAX_PARTS_NBYTES,
+    Closed,
     MessageKind,
     ReplyKind,
     header_of,
@@ -39,6 +41,8 @@ from bandmaster.wire.segments import SharedPayload
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.request_tasks import Outcome, Request, RequestTasks
 
+REPLY_NBYTES = 64  # of a small reply among several, without its content
+
 
 class Requests:
     """The requests of the caller at the other end of a lane, and the messages that wait for them.
@@ -49,76 +53,100 @@ class Requests:
     """
 
     def __init__(self, lane: Lane, executor: Executor) -> None:
-        self._lane, self._loop = lane, executor.event_loop()
+        self._lane, self._loop = lane, executor.event_loop().loop
         self._tasks = RequestTasks(executor, self._ended)
+        self._is_reading = False  # whether the event loop has the lane
+        self._handed: SimpleQueue[memoryview | Closed] = SimpleQueue()  # to the main thread, with the lane
         self._aside: deque[Any] = deque()  # messages that wait until no request runs
         self._given_up: set[int] = set()  # requests that were cancelled, perhaps among these
         self._replies: list[tuple[int, int, Any]] = []  # that have not been sent
-        self._large: deque[tuple[int, Outcome]] = deque()  # replies that the main thread sends
-        self._unsent: deque[bytes] = deque()  # messages that found the lane full
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poll = select.poll()
-        for fd in (lane.fileno(), self._wake):
-            self._poll.register(fd, select.POLLIN)
+        self._unsent: deque[Callable[[], object]] = deque()  # what sends the others, once the caller reads
+        self._is_telling = False
 
     # --- the main thread ---
 
     def next_message(self) -> memoryview:
-        """Wait for the next message that is for no request, and for the end of the requests before it."""
-        lane = self._lane
-        while True:
-            self._send_rest()
-            if self._aside and (self._tasks.is_idle or header_of(self._aside[0][0])[0] == MessageKind.REQUESTS):
-                body = lane.take_up(self._aside.popleft())
-                if header_of(body)[0] != MessageKind.REQUESTS:
-                    return body
-                self.take(body)
-                lane.body = None
-                continue
-            if not self._aside:
-                self._given_up.clear()
-            self._poll.poll(TELL_S * 1000 if lane.has_leases else None)
-            message = lane.receive(block=False)
-            if message is None:
-                if lane.has_leases:
-                    lane.tell()
-                continue
-            kind = header_of(message)[0]
-            if kind == MessageKind.CANCEL:
-                self._cancel(read_content(message))
-            elif self._aside or (kind != MessageKind.REQUESTS and not self._tasks.is_idle):
-                self._aside.append(lane.set_aside())
-            elif kind == MessageKind.REQUESTS:
-                self.take(message)
-            else:
-                return message
-            lane.body = None
+        """Let the event loop read, and wait for the next message that is for no request and may begin.
+
+        Raises:
+            Closed: The other end is gone.
+        """
+        self._loop.call_soon_threadsafe(self._read_on)
+        handed = self._handed.get()
+        if isinstance(handed, Closed):
+            raise handed
+        return handed
+
+    # --- reading, on the event loop ---
 
     def take(self, message: memoryview) -> None:
-        """Start the requests of a message."""
+        """Start the requests of a message. The main thread takes the first message, when the event loop reads none."""
         unpack = self._lane.unpack
         requests = [Request(number, method, how, unpack(part)) for number, method, how, part in read_content(message)]
         self._tasks.start(requests, frozenset(self._given_up))
+        self._lane.body = None
 
-    def _cancel(self, numbers: Sequence[int]) -> None:
+    def _read_on(self) -> None:
+        if self._is_reading or not self._handed.empty():  # a signal handler has raised in the main thread
+            return
+        self._is_reading = True
+        self._loop.add_reader(self._lane.fileno(), self._read)
+        self._go_on()
+
+    def _read(self) -> None:
+        lane = self._lane
+        try:
+            while self._is_reading and (message := lane.receive(block=False)) is not None:
+                kind = header_of(message)[0]
+                if kind == MessageKind.CANCEL:
+                    self._cancel(read_content(message))
+                elif kind == MessageKind.REQUESTS and not self._aside:
+                    self.take(message)
+                elif self._aside or not self._tasks.is_idle:
+                    self._aside.append(lane.set_aside())
+                else:
+                    self._hand(message)
+        except Closed as closed:
+            self._hand(closed)
+        if lane.has_leases and not self._is_telling:
+            self._is_telling = True
+            self._loop.call_later(TELL_S, self._tell)
+
+    def _cancel(self, numbers: Any) -> None:
         self._tasks.cancel(numbers)
         if self._aside:  # they may be among these
             self._given_up.update(numbers)
+        self._lane.body = None
 
-    def _send_rest(self) -> None:
-        """Send the replies that the event loop cannot send."""
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return
-        while self._unsent:
-            self._lane.send(self._unsent.popleft())
-        while self._large:
-            number, outcome = self._large.popleft()
-            reply(self._lane, number, [outcome])
-            self._loop.call_soon(self._count, 1)
+    def _go_on(self) -> None:
+        """Take up what was set aside, as far as it may begin."""
+        while self._aside and self._is_reading:
+            is_request = header_of(self._aside[0][0])[0] == MessageKind.REQUESTS
+            if not (is_request or self._tasks.is_idle):
+                return
+            message = self._lane.take_up(self._aside.popleft())
+            if is_request:
+                self.take(message)
+            else:
+                self._hand(message)
+        if not self._aside:
+            self._given_up.clear()
 
-    # --- the event loop ---
+    def _hand(self, message: memoryview | Closed) -> None:
+        """Give the lane to the main thread, with the message that it runs."""
+        self._loop.remove_reader(self._lane.fileno())
+        self._is_reading = False
+        self._handed.put(message)
+
+    def _tell(self) -> None:
+        """Tell of leases that have ended, as long as there are any."""
+        self._is_telling = self._lane.has_leases
+        if self._is_telling:
+            if self._is_reading:
+                self._lane.tell()
+            self._loop.call_later(TELL_S, self._tell)
+
+    # --- replies, on the event loop ---
 
     def _ended(self, number: int, outcome: Outcome) -> None:
         if isinstance(outcome, Payload) and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
@@ -128,8 +156,8 @@ class Requests:
         elif isinstance(outcome, Failure) and (encoded := encode(outcome)).nbytes <= INLINE_NBYTES:
             self._replies.append((number, ReplyKind.FAILURE, inline(encoded)))
         else:
-            self._large.append((number, outcome))
-            os.eventfd_write(self._wake, 1)
+            self._unsent.append(partial(self._send_large, number, outcome))
+            self._loop.call_soon(self._send_rest)
             return
         if len(self._replies) == 1:
             self._loop.call_soon(self._flush)
@@ -139,27 +167,39 @@ class Requests:
         replies, self._replies = self._replies, []
         start = nbytes = 0
         for at, (_, _, content) in enumerate(replies):
-            more = 64 + (0 if content is None else len(content) if isinstance(content, bytes) else INLINE_NBYTES)
+            failed_nbytes = INLINE_NBYTES if content else 0  # at most
+            more = REPLY_NBYTES + (len(content) if isinstance(content, bytes) else failed_nbytes)
             if nbytes and nbytes + more > MAX_PARTS_NBYTES:
-                self._send(several_replies(replies[start:at]))
+                self._unsent.append(partial(self._send_several, replies[start:at]))
                 start, nbytes = at, 0
             nbytes += more
-        self._send(several_replies(replies[start:]))
-        self._count(len(replies))
+        self._unsent.append(partial(self._send_several, replies[start:]))
+        self._send_rest()
 
-    def _count(self, n: int) -> None:
-        self._tasks.count(n)
-        if self._aside and self._tasks.is_idle:
-            os.eventfd_write(self._wake, 1)
+    def _send_rest(self) -> None:
+        """Send replies, as far as the caller reads."""
+        fd = self._lane.fileno()
+        while self._unsent:
+            try:
+                self._unsent[0]()
+            except BlockingIOError:
+                self._loop.add_writer(fd, self._send_rest)
+                return
+            except (OSError, Closed):  # the caller is gone, as the next read tells
+                pass
+            self._unsent.popleft()
+        self._loop.remove_writer(fd)
+        self._go_on()
 
-    def _send(self, message: bytes) -> None:
-        try:
-            self._lane.send_beside(message)
-        except BlockingIOError:
-            self._unsent.append(message)
-            os.eventfd_write(self._wake, 1)
-        except OSError:  # the caller is gone, which the main thread notices
-            pass
+    def _send_several(self, replies: list[tuple[int, int, Any]]) -> None:
+        self._lane.send_beside(several_replies(replies))
+        self._tasks.count(len(replies))
+
+    def _send_large(self, number: int, outcome: Outcome) -> None:
+        if not select.select((), (self._lane.fileno(),), (), 0)[1]:
+            raise BlockingIOError
+        reply(self._lane, number, [outcome])
+        self._tasks.count(1)
 
 
 def reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | None], times: bytes | None = None) -> None:
