@@ -2,6 +2,8 @@
 
 import gc
 import pickle
+import subprocess
+import sys
 import weakref
 from fractions import Fraction
 
@@ -543,6 +545,24 @@ def test_a_payload_survives_a_pickle(protocol):
 
     arrived = decode(payload.private())
     assert (arrived["array"].tolist(), arrived["tensor"].tolist(), arrived["name"]) == ([*range(N)], [*range(N)], "a")
+
+
+MEANWHILE = """
+import pickle, sys, threading
+from bandmaster.codec.pickling import decode
+
+payload = pickle.load(sys.stdin.buffer)
+threading.Thread(target=__import__, args=["torch"]).start()
+while "torch" not in sys.modules:
+    pass
+print(decode(payload.private()).tolist())
+"""
+
+
+def test_a_tensor_is_decoded_while_another_thread_imports_torch():
+    payload = pickle.dumps(encode(torch.arange(3)))
+    done = subprocess.run([sys.executable, "-c", MEANWHILE], input=payload, capture_output=True, timeout=60)
+    assert done.stdout.split() == [b"[0,", b"1,", b"2]"], done.stderr.decode()
 
 
 def test_nbytes_counts_all_of_it():

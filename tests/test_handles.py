@@ -221,6 +221,12 @@ def test_padding_is_for_the_ranks_alone(three, two):
 
 
 @pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_rows_in_another_order_are_padded(three, two, width):
+    rows = made(two, 7, width)[[6, 0, 3, 1, 5, 2, 4]]
+    assert three.echo_padded(rows)["id"].tolist() == [6, 0, 3, 1, 5, 2, 4]
+
+
+@pytest.mark.parametrize("width", [SMALL, LARGE])
 def test_rows_that_were_split_by_cost_are_in_their_order(three, two, width):
     rows = made(two, 7, width)[[6, 0, 3, 1, 5, 2, 4]]
     balanced = three.echo_balanced.submit(rows)

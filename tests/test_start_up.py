@@ -301,7 +301,7 @@ def interrupted(original):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for name in ("_get_devnull", "_execute_child"):
     original = getattr(subprocess.Popen, name)
-    with no_leaks(kinds=["processes", "descriptors"], timeout=5), bm.ResourcePool([1]) as pool:
+    with no_leaks(kinds=["processes", "descriptors"], timeout=5), bm.ResourcePool([1], preload=[]) as pool:
         setattr(subprocess.Popen, name, interrupted(original))
         try:
             bm.WorkerGroup(pool, bm.Worker)

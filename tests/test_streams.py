@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -717,6 +718,25 @@ def lost(rows):
         rows.result()
     except bm.RowsLost as error:
         return error.with_traceback(None)
+
+
+def test_one_collection_frees_a_stream_that_has_failed(three):
+    def use():
+        rows = np.arange(6)
+        with pytest.raises(bm.RemoteError):
+            list(three.fail_on.stream(rows, bad=3))
+        return weakref.ref(rows)
+
+    gc.disable()
+    try:
+        rows, deadline = use(), idle_time() + 30
+        while any(thread.name == "bandmaster-progress" for thread in threading.enumerate()):  # which lets go of calls
+            assert idle_time() < deadline
+            time.sleep(0.01)
+        gc.collect()
+        assert rows() is None
+    finally:
+        gc.enable()
 
 
 def test_a_failed_call_can_be_released(three):

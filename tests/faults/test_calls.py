@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 
+import numpy as np
 import pytest
 from clock import idle_time
 
@@ -45,6 +46,17 @@ class Faulty(bm.Worker):
         if self.rank in ranks:
             raise ValueError(message)
         return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def refuse(self, array):
+        gc.disable()
+        self.seen = weakref.ref(array)
+        raise ValueError("refused")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def has_seen(self):
+        gc.enable()
+        return self.seen() is not None
 
     @register(Dispatch.ONE_TO_ALL)
     def raise_what_cannot_be_pickled(self):
@@ -225,6 +237,13 @@ def test_a_method_raises_on_one_some_or_all_ranks(group, ranks):
     failure = error.failures[ranks[0]]
     assert (failure.host, failure.pid, failure.device) == (socket.gethostname(), failure.pid, "cpu")
     assert group.echo(1) == [1, 1, 1]
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_rank_frees_the_arguments_of_a_call_that_has_failed_without_a_garbage_collection(group):
+    with pytest.raises(RemoteError):
+        group.refuse(np.ones(1))
+    assert group.has_seen() == [False] * 3
 
 
 def test_an_exception_that_cannot_be_pickled_is_told_by_its_text(group):

@@ -588,7 +588,9 @@ def interrupted_when(is_now):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a file that nobody has closes itself
-@pytest.mark.parametrize("where", [("__init__", "eventfd"), ("__init__", "pidfd_open"), ("hold", "add")])
+@pytest.mark.parametrize(
+    "where", [("__init__", "eventfd"), ("__init__", "pidfd_open"), ("_add", "append"), ("hold", "add")]
+)
 def test_ctrl_c_as_a_group_and_its_zygote_start_leaves_nothing(where):
     def is_now(frame, kind, what):
         return kind == "c_return" and (frame.f_code.co_name, what.__name__) == where

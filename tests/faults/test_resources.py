@@ -93,6 +93,16 @@ def test_the_controller_has_no_descriptor_for_an_answer(group):
     assert [value.sum() for value in group.give(1 << 40)] == [200 << 20] * 2
 
 
+def test_a_group_stays_although_the_controller_has_no_descriptor_for_a_while(make_group):
+    group = make_group(2, Echo)
+    before = limited(resource.RLIMIT_NOFILE, 0)
+    try:
+        group.nap(1.5)  # the controller looks twice a second whether Ray is there
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert group.echo(1) == [1, 1]
+
+
 def test_the_controller_has_no_room_for_rows_that_were_kept(group):
     rows = group.rows.submit(np.ones((2, 100 << 20), np.uint8))
     assert len(rows) == 2

@@ -366,6 +366,7 @@ def freed(group, rows, ranks):
     "given_up": Scene(
         """
 def given_up(group, rows, ranks):
+    for one in [group.same.submit(rows) for _ in range(9)]: one.exception()  # fills what is kept for later rows
     held = []
     for _ in range(3):
         calls = [group.hang.submit(rows, ranks), *[group.same.submit(rows) for _ in range(8)]]
@@ -698,7 +699,7 @@ def watched(group, rows, ranks):
     crowd, shown = group.crowd.submit(rows, ranks), []
     while sum("tasks" in one for one in shown) < len(ranks) and time.monotonic() < end:
         top = subprocess.run([sys.executable, "-m", "bandmaster", "top", "--once"], capture_output=True, text=True)
-        found = [line.partition(f" {pid}  ")[2] for pid in pids for line in top.stdout.splitlines()]
+        found = [line.partition(f" {pid}  ")[2].lstrip() for pid in pids for line in top.stdout.splitlines()]
         shown = [one.partition("  ")[0] for one in found if one]
     crowd.cancel()
     crowd.exception()

@@ -26,6 +26,7 @@ from bandmaster.contract import Launch, ShowOutput
 from bandmaster.errors import ResourceError, UsageError
 from bandmaster.platform.hardware import visible_devices
 from bandmaster.platform.limits import cannot_start
+from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.settings import preloaded_modules
 
 Key = tuple[tuple[str, ...] | None, tuple[tuple[str, str], ...]]  # what pools ask for: ``preload`` and ``env``
@@ -131,7 +132,7 @@ class LocalBackend(MachineBackend):
                 "backend 'local' cannot start workers in this process, because it was forked from a controller that "
                 "has workers; create pools in that controller"
             )
-        with self._starting:
+        with SigintSafeLock(), self._starting:  # so that Ctrl-C leaves no zygote that no pool holds
             for zygote in self._all():
                 if not zygote.is_alive:
                     zygote.close()

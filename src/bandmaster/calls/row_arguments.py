@@ -118,7 +118,7 @@ class RowsElsewhere:
             numbers = [member.items[0][1].numbers for member in members]
             bounds = pairwise(accumulate(map(len, numbers), initial=0))
             shares = {rank: each for member, each in zip(members, bounds, strict=True) for rank in member.ranks}
-            is_range = isinstance(numbers[0], range)  # of a split in the order of the rows
+            is_range = all(isinstance(each, range) for each in numbers)  # of a split in their order, without padding
             whole = range(sum(map(len, numbers))) if is_range else np.concatenate(numbers)
             items = tuple([(key, Portion(value.value, whole)) for key, value in members[0].items])
             yield members[0]._replace(items=items, ranks=tuple(shares)), shares

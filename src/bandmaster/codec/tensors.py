@@ -8,7 +8,6 @@ A CUDA tensor is sent through host memory, and decoded onto the receiver's own d
 from __future__ import annotations
 
 import contextlib
-import importlib
 import pickle
 import sys
 import threading
@@ -122,7 +121,8 @@ def _rebuild(buffer: Any, dtype: str, layout: tuple[Any, Any], requires_grad: bo
 
 def _rebuild_contiguous(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     """Rebuild a contiguous CPU tensor of a numpy dtype; a short path, because most small tensors are like this."""
-    torch = sys.modules.get("torch") or importlib.import_module("torch")
+    import torch  # not from `sys.modules`, where another thread may be importing it
+
     flat = torch.frombuffer(buffer, dtype=getattr(torch, dtype))
     return flat if len(shape) == 1 else flat.view(shape)
 

@@ -70,6 +70,8 @@ class Stream:
     iterate over one stream: each result goes to one of them.
     """
 
+    _is_open = False  # before it is constructed
+
     def __init__(self, feed: Feed, arrivals: Arrivals) -> None:
         self._feed, self._arrivals = feed, arrivals
         self._is_open = True
@@ -177,7 +179,7 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        if self.__dict__.get("_is_open"):
+        if self._is_open:  # not by `__dict__`, which is made then, and keeps all of a cycle for the next collection
             with contextlib.suppress(Exception):  # at exit, no thread can be started
                 progress.add(self._feed)  # the thread closes it, as garbage may be collected under any lock
 

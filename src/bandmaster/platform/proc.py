@@ -36,8 +36,12 @@ class Stat(NamedTuple):
 
 
 def stat(pid: int) -> Stat | None:
-    """The present state of a process; None if it does not exist."""
-    with contextlib.suppress(OSError):
+    """The present state of a process; None if it does not exist, or is hidden.
+
+    Raises:
+        OSError: This process has no descriptor to look with.
+    """
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         # The name is in parentheses, and may itself contain parentheses and spaces.
         before, _, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
         fields = after.split()  # field 3 (state) and later

@@ -128,6 +128,7 @@ class Executor:
             return outcome
         finally:
             activity.words[RUNNING] = 0
+            outcome = None  # the error of a failure refers to this frame, and to later ones, which have the arguments
 
     def _value(self, method: str, parts: Arguments, rows: RowReaders) -> Any:
         """The value of a method. An async method is awaited."""

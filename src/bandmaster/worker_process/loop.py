@@ -129,9 +129,9 @@ class Loop:
         else:
             method, reply, parts = read_small_call(message)
         self._page.begin(number)
-        outcome = self._executor.call(method, reply, parts, readers, kind & MessageKind.TIMED != 0)
+        outcomes = [self._executor.call(method, reply, parts, readers, kind & MessageKind.TIMED != 0)]
         self._page.end()
-        return outcome
+        return outcomes.pop()  # the error of a failure refers to this frame
 
     def _claimed(self, message: memoryview) -> tuple[str, int, list[Payload], RowReaders]:
         """The content of a call: method, reply, the parts in memory of this process, and what reads kept rows."""

@@ -406,7 +406,8 @@ def _end_with_ray(workers: weakref.ref[HostWorkers], watched: _Watched) -> None:
     Ray itself ends agents.
     """
     while (running := workers()) is not None and not running.is_stopped:
-        if why := watched.why_ended():
-            running.stop(why)
+        with contextlib.suppress(OSError, MemoryError):  # there is no descriptor to look with at the moment
+            if why := watched.why_ended():
+                running.stop(why)
         del running
         time.sleep(LOOK_S)  # Ray tells nobody of `ray.shutdown`
