@@ -1,10 +1,12 @@
 """Requests: each goes to one replica, many run beside each other, and each is answered exactly once."""
 
 import asyncio
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -97,6 +99,14 @@ class Ordered(bm.Worker):
 
     @register(Dispatch.REQUEST, concurrency=8)
     async def note(self, value):
+        self.log.append(value)
+
+    @register(Dispatch.REQUEST, concurrency=1)
+    async def also(self, value):
+        self.log.append(value)
+
+    @register(Dispatch.REQUEST)
+    def plainly(self, value):
         self.log.append(value)
 
     @register(TransferProtocol(Route("dp"), Only(tp=-1)))
@@ -233,7 +243,12 @@ def test_one_replica_can_be_chosen(group):
 
 def test_ranks_of_a_replica_get_the_same_requests_in_one_order(make_group):
     group = make_group(bm.Mesh(dp=2, tp=2), Ordered)
-    threads = [threading.Thread(target=lambda: [group.note(n).result(DEADLINE) for n in range(20)]) for _ in range(4)]
+
+    def ask(thread):
+        for n in range(20):
+            (group.note, group.also, group.plainly)[n % 3]((thread, n)).result(DEADLINE)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -241,6 +256,34 @@ def test_ranks_of_a_replica_get_the_same_requests_in_one_order(make_group):
     logs = group.take()
     assert logs[0] == logs[1] and logs[2] == logs[3] and len(logs[0]) + len(logs[2]) == 80
     assert [group.who.options(replica=replica)().result(DEADLINE) for replica in (0, 1)] == [1, 3]
+
+
+def test_requests_and_calls_of_one_caller_begin_in_their_order(make_group):
+    group = make_group(1, Ordered)
+
+    async def main():
+        first = [group.note(1), group.plainly(2), group.note(3), group.also(4), group.also(5), group.note(6)]
+        taken = group.take.submit()
+        last = group.note(7)
+        await asyncio.gather(*first, last)
+        return await taken
+
+    assert asyncio.run(main()) == [[1, 2, 3, 4, 6]], "but for one that waits for a place"
+    assert sorted(group.take()[0][5:]) == [5, 7]
+
+
+def test_those_that_wait_for_a_place_get_it_in_their_order(make_group):
+    group = make_group(1, Ordered)
+
+    async def later():
+        await asyncio.sleep(0)
+        await asyncio.gather(*[group.also(n) for n in range(10, 20)])
+
+    async def main():
+        await asyncio.gather(*[group.also(n) for n in range(10)], later())
+
+    asyncio.run(main())
+    assert group.take() == [list(range(20))]
 
 
 # --- overlap ------------------------------------------------------------------------------------------------------
@@ -533,8 +576,65 @@ def test_a_dead_replica_fails_its_requests_and_gets_no_more(make_group, gate):
 def test_requests_go_on_after_a_restart(make_group):
     group = make_group(2, Rollout)
     assert group.chat("a").result(DEADLINE)[1] == "aa"
-    group.restart()
-    assert group.chat.all("a").result(DEADLINE) == [(0, "aa"), (1, "aa")]
+
+    async def main():
+        await group.chat("a")
+        group.restart()
+        return await asyncio.wait_for(awaited(group.chat.all("a")), DEADLINE)
+
+    assert asyncio.run(main()) == [(0, "aa"), (1, "aa")]
+
+
+def test_event_loops_that_have_ended_are_collected(group):
+    async def main():
+        await group.chat("a")
+        return weakref.ref(asyncio.get_running_loop())
+
+    loops = [asyncio.run(main()) for _ in range(3)]
+    gc.collect()
+    assert [loop() for loop in loops] == [None] * 3
+
+
+def test_requests_that_are_late_at_the_same_time(group, gate):
+    async def ask(n):
+        with pytest.raises(bm.CallTimeout):
+            await group.meet.options(timeout=0.2)(1000)
+        return (await group.chat("a"))[1]
+
+    async def main():
+        return await asyncio.gather(*[ask(n) for n in range(100)])
+
+    assert asyncio.run(main()) == ["aa"] * 100 and group.healthy
+    group.take_counts()
+
+
+class Yields(bm.Worker):
+    state = "resident"
+
+    @register(Dispatch.REQUEST, concurrency=1)
+    async def ask(self):
+        await asyncio.sleep(0.005)
+        return self.state
+
+    def on_yield(self):
+        self.state = "yielded"
+
+    def on_resume(self):
+        self.state = "resident"
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_requests_of_a_turn_are_over_before_the_group_yields(make_pool):
+    pool = make_pool([1])
+    first, second = bm.WorkerGroup(pool, Yields), bm.WorkerGroup(pool, Yields)
+
+    async def main():
+        async with first.turn():
+            futures = [first.ask() for _ in range(10)]
+        async with second.turn():
+            return await asyncio.gather(*futures)
+
+    assert asyncio.run(main()) == ["resident"] * 10
 
 
 @pytest.mark.backends("local")

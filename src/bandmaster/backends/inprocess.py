@@ -168,6 +168,8 @@ class InProcessWorkers:
                 take(dead := [InProcessTicket(self.deaths[rank]) for _ in requests])
                 for ticket in dead:
                     ticket.tell()
+                with self._news:
+                    self._news.notify_all()
                 return
             if rank not in self._requests:
                 self._requests[rank] = InProcessRequests(self._executors[rank], self._news)

@@ -289,7 +289,7 @@ def _run_worker(spawn: Spawn, lane_fd: int, stdout_fd: int, stderr_fd: int, *oth
         executor = Executor(page.hold, page.activity)
         executor.prepare(spawn.context)
         rendezvous = [Rendezvous(socket.socket(fileno=fd), executor.after) for fd in listening_fds]
-        page.told_of_tasks = executor.told_of_tasks
+        page.told_of_tasks, executor.begins_event_loop = executor.told_of_tasks, page.has_event_loop
         lane = Lane(socket.socket(fileno=lane_fd), SegmentWriter(kept_name(os.getpid())))
         os.register_at_fork(after_in_child=lane.socket.close)  # else a fork would hide this worker's end
         Loop(lane, executor, page).run()

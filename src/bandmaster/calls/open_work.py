@@ -31,8 +31,10 @@ from weakref import WeakValueDictionary
 
 from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.request import CallSite
+from bandmaster.contract import WorkerCall, Workers
 from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.platform.deadline import Deadline
+from bandmaster.platform.locks import SigintSafeLock
 
 MANY = 64  # open calls; with more of them, each new call checks whether the oldest is over
 
@@ -97,6 +99,12 @@ class Routes(InParts, Protocol):
     def advance(self) -> None:
         """Send the requests that waited for a place, as far as there are any."""
 
+    def flush(self) -> None:
+        """Send the requests that are about to be sent."""
+
+    def wait_until_over(self, deadline: Deadline) -> None:
+        """Wait until no request is open; raises `CallTimeout` if one took too long."""
+
 
 class OpenWork:
     """The calls to the same workers, of all groups that have these workers.
@@ -104,7 +112,9 @@ class OpenWork:
     Attributes:
         waiting: The calls that are not sent yet, because rows that they, or calls before them, take are missing.
         routers: Those of the methods whose calls are requests, by submitter and method.
+        outgoing: The router that has requests which are about to be sent; None if there are none.
         renewed: The ranks that are being replaced, and get no requests.
+        sending: Held while requests are sent, and calls beside them, so that all ranks get them in one order.
     """
 
     def __init__(self) -> None:
@@ -113,7 +123,9 @@ class OpenWork:
         self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
         self._is_advancing = False
         self.routers: dict[tuple[object, str], Routes] = {}
+        self.outgoing: Routes | None = None
         self.renewed: frozenset[int] = frozenset()
+        self.sending = SigintSafeLock()
 
     # --- WAITING ---
 
@@ -294,9 +306,25 @@ class OpenWork:
             waiting = list(self.waiting)
         if waiting and not self.wait_up_to(waiting[-1], deadline):
             raise CallTimeout(waiting[0].site.method, (), deadline.timeout_s or 0.0)
+        self.wait_for_requests(deadline)
         for call in self._unfinished():
             if not call.wait(deadline.left()):
                 raise call.late(deadline.timeout_s or 0.0)
+
+    def wait_for_requests(self, deadline: Deadline) -> None:
+        """Wait until all requests are over; raises `CallTimeout` if one took too long."""
+        for router in list(self.routers.values()):
+            router.wait_until_over(deadline)
+
+    def send_calls(self, workers: Workers, calls: Sequence[WorkerCall], tickets: dict[int, Any]) -> None:
+        """Send calls behind the requests that were submitted before."""
+        if self.outgoing is not None:
+            self.outgoing.flush()
+        if self.routers and workers.arrivals is not None:  # else the methods run here, and Ctrl-C is not to wait
+            with self.sending:
+                workers.call(calls, tickets)
+        else:
+            workers.call(calls, tickets)
 
     def _unfinished(self) -> list[Call]:
         """The sent calls that are not over, in the order they were sent. Replies that have come count."""

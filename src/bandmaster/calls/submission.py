@@ -194,7 +194,7 @@ class Submitter:
             call.is_being_sent(workers, failures)
             if orders:
                 self.work.add(call)
-                workers.call(orders, call.tickets)
+                self.work.send_calls(workers, orders, call.tickets)
                 call.place = _first_place(call.tickets)
                 if call.record is not None:
                     call.record.is_sent()
@@ -245,7 +245,7 @@ class Submitter:
         is_sent = False
         try:
             if orders:
-                workers.call(orders, tickets)
+                self.work.send_calls(workers, orders, tickets)
             is_sent = True
         finally:
             place = _first_place(tickets)

@@ -250,10 +250,10 @@ class GroupOf(AnyGroup, Generic[W]):
             self._end_watches()
             with self._submitter.work.renewing(rank):
                 replace_worker(self._ownership.workers(), self._launch, self._constructor, rank)
-            self._watch_again()
-            if (gate := self._submitter.gate) is not None:
-                gate.has_new(rank)
-            self._on_all("on_replace", hook)
+                self._watch_again()
+                if (gate := self._submitter.gate) is not None:
+                    gate.has_new(rank)
+                self._on_all("on_replace", hook)
 
     def _check_alive_but(self, rank: int) -> None:
         workers = self._ownership.workers()

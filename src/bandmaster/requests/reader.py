@@ -7,7 +7,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from bandmaster.contract import Workers
 
@@ -32,17 +32,24 @@ _readers: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopReader] = WeakKeyDict
 class LoopReader:
     """Reads the replies of the workers that requests of one event loop wait for, when something has arrived.
 
-    Attributes:
+    Args:
         loop: The event loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
+        self._loop = ref(loop)  # which is the key of this
         self._arrived: deque[asyncio.Future[None]] = deque()  # that `tell` was called with
         self._soon: deque[Callable[[], object]] = deque()
         self._requests: dict[Awaited, None] = {}  # those that are waited for
         self._watched: dict[int, Workers] = {}  # by the descriptor that shows arrivals
         self._is_reading = self._is_scheduled = False
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop. It exists, where this runs on it."""
+        loop = self._loop()
+        assert loop is not None, "it calls this"
+        return loop
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> LoopReader:
@@ -64,6 +71,8 @@ class LoopReader:
         self._requests[request] = None
         fd = request.workers.arrivals
         if fd is not None and self._watched.get(fd) is not request.workers:
+            if fd in self._watched:  # of workers that were stopped; the number is that of another descriptor now
+                self.loop.remove_reader(fd)
             self._watched[fd] = request.workers
             self.loop.add_reader(fd, self._read, fd, request.workers)
         if request.is_done:
@@ -88,7 +97,8 @@ class LoopReader:
 
     def call(self, function: Callable[[], object]) -> bool:
         """Have the event loop call a function, once if it is given again meanwhile; False if the loop has ended."""
-        if self.loop.is_closed():
+        loop = self._loop()
+        if loop is None or loop.is_closed():
             return False
         if function not in self._soon:
             self._soon.append(function)
@@ -98,8 +108,10 @@ class LoopReader:
     def _wake_soon(self) -> None:
         if not (self._is_reading or self._is_scheduled):
             self._is_scheduled = True
-            with contextlib.suppress(RuntimeError):  # the event loop was closed
-                self.loop.call_soon_threadsafe(self._wake)
+            loop = self._loop()
+            if loop is not None:
+                with contextlib.suppress(RuntimeError):  # the event loop was closed
+                    loop.call_soon_threadsafe(self._wake)
 
     def _read(self, fd: int, workers: Workers) -> None:
         """Take what has arrived, in the event loop."""

@@ -58,6 +58,9 @@ class SendsRequests(Protocol):
     def has_ended(self, request: Request) -> None:
         """Free the places of a request."""
 
+    def stacks(self, tickets: Mapping[int, Ticket]) -> Mapping[int, str]:
+        """The Python stacks of ranks."""
+
     def withdraw(self, request: Request) -> bool:
         """Take back a request that waits for a place; False if it does not."""
 
@@ -125,7 +128,7 @@ class Request(Result):
 
     def stacks(self) -> Mapping[int, str]:
         """The Python stacks of the ranks that have not replied."""
-        return self.workers.stacks({rank: self.tickets[rank] for rank in self.missing})
+        return self.router.stacks({rank: self.tickets[rank] for rank in self.missing})
 
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""

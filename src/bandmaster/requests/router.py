@@ -7,10 +7,11 @@ round has ended, so that all requests of the round go in one message.
 
 from __future__ import annotations
 
-import contextlib
 import sys
+import threading
+import time
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,9 +23,10 @@ from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import Reply, Ticket, WorkerCall, WorkerRequest, Workers
 from bandmaster.plan.rows import replicas
-from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.request import Replica, Request
 
+STACKS_FRESH_S = 0.5  # stacks that were read so long ago are shown again
 MOST_KEYS = 100_000  # whose replicas are known; the one that was used longest ago is forgotten first
 
 
@@ -66,9 +68,15 @@ class Router:
         self.waiting: deque[tuple[Request, Target]] = deque()
         self.site: CallSite = submitter.site(spec.name)
         self._work: OpenWork = submitter.work
-        self._lock = SigintSafeLock()  # held while requests are sent, so that all ranks get them in one order
+        self._lock = submitter.work.sending
         self._of_key: OrderedDict[Hashable, Replica] = OrderedDict()
         self._flushed_by: object = None  # the event loop that will call `flush`
+        self._reads_stacks = threading.Lock()
+        self._stacks: tuple[float, set[int], Mapping[int, str]] = (
+            0.0,
+            set(),
+            {},
+        )  # when they were read, and of which ranks
         self._readers: dict[Any, None] = {}  # of the event loops whose requests may wait
 
     @classmethod
@@ -89,25 +97,34 @@ class Router:
         Raises:
             CallTimeout: No place has become free in time.
         """
-        replica = self._choose(target)
-        if replica is not None:
-            self.send(request, (replica,))
-            return
-        self.waiting.append((request, target))
-        if (loop := _running_loop()) is not None:
+        loop = _running_loop()
+        with self._lock:
+            self._flush_others()
+            replica = None if self.waiting else self._choose(target)
+            if replica is None:
+                self.waiting.append((request, target))
+            else:
+                self._put(request, (replica,))
+            if loop is None:
+                self._flush_all()
+        if loop is not None and replica is not None:
+            self._flush_soon(loop)
+        elif loop is not None:
             from bandmaster.requests.reader import LoopReader
 
             reader = LoopReader.of(loop)
             reader.add(request)
             self._readers[reader] = None
-            return
+            self.advance()  # a place may have become free meanwhile
+        elif replica is None:
+            self._wait_for_place(request)
+
+    def _wait_for_place(self, request: Request) -> None:
         try:
             timeout_s = request.site.limits().timeout
             if not request.wait_until_sent(timeout_s):
                 assert timeout_s is not None, "only a deadline ends the wait early"
-                late = request.late(timeout_s)
-                request.cancel()
-                raise late
+                raise request.late(timeout_s)
         except BaseException:
             request.cancel()
             raise
@@ -152,30 +169,34 @@ class Router:
 
     def advance(self) -> None:
         """Send what is in outboxes, and the requests that wait for a place, as far as there are any."""
-        kept: list[tuple[Request, Target]] = []
-        try:
-            while self._has_place:
-                with contextlib.suppress(IndexError):  # another thread was faster
-                    kept.append(self.waiting.popleft())
-                    request, target = kept[-1]
+        with self._lock:
+            while self.can_advance:  # again, if a place became free as none seemed to wait
+                kept: list[tuple[Request, Target]] = []
+                while self._has_place:
+                    request, target = self.waiting.popleft()
                     replica = self._choose(target)
-                    if replica is not None:
+                    if replica is None:
+                        kept.append((request, target))
+                    else:
                         self._put(request, (replica,))
-                    if replica is not None or request.is_done:
-                        kept.pop()
-        finally:
-            self.waiting.extendleft(reversed(kept))
-        self.flush()
+                self.waiting.extendleft(reversed(kept))
+            self._flush_all()
 
     # --- sending ---
 
     def send(self, request: Request, chosen: Sequence[Replica]) -> None:
         """Send a request to some replicas: now, or at the end of this round of the event loop."""
-        self._put(request, chosen)
         loop = _running_loop()
-        if loop is None:
-            self.flush()
-        elif self._flushed_by is not loop:
+        with self._lock:
+            self._flush_others()
+            self._put(request, chosen)
+            if loop is None:
+                self._flush_all()
+        if loop is not None:
+            self._flush_soon(loop)
+
+    def _flush_soon(self, loop: Any) -> None:
+        if self._flushed_by is not loop:
             self._flushed_by = loop
             loop.call_soon(self.flush)
 
@@ -187,11 +208,22 @@ class Router:
 
     def flush(self) -> None:
         """Send the requests in the outboxes."""
+        with self._lock:
+            self._flush_all()
+
+    def _flush_all(self) -> None:
         self._flushed_by = None
+        if self._work.outgoing is self:
+            self._work.outgoing = None
         for replica in self.replicas:
             if replica.outbox:
-                with self._lock:
-                    self._flush(replica)
+                self._flush(replica)
+
+    def _flush_others(self) -> None:
+        """Send what another method of the workers has in its outboxes, which was submitted before."""
+        other, self._work.outgoing = self._work.outgoing, self
+        if isinstance(other, Router) and other is not self:
+            other._flush_all()
 
     def _flush(self, replica: Replica) -> None:
         """Send the requests in an outbox; the lock is held."""
@@ -222,6 +254,15 @@ class Router:
         _take([request], rank, [tickets[rank]])
         request.replied()  # the reply may have come before
 
+    def stacks(self, tickets: Mapping[int, Ticket]) -> Mapping[int, str]:
+        """The Python stacks of ranks; those of requests that are late at the same time are read once."""
+        with self._reads_stacks:
+            moment, ranks, found = self._stacks
+            if not tickets.keys() <= ranks or time.monotonic() - moment > STACKS_FRESH_S:
+                found = self.workers.stacks(tickets)
+                self._stacks = time.monotonic(), set(tickets), found
+            return {rank: found[rank] for rank in tickets if rank in found}
+
     # --- the end of requests ---
 
     def has_ended(self, request: Request) -> None:
@@ -238,14 +279,26 @@ class Router:
 
     def withdraw(self, request: Request) -> bool:
         """Take back a request that was not sent; False if it was."""
-        for waiting in list(self.waiting):
-            if waiting[0] is request:
-                try:
+        with self._lock:
+            for waiting in self.waiting:
+                if waiting[0] is request:
                     self.waiting.remove(waiting)
                     return True
-                except ValueError:  # another thread sends it
-                    return False
-        return False
+            return False
+
+    def wait_until_over(self, deadline: Deadline) -> None:
+        """Wait until no request is open.
+
+        Raises:
+            CallTimeout: One took too long.
+        """
+        for request in self._open():
+            if not request.wait(deadline.left()):
+                raise request.late(deadline.timeout_s or 0.0)
+
+    def _open(self) -> list[Request]:
+        waiting = [request for request, _ in list(self.waiting)]
+        return [*(request for replica in self.replicas for request in list(replica.open)), *waiting]
 
     @property
     def is_ended(self) -> bool:
@@ -254,8 +307,7 @@ class Router:
 
     def cancel(self) -> bool:
         """Cancel all open requests."""
-        waiting = [request for request, _ in list(self.waiting)]
-        for request in [*waiting, *(request for replica in self.replicas for request in list(replica.open))]:
+        for request in reversed(self._open()):  # those that wait first, so that none is sent meanwhile
             request.cancel()
         return True
 

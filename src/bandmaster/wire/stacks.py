@@ -27,7 +27,7 @@ _NEXT_CALL = f" next_message\n{_PACKAGE}wire/lane.py receive\n"  # of a loop, or
 _NEXT_REQUEST = f"{_PACKAGE}worker_process/requests.py next_message\n"
 _NEXT_TASK = "/ray/_private/worker.py main_loop\n"
 _AWAITS = f"{_PACKAGE}worker_process/executor.py wait_for\n"  # where that thread waits for async methods
-_CURRENT = "Current thread"  # the one that the signal reached: the main thread, if it can be
+_CURRENT = "Current thread", "Stack (most recent"  # that the signal reached: the main thread, if it can be; or alone
 
 
 def readable(text: str) -> str:

@@ -313,6 +313,10 @@ class StatusPage:
         if threading.current_thread() is threading.main_thread():  # where Python handles signals
             signal.signal(INTERRUPT_SIGNAL, self._signalled)
 
+    def has_event_loop(self) -> None:
+        """Have faulthandler write the stack of this thread alone: it would crash on frames that the event loop runs."""
+        faulthandler.register(STACKS_SIGNAL, file=self._fd, all_threads=False, chain=False)
+
     def begin(self, number: int) -> None:
         """Allow a call to be interrupted from now on.
 

@@ -60,6 +60,7 @@ class Executor:
         times: The times of the call that has run last, packed as `bandmaster.contract.TIMES`; None if it was not timed.
         hold: Returns a context manager that defers interrupts: `StatusPage.hold` if the worker has its own process,
             else a `SigintSafeLock`, which defers Ctrl-C.
+        begins_event_loop: Called before the event loop begins.
         worker: The user's object; None before it is constructed and after `close`.
     """
 
@@ -75,6 +76,7 @@ class Executor:
         self.after: list[Hook] = []
         self.times: bytes | None = None
         self.worker: Worker | None = None
+        self.begins_event_loop: Callable[[], object] = bool
         self._marks: list[int] | None = None  # moments in ns of the call that runs, if it is timed
         self._context: WorkerContext | None = None
         self._loop: EventLoopThread | None = None
@@ -127,7 +129,7 @@ class Executor:
                 self.times = TIMES.pack(*(marks if len(marks) == 3 else (marks[0], marks[-1], end)), end)
             return outcome
         finally:
-            activity.words[RUNNING] = 0
+            activity.words[RUNNING], self._marks = 0, None
             outcome = None  # the error of a failure refers to this frame, and to later ones, which have the arguments
 
     def _value(self, method: str, parts: Arguments, rows: RowReaders) -> Any:
@@ -312,7 +314,9 @@ class Executor:
     def event_loop(self) -> EventLoopThread:
         """The event loop of async methods, which is made when it is first asked for."""
         with self.hold():
-            self._loop = self._loop or EventLoopThread(self.activity)
+            if self._loop is None:
+                self.begins_event_loop()
+                self._loop = EventLoopThread(self.activity)
         return self._loop
 
     def told_of_tasks(self) -> str:
