@@ -320,7 +320,7 @@ class OpenWork:
         """Send calls behind the requests that were submitted before."""
         if self.outgoing is not None:
             self.outgoing.flush()
-        if self.routers and workers.arrivals is not None:  # else the methods run here, and Ctrl-C is not to wait
+        if workers.arrivals is not None:  # else the methods run here, and Ctrl-C is not to wait
             with self.sending:
                 workers.call(calls, tickets)
         else:

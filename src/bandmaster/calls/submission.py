@@ -194,7 +194,10 @@ class Submitter:
             call.is_being_sent(workers, failures)
             if orders:
                 self.work.add(call)
-                self.work.send_calls(workers, orders, call.tickets)
+                if self.work.routers:
+                    self.work.send_calls(workers, orders, call.tickets)
+                else:
+                    workers.call(orders, call.tickets)
                 call.place = _first_place(call.tickets)
                 if call.record is not None:
                     call.record.is_sent()
