@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload, decode
 from bandmaster.plan.mesh import Mesh
-from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
+from bandmaster.worker import Worker, WorkerContext, load_class, make_worker
 
 SEPARATOR = "/"  # in "role/method", the name of a role's method in a call
 
@@ -40,8 +40,7 @@ class Roles(Worker):
         workers: dict[str, Worker] = {}
         self.roles = workers
         for name, (constructor, mesh, meshes) in given.items():
-            with ClassLoading():
-                cls, args, kwargs = decode(constructor, self.device)
+            cls, args, kwargs = load_class(decode, constructor, self.device)
             context = replace(WorkerContext.of(self), mesh=mesh, meshes=meshes)
             workers[name] = make_worker(cls, context, args, kwargs, workers)
 

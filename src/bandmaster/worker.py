@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import threading
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bandmaster.errors import ProtocolError, UsageError
 from bandmaster.plan.mesh import Mesh
@@ -78,33 +78,31 @@ class Worker:
         """Do nothing: the attributes are already set."""
 
 
-class ClassLoading:
-    """Context manager that marks the current thread as loading a worker class, which may import the class's module.
+T = TypeVar("T")
 
-    It prevents endless recursion: a module that creates workers at import would start workers that import the module,
-    and so on.
+
+def load_class(load: Callable[..., T], /, *args: Any) -> T:
+    """Call a function that loads a worker class, which may import the class's module; see `check_not_loading`."""
+    return load(*args)
+
+
+def check_not_loading() -> None:
+    """Check that the calling thread may create workers.
+
+    This prevents endless recursion: a module that creates workers at import would start workers that import the module,
+    and so on. It looks at the stack, because a mark that `load_class` sets could be left by Ctrl-C.
+
+    Raises:
+        UsageError: The thread is in `load_class`.
     """
-
-    _thread = threading.local()
-
-    @classmethod
-    def check(cls) -> None:
-        """Check that the current thread may create workers.
-
-        Raises:
-            UsageError: The thread is loading a worker class.
-        """
-        if getattr(cls._thread, "is_loading", False):
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code is load_class.__code__:
             raise UsageError(
                 "the module of a worker class creates workers when it is imported, and every worker imports it; move "
                 "the code that creates them into a function, or under if __name__ == '__main__':"
             )
-
-    def __enter__(self) -> None:
-        self._thread.is_loading = True
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.is_loading = False
+        frame = frame.f_back
 
 
 @dataclass(frozen=True)

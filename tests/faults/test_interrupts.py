@@ -692,6 +692,25 @@ def moments(room):
     assert n > 20, "only these moments were tried"
 
 
+def test_ctrl_c_as_a_class_is_loaded_forbids_no_other_group():
+    n_left = n = 0
+
+    def is_now(frame, kind, what):
+        nonlocal n_left
+        n_left -= frame.f_code.co_filename.endswith("/bandmaster/worker.py") and kind in ("call", "return")
+        return n_left == 0
+
+    while n_left <= 0:  # the last group was interrupted
+        n_left = n = n + 1
+        pools = [bm.ResourcePool([1], backend="inprocess") for _ in range(2)]
+        with contextlib.suppress(KeyboardInterrupt), pressed_when(is_now):
+            bm.WorkerGroup(pools[0], bm.Worker)
+        bm.WorkerGroup(pools[1], bm.Worker).close()
+        for pool in pools:
+            pool.close()
+    assert n > 5, "only these moments were tried"
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as a generator is closed
 @pytest.mark.backends("inprocess", "local")
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from bandmaster.backends import get_backend
 from bandmaster.errors import PlacementError, UsageError
 from bandmaster.plan.placement import RESERVING, Node, Request, assign_nodes, cannot_place
 from bandmaster.platform.locks import check_not_held
-from bandmaster.worker import ClassLoading
+from bandmaster.worker import check_not_loading
 
 
 class Closes(Protocol):
@@ -69,7 +69,7 @@ class Lease:
 
     def open(self) -> None:
         """Reserve the slots."""
-        ClassLoading.check()
+        check_not_loading()
         check_not_held(self._lock, RESERVING)
         with self._lock:
             if not self.is_reserved:

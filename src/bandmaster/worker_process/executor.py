@@ -40,7 +40,7 @@ from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.roles import Roles
 from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
 from bandmaster.wire.status_page import RUNNING, SINCE, ActivityWords, Interrupted
-from bandmaster.worker import ClassLoading, Worker, WorkerContext, make_worker
+from bandmaster.worker import Worker, WorkerContext, load_class, make_worker
 from bandmaster.worker_process.event_loop import EventLoopThread
 from bandmaster.worker_process.kept_rows import with_rows
 
@@ -219,21 +219,20 @@ class Executor:
 
     def _preload(self, parts: Arguments) -> None:
         """Import modules, in order. Raises ImportError if one cannot be imported, whatever it has raised."""
-        with ClassLoading():
-            for name in self._merge(parts):
-                try:
-                    importlib.import_module(name)
-                except (Exception, SystemExit) as error:
-                    raise ImportError(
-                        f"cannot import {name!r}, which preload= of the ResourcePool names, on {os.uname().nodename}: "
-                        f"{type(error).__name__}: {error}; install it there, or leave it out",
-                        name=name,
-                    ) from error
+        for name in self._merge(parts):
+            try:
+                load_class(importlib.import_module, name)
+            except (Exception, SystemExit) as error:
+                raise ImportError(
+                    f"cannot import {name!r}, which preload= of the ResourcePool names, on {os.uname().nodename}: "
+                    f"{type(error).__name__}: {error}; install it there, or leave it out",
+                    name=name,
+                ) from error
 
     def _construct(self, parts: Arguments) -> None:
         assert self._context is not None, "it was set before the first call"
-        with ClassLoading(), _explained_imports():
-            cls, args, kwargs = self._merge(parts)
+        with _explained_imports():
+            cls, args, kwargs = load_class(self._merge, parts)
         self.worker = make_worker(cls, self._context, args, kwargs)
 
     def _run(self, function: Callable[..., object], /, *args: Any, **kwargs: Any) -> None:
