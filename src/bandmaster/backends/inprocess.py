@@ -28,7 +28,7 @@ from bandmaster.platform.locks import check_not_held, run_if_free
 from bandmaster.wire.segment_reader import RowReader
 from bandmaster.worker import Worker
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.request_tasks import Request, RequestTasks
+from bandmaster.worker_process.request_tasks import ReceivedRequest, RequestTasks
 
 
 class InProcessBackend(MachineBackend):
@@ -284,7 +284,7 @@ class InProcessRequests:
     def start(self, requests: Sequence[WorkerRequest], take: Callable[[Sequence[contract.Ticket]], object]) -> None:
         """Run requests. ``take`` gets their tickets first."""
         numbered = [
-            Request(next(self._numbers), method, int(reply), part.private()) for method, part, reply in requests
+            ReceivedRequest(next(self._numbers), method, int(reply), part.private()) for method, part, reply in requests
         ]
         tickets = {request.number: InProcessTicket(None, is_done=False) for request in numbered}
         take(list(tickets.values()))
@@ -298,7 +298,7 @@ class InProcessRequests:
     def wait_until_idle(self) -> None:
         """Wait until no request runs."""
         with self._news:
-            self._news.wait_for(lambda: self._tasks.is_idle or not self._open)
+            self._news.wait_for(lambda: not self._open)
 
     def fail(self, why: Failure) -> None:
         """End all requests, as the worker is discarded."""
@@ -307,10 +307,8 @@ class InProcessRequests:
 
     def _ended(self, number: int, outcome: Payload | Rows | Failure | None) -> None:
         assert not isinstance(outcome, Rows), "a request keeps no rows"
-        self._end(number, outcome.private() if isinstance(outcome, Payload) else outcome)
         self._tasks.count(1)
-        with self._news:
-            self._news.notify_all()
+        self._end(number, outcome.private() if isinstance(outcome, Payload) else outcome)
 
     def _end(self, number: int, outcome: Payload | Failure | None) -> None:
         ticket = self._open.pop(number, None)

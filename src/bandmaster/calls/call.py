@@ -28,14 +28,14 @@ from bandmaster.calls.hooks import CallTrace
 from bandmaster.calls.outcome import collected, error_of
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import NOTHING, CallRequest, CallSite
-from bandmaster.calls.result import Done, Result, late, wait_for_all
+from bandmaster.calls.result import Done, Result, WatchedResult, late, wait_for_all
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Ticket, Workers
 from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, RowsLost, UsageError
 from bandmaster.errors.failure import Failure, is_in_debugger
 from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
-from bandmaster.platform.locks import SigintSafeLock, check_not_held
+from bandmaster.platform.locks import check_not_held
 from bandmaster.rows.kept import KeptPart, KeptRows
 from bandmaster.rows.table import Table
 
@@ -70,7 +70,7 @@ class _OtherCalls(Protocol):
     def forget(self, call: Any) -> None: ...
 
 
-class Call(Result):
+class Call(WatchedResult):
     """One call.
 
     Attributes:
@@ -82,8 +82,6 @@ class Call(Result):
         failures: See `Failures`; once it is sent.
         has_ended: Whether all ranks are known to have replied. A thread that reads sets it.
         is_cancelled: Whether `cancel` was called.
-        due: The moment at which the thread that reads has to look again, by `time.monotonic`; None for no moment.
-        is_watched: Whether the thread of `bandmaster.calls.progress` reads it, so that others that have read tell it.
         record: The record of the call, if a trace records.
         place: Its place among the calls of the same workers, in the order in which the ranks get them; 0, so that it
             counts as ahead of all, if it is not known: as the call is sent, or if Ctrl-C came then.
@@ -97,7 +95,6 @@ class Call(Result):
         work: The calls of the same workers.
     """
 
-    workers: Workers
     failures: Failures
 
     def __init__(
@@ -110,8 +107,7 @@ class Call(Result):
         self.place = 0
         self.real_rows: RealRows | None = None
         self.record: CallTrace | None = None
-        self.has_ended = self.is_watched = self.is_sent_in_background = False
-        self.due: float | None = None
+        self.has_ended = self.is_sent_in_background = False
         self._send, self._work, self._collection = send, work, request.collection
         self._why_not_sent: BaseException | None = None
         self._has_to_stop = self._was_missed = False
@@ -254,26 +250,10 @@ class Call(Result):
                 if not call.is_watched and (call is self or not call.has_ended):
                     call.read_in_background()
 
-    def read_in_background(self) -> None:
-        """Let the thread of `bandmaster.calls.progress` read its replies until it is done."""
-        with SigintSafeLock():  # Ctrl-C does not leave a part of it
-            self.is_watched = True  # first: a thread that stops reading from now on tells the other one
-            for ticket in list(self.tickets.values()):
-                if isinstance(ticket, Ticket):
-                    ticket.on_done = partial(progress.look_at, self)
-            try:
-                progress.add(self)
-            except ResourceError:
-                self.is_watched = False
-                raise
-
-    def look(self) -> bool:
-        """Take the replies that have arrived, in that thread. Returns whether it is done; then tells of it."""
-        if not self.wait(0):
-            return False
-        self.is_watched = False
-        self.tell()
-        return True
+    def _ask_to_be_told(self) -> None:
+        for ticket in list(self.tickets.values()):
+            if isinstance(ticket, Ticket):
+                ticket.on_done = partial(progress.look_at, self)
 
     def cancel(self) -> bool:
         """Interrupt the ranks that run the call; the others skip it. Any thread may call this."""

@@ -320,10 +320,10 @@ class OpenWork:
         """Send calls behind the requests that were submitted before."""
         if self.outgoing is not None:
             self.outgoing.flush()
-        if workers.arrivals is not None:  # else the methods run here, and Ctrl-C is not to wait
-            with self.sending:
-                workers.call(calls, tickets)
-        else:
+        if not self.routers or workers.arrivals is None:  # the methods run here, and Ctrl-C is not to wait for them
+            workers.call(calls, tickets)
+            return
+        with self.sending:
             workers.call(calls, tickets)
 
     def _unfinished(self) -> list[Call]:

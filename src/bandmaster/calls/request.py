@@ -11,7 +11,7 @@ from bandmaster.calls.options import CallOptions, library
 from bandmaster.codec import Payload, encode
 from bandmaster.errors import ArgumentError, CollectError
 from bandmaster.errors.failure import reraise_if_from_signal, summary_of
-from bandmaster.plan.arguments import CallPlan
+from bandmaster.plan.arguments import ArgumentGroup, CallPlan
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import CollectEach
@@ -106,6 +106,20 @@ def encode_argument(value: Any, name: str, method: str) -> Payload:
         return encode(value)
     except BaseException as error:  # the user's objects may raise anything when they are pickled
         raise unpicklable(error, method, [(f"argument {name!r} of {method}", value)]) from error
+
+
+def encode_group(group: ArgumentGroup, method: str) -> Payload:
+    """Encode the arguments of a group.
+
+    Raises:
+        ArgumentError: One of them cannot be pickled; the message names it.
+    """
+    try:
+        return encode(group.items)
+    except BaseException as error:  # the user's objects may raise anything when they are pickled
+        named = zip(group.names, group.items, strict=False)
+        values = [(f"argument {name!r} of {method}", value) for name, (_, value) in named]
+        raise unpicklable(error, method, values) from error
 
 
 def encode_constructor(cls: type[Worker], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Payload:

@@ -10,11 +10,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
+from bandmaster.contract import Workers
 from bandmaster.errors import CallTimeout, ResourceError
 from bandmaster.errors.failure import stacks_by_equality
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.limits import start_thread
+from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.rows.table import Table
 
 _log = logging.getLogger(__name__)
@@ -153,6 +156,42 @@ class Result(ABC):
 
     def check_small_rows(self) -> None:  # noqa: B027  # most results have none
         """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""
+
+
+class WatchedResult(Result):
+    """A result that workers send, which the thread of `bandmaster.calls.progress` reads if it is asked to.
+
+    Attributes:
+        workers: The workers.
+        due: The moment at which the thread that reads has to look again, by `time.monotonic`; None for no moment.
+        is_watched: Whether that thread reads it, so that others that have read tell it.
+    """
+
+    workers: Workers
+    due: float | None = None
+    is_watched: bool = False
+
+    def read_in_background(self) -> None:
+        """Let that thread read its replies until it is done."""
+        with SigintSafeLock():  # Ctrl-C does not leave a part of it
+            self.is_watched = True  # first: a thread that stops reading from now on tells the other one
+            self._ask_to_be_told()
+            try:
+                progress.add(self)
+            except ResourceError:
+                self.is_watched = False
+                raise
+
+    def _ask_to_be_told(self) -> None:  # some are told anyway
+        """Have its tickets tell that thread when they are done."""
+
+    def look(self) -> bool:
+        """Take the replies that have arrived, in that thread. Returns whether it is done; then tells of it."""
+        if not self.wait(0.0):
+            return False
+        self.is_watched = False
+        self.tell()
+        return True
 
 
 def wait_for_all(futures: Sequence[Any], deadline: Deadline) -> bool:

@@ -18,10 +18,10 @@ from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.future import Future
 from bandmaster.calls.hooks import CallTrace, Gate, hooks
 from bandmaster.calls.open_work import OpenWork
-from bandmaster.calls.options import CallOptions
-from bandmaster.calls.request import CallRequest, CallSite, Collection, unpicklable
+from bandmaster.calls.options import CallOptions, library
+from bandmaster.calls.request import CallRequest, CallSite, Collection, encode_group
 from bandmaster.calls.row_arguments import RowsElsewhere, refers_to_rows
-from bandmaster.codec import Payload, encode
+from bandmaster.codec import Payload
 from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Ticket, WorkerCall, Workers
 from bandmaster.errors import CallTimeout
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
@@ -50,12 +50,7 @@ def orders_of(
     receivers: list[tuple[int, ...]] = []
     for group in groups:
         if group.items:
-            try:
-                payloads.append(encode(group.items))
-            except BaseException as error:  # the user's objects may raise anything when they are pickled
-                named = zip(group.names, group.items, strict=False)
-                values = [(f"argument {name!r} of {label}", value) for name, (_, value) in named]
-                raise unpicklable(error, label, values) from error
+            payloads.append(encode_group(group, label))
             receivers.append(group.ranks)
     parts = workers.put(payloads) if payloads else ()
     rows = [part.placed(workers) for part in elsewhere.parts] if elsewhere is not None else ()
@@ -194,10 +189,7 @@ class Submitter:
             call.is_being_sent(workers, failures)
             if orders:
                 self.work.add(call)
-                if self.work.routers:
-                    self.work.send_calls(workers, orders, call.tickets)
-                else:
-                    workers.call(orders, call.tickets)
+                self.work.send_calls(workers, orders, call.tickets)
                 call.place = _first_place(call.tickets)
                 if call.record is not None:
                     call.record.is_sent()
@@ -263,6 +255,10 @@ class Submitter:
         if orders and record is not None:
             record.is_sent()
         return [Future(call, request.owner) for call in calls.values()]
+
+    def options_but(self, options: CallOptions | None, changes: Mapping[str, Any]) -> CallOptions | None:
+        """The options of a call with some changed, as `CallOptions.but` does; None stands for those of the group."""
+        return (options or library.options.but(self.options)).but(changes) if changes else options
 
     def check_open(self) -> None:
         """Raise ClosedError if the group was closed."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from bandmaster.calls.future import Claim, Future, claims_of
-from bandmaster.calls.options import FLOW_NAMES, CallOptions, FlowOptions, MethodOptions, library
+from bandmaster.calls.options import FLOW_NAMES, CallOptions, FlowOptions, MethodOptions
 from bandmaster.calls.request import CallRequest
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
@@ -74,9 +74,7 @@ class GroupMethod(Generic[P, C, G]):
         """
         limits = {name: value for name, value in options.items() if name not in FLOW_NAMES}
         flow = {name: value for name, value in options.items() if name in FLOW_NAMES}
-        base = self._options
-        if limits:
-            base = (base or library.options.but(self._submitter.options)).but(limits)
+        base = self._submitter.options_but(self._options, limits)
         made = self._flow.but(flow, self._spec.is_generator)
         return type(self)(self._group, self._submitter, self._spec, base, made)
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypedDict, TypeVar
 
 from bandmaster.calls.future import Future
-from bandmaster.calls.options import CallOptions, library
-from bandmaster.calls.request import unpicklable
+from bandmaster.calls.options import CallOptions
+from bandmaster.calls.request import encode_group
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
-from bandmaster.codec import Payload, encode
+from bandmaster.codec import Payload
 from bandmaster.errors import ArgumentError, UsageError
 from bandmaster.requests.request import Request, RequestFuture
 from bandmaster.requests.router import ANY, Router, Target
@@ -71,12 +71,10 @@ class RequestMethod(Generic[P, G]):
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
             CallTimeout: No place became free within the request's ``timeout``. It was not sent.
         """
-        router = Router.of(self._submitter, self._spec)
-        request = Request(self._submitter.site(self._spec.name, self._options), self._payload(args, kwargs), router)
-        future = RequestFuture[G](request, self._group)
+        router, request = self._made(args, kwargs)
         with self._submitter.admitted(self._spec.label):
             router.submit(request, self._target)
-        return future
+        return RequestFuture(request, self._group)
 
     submit = __call__
 
@@ -89,13 +87,11 @@ class RequestMethod(Generic[P, G]):
         Raises:
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
         """
-        router = Router.of(self._submitter, self._spec)
-        request = Request(self._submitter.site(self._spec.name, self._options), self._payload(args, kwargs), router)
+        router, request = self._made(args, kwargs)
         request.is_listed = True
-        future = RequestFuture[list[G]](request, self._group)
         with self._submitter.admitted(self._spec.label):
             router.send(request, router.replicas)
-        return future
+        return RequestFuture(request, self._group)
 
     def options(self, /, **options: Unpack[RequestOptions]) -> RequestMethod[P, G]:
         """A copy of this method with other options.
@@ -114,9 +110,7 @@ class RequestMethod(Generic[P, G]):
         unknown = [name for name in chosen if name not in ("key", "replica", "spill")]
         if unknown:
             raise UsageError(f"a request has no option {unknown[0]!r}; its options are timeout, key, replica and spill")
-        base = self._options
-        if limits:
-            base = (base or library.options.but(self._submitter.options)).but(limits)
+        base = self._submitter.options_but(self._options, limits)
         target = replace(self._target, **chosen)
         n = len(Router.of(self._submitter, self._spec).replicas)
         for name, value, most in (("replica", target.replica, n - 1), ("spill", target.spill, None)):
@@ -142,6 +136,12 @@ class RequestMethod(Generic[P, G]):
             f"{self._spec.label} is a request, which has one value and no stream; await {self._spec.name}(...)"
         )
 
+    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request]:
+        """The router of the method, and a request for it that was not sent."""
+        router = Router.of(self._submitter, self._spec)
+        site = self._submitter.site(self._spec.name, self._options)
+        return router, Request(site, self._payload(args, kwargs), router)
+
     def _payload(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Payload:
         spec = self._spec
         group = spec.plan(args, kwargs, spec.registration.protocol.outgoing).groups[0]  # type: ignore[union-attr]
@@ -151,12 +151,7 @@ class RequestMethod(Generic[P, G]):
                     f"argument {name!r} of {spec.label} is a future, but requests take values; pass the value that "
                     "`await` or result() returns"
                 )
-        try:
-            return encode(group.items).private()
-        except BaseException as error:  # the user's objects may raise anything when they are pickled
-            named = zip(group.names, group.items, strict=False)
-            values = [(f"argument {name!r} of {spec.label}", value) for name, (_, value) in named]
-            raise unpicklable(error, spec.label, values) from error
+        return encode_group(group, spec.label).private()
 
     def __repr__(self) -> str:
         return f"<request method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

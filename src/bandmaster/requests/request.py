@@ -9,10 +9,10 @@ from bandmaster.calls.future import Future
 from bandmaster.calls.outcome import error_of
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
-from bandmaster.calls.result import Done, Result
+from bandmaster.calls.result import Done, Result, WatchedResult
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Ticket, Workers
-from bandmaster.errors import CallCancelled, CallTimeout, ResourceError
+from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.errors.failure import Failure
 from bandmaster.platform.deadline import Deadline
 from bandmaster.rows.table import Table
@@ -65,7 +65,7 @@ class SendsRequests(Protocol):
         """Take back a request that waits for a place; False if it does not."""
 
 
-class Request(Result):
+class Request(WatchedResult):
     """One request.
 
     ::
@@ -75,7 +75,6 @@ class Request(Result):
     Attributes:
         payload: Its arguments, until it is sent.
         router: The router that has chosen its replica, or will.
-        workers: The workers.
         replicas: The replicas that run it; empty as long as it waits for a place.
         tickets: The ticket of each rank, once it is sent.
         is_done: Whether its ranks have replied, or never will. Set by one assignment, by any thread.
@@ -85,7 +84,6 @@ class Request(Result):
     """
 
     outcome = None
-    due: float | None = None
 
     def __init__(self, site: CallSite, payload: Payload, router: SendsRequests) -> None:
         super().__init__(site, keeps_rows=False)
@@ -93,7 +91,7 @@ class Request(Result):
         self.router, self.workers = router, router.workers
         self.replicas: Sequence[Replica] = ()
         self.tickets: dict[int, Ticket] = {}
-        self.is_done = self.is_listed = self.is_watched = False
+        self.is_done = self.is_listed = False
         self.waiters: list[tuple[LoopReader, asyncio.Future[None]]] = []
         self._why: BaseException | None = None
 
@@ -206,20 +204,7 @@ class Request(Result):
     def drive_in_background(self) -> None:
         """Let the thread of `bandmaster.calls.progress` read its replies until it is done."""
         if not (self.is_done or self.is_watched):
-            self.is_watched = True
-            try:
-                progress.add(self)
-            except ResourceError:
-                self.is_watched = False
-                raise
-
-    def look(self) -> bool:
-        """Take the replies that have arrived, in that thread. Returns whether it is done; then tells of it."""
-        if not self.wait(0.0):
-            return False
-        self.is_watched = False
-        self.tell()
-        return True
+            self.read_in_background()
 
     def _conclude(self) -> bool:
         """Make the result. After Ctrl-C, the next wait makes it again."""

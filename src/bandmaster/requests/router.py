@@ -72,11 +72,8 @@ class Router:
         self._of_key: OrderedDict[Hashable, Replica] = OrderedDict()
         self._flushed_by: object = None  # the event loop that will call `flush`
         self._reads_stacks = threading.Lock()
-        self._stacks: tuple[float, set[int], Mapping[int, str]] = (
-            0.0,
-            set(),
-            {},
-        )  # when they were read, and of which ranks
+        # When stacks were read last, of which ranks, and what they were.
+        self._stacks: tuple[float, set[int], Mapping[int, str]] = 0.0, set(), {}
         self._readers: dict[Any, None] = {}  # of the event loops whose requests may wait
 
     @classmethod
@@ -169,6 +166,8 @@ class Router:
 
     def advance(self) -> None:
         """Send what is in outboxes, and the requests that wait for a place, as far as there are any."""
+        if not (self.waiting or self._work.outgoing is self):  # as most often
+            return
         with self._lock:
             while self.can_advance:  # again, if a place became free as none seemed to wait
                 kept: list[tuple[Request, Target]] = []

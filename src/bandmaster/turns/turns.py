@@ -355,8 +355,9 @@ class TurnTaker:
             submitter = self._submitter()
             if self._state is _State.YIELDED or submitter is None or self._is_gone:
                 return
-            submitter.work.wait_for_requests(deadline)
-            if ON_YIELD not in self._hooks:
+            if ON_YIELD in self._hooks:
+                submitter.work.wait_for_requests(deadline)
+            else:
                 submitter.work.wait_until_over(deadline)
             if self._hooks:
                 self._move(_State.YIELDED, ON_YIELD, deadline)

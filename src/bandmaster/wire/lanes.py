@@ -13,7 +13,7 @@ import itertools
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from bandmaster.wire.messages import (
     Closed,
     MessageKind,
     ReplyKind,
+    as_fit,
     call_message,
     control_message,
     header_of,
@@ -173,7 +174,7 @@ class LaneClient(Client):
             if self.is_stopped:
                 raise ClosedError(self._why_closed)
             numbered = list(zip(requests, self._new_requests(rank, len(requests), take), strict=False))
-            for some in _that_fit(numbered):
+            for some in as_fit(numbered, _nbytes_of):
                 segments: list[Segment] = []
                 content = [
                     (ticket.number, method, int(reply), _named(part, segments))
@@ -441,19 +442,10 @@ def _is_call(outgoing: _Outgoing) -> bool:
     return len(tickets) == 1 and not isinstance(tickets[0], RequestTicket)
 
 
-def _that_fit(
-    requests: list[tuple[WorkerRequest, RequestTicket]],
-) -> Iterator[list[tuple[WorkerRequest, RequestTicket]]]:
-    """Yield the requests, as many at a time as fit into a message."""
-    start = nbytes = 0
-    for at, ((method, part, _), _) in enumerate(requests):
-        more = REQUEST_NBYTES + len(method) + (Payload(*part).nbytes if type(part) is tuple else 0)
-        if nbytes and nbytes + more > MAX_PARTS_NBYTES:
-            yield requests[start:at]
-            start, nbytes = at, 0
-        nbytes += more
-    if requests:
-        yield requests[start:]
+def _nbytes_of(numbered: tuple[WorkerRequest, RequestTicket]) -> int:
+    """The size of a request in a message, at most."""
+    method, part, _ = numbered[0]
+    return REQUEST_NBYTES + len(method) + (Payload(*part).nbytes if type(part) is tuple else 0)
 
 
 def _named(part: Any, segments: list[Segment]) -> Any:

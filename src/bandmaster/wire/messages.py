@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import TIMES, Kept, RowFacts
 from bandmaster.errors.failure import Failure, FailureKind
+
+T = TypeVar("T")
 
 INLINE_NBYTES = 64 * 1024  # larger payloads go into a segment, which takes longer for smaller ones
 MAX_MESSAGE_NBYTES = 160 * 1024
@@ -148,6 +150,18 @@ def reply_message(number: int, kind: int, content: Any, times: bytes | None = No
     if times is None:
         return _START.pack(0, kind, number) + said
     return _START.pack(0, kind | ReplyKind.TIMED, number) + said + times
+
+
+def as_fit(items: Sequence[T], nbytes_of: Callable[[T], int]) -> Iterator[Sequence[T]]:
+    """Yield items, as many at a time as fit into a message, in order; one alone fits."""
+    start = nbytes = 0
+    for at, more in enumerate(map(nbytes_of, items)):
+        if nbytes and nbytes + more > MAX_PARTS_NBYTES:
+            yield items[start:at]
+            start, nbytes = at, 0
+        nbytes += more
+    if items:
+        yield items[start:]
 
 
 def several_replies(replies: Sequence[tuple[int, int, Any]]) -> bytes:

@@ -18,7 +18,7 @@ Outcome = Payload | Rows | Failure | None
 _CANCELLED = Failure(FailureKind.CANCELLED, "cancelled by the caller")
 
 
-class Request(NamedTuple):
+class ReceivedRequest(NamedTuple):
     """A request as it has arrived.
 
     Attributes:
@@ -55,7 +55,7 @@ class RequestTasks:
         """Whether no request runs, or is about to."""
         return self._n_started == self._n_ended
 
-    def start(self, requests: Sequence[Request], given_up: Collection[int] = ()) -> None:
+    def start(self, requests: Sequence[ReceivedRequest], given_up: Collection[int] = ()) -> None:
         """Run requests, but for those that were cancelled meanwhile. One thread calls this."""
         self._n_started += len(requests)
         self._loop.run(self._start, requests, given_up)
@@ -64,7 +64,7 @@ class RequestTasks:
         """Cancel those of some requests that have not ended. Any thread may call this."""
         self._loop.run(self._cancel, numbers)
 
-    def _start(self, requests: Sequence[Request], given_up: Collection[int]) -> None:
+    def _start(self, requests: Sequence[ReceivedRequest], given_up: Collection[int]) -> None:
         for request in requests:
             if request.number in given_up:
                 self._ended(request.number, _CANCELLED)
@@ -81,7 +81,7 @@ class RequestTasks:
                 task.cancel()
                 task.add_done_callback(partial(self._has_ended, number))
 
-    async def _run(self, request: Request) -> None:
+    async def _run(self, request: ReceivedRequest) -> None:
         executor, method = self._executor, request.method
         try:
             args, kwargs, value = executor.begun(method, [request.arguments], NO_ROWS)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import select
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -27,10 +27,10 @@ from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
     INLINE_NBYTES,
-    MAX_PARTS_NBYTES,
     Closed,
     MessageKind,
     ReplyKind,
+    as_fit,
     header_of,
     inline,
     read_content,
@@ -39,9 +39,10 @@ from bandmaster.wire.messages import (
 )
 from bandmaster.wire.segments import SharedPayload
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.request_tasks import Outcome, Request, RequestTasks
+from bandmaster.worker_process.request_tasks import Outcome, ReceivedRequest, RequestTasks
 
 REPLY_NBYTES = 64  # of a small reply among several, without its content
+_Reply = tuple[int, int, Any]  # a small one: number, kind, and what the kind says
 
 
 class Requests:
@@ -59,7 +60,7 @@ class Requests:
         self._handed: SimpleQueue[memoryview | Closed] = SimpleQueue()  # to the main thread, with the lane
         self._aside: deque[Any] = deque()  # messages that wait until no request runs
         self._given_up: set[int] = set()  # requests that were cancelled, perhaps among these
-        self._replies: list[tuple[int, int, Any]] = []  # that have not been sent
+        self._replies: list[_Reply] = []  # that have not been sent
         self._unsent: deque[Callable[[], object]] = deque()  # what sends the others, once the caller reads
         self._is_telling = False
 
@@ -82,7 +83,9 @@ class Requests:
     def take(self, message: memoryview) -> None:
         """Start the requests of a message. The main thread takes the first message, when the event loop reads none."""
         unpack = self._lane.unpack
-        requests = [Request(number, method, how, unpack(part)) for number, method, how, part in read_content(message)]
+        requests = [
+            ReceivedRequest(number, method, how, unpack(part)) for number, method, how, part in read_content(message)
+        ]
         self._tasks.start(requests, frozenset(self._given_up))
         self._lane.body = None
 
@@ -165,15 +168,7 @@ class Requests:
     def _flush(self) -> None:
         """Send the replies of the requests that have ended in this round of the event loop."""
         replies, self._replies = self._replies, []
-        start = nbytes = 0
-        for at, (_, _, content) in enumerate(replies):
-            failed_nbytes = INLINE_NBYTES if content else 0  # at most
-            more = REPLY_NBYTES + (len(content) if isinstance(content, bytes) else failed_nbytes)
-            if nbytes and nbytes + more > MAX_PARTS_NBYTES:
-                self._unsent.append(partial(self._send_several, replies[start:at]))
-                start, nbytes = at, 0
-            nbytes += more
-        self._unsent.append(partial(self._send_several, replies[start:]))
+        self._unsent.extend(partial(self._send_several, some) for some in as_fit(replies, _nbytes_of))
         self._send_rest()
 
     def _send_rest(self) -> None:
@@ -191,7 +186,7 @@ class Requests:
         self._loop.remove_writer(fd)
         self._go_on()
 
-    def _send_several(self, replies: list[tuple[int, int, Any]]) -> None:
+    def _send_several(self, replies: Sequence[_Reply]) -> None:
         self._lane.send_beside(several_replies(replies))
         self._tasks.count(len(replies))
 
@@ -200,6 +195,14 @@ class Requests:
             raise BlockingIOError
         reply(self._lane, number, [outcome])
         self._tasks.count(1)
+
+
+def _nbytes_of(small: _Reply) -> int:
+    """The size of a reply among several, at most."""
+    content = small[2]
+    if isinstance(content, bytes):
+        return REPLY_NBYTES + len(content)
+    return REPLY_NBYTES + (INLINE_NBYTES if content else 0)
 
 
 def reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | None], times: bytes | None = None) -> None:
