@@ -346,6 +346,17 @@ def test_a_call_that_fails_ends_no_rank_that_still_runs_requests(group, gate, op
     assert held.result(DEADLINE) == 1 and group.healthy
 
 
+@pytest.mark.backends("local", "ray")
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_failed_call_that_nobody_waits_for_holds_back_no_request(group, is_awaited):
+    async def main():
+        return await asyncio.wait_for(awaited(group.chat.all("a")), DEADLINE)
+
+    group.fail_on.submit(0)
+    found = asyncio.run(main()) if is_awaited else group.chat.all("a").result(DEADLINE)
+    assert found == [(0, "aa"), (1, "aa")]
+
+
 def test_a_method_that_is_not_async_runs_alone(group, gate, opens_soon):
     group.take_counts()
     held = group.hold.options(replica=0)(gate.folder, "held")

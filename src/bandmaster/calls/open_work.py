@@ -311,6 +311,16 @@ class OpenWork:
             if not call.wait(deadline.left()):
                 raise call.late(deadline.timeout_s or 0.0)
 
+    def read_in_background(self) -> None:
+        """Have the sent calls read though no thread waits for them: one that fails holds back the requests behind it.
+
+        Raises:
+            ResourceError: The system allows no more threads or descriptors.
+        """
+        for call in list(self._sent):
+            if not (call.has_ended or call.is_watched):
+                call.read_in_background()
+
     def wait_for_requests(self, deadline: Deadline) -> None:
         """Wait until all requests are over; raises `CallTimeout` if one took too long."""
         for router in list(self.routers.values()):

@@ -7,6 +7,7 @@ round has ended, so that all requests of the round go in one message.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from bandmaster.calls.request import CallSite
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import Reply, Ticket, WorkerCall, WorkerRequest, Workers
+from bandmaster.errors import ResourceError
 from bandmaster.plan.rows import replicas
 from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.request import Replica, Request
@@ -93,8 +95,10 @@ class Router:
 
         Raises:
             CallTimeout: No place has become free in time.
+            ResourceError: The system allows no more threads or descriptors.
         """
         loop = _running_loop()
+        self._work.read_in_background()
         with self._lock:
             self._flush_others()
             replica = None if self.waiting else self._choose(target)
@@ -168,6 +172,8 @@ class Router:
         """Send what is in outboxes, and the requests that wait for a place, as far as there are any."""
         if not (self.waiting or self._work.outgoing is self):  # as most often
             return
+        with contextlib.suppress(ResourceError):  # then the calls are read by the threads that wait for them
+            self._work.read_in_background()
         with self._lock:
             while self.can_advance:  # again, if a place became free as none seemed to wait
                 kept: list[tuple[Request, Target]] = []
@@ -186,6 +192,7 @@ class Router:
     def send(self, request: Request, chosen: Sequence[Replica]) -> None:
         """Send a request to some replicas: now, or at the end of this round of the event loop."""
         loop = _running_loop()
+        self._work.read_in_background()
         with self._lock:
             self._flush_others()
             self._put(request, chosen)
