@@ -428,7 +428,10 @@ def test_an_error_names_its_rank(group):
         (lambda group: group.chat(), "chat"),
         (lambda group: group.chat(1, wrong=2), "wrong"),
         (lambda group: group.chat(threading.Lock()), r"argument 'prompt' of Rollout.chat \(lock\) cannot be pickled"),
-        (lambda group: group.chat(group.put([1])), r"argument 'prompt' of Rollout.chat is a future, but requests take"),
+        (
+            lambda group: group.chat(group.take_log.submit()),
+            "'prompt' of Rollout.chat is a future of Rollout.take_log",
+        ),
     ],
 )
 def test_mistakes_are_errors_before_anything_is_sent(group, send, message):

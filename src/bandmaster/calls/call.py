@@ -542,13 +542,7 @@ class Call(WatchedResult):
             UsageError: The values of the ranks do not make up one batch.
         """
         assert self._rows is not None, "the future has checked keeps_rows"
-        table = self._rows.table
-        if table is None:
-            raise UsageError(
-                f"the ranks of {self.site.method} returned values that are not rows of one kind, so that they cannot "
-                "be passed on as rows; use the value of future.result()"
-            )
-        return table
+        return self._rows.required_table(self.site.method)
 
     def has_value_of(self, rank: int) -> bool:
         """Whether a rank has a value among the kept rows."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from bandmaster.codec import Payload
 from bandmaster.contract import Rows
 from bandmaster.errors.failure import Failure, FailureKind
-from bandmaster.wire.segment_reader import NO_ROWS
+from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.worker_process.executor import Executor
 
 Outcome = Payload | Rows | Failure | None
@@ -25,13 +25,15 @@ class ReceivedRequest(NamedTuple):
         number: Its number.
         method: Name of the method.
         reply: What happens to its value, a `Reply`.
-        arguments: Its arguments.
+        parts: Its arguments.
+        rows: What reads the kept rows that these refer to.
     """
 
     number: int
     method: str
     reply: int
-    arguments: Payload
+    parts: Sequence[Payload]
+    rows: RowReaders
 
 
 class RequestTasks:
@@ -84,7 +86,7 @@ class RequestTasks:
     async def _run(self, request: ReceivedRequest) -> None:
         executor, method = self._executor, request.method
         try:
-            args, kwargs, value = executor.begun(method, [request.arguments], NO_ROWS)
+            args, kwargs, value = executor.begun(method, request.parts, request.rows)
             if hasattr(value, "__await__"):
                 value = await value
             if executor.after:

@@ -21,12 +21,13 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from bandmaster.codec import Payload, encode
+from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Rows
 from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
     INLINE_NBYTES,
+    CallContent,
     Closed,
     MessageKind,
     ReplyKind,
@@ -37,6 +38,7 @@ from bandmaster.wire.messages import (
     reply_message,
     several_replies,
 )
+from bandmaster.wire.segment_reader import NO_ROWS, RowReader, RowReaders
 from bandmaster.wire.segments import SharedPayload
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.request_tasks import Outcome, ReceivedRequest, RequestTasks
@@ -82,9 +84,9 @@ class Requests:
 
     def take(self, message: memoryview) -> None:
         """Start the requests of a message. The main thread takes the first message, when the event loop reads none."""
-        unpack = self._lane.unpack
+        leases: dict[int, Any] = {}
         requests = [
-            ReceivedRequest(number, method, how, unpack(part)) for number, method, how, part in read_content(message)
+            ReceivedRequest(number, *claimed(self._lane, content, leases)) for number, content in read_content(message)
         ]
         self._tasks.start(requests, frozenset(self._given_up))
         self._lane.body = None
@@ -195,6 +197,30 @@ class Requests:
             raise BlockingIOError
         reply(self._lane, number, [outcome])
         self._tasks.count(1)
+
+
+def claimed(lane: Lane, content: CallContent, leases: dict[int, Any]) -> tuple[str, int, list[Payload], RowReaders]:
+    """Read a call: method, reply, the parts in memory of this process, and what reads the kept rows.
+
+    Args:
+        lane: The lane that the call has come by.
+        content: The call.
+        leases: Those on kept segments that calls of the same message have read before, to which its own are added.
+
+    Raises:
+        OSError: A segment cannot be opened here.
+    """
+    method, reply, parts, rows, present = content
+    known = {} if present is None else decode(lane.unpack(present))
+    readers: dict[int, RowReader] = {}
+    for label, part in rows:
+        if type(part) is tuple:
+            readers[label] = RowReader(Payload(*part).private, present=known.get(label))
+            continue
+        if part not in leases:
+            leases[part] = lane.claim(part)
+        readers[label] = RowReader.of(leases[part], known.get(label))
+    return method, reply, list(map(lane.unpack, parts)), readers or NO_ROWS
 
 
 def _nbytes_of(small: _Reply) -> int:
