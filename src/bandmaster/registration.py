@@ -263,7 +263,7 @@ def register(
         raise ProtocolError(f"concurrency must be a whole number of 1 or more, got {concurrency!r}")
     elif execute_mode is Execute.RANK_ZERO or any(rule != Broadcast() for rule in registration.arguments.values()):
         raise ProtocolError(
-            "a request goes, with all its arguments, to one replica; remove execute_mode= and arguments=, of which only "
-            "Broadcast() is for requests: a map then sends the argument as a whole"
+            "a request goes, with all its arguments, to one replica; remove execute_mode= and arguments=, of which "
+            "Broadcast() alone is for requests: a map then sends the argument as a whole"
         )
     return partial(mark, registration=registration)

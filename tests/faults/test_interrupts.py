@@ -717,11 +717,11 @@ def test_ctrl_c_as_a_class_is_loaded_forbids_no_other_group():
 @pytest.mark.parametrize(
     ("room", "call"),
     [
-        ("flow", lambda group: group.ask.map(np.arange(3)).future),
+        ("flow", lambda group: list(group.echo_rows.stream(np.arange(3)))),
         ("requests", lambda group: group.ask.map(np.arange(3), chunk=1).future),
         ("calls", lambda group: group.echo_rows(group.echo_rows.submit(group.echo_rows.submit(np.arange(3))))),
     ],
-    ids=["feed", "map", "behind its rows"],
+    ids=["stream", "map", "behind its rows"],
 )
 def test_a_call_that_is_interrupted_at_any_moment_holds_no_other_up(make_group, room, call):
     group = make_group(2, Rows)

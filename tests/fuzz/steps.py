@@ -589,7 +589,10 @@ class Interrupt(Call):
     how: str = "call"
 
     def code(self):
-        call = INTERRUPTED[self.how].format(f"{self.group}.{self.method}{self.options()}", self.arguments())
+        if self.chunk and self.how in INTERRUPTED_MAPS:
+            call = INTERRUPTED_MAPS[self.how].format(self.map())
+        else:
+            call = INTERRUPTED[self.how].format(f"{self.group}.{self.method}", self.arguments())
         heard = f"{self.out} = heard({self.group}, lambda: {call}, {self.seconds}, {self.at})"
         pool = "bm.ResourcePool([1], backend=BACKEND, preload=[])"  # has workers that are started in a way of its own
         return heard if self.how != "started" else f"with {pool} as slots: {heard}"
@@ -612,6 +615,13 @@ INTERRUPTED = {
     "streamed": "list({0}.stream({1}))",
     "cancelled": "{0}.submit({1}).cancel()",
     "started": "setattr(slots, 'kept', bm.WorkerGroup(slots, bm.Worker))",  # which the pool closes
+}
+INTERRUPTED_MAPS = {
+    "call": "{0}.result()",
+    "told": "told({0}.future)",
+    "awaited": "asyncio.run(awaited({0}.future))",
+    "streamed": "list({0})",
+    "cancelled": "{0}.cancel()",
 }
 
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -81,6 +82,7 @@ class MapSource(Source):
         self._open: dict[Request, tuple[Future[Any], float]] = {}  # with the moment at which it was sent
         self._ended: deque[Request] = deque()
         self._is_noted = False
+        self._looking = threading.RLock()
         label, whole = call.site.method, to_ranks(parts.whole, ())
         self._whole = Arguments.of(whole, label) if whole.items else Arguments(None)
         call.router.sources[self] = None
@@ -134,9 +136,11 @@ class MapSource(Source):
         self._is_noted = False  # first: what is noted from here on is not missed
         feed, router = self._feed, self._call.router
         try:
-            with feed.lock:
+            with self._looking:  # and not that of the feed: other calls may begin now
                 router.advance()
-                feed.parts_done([*self._taken(), *self._late()])
+                with feed.lock:
+                    done = [*self._taken(), *self._late()]
+                feed.parts_done(done)
         except Exception as error:
             feed.give_up(error)
         is_over = feed.done is not None and not self._open
