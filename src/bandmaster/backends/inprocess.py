@@ -305,10 +305,10 @@ class InProcessRequests:
         for number in list(self._open):
             self._end(number, why)
 
-    def _ended(self, number: int, outcome: Payload | Rows | Failure | None) -> None:
+    def _ended(self, request: ReceivedRequest, outcome: Payload | Rows | Failure | None) -> None:
         assert not isinstance(outcome, Rows), "a request keeps no rows"
         self._tasks.count(1)
-        self._end(number, outcome.private() if isinstance(outcome, Payload) else outcome)
+        self._end(request.number, outcome.private() if isinstance(outcome, Payload) else outcome)
 
     def _end(self, number: int, outcome: Payload | Failure | None) -> None:
         ticket = self._open.pop(number, None)

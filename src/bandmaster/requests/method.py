@@ -11,8 +11,8 @@ from bandmaster.calls.options import CallOptions
 from bandmaster.calls.request import encode_group
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
-from bandmaster.codec import Payload
 from bandmaster.errors import ArgumentError, UsageError
+from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.requests.request import Request, RequestFuture
 from bandmaster.requests.router import ANY, Router, Target
 
@@ -140,9 +140,10 @@ class RequestMethod(Generic[P, G]):
         """The router of the method, and a request for it that was not sent."""
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)
-        return router, Request(site, self._payload(args, kwargs), router)
+        payload = encode_group(self._arguments(args, kwargs), self._spec.label).private()
+        return router, Request(site, payload, router)
 
-    def _payload(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Payload:
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentGroup:
         spec = self._spec
         group = spec.plan(args, kwargs, spec.registration.protocol.outgoing).groups[0]  # type: ignore[union-attr]
         for (_, value), name in zip(group.items, group.names, strict=False):
@@ -151,7 +152,7 @@ class RequestMethod(Generic[P, G]):
                     f"argument {name!r} of {spec.label} is a future, but requests take values; pass the value that "
                     "`await` or result() returns"
                 )
-        return encode_group(group, spec.label).private()
+        return group
 
     def __repr__(self) -> str:
         return f"<request method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload
 from bandmaster.contract import Rows
@@ -26,12 +26,14 @@ class ReceivedRequest(NamedTuple):
         method: Name of the method.
         reply: What happens to its value, a `Reply`.
         arguments: Its arguments.
+        caller: Whoever it came from.
     """
 
     number: int
     method: str
     reply: int
     arguments: Payload
+    caller: Any = None
 
 
 class RequestTasks:
@@ -39,15 +41,15 @@ class RequestTasks:
 
     Args:
         executor: Has the worker.
-        ended: Called on the event loop with number and outcome of each request that has ended.
+        ended: Called on the event loop with each request that has ended, and its outcome.
     """
 
-    def __init__(self, executor: Executor, ended: Callable[[int, Outcome], object]) -> None:
+    def __init__(self, executor: Executor, ended: Callable[[ReceivedRequest, Outcome], object]) -> None:
         self._executor, self._ended = executor, ended
         self._loop = executor.event_loop()
         self._n_started = self._n_ended = 0  # each is counted by one thread
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._running: dict[int, tuple[str, float]] = {}  # method, and since when
+        self._running: dict[int, tuple[ReceivedRequest, float]] = {}  # and since when
         self._cancelled: set[int] = set()
 
     @property
@@ -67,9 +69,9 @@ class RequestTasks:
     def _start(self, requests: Sequence[ReceivedRequest], given_up: Collection[int]) -> None:
         for request in requests:
             if request.number in given_up:
-                self._ended(request.number, _CANCELLED)
+                self._ended(request, _CANCELLED)
                 continue
-            self._running[request.number] = request.method, monotonic()
+            self._running[request.number] = request, monotonic()
             self._tasks[request.number] = self._loop.loop.create_task(self._run(request))
         self._show()
 
@@ -100,11 +102,16 @@ class RequestTasks:
             self._end(number, None)
 
     def _end(self, number: int, outcome: Outcome) -> None:
-        del self._tasks[number], self._running[number]
+        del self._tasks[number]
+        request, _ = self._running.pop(number)
         if number in self._cancelled:
             self._cancelled.remove(number)
             outcome = _CANCELLED
-        self._ended(number, outcome)
+        self._ended(request, outcome)
+
+    def numbers_of(self, caller: object) -> list[int]:
+        """The requests of a caller that run; on the event loop."""
+        return [number for number, (request, _) in self._running.items() if request.caller is caller]
 
     def count(self, n: int) -> None:
         """Count requests whose replies were sent, on the event loop."""
@@ -112,5 +119,6 @@ class RequestTasks:
         self._n_ended += n
 
     def _show(self) -> None:
-        method, since = next(iter(self._running.values()), ("", 0.0))
+        first, since = next(iter(self._running.values()), (None, 0.0))
+        method = "" if first is None else first.method
         self._executor.activity.show(method, since, max(0, len(self._running) - 1))
