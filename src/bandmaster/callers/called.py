@@ -20,8 +20,11 @@ from bandmaster.plan.rows import replicas
 from bandmaster.plan.transfer import Only, Route, TransferProtocol
 from bandmaster.platform.forks import n_forks
 from bandmaster.requests.method import RequestMethod
+from bandmaster.requests.request import Request
+from bandmaster.requests.router import Router, Target
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.worker import Registration, Worker, registrations
+from bandmaster.worker_process.call_path import PATH, conflict, path_of_this_call, refusal
 
 _ONE = Mesh(dp=1)
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -104,7 +107,7 @@ class CalledGroup:
         protocol: Any = spec.registration.protocol
         is_request = spec.registration.is_request
         if is_request and self._reference.is_direct and all(len(r) == 1 for r in replicas(spec.mesh, protocol)):
-            return RequestMethod(self, self._submitter, spec)
+            return DirectMethod(self, self._submitter, spec)
         relayed = replace(
             spec,
             function=_is_awaited,
@@ -140,6 +143,25 @@ class CalledGroup:
 
     def __repr__(self) -> str:
         return f"<{self.name}, {self.world_size} ranks of another group, {self.mesh!r}>"
+
+
+class DirectMethod(RequestMethod[Any, Any]):
+    """A method of a group whose requests a worker sends to the replicas itself."""
+
+    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request, Target]:
+        """The router, the request and its target, which is no rank that waits for this very call."""
+        self.beside = ((PATH, path := path_of_this_call()),)
+        router, request, target = super()._made(args, kwargs)
+        workers = router.workers
+        assert isinstance(workers, ReachedWorkers), "the group has such ones"
+        found = {rank: conflict(path, pid, router.is_exclusive) for rank, pid in workers.pids(path).items()}
+        steps = {rank: step for rank, step in found.items() if step is not None}
+        if steps:
+            free = [n for n, replica in enumerate(router.replicas) if replica.ranks[0] not in steps]
+            if not free or target.replica not in (None, *free):
+                raise UsageError(refusal(path, next(iter(steps.values())), self._spec.label))
+            target = target if target.replica is not None else replace(target, replica=free[0])
+        return router, request, target
 
 
 class RelayedMethod(RequestMethod[Any, Any]):
@@ -179,8 +201,8 @@ class RelayedMethod(RequestMethod[Any, Any]):
         raise UsageError(f"{self._spec.label}.all(...) is for the controller")
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentGroup:
-        items, names, ranks = super()._arguments(args, kwargs)
-        return ArgumentGroup((*items, (OPTIONS, self._given)), (*names, "options"), ranks)
+        group = super()._arguments(args, kwargs)
+        return group.beside([(OPTIONS, self._given), (PATH, path_of_this_call())])
 
 
 async def _is_awaited() -> None:

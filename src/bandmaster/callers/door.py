@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from bandmaster.callers.reached import DIED, READY, SHUT, Asked
 from bandmaster.calls.future import Future
 from bandmaster.contract import Workers
-from bandmaster.errors import BandmasterError, ClosedError
+from bandmaster.errors import BandmasterError, ClosedError, UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.forks import n_forks
 from bandmaster.platform.locks import SigintSafeLock
@@ -22,6 +22,7 @@ from bandmaster.wire.lane import Lane, set_buffer
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.wire.segments import SegmentWriter
+from bandmaster.worker_process.call_path import PATH, conflict, refusal
 from bandmaster.worker_process.executor import Arguments, Executor
 from bandmaster.worker_process.requests import Requests
 
@@ -58,6 +59,7 @@ class Door:
 
     _open: ClassVar[Door | None] = None
     _opening = SigintSafeLock()
+    _addresses: ClassVar[set[tuple[int, str]]] = set()  # of all that there were, with the number of forks
 
     def __init__(self) -> None:
         self.address = f"bandmaster-door-{os.getpid()}-{secrets.token_hex(8)}"
@@ -80,14 +82,17 @@ class Door:
             door = cls._open
             if door is None or door._n_forks != n_forks():
                 door = cls._open = cls()
+                cls._addresses.add((n_forks(), door.address))
             door._groups[key] = group
             return door.address
 
     @classmethod
     def here(cls, address: str, key: str) -> GivenGroup | None:
-        """The group of this process that was given by a key; None if it is of another process, or was closed."""
+        """The group of this process that was given by a key; None if it is of another one. Raises ClosedError."""
+        if (n_forks(), address) not in cls._addresses:
+            return None
         door = cls._open
-        return door._groups.get(key) if door is not None and door.address == address else None
+        return _found(key, door._groups if door is not None else {})
 
     @classmethod
     def take_back(cls, key: str) -> None:
@@ -177,24 +182,34 @@ class _Relay(Executor):
 
     def group(self, key: str) -> GivenGroup:
         """A group. Raises ClosedError if it was closed."""
-        group = self._groups.get(key)
-        if group is None:
-            raise ClosedError(f"group {key.partition(':')[2]!r} was closed")
-        return group
+        return _found(key, self._groups)
 
     def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
         """Make a call, and return the coroutine that waits for its value."""
         args, kwargs = self._arguments(parts, rows)
         key, _, name = method.rpartition("/")
-        options = kwargs.pop(OPTIONS, {})
-        made = self.group(key).method(name)
-        future = (made.options(**options) if options else made).submit(*args, **kwargs)
-        return (), {}, _value_of(future)
+        options, path = kwargs.pop(OPTIONS), kwargs.pop(PATH)
+        group = self.group(key)
+        made = group.method(name)
+        made = made.options(**options) if options else made
+        for record in group.workers().records if path else ():
+            step = conflict(path, record.pid, is_alone=True)
+            if step is not None:
+                raise UsageError(refusal(path, step, name))
+        made.beside = ((PATH, path),) if path else ()
+        return (), {}, _value_of(made.submit(*args, **kwargs))
 
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
         """Describe an exception; the caller gets those of this library as they are."""
         relayed = isinstance(error, BandmasterError)
         return Failure.of(error, FailureKind.RELAYED) if relayed else super().failure(error, kind)
+
+
+def _found(key: str, groups: Mapping[str, GivenGroup]) -> GivenGroup:
+    group = groups.get(key)
+    if group is None:
+        raise ClosedError(f"group {key.partition(':')[2]!r} was closed; its workers cannot be called any more")
+    return group
 
 
 async def _value_of(future: Future[Any]) -> Any:

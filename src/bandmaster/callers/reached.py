@@ -17,6 +17,7 @@ from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.wire.client import MessageTicket
 from bandmaster.wire.lane import set_buffer
 from bandmaster.wire.lanes import LaneClient
+from bandmaster.worker_process.call_path import Step
 
 ANSWER_S = 30.0  # for the controller to answer, whose Python code may run without a pause
 SETTLE_S, AGAIN_S = 2.0, 0.01  # for the controller to learn of a death, and between two questions
@@ -57,6 +58,7 @@ class ReachedWorkers(LaneClient):
         super().__init__(lambda _: Failure(FailureKind.DIED, CLOSED), first=os.getpid() << 32)
         self._door, self._group, self._name = door, group, name
         self._is_asking = False
+        self._is_own: bool | None = None  # whether this process is one of the ranks, once that is known
         for rank in range(n_ranks):
             self._open[rank], self._requests[rank] = {}, {}
             self._clear(rank)
@@ -89,6 +91,13 @@ class ReachedWorkers(LaneClient):
     def stop(self, why: str = CLOSED) -> None:
         """Hang up on the workers, which go on."""
         self.close(why)
+
+    def pids(self, path: Sequence[Step]) -> Mapping[int, int]:
+        """The processes of the ranks, among which there may be one that waits for a call with this path."""
+        if len(path) > 1 or (path and self._is_own is None):
+            self._reach(list(self._open))
+            self._is_own = os.getpid() in self.processes.values()
+        return self.processes if len(path) > 1 or self._is_own else {}
 
     # --- lanes ---
 

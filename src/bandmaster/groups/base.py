@@ -384,7 +384,7 @@ class AnyGroup(metaclass=ABCMeta):
             known["_key"] = f"{next(_keys)}:{self._name}"
             self._ownership.when_closed(partial(Door.take_back, self._key))
         work = self._submitter.work
-        given = GivenGroup(self._name, partial(getattr, self), self._ownership.workers, lambda: work.renewed)
+        given = GivenGroup(self._name, partial(getattr, self), self._ownership.open_workers, lambda: work.renewed)
         reference = reference_to(given, self._key, self._submitter.worker_method(""))
         return called_group, (reference, self._cls, self._mesh, dict(self._meshes))
 

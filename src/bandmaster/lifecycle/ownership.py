@@ -92,6 +92,11 @@ class Ownership:
         assert workers is not None, "a group's constructor returns only with running workers"
         return workers
 
+    def open_workers(self) -> Workers:
+        """Return the running workers; raises ClosedError also while they are being stopped for good."""
+        self.check()
+        return self.workers()
+
     def close(self) -> None:
         """Stop the workers and release the slots. Does nothing if they are released, or in a fork of the controller.
 

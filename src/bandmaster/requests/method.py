@@ -49,6 +49,8 @@ class RequestMethod(Generic[P, G]):
         ['A', 'B', 'C']
     """
 
+    beside: Sequence[tuple[str, Any]] = ()  # keyword arguments that are not the method's, but the library's
+
     def __init__(
         self,
         group: object,
@@ -71,9 +73,9 @@ class RequestMethod(Generic[P, G]):
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
             CallTimeout: No place became free within the request's ``timeout``. It was not sent.
         """
-        router, request = self._made(args, kwargs)
+        router, request, target = self._made(args, kwargs)
         with self._submitter.admitted(self._spec.label):
-            router.submit(request, self._target)
+            router.submit(request, target)
         return RequestFuture(request, self._group)
 
     submit = __call__
@@ -87,7 +89,7 @@ class RequestMethod(Generic[P, G]):
         Raises:
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
         """
-        router, request = self._made(args, kwargs)
+        router, request, _ = self._made(args, kwargs)
         request.is_listed = True
         with self._submitter.admitted(self._spec.label):
             router.send(request, router.replicas)
@@ -136,12 +138,12 @@ class RequestMethod(Generic[P, G]):
             f"{self._spec.label} is a request, which has one value and no stream; await {self._spec.name}(...)"
         )
 
-    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request]:
-        """The router of the method, and a request for it that was not sent."""
+    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request, Target]:
+        """The router of the method, a request for it that was not sent, and the choice of its replica."""
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)
         payload = encode_group(self._arguments(args, kwargs), self._spec.label).private()
-        return router, Request(site, payload, router)
+        return router, Request(site, payload, router), self._target
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentGroup:
         spec = self._spec
@@ -152,7 +154,7 @@ class RequestMethod(Generic[P, G]):
                     f"argument {name!r} of {spec.label} is a future, but requests take values; pass the value that "
                     "`await` or result() returns"
                 )
-        return group
+        return group.beside(self.beside)
 
     def __repr__(self) -> str:
         return f"<request method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"
