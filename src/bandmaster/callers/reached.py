@@ -140,7 +140,10 @@ class ReachedWorkers(LaneClient):
             sock.send(pickle.dumps(Asked(self._group, rank)))
         except (ConnectionError, FileNotFoundError):
             sock.close()
-            return None, SHUT, f"group {self._name!r} was closed, or its controller has ended"
+            why = (
+                f"group {self._name!r} cannot be reached from {socket.gethostname()}: it was closed, its controller has"
+            )
+            return None, SHUT, f"{why} ended, or is on another host, from which groups cannot be called yet"
         except OSError as error:
             sock.close()
             raise ResourceError(f"cannot reach rank {rank} of group {self._name!r}: {error}") from error
