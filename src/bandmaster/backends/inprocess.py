@@ -299,9 +299,9 @@ class InProcessRequests:
         for number in list(self._open):
             self._end(number, why)
 
-    def _ended(self, number: int, outcome: Payload | Rows | Failure | None) -> None:
+    def _ended(self, request: ReceivedRequest, outcome: Payload | Rows | Failure | None) -> None:
         self._tasks.count(1)
-        self._end(number, _received(outcome))
+        self._end(request.number, _received(outcome))
 
     def _end(self, number: int, outcome: Payload | Kept | Failure | None) -> None:
         ticket = self._open.pop(number, None)

@@ -11,6 +11,7 @@ from bandmaster.calls.options import CallOptions
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import UsageError
+from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.plan.binding import bind
 from bandmaster.requests.arguments import Arguments
 from bandmaster.requests.parts import MapOptions
@@ -52,6 +53,8 @@ class RequestMethod(Generic[P, G]):
         ['A', 'B', 'C']
     """
 
+    beside: Sequence[tuple[str, Any]] = ()  # keyword arguments that are not the method's, but the library's
+
     def __init__(
         self,
         group: object,
@@ -74,9 +77,9 @@ class RequestMethod(Generic[P, G]):
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
             CallTimeout: No place became free within the request's ``timeout``. It was not sent.
         """
-        router, request = self._made(args, kwargs)
+        router, request, target = self._made(args, kwargs)
         with self._submitter.admitted(self._spec.label):
-            router.submit(request, self._target)
+            router.submit(request, target)
         return RequestFuture(request, self._group)
 
     submit = __call__
@@ -90,7 +93,7 @@ class RequestMethod(Generic[P, G]):
         Raises:
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
         """
-        router, request = self._made(args, kwargs)
+        router, request, _ = self._made(args, kwargs)
         request.is_listed = True
         with self._submitter.admitted(self._spec.label):
             router.submit(request, Target(is_all=True))
@@ -159,7 +162,7 @@ class RequestMethod(Generic[P, G]):
 
         spec, submitter, how = self._spec, self._submitter, MapOptions(in_flight, chunk, group_by, on_error, maxsize)
         router, site = Router.of(submitter, spec), submitter.site(spec.name, self._options)
-        call = MapCall(self._group, submitter, router, site, self._target, how)
+        call = MapCall(self._group, submitter, router, site, self._target, how, self.beside)
         return open_map(call, spec, bind(spec.label, spec.signature, args, kwargs))
 
     def options(self, /, **options: Unpack[RequestOptions]) -> RequestMethod[P, G]:
@@ -205,16 +208,19 @@ class RequestMethod(Generic[P, G]):
             f"{self._spec.label} is a request, which has one value and no stream; await {self._spec.name}(...)"
         )
 
-    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request]:
-        """The router of the method, and a request for it that was not sent."""
+    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request, Target]:
+        """The router of the method, a request for it that was not sent, and the choice of its replica."""
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)
-        spec = self._spec
-        group = spec.plan(args, kwargs, spec.registration.protocol.outgoing).groups[0]  # type: ignore[union-attr]
-        request = Request(site, Arguments.of(group, spec.label), router)
+        request = Request(site, Arguments.of(self._arguments(args, kwargs), self._spec.label), router)
         if request.arguments is not None and request.arguments.rows is not None:
             request.parents = [value for _, value in request.arguments.rows.items if not value.done()]
-        return router, request
+        return router, request, self._target
+
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentGroup:
+        spec = self._spec
+        group = spec.plan(args, kwargs, spec.registration.protocol.outgoing).groups[0]  # type: ignore[union-attr]
+        return group.beside(self.beside)
 
     def __repr__(self) -> str:
         return f"<request method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

@@ -40,6 +40,7 @@ class MapCall:
         site: Its `CallSite`, with the deadline of each request.
         target: The choice of the replicas.
         how: The user's options.
+        beside: Keyword arguments of each request that are not the method's, but the library's.
     """
 
     group: object
@@ -48,6 +49,7 @@ class MapCall:
     site: CallSite
     target: Target
     how: MapOptions
+    beside: Sequence[tuple[str, Any]] = ()
 
     @property
     def n_places(self) -> int:
@@ -83,7 +85,7 @@ class MapSource(Source):
         self._ended: deque[Request] = deque()
         self._is_noted = False
         self._looking = threading.RLock()
-        label, whole = call.site.method, to_ranks(parts.whole, ())
+        label, whole = call.site.method, to_ranks(parts.whole, ()).beside(call.beside)
         self._whole = Arguments.of(whole, label) if whole.items else Arguments(None)
         call.router.sources[self] = None
         progress.add(self)
