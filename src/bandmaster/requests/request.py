@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
@@ -10,7 +9,7 @@ from bandmaster.calls.future import Future
 from bandmaster.calls.outcome import error_of
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
-from bandmaster.calls.result import Done, Result, WatchedResult, late, wait_for_all
+from bandmaster.calls.result import Done, Result, RowsResult, late, wait_for_all
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Reply, Ticket, Workers
 from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, RowsLost
@@ -18,7 +17,6 @@ from bandmaster.errors.failure import Failure
 from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.arguments import Arguments
 from bandmaster.rows.kept import KeptPart, KeptRows
-from bandmaster.rows.table import Table
 
 if TYPE_CHECKING:
     import asyncio
@@ -78,7 +76,7 @@ class HasParts(Protocol):
         """Take the requests that have ended, and send others."""
 
 
-class Request(WatchedResult):
+class Request(RowsResult):
     """One request.
 
     ::
@@ -118,7 +116,6 @@ class Request(WatchedResult):
         self.is_done = self.is_listed = False
         self.waiters: list[tuple[LoopReader, asyncio.Future[None]]] = []
         self._why: BaseException | None = None
-        self._rows: KeptRows | None = None
 
     @property
     def waits_for(self) -> Sequence[Result]:
@@ -301,17 +298,6 @@ class Request(WatchedResult):
             return Done(is_here=False)
         return Done(value=values if self.is_listed else values[0])
 
-    def table(self) -> Table:
-        """The rows that the replica has kept; it is done, without an error."""
-        assert self._rows is not None, "the future has checked keeps_rows"
-        return self._rows.required_table(self.site.method)
-
-    def check_small_rows(self) -> None:
-        """Decode kept rows that arrived with the reply, so that `done` has the error if they cannot be decoded."""
-        if self._rows is not None and self._rows.is_here:
-            with contextlib.suppress(Exception):
-                self.value(Deadline(None))
-
     def _brought(self, deadline: Deadline) -> Done:
         assert self._rows is not None, "rows were kept"
         ((rank, part),) = self._rows.parts.items()
@@ -321,10 +307,6 @@ class Request(WatchedResult):
             raise
         except BaseException as error:  # the user's objects may raise anything as they are unpickled
             return Done(error_of(self.site, {rank or 0: Failure.unreadable(error, was_interrupted=True)}))
-
-    def _drop_rows(self) -> None:
-        if self._rows is not None:
-            self._rows.release()
 
 
 class _News:
