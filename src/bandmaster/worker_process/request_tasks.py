@@ -27,7 +27,7 @@ class ReceivedRequest(NamedTuple):
         number: Its number.
         method: Name of the method.
         reply: What happens to its value, a `Reply`.
-        parts: Its arguments.
+        parts: Its arguments; or the error that it ends with, as they cannot be read.
         rows: What reads the kept rows that these refer to.
         caller: Whoever it came from.
     """
@@ -35,7 +35,7 @@ class ReceivedRequest(NamedTuple):
     number: int
     method: str
     reply: int
-    parts: Sequence[Payload]
+    parts: Sequence[Payload] | OSError
     rows: RowReaders
     caller: Any = None
 
@@ -92,6 +92,8 @@ class RequestTasks:
         running = RunningRequest(method)
         of_task.set(running)
         try:
+            if isinstance(request.parts, OSError):
+                raise request.parts
             args, kwargs, value = executor.begun(method, request.parts, request.rows)
             if hasattr(value, "__await__"):
                 value = await value

@@ -115,10 +115,12 @@ class Requests:
             self.add(lane.new_caller())
         else:
             leases: dict[int, Any] = {}
-            requests = [
-                ReceivedRequest(number, *claimed(lane, content, leases), caller)
-                for number, content in read_content(message)
-            ]
+            requests = []
+            for number, content in read_content(message):
+                try:
+                    requests.append(ReceivedRequest(number, *claimed(lane, content, leases), caller))
+                except OSError as error:  # a segment cannot be opened
+                    requests.append(ReceivedRequest(number, content[0], content[1], error, NO_ROWS, caller))
             self._tasks.start(requests, frozenset(self._given_up))
         lane.body = None
 
