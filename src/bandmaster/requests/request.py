@@ -131,7 +131,7 @@ class Request(RowsResult):
 
     @property
     def reply(self) -> Reply:
-        """What happens to the value that its method returns."""
+        """The fate of the value that its method returns."""
         return Reply.KEEP if self.keeps_rows else Reply.RETURN
 
     @property
