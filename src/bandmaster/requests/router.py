@@ -298,7 +298,8 @@ class Router:
             for reader in list(self._readers):
                 if not reader.call(self.advance):
                     self._readers.pop(reader, None)
-            any(waiting.nudge() for waiting, _ in list(self.waiting))  # one is enough
+            if not self._readers:
+                any(waiting.nudge() for waiting, _ in list(self.waiting))  # one is enough
 
     def withdraw(self, request: Request) -> bool:
         """Take back a request that was not sent; False if it was."""
