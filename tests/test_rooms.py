@@ -20,7 +20,7 @@ ROOMS = {
     "rows": "codec errors plan contract platform",
     "calls": "codec errors plan worker contract platform rows",
     "flow": "errors plan contract platform rows calls",
-    "requests": "codec errors plan contract platform rows calls",
+    "requests": "codec errors plan contract platform rows calls flow",
     "wire": "codec errors contract platform",
     "debugging": "errors worker platform wire",
     "lifecycle": "codec errors plan worker contract platform calls",
@@ -36,7 +36,7 @@ ROOMS = {
     "groups": "codec errors plan worker contract platform rows calls flow requests roles callers backends lifecycle "
     "pool tracing turns",
     "registration": "errors plan worker calls groups",
-    "__init__": "errors plan worker platform calls flow pool tracing groups registration",
+    "__init__": "errors plan worker platform calls flow requests pool tracing groups registration",
     "compat": "errors",
     "rl": "plan __init__",
     "single_controller": "codec errors plan worker contract platform calls wire debugging output hosts roles "

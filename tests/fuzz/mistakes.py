@@ -57,11 +57,12 @@ MISTAKES = {
     # Options.
     "timeout": Wrong("{g}.{m}.options(timeout=-1)({v})", "UsageError", ("timeout must be a non-negative", "got -1")),
     "grace": Wrong("{g}.{m}.options(grace='a')({v})", "UsageError", ("grace must be a non-negative", "got 'a'")),
-    "pull": Wrong("{g}.{m}.options(pull=0)({v})", "UsageError", ("pull must be a whole number of 1 or more, got 0",)),
+    "chunk": Wrong("{g}.map_same.map({v}, chunk=0)", "UsageError", ("chunk must be a whole number", "got 0")),
     "maxsize": Wrong("{g}.{m}.options(maxsize=0).stream({v})", "UsageError", ("maxsize must be a whole", "got 0")),
     "on_error": Wrong("{g}.{m}.options(on_error='x')({v})", "UsageError", ("must be 'raise' or 'return', got 'x'",)),
     "option": Wrong("{g}.{m}.options(time=3)({v})", "UsageError", ("no option 'time'", "timeout and grace")),
-    "pulls none": Wrong("{g}.everyone.options(pull=2)({v})", "UsageError", ("splits no rows", "Dispatch.DP_PROTO")),
+    "pulls": Wrong("{g}.everyone.options(pull=2)({v})", "UsageError", ("pull= was removed", "map(rows, chunk=n)")),
+    "maps none": Wrong("{g}.map_same.map(0.5)", "BatchError", ("got no batch", "'rows' is float")),
     "wait": Wrong("bm.wait([{h}], timeout=-1)", "UsageError", ("timeout of wait must be a non-negative", "got -1")),
     "wait for": Wrong("bm.wait([3])", "UsageError", ("wait takes futures returned by submit(), got int",)),
     # Operations of handles.

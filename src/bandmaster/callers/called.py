@@ -145,7 +145,19 @@ class CalledGroup:
         return f"<{self.name}, {self.world_size} ranks of another group, {self.mesh!r}>"
 
 
-class DirectMethod(RequestMethod[Any, Any]):
+class CalledMethod(RequestMethod[Any, Any]):
+    """A method of a group that was given to a worker."""
+
+    def map(self, /, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(f"{self._spec.label}.map(...) is for the controller; await single requests")
+
+
+class DirectMethod(CalledMethod):
     """A method of a group whose requests a worker sends to the replicas itself."""
 
     def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request, Target]:
@@ -164,7 +176,7 @@ class DirectMethod(RequestMethod[Any, Any]):
         return router, request, target
 
 
-class RelayedMethod(RequestMethod[Any, Any]):
+class RelayedMethod(CalledMethod):
     """A method of a group that the controller calls for a worker."""
 
     def __init__(

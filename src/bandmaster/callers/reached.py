@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-from bandmaster.contract import CLOSED, Ticket, WorkerCall, WorkerRecord, WorkerRequest
+from bandmaster.contract import CLOSED, Ticket, WorkerCall, WorkerRecord
 from bandmaster.errors import ClosedError, ResourceError, UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.locks import SigintSafeLock
@@ -65,7 +65,7 @@ class ReachedWorkers(LaneClient):
 
     # --- calls ---
 
-    def request(self, rank: int, requests: Sequence[WorkerRequest], take: Callable[[Sequence[Ticket]], object]) -> None:
+    def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         """Send requests to a rank; see `contract.Workers.request`."""
         self._reach((rank,))
         super().request(rank, requests, take)

@@ -249,12 +249,12 @@ class AnyGroup(metaclass=ABCMeta):
         `CallCancelled`, streams do so when they are iterated over, and the group can be called again at once: its next
         calls run when the ranks have stopped. Rows of calls that have ended stay where they are.
 
-        Pulled calls send no more chunks, and the generators of streams are closed. For a role of `colocate` only the
+        Maps send no more requests, and the generators of streams are closed. For a role of `colocate` only the
         calls of that role are cancelled, for the colocated group those of all roles. On backend ``"inprocess"`` calls
         have ended when they are submitted.
 
         Returns:
-            The number of calls that were cancelled. A stream counts as one call, and so does a pulled call.
+            The number of calls that were cancelled. A stream counts as one call, and so does a map.
 
         Raises:
             ClosedError: The group was closed.

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import CLOSED, QUEUED, Kept, Ticket, WorkerCall, WorkerRequest
+from bandmaster.contract import CLOSED, QUEUED, Kept, Ticket, WorkerCall
 from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.limits import start_thread
@@ -30,6 +30,7 @@ from bandmaster.wire.messages import (
     INLINE_NBYTES,
     MAX_MESSAGE_NBYTES,
     MAX_PARTS_NBYTES,
+    CallContent,
     Closed,
     MessageKind,
     ReplyKind,
@@ -169,18 +170,18 @@ class LaneClient(Client):
         """Have a worker leave its lane, once it has done what was sent before; the lock is held."""
         self._send_control(rank, control_message(MessageKind.PAUSE))
 
-    def request(self, rank: int, requests: Sequence[WorkerRequest], take: Callable[[Sequence[Ticket]], object]) -> None:
+    def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         """Send requests to a rank; see `contract.Workers.request`."""
         with self.lock:
             if self.is_stopped:
                 raise ClosedError(self._why_closed)
-            numbered = list(zip(requests, self._new_requests(rank, len(requests), take), strict=False))
+            fitting = [self._that_fits(call) if len(call.parts) > 1 or call.rows else call for call in requests]
+            numbered = list(zip(fitting, self._new_requests(rank, len(requests), take), strict=False))
             for some in as_fit(numbered, _nbytes_of):
                 segments: list[Segment] = []
-                content = [
-                    (ticket.number, method, int(reply), _named(part, segments))
-                    for (method, part, reply), ticket in some
-                ]
+                content = [(ticket.number, self._content_of(call, segments)) for call, ticket in some]
+                if segments:
+                    self._have_leases_ended()
                 for segment in segments:
                     self._writer.lease(segment, rank)
                 message = control_message(MessageKind.REQUESTS, content)
@@ -203,15 +204,11 @@ class LaneClient(Client):
         if not ranks:
             return  # nor is there a segment any more, if the lanes were closed
         segments: list[Segment] = []
-        parts = call.parts
-        if len(parts) != 1 or type(parts[0]) is SharedPayload:  # else it is small, as most are
-            parts = tuple([_named(part, segments) for part in parts])
-        rows = [(label, _named(part, segments)) for label, part in call.rows] if call.rows else ()
-        present = _named(self._numbers_of(call.present), segments) if call.present else None
+        content = self._content_of(call, segments)
         if segments:
             self._have_leases_ended()
         flags = (MessageKind.FENCED if call.is_fenced else 0) | (MessageKind.TIMED if call.is_timed else 0)
-        message = call_message(number, (call.method, int(call.reply), parts, rows, present), flags)
+        message = call_message(number, content, flags)
         for rank in ranks:
             open_here, queue = self._open[rank], self._queues[rank]
             open_here[number] = tickets[rank] = ticket = MessageTicket(number)
@@ -225,6 +222,15 @@ class LaneClient(Client):
                     pass
             queue.append((message, segments, (ticket,)))
             self._flush(rank)
+
+    def _content_of(self, call: WorkerCall, segments: list[Segment]) -> CallContent:
+        """The content of a message with a call; the segments that it names are added to the list."""
+        parts = call.parts
+        if len(parts) != 1 or type(parts[0]) is SharedPayload:  # else it is small, as most are
+            parts = tuple([_named(part, segments) for part in parts])
+        rows = [(label, _named(part, segments)) for label, part in call.rows] if call.rows else ()
+        present = _named(self._numbers_of(call.present), segments) if call.present else None
+        return call.method, int(call.reply), parts, rows, present
 
     def _numbers_of(self, present: Mapping[int, Any]) -> Any:
         """The part of the numbers of rows, which may take more than a message has room for."""
@@ -464,10 +470,12 @@ def _is_call(outgoing: _Outgoing) -> bool:
     return len(tickets) == 1 and not isinstance(tickets[0], RequestTicket)
 
 
-def _nbytes_of(numbered: tuple[WorkerRequest, RequestTicket]) -> int:
+def _nbytes_of(numbered: tuple[WorkerCall, RequestTicket]) -> int:
     """The size of a request in a message, at most."""
-    method, part, _ = numbered[0]
-    return REQUEST_NBYTES + len(method) + (Payload(*part).nbytes if type(part) is tuple else 0)
+    call = numbered[0]
+    parts = [part for part in (*call.parts, *(part for _, part in call.rows)) if type(part) is tuple]
+    n_numbers = len(call.method) + 8 * sum(map(len, call.present.values()))
+    return REQUEST_NBYTES * (1 + 3 * len(call.rows)) + n_numbers + sum([Payload(*part).nbytes for part in parts])
 
 
 def _named(part: Any, segments: list[Segment]) -> Any:

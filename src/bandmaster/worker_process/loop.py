@@ -7,9 +7,8 @@ import os
 import pickle
 import select
 from collections.abc import Sequence
-from typing import Any
 
-from bandmaster.codec import Payload, decode
+from bandmaster.codec import Payload
 from bandmaster.contract import Rows
 from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
@@ -24,10 +23,10 @@ from bandmaster.wire.messages import (
     read_small_call,
     reply_message,
 )
-from bandmaster.wire.segment_reader import NO_ROWS, RowReader, RowReaders
+from bandmaster.wire.segment_reader import NO_ROWS
 from bandmaster.wire.status_page import StatusPage
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.requests import Requests, reply
+from bandmaster.worker_process.requests import Requests, claimed, reply
 
 FENCE_LOOK_S, FENCE_MOST_S = 0.001, 0.05  # between two looks whether the worker may go on, at first and at most
 _log = logging.getLogger(__name__)
@@ -131,26 +130,13 @@ class Loop:
         parts: Sequence[Payload] | memoryview
         readers = NO_ROWS
         if kind & MessageKind.CALL:
-            method, reply, parts, readers = self._claimed(message)
+            method, reply, parts, readers = claimed(self.lane, read_call(message), {})
         else:
             method, reply, parts = read_small_call(message)
         self._page.begin(number)
         outcomes = [self._executor.call(method, reply, parts, readers, kind & MessageKind.TIMED != 0)]
         self._page.end()
         return outcomes.pop()  # the error of a failure refers to this frame
-
-    def _claimed(self, message: memoryview) -> tuple[str, int, list[Payload], RowReaders]:
-        """The content of a call: method, reply, the parts in memory of this process, and what reads kept rows."""
-        method, reply, parts, rows, present = read_call(message)
-        unpack = self.lane.unpack
-        known = {} if present is None else decode(unpack(present))
-        readers = {label: self._reader(part, known.get(label)) for label, part in rows}
-        return method, reply, [unpack(part) for part in parts], readers
-
-    def _reader(self, part: Any, present: Any) -> RowReader:
-        if type(part) is tuple:
-            return RowReader(Payload(*part).private, present=present)
-        return RowReader.of(self.lane.claim(part), present)
 
     def _reply_with_the_error(self) -> None:
         """Fail the call during which an error was raised, for example because it was interrupted or memory ran out."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from bandmaster.codec import Payload
 from bandmaster.contract import Rows
 from bandmaster.errors.failure import Failure, FailureKind
-from bandmaster.wire.segment_reader import NO_ROWS
+from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.worker_process.call_path import RunningRequest
 from bandmaster.worker_process.call_path import request as of_task
 from bandmaster.worker_process.executor import Executor
@@ -27,14 +27,16 @@ class ReceivedRequest(NamedTuple):
         number: Its number.
         method: Name of the method.
         reply: What happens to its value, a `Reply`.
-        arguments: Its arguments.
+        parts: Its arguments; or the error that it ends with, as they cannot be read.
+        rows: What reads the kept rows that these refer to.
         caller: Whoever it came from.
     """
 
     number: int
     method: str
     reply: int
-    arguments: Payload
+    parts: Sequence[Payload] | OSError
+    rows: RowReaders
     caller: Any = None
 
 
@@ -90,7 +92,9 @@ class RequestTasks:
         running = RunningRequest(method)
         of_task.set(running)
         try:
-            args, kwargs, value = executor.begun(method, [request.arguments], NO_ROWS)
+            if isinstance(request.parts, OSError):
+                raise request.parts
+            args, kwargs, value = executor.begun(method, request.parts, request.rows)
             if hasattr(value, "__await__"):
                 value = await value
             if executor.after:

@@ -22,12 +22,13 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from bandmaster.codec import Payload, encode
+from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import Rows
 from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
     INLINE_NBYTES,
+    CallContent,
     Closed,
     MessageKind,
     ReplyKind,
@@ -38,6 +39,7 @@ from bandmaster.wire.messages import (
     reply_message,
     several_replies,
 )
+from bandmaster.wire.segment_reader import NO_ROWS, RowReader, RowReaders
 from bandmaster.wire.segments import SharedPayload
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.request_tasks import Outcome, ReceivedRequest, RequestTasks
@@ -112,10 +114,13 @@ class Requests:
         if header_of(message)[0] == MessageKind.CALLER:
             self.add(lane.new_caller())
         else:
-            requests = [
-                ReceivedRequest(number, method, how, lane.unpack(part), caller)
-                for number, method, how, part in read_content(message)
-            ]
+            leases: dict[int, Any] = {}
+            requests = []
+            for number, content in read_content(message):
+                try:
+                    requests.append(ReceivedRequest(number, *claimed(lane, content, leases), caller))
+                except OSError as error:  # a segment cannot be opened
+                    requests.append(ReceivedRequest(number, content[0], content[1], error, NO_ROWS, caller))
             self._tasks.start(requests, frozenset(self._given_up))
         lane.body = None
 
@@ -277,6 +282,30 @@ class _Caller:
         self._is_gone = True
         self.lane.close()
         self._send_rest()
+
+
+def claimed(lane: Lane, content: CallContent, leases: dict[int, Any]) -> tuple[str, int, list[Payload], RowReaders]:
+    """Read a call: method, reply, the parts in memory of this process, and what reads the kept rows.
+
+    Args:
+        lane: The lane that the call has come by.
+        content: The call.
+        leases: Those on kept segments that calls of the same message have read before, to which its own are added.
+
+    Raises:
+        OSError: A segment cannot be opened here.
+    """
+    method, reply, parts, rows, present = content
+    known = {} if present is None else decode(lane.unpack(present))
+    readers: dict[int, RowReader] = {}
+    for label, part in rows:
+        if type(part) is tuple:
+            readers[label] = RowReader(Payload(*part).private, present=known.get(label))
+            continue
+        if part not in leases:
+            leases[part] = lane.claim(part)
+        readers[label] = RowReader.of(leases[part], known.get(label))
+    return method, reply, list(map(lane.unpack, parts)), readers or NO_ROWS
 
 
 def _nbytes_of(small: _Reply) -> int:
