@@ -548,6 +548,34 @@ def ask_from_threads(group, rows, ranks):
         bumped,
         needs_values=True,
     ),
+    "ask_from_workers": Scene(
+        """
+def ask_from_workers(group, rows, ranks):
+    class Asker(bm.Worker):
+        @bm.register(bm.Dispatch.ONE_TO_ALL)
+        async def many(self, given, rows, n_cancelled):
+            asyncio = __import__("asyncio")
+            async def ask(n): return await given.ask(rows, 0.003 * (n % 3))
+            tasks = [asyncio.ensure_future(ask(n)) for n in range(10)]
+            await asyncio.sleep(0.002)
+            for task in tasks[:n_cancelled]: task.cancel()
+            alone = given.everyone.submit(0)
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            await alone
+            return [one for one in found if not isinstance(one, asyncio.CancelledError)]
+    with bm.ResourcePool([2]) as pool:
+        asker = bm.WorkerGroup(pool, Asker)
+        with concurrent.futures.ThreadPoolExecutor(1) as beside:
+            own = beside.submit(lambda: [group.ask(rows).result() for _ in range(5)])
+            found = [*asker.many(group, rows, len(ranks))[0], *asker.many(group, rows, 0)[1], *own.result()]
+    first, *others = found
+    return first if all(show(other) == show(first) for other in others) else others
+""",
+        bumped,
+        is_heavy=True,
+        needs_values=True,
+        of_hosts=False,
+    ),
     "ask_the_dead": Scene(
         """
 def ask_the_dead(group, rows, ranks):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.future import Future
@@ -121,6 +121,11 @@ class Submitter:
         self._prefix = prefix
         self._sites: dict[str, CallSite] = {}  # by method
         self.work = work or OpenWork()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a method of a group cannot be pickled; pass the group, or the values that the workers need"
+        )
 
     def label(self, method: str) -> str:
         """``"Class.method"``, for messages."""
