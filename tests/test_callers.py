@@ -43,6 +43,10 @@ class Rollout(bm.Worker):
     def plain(self, value):
         return self.rank, value, self.inside
 
+    @register(Dispatch.REQUEST, concurrency=64)
+    async def large(self):
+        return b"x" * 60_000
+
     @register(Dispatch.REQUEST, concurrency=8)
     async def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -324,6 +328,37 @@ def test_a_role_is_an_argument_as_well(backend, agents):
         assert agents.do(lambda _, group: group.load(1), roles.actor) == [[(0, 0), (1, 0)]] * 2
 
 
+def test_requests_to_two_roles_of_the_same_workers_are_kept_apart(backend, agents):
+    async def both(_, actor, critic):
+        found = await asyncio.gather(*[role.chat((role is critic, n)) for n in range(50) for role in (actor, critic)])
+        await actor.load.submit(1)
+        return [value for _, value in found]
+
+    with bm.ResourcePool([2], backend=backend) as pool:
+        roles = bm.colocate(pool, actor=Rollout, critic=Rollout)
+        for found in agents.await_.options(timeout=DEADLINE)(both, roles.actor, roles.critic):
+            assert found == [(is_critic, n) * 2 for n in range(50) for is_critic in (False, True)]
+
+
+def test_a_caller_that_does_not_read_holds_up_nobody_else(own, tmp_path, is_in_process):
+    if is_in_process:
+        pytest.skip("a call has ended when it was submitted")
+    rollout, agents = own
+
+    def ask_and_stay(group, folder):
+        futures = [group.large.options(replica=0)() for _ in range(60)]
+        (folder / "begun 0").touch()
+        while not (folder / "gate").exists():
+            time.sleep(0.001)
+        return sum(len(future.result()) for future in futures)
+
+    asked = agents.do.submit(ask_and_stay, tmp_path)
+    wait_for(tmp_path / "begun 0")
+    assert rollout.load.options(timeout=DEADLINE)(5) == [(0, 0), (1, 0)]
+    (tmp_path / "gate").touch()
+    assert asked.result(DEADLINE) == [60 * 60_000]
+
+
 # --- ends ---------------------------------------------------------------------------------------------------------
 
 
@@ -461,6 +496,71 @@ def test_callers_of_a_closed_group_get_closed_error_at_once(own, tmp_path, is_in
         assert "Rollout" in agents.do(closed, method)[0]
 
 
+def test_a_thread_finds_a_group_again_that_was_restarted(own, is_in_process):
+    if is_in_process:
+        pytest.skip("the controller calls its own group")
+    rollout, agents = own
+
+    def until_it_answers(group):
+        while True:
+            try:
+                return group.chat("b").result()[1]
+            except bm.WorkerDied:
+                time.sleep(0.01)
+
+    for rank in (0, 1):
+        os.kill(rollout.workers[rank].pid, signal.SIGKILL)
+    with pytest.raises(bm.RemoteError, match="WorkerDied"):
+        while True:
+            agents.do(lambda group: group.chat("b").result())
+    rollout.restart()
+    assert agents.do.options(timeout=DEADLINE)(until_it_answers) == ["bb"]
+
+
+def test_a_fork_of_the_controller_does_not_hide_that_a_group_was_closed(own, is_in_process):
+    if is_in_process:
+        pytest.skip("workers share the process of the controller")
+    rollout, agents = own
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(theirs)
+        os.read(ours, 1)
+        os._exit(0)
+    try:
+        rollout.close()
+        for method in ("chat", "load"):
+            with pytest.raises(bm.RemoteError, match="ClosedError"):
+                agents.do.options(timeout=DEADLINE)(lambda group, name=method: getattr(group, name)(1).result())
+    finally:
+        os.close(theirs)
+        os.close(ours)
+        os.waitpid(child, 0)
+
+
+def test_a_fork_of_a_worker_is_told_to_leave_the_calls_to_it(own, is_in_process):
+    if is_in_process:
+        pytest.skip("workers share the process of the controller")
+
+    def in_fork(group):
+        ours, theirs = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                group.chat("a")
+            except bm.UsageError as error:
+                os.write(theirs, str(error).encode())
+            os._exit(0)
+        os.close(theirs)
+        with open(ours) as words:
+            said = words.read()
+        os.waitpid(child, 0)
+        return said, group.chat("a").result()[1]
+
+    ((said, answer),) = own[1].do.options(timeout=DEADLINE)(in_fork)
+    assert "forked" in said and answer == "aa"
+
+
 def test_several_groups_and_threads_call_at_the_same_time(backend, pools, rollout):
     def from_threads(group):
         found = []
@@ -549,17 +649,39 @@ def test_requests_that_run_beside_each_other_may_ask_in_a_ring(ring):
         ring.beside("beside", "alone").result(DEADLINE)
 
 
-def test_a_worker_may_ask_another_rank_of_its_own_group(pools):
-    class Peers(bm.Worker):
-        @register(Dispatch.ONE_TO_ALL)
-        def ask(self, own, rank):
-            return own.who.options(replica=rank)().result() if rank is not None else own.who().result()
+class Peers(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def ask(self, own):
+        return own.who().result()
 
-        @register(Dispatch.REQUEST, concurrency=4)
-        async def who(self):
-            return self.rank
+    @register(Dispatch.ONE_TO_ALL)
+    def ask_all(self, own):
+        return own.who.all().result()
 
-    with bm.ResourcePool([2], backend="local") as pool:
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def ask_beside(self, own):
+        return await asyncio.gather(*[own.who() for _ in range(4)]), await own.who.all()
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def who(self):
+        return self.rank
+
+
+@pytest.mark.backends("local")
+def test_a_group_asks_itself_from_requests_alone(backend):
+    with bm.ResourcePool([2], backend=backend) as pool:
         peers = bm.WorkerGroup(pool, Peers)
-        with pytest.raises(bm.RemoteError, match=r"Peers.ask on rank 0, which calls Peers.who on the same worker"):
-            peers.ask.options(timeout=DEADLINE)(peers, 0)
+        for method in (peers.ask, peers.ask_all):
+            with pytest.raises(bm.RemoteError, match=r"cannot begin before Peers.ask"):
+                method.options(timeout=DEADLINE)(peers)
+        found, every = peers.ask_beside(peers).result(DEADLINE)
+        assert set(found) <= {0, 1} and every == [0, 1]
+
+
+@pytest.mark.backends("local")
+def test_a_replica_of_two_ranks_may_be_asked_back(backend):
+    with bm.ResourcePool([2], backend=backend) as first, bm.ResourcePool([2], backend=backend) as second:
+        rings = [bm.WorkerGroup(pool, Ring, mesh=Mesh(dp=1, tp=2)) for pool in (first, second)]
+        rings[0].set(rings[1])
+        rings[1].set(rings[0])
+        assert rings[0].beside("beside", "beside").result(DEADLINE) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,12 +25,13 @@ from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router, Target
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.worker import Registration, Worker, registrations
-from bandmaster.worker_process.call_path import PATH, conflict, path_of_this_call, refusal
+from bandmaster.worker_process.call_path import PATH, Step, conflict, path_of_this_call, refusal
 
 _ONE = Mesh(dp=1)
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _RELAYED = Registration(TransferProtocol(Route("dp"), Only()), concurrency=1 << 20)
 _called: dict[tuple[int, GroupReference], CalledGroup] = {}  # by the number of forks, too
+_lock = threading.RLock()  # of both; an unpickled class may make groups in turn
 _controllers: dict[tuple[int, str], ReachedWorkers] = {}  # that relay calls
 
 
@@ -54,15 +56,19 @@ class GroupReference:
 
 def reference_to(group: GivenGroup, key: str, prefix: str) -> GroupReference:
     """The reference to a group of this process, which workers can reach from here on."""
-    return GroupReference(Door.give(key, group), key, group.name, isinstance(group.workers(), LaneClient), prefix)
+    is_direct = isinstance(group.workers(), LaneClient)
+    return GroupReference(Door.give(key, group), key, group.name, is_direct, prefix)
 
 
 def called_group(reference: GroupReference, cls: type[Worker], mesh: Mesh, meshes: Mapping[str, Mesh]) -> CalledGroup:
     """The group of a reference, one in each process."""
     known = n_forks(), reference
-    if known not in _called:
-        _called[known] = CalledGroup(reference, cls, mesh, meshes)
-    return _called[known]
+    with _lock:
+        if known not in _called:
+            for other in [key for key, group in _called.items() if group.is_over]:
+                del _called[other]
+            _called[known] = CalledGroup(reference, cls, mesh, meshes)
+        return _called[known]
 
 
 class CalledGroup:
@@ -83,7 +89,7 @@ class CalledGroup:
 
     def __init__(self, reference: GroupReference, cls: type[Worker], mesh: Mesh, meshes: Mapping[str, Mesh]) -> None:
         self.name, self.mesh, self.meshes, self.world_size = reference.name, mesh, meshes, mesh.size
-        self._reference, self._cls = reference, cls
+        self._reference, self._cls, self._n_forks = reference, cls, n_forks()
         self._methods = specs_of(cls, registrations(cls), mesh, meshes)
 
     def __getattr__(self, name: str) -> Any:
@@ -99,6 +105,10 @@ class CalledGroup:
         raise AttributeError(name)
 
     def _method(self, spec: MethodSpec) -> Any:
+        if self._n_forks != n_forks():
+            raise UsageError(
+                f"group {self.name!r} was given to the process from which this one was forked; call it there"
+            )
         here = Door.here(self._reference.door, self._reference.key)
         if here is not None:
             return here.method(spec.name)
@@ -118,6 +128,12 @@ class CalledGroup:
         )
         return RelayedMethod(self, self._relay, relayed, spec.registration.is_blocking and not is_request)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the group is known to be closed, or this process was forked from that which has it."""
+        sent = self.__dict__.get("_submitter")
+        return self._n_forks != n_forks() or (sent is not None and not sent.workers.check())
+
     @cached_property
     def _submitter(self) -> Submitter:
         """Sends requests to the ranks."""
@@ -130,9 +146,10 @@ class CalledGroup:
         """Sends calls to the controller."""
         of = self._reference
         known = n_forks(), of.door
-        if known not in _controllers:
-            _controllers[known] = ReachedWorkers(of.door, "", 1, self.name)
-        workers = _controllers[known]
+        with _lock:
+            for other in [key for key, controller in _controllers.items() if not controller.check()]:
+                del _controllers[other]
+            workers = _controllers.setdefault(known, ReachedWorkers(of.door, "", 1, self.name))
         return Submitter(lambda: workers, self._cls, _ONE, self.name, f"{of.key}/")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -161,19 +178,36 @@ class DirectMethod(CalledMethod):
     """A method of a group whose requests a worker sends to the replicas itself."""
 
     def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request, Target]:
-        """The router, the request and its target, which is no rank that waits for this very call."""
-        self.beside = ((PATH, path := path_of_this_call()),)
+        """The router, the request and its target; the request avoids the ranks that wait for this very call."""
         router, request, target = super()._made(args, kwargs)
+        path = path_of_this_call()
+        steps = self._conflicts(router, path)
+        free = [n for n, replica in enumerate(router.replicas) if steps.keys().isdisjoint(replica.ranks)]
+        if steps and (not free or target.replica not in (None, *free)):
+            raise UsageError(refusal(path, next(iter(steps.values())), self._spec.label))
+        request.avoids = frozenset(steps)
+        return router, request, target
+
+    def all(self, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
+        """Send the request to all replicas; see `RequestMethod.all`."""
+        path = path_of_this_call()
+        for step in self._conflicts(Router.of(self._submitter, self._spec), path).values():
+            raise UsageError(refusal(path, step, f"{self._spec.label}.all"))
+        return super().all(*args, **kwargs)
+
+    def _conflicts(self, router: Router, path: tuple[Step, ...]) -> dict[int, Step]:
+        """The ranks that would begin this call only when a call of its path has ended, with that call."""
         workers = router.workers
         assert isinstance(workers, ReachedWorkers), "the group has such ones"
-        found = {rank: conflict(path, pid, router.is_exclusive) for rank, pid in workers.pids(path).items()}
-        steps = {rank: step for rank, step in found.items() if step is not None}
-        if steps:
-            free = [n for n, replica in enumerate(router.replicas) if replica.ranks[0] not in steps]
-            if not free or target.replica not in (None, *free):
-                raise UsageError(refusal(path, next(iter(steps.values())), self._spec.label))
-            target = target if target.replica is not None else replace(target, replica=free[0])
-        return router, request, target
+        pids = workers.pids(path)
+        alone = next((step for step in path if step.is_alone and step.pid in pids.values()), None)
+        if alone is not None:  # perhaps on all ranks, which would wait for each other
+            return dict.fromkeys(pids, alone)
+        found = {rank: conflict(path, pid, router.is_exclusive) for rank, pid in pids.items()}
+        return {rank: step for rank, step in found.items() if step is not None}
+
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentGroup:
+        return super()._arguments(args, kwargs).beside([(PATH, path_of_this_call())])
 
 
 class RelayedMethod(CalledMethod):

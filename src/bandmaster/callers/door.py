@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import secrets
@@ -9,6 +10,7 @@ import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from bandmaster.callers.reached import DIED, READY, SHUT, Asked
@@ -18,6 +20,7 @@ from bandmaster.errors import BandmasterError, ClosedError, UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.forks import n_forks
 from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.requests.method import RequestMethod
 from bandmaster.wire.lane import Lane, set_buffer
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.wire.segment_reader import RowReaders
@@ -28,6 +31,8 @@ from bandmaster.worker_process.requests import Requests
 
 OPTIONS = "bandmaster.options"  # the keyword with the options of a relayed call
 QUESTION_NBYTES = 4096
+RENEWED = "it is being replaced"
+ACCEPT_AGAIN_S = 0.5
 LOOK_AGAIN_S = 0.05  # for a rank that is dead, or does not read
 _PEER = struct.Struct("3i")  # pid, uid and gid, as SO_PEERCRED has them
 
@@ -73,7 +78,7 @@ class Door:
         self._loop = self._relay.event_loop().loop
         self._requests = Requests(self._relay)
         self._waiting: set[socket.socket] = set()  # for a rank
-        self._relay.event_loop().run(self._loop.add_reader, self._listening.fileno(), self._accept)
+        self._relay.event_loop().run(self._listen)
 
     @classmethod
     def give(cls, key: str, group: GivenGroup) -> str:
@@ -109,19 +114,28 @@ class Door:
 
     def _hang_up(self) -> None:
         self._loop.remove_reader(self._listening.fileno())
+        self._listening.shutdown(socket.SHUT_RDWR)  # a fork of this process may have it
         self._listening.close()
         self._requests.close()
         for sock in list(self._waiting):
             self._release(sock)
 
+    def _listen(self) -> None:
+        if self._listening.fileno() >= 0:  # else the door was closed meanwhile
+            self._loop.add_reader(self._listening.fileno(), self._accept)
+
     def _accept(self) -> None:
-        with suppress(OSError):  # there is no descriptor for it: the worker asks again
+        try:
             sock, _ = self._listening.accept()
-            _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-            if user != os.getuid():
-                sock.close()
-                return
+        except OSError:  # there is no descriptor for it
+            self._loop.remove_reader(self._listening.fileno())
+            self._loop.call_later(ACCEPT_AGAIN_S, self._listen)
+            return
+        _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        if user == os.getuid():
             self._loop.add_reader(sock.fileno(), self._asked, sock)
+        else:
+            sock.close()
 
     def _asked(self, sock: socket.socket) -> None:
         self._loop.remove_reader(sock.fileno())
@@ -151,13 +165,14 @@ class Door:
             self._release(sock)
             return
         workers.check()
-        failure = workers.deaths.get(question.rank)
+        is_renewed = question.rank in group.renewed()
+        failure = Failure(FailureKind.DIED, RENEWED) if is_renewed else workers.deaths.get(question.rank)
         if failure is not None and not has_told:
             _say(sock, DIED, failure)
-        lives = failure is None and question.rank not in group.renewed()
         assert isinstance(workers, LaneClient), "others are not reached directly"
-        if lives and workers.admit(question.rank, sock):
-            _say(sock, READY, workers.processes[question.rank])
+        pid = workers.processes.get(question.rank)
+        if failure is None and pid is not None and workers.admit(question.rank, sock):
+            _say(sock, READY, pid)
             self._release(sock)
         else:
             self._loop.call_later(LOOK_AGAIN_S, self._hand_out, sock, question, has_told or failure is not None)
@@ -192,12 +207,15 @@ class _Relay(Executor):
         group = self.group(key)
         made = group.method(name)
         made = made.options(**options) if options else made
-        for record in group.workers().records if path else ():
-            step = conflict(path, record.pid, is_alone=True)
+        workers = group.workers()
+        is_alone = not (isinstance(made, RequestMethod) and made.runs_beside)
+        for record in workers.records if path else ():
+            step = conflict(path, record.pid, is_alone)
             if step is not None:
                 raise UsageError(refusal(path, step, name))
         made.beside = ((PATH, path),) if path else ()
-        return (), {}, _value_of(made.submit(*args, **kwargs))
+        submit = partial(made.submit, *args, **kwargs)
+        return (), {}, _value_of(submit, runs_here=workers.arrivals is None)
 
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
         """Describe an exception; the caller gets those of this library as they are."""
@@ -212,7 +230,9 @@ def _found(key: str, groups: Mapping[str, GivenGroup]) -> GivenGroup:
     return group
 
 
-async def _value_of(future: Future[Any]) -> Any:
+async def _value_of(submit: Callable[[], Future[Any]], runs_here: bool) -> Any:
+    """The value of a call. Where methods run in this process, a thread runs it."""
+    future = await asyncio.get_running_loop().run_in_executor(None, submit) if runs_here else submit()
     try:
         return await future
     except BaseException:

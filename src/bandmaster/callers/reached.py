@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,12 +18,22 @@ from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.wire.client import MessageTicket
 from bandmaster.wire.lane import set_buffer
 from bandmaster.wire.lanes import LaneClient
+from bandmaster.wire.status_page import N_SLOTS
 from bandmaster.worker_process.call_path import Step
 
 ANSWER_S = 30.0  # for the controller to answer, whose Python code may run without a pause
 SETTLE_S, AGAIN_S = 2.0, 0.01  # for the controller to learn of a death, and between two questions
 ANSWER_NBYTES = 64 * 1024
 READY, DIED, SHUT = "ready", "died", "shut"  # the answers of a door: with a process, a failure, and a reason
+
+
+_counts: dict[int, Iterator[int]] = {}  # by process, as forks go on with the modules
+
+
+def _numbers() -> Iterator[int]:
+    """The numbers of all messages of this process, which no other process of this host uses at the same time."""
+    pid = os.getpid()
+    return _counts.setdefault(pid, itertools.count((pid << 32) + pid % N_SLOTS))  # not all in the same slot of a page
 
 
 class Asked(NamedTuple):
@@ -55,7 +66,7 @@ class ReachedWorkers(LaneClient):
     records: Sequence[WorkerRecord] = ()
 
     def __init__(self, door: str, group: str, n_ranks: int, name: str) -> None:
-        super().__init__(lambda _: Failure(FailureKind.DIED, CLOSED), first=os.getpid() << 32)
+        super().__init__(lambda _: Failure(FailureKind.DIED, CLOSED), _numbers())
         self._door, self._group, self._name = door, group, name
         self._is_asking = False
         self._is_own: bool | None = None  # whether this process is one of the ranks, once that is known
@@ -97,13 +108,14 @@ class ReachedWorkers(LaneClient):
         if len(path) > 1 or (path and self._is_own is None):
             self._reach(list(self._open))
             self._is_own = os.getpid() in self.processes.values()
-        return self.processes if len(path) > 1 or self._is_own else {}
+        return dict(self.processes) if len(path) > 1 or self._is_own else {}
 
     # --- lanes ---
 
     def _reach(self, ranks: Sequence[int]) -> None:
         """Have lanes to ranks."""
         with self.lock:
+            self._poller.receive_all()  # a rank may have died, or come back, while no thread waited for any
             for rank in ranks:
                 if not (rank in self._lanes or rank in self.deaths or self.is_stopped):
                     self._enter(rank, *self._ask(rank))

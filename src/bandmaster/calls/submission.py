@@ -123,9 +123,7 @@ class Submitter:
         self.work = work or OpenWork()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a method of a group cannot be pickled; pass the group, or the values that the workers need"
-        )
+        raise TypeError("a method of a group cannot be pickled; pass the group, or the values that the workers need")
 
     def label(self, method: str) -> str:
         """``"Class.method"``, for messages."""

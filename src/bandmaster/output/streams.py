@@ -170,6 +170,7 @@ class WorkerOutput:
                     self._take(source, data)
                 if not data:
                     with self._lock:
+                        self._poll.unregister(fd)  # closing is not enough while a fork of this process has it, too
                         os.close(fd)
                         del self._sources[fd]
                     source.ended.set()

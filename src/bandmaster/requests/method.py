@@ -208,6 +208,11 @@ class RequestMethod(Generic[P, G]):
             f"{self._spec.label} is a request, which has one value and no stream; await {self._spec.name}(...)"
         )
 
+    @property
+    def runs_beside(self) -> bool:
+        """Whether its requests run beside others."""
+        return self._spec.is_async
+
     def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request, Target]:
         """The router of the method, a request for it that was not sent, and the choice of its replica."""
         router = Router.of(self._submitter, self._spec)

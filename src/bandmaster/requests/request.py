@@ -90,6 +90,7 @@ class Request(RowsResult):
         replicas: The replicas that run it; empty as long as it waits for a place.
         tickets: The ticket of each rank, once it is sent.
         is_done: Whether its ranks have replied, or never will. Set by one assignment, by any thread.
+        avoids: Ranks that it must not go to, though not all.
         is_listed: Whether its value is the list of the values of all its replicas.
         source: The map that it is a part of, which is told of its end; None if it is no part.
         waiters: The futures of event loops that wait for it, with their readers.
@@ -114,6 +115,7 @@ class Request(RowsResult):
         self.replicas: Sequence[Replica] = ()
         self.tickets: dict[int, Ticket] = {}
         self.is_done = self.is_listed = False
+        self.avoids: frozenset[int] = frozenset()
         self.waiters: list[tuple[LoopReader, asyncio.Future[None]]] = []
         self._why: BaseException | None = None
 

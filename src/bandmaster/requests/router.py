@@ -158,6 +158,8 @@ class Router:
             chosen = self.replicas[target.replica]
             return self._with_place(chosen) if renewed.isdisjoint(chosen.ranks) else None
         candidates: Sequence[Replica] = self.replicas
+        if request.avoids:
+            candidates = [replica for replica in candidates if request.avoids.isdisjoint(replica.ranks)]
         if renewed or self.workers.deaths:
             lost = renewed.union(self.workers.deaths)
             alive = [replica for replica in candidates if lost.isdisjoint(replica.ranks)]

@@ -41,6 +41,7 @@ _TRUNCATED = int(socket.MSG_CTRUNC)
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
 _RECEIVE_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
 _RECEIVE_NOW_FLAGS = _RECEIVE_FLAGS | _DONT_WAIT
+CALLER_FREE_NBYTES = 32 << 20  # of the segments that are kept for reuse for one of many callers
 _LENGTH = struct.Struct("<I")
 _NO_BODY = _LENGTH.pack(0)  # a message that carries descriptors for the next one, or tells of ended leases
 LENGTH_NBYTES = _LENGTH.size  # of a message's control, before that
@@ -275,13 +276,12 @@ class Lane:
         except ConnectionError:
             raise Closed from None
 
-    def new_caller(self) -> Lane:
-        """A lane over the socket that came with the last message."""
-        (fd,) = self._descriptors
-        self._descriptors = []
-        sock = socket.socket(fileno=fd)
-        os.register_at_fork(after_in_child=sock.close)  # else a fork would hide this end
-        return Lane(sock, SegmentWriter(self.writer.kept_name))
+    def new_caller(self) -> Lane | None:
+        """A lane over the socket that came with the last message; None if there was no descriptor for it."""
+        descriptors, self._descriptors = self._descriptors, []
+        if not descriptors:
+            return None
+        return Lane(socket.socket(fileno=descriptors[0]), SegmentWriter(self.writer.kept_name, CALLER_FREE_NBYTES))
 
     def unpack(self, part: Any) -> Payload:
         """The payload that a part of the last body names, in memory of this end's own.
@@ -369,6 +369,12 @@ class Lane:
         if number in self._attached:
             self._attached.remove(number)
             self._closed_ids.append(number)
+
+    def hang_up(self) -> None:
+        """Close this end, also where forks of this process have it."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.close()
 
     def close(self) -> None:
         """Close this end. Arrays that came by it stay as they are."""

@@ -13,7 +13,7 @@ import itertools
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -65,11 +65,11 @@ class LaneClient(Client):
 
     Args:
         how_it_died: Says how a rank ended whose lane broke.
-        first: The number of the first message; no two callers of a worker use the same numbers.
+        numbers: The numbers of messages; no two callers of a worker use the same ones. By default from 1 on.
     """
 
-    def __init__(self, how_it_died: Callable[[int], Failure], first: int = 1) -> None:
-        super().__init__(Poller(), itertools.count(first))
+    def __init__(self, how_it_died: Callable[[int], Failure], numbers: Iterator[int] | None = None) -> None:
+        super().__init__(Poller(), numbers or itertools.count(1))
         self.processes: dict[int, int] = {}
         self.is_stopped, self._why_closed = False, CLOSED
         self._how_it_died = how_it_died

@@ -135,10 +135,14 @@ class SegmentWriter:
         on_close: Called with the number of every segment that is closed; readers have to forget it.
         collected: True, as a collection that is not empty, when `release` has something to do.
         kept_name: The name of kept segments in /proc.
+
+    Args:
+        kept_name: The name of kept segments in /proc.
+        most_free_nbytes: Bytes of the segments that are kept for reuse.
     """
 
-    def __init__(self, kept_name: str = "bandmaster") -> None:
-        self.kept_name = kept_name
+    def __init__(self, kept_name: str = "bandmaster", most_free_nbytes: int = MAX_FREE_NBYTES) -> None:
+        self.kept_name, self._most_free_nbytes = kept_name, most_free_nbytes
         self.on_close: list[Callable[[int], None]] = []
         self._segments: dict[int, Segment] = {}
         self._free: dict[int, Segment] = {}
@@ -244,7 +248,7 @@ class SegmentWriter:
 
     def _trim(self) -> None:
         """Close free segments that are too many or, every now and then, too old."""
-        excess = sum(map(_nbytes, self._free.values())) - MAX_FREE_NBYTES
+        excess = sum(map(_nbytes, self._free.values())) - self._most_free_nbytes
         if excess <= 0 and len(self._free) <= MAX_FREE and self._n_writes % WRITES_PER_LOOK:
             return
         for segment in sorted(self._free.values(), key=_last_used):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from contextvars import ContextVar
+from threading import get_ident, main_thread
 from typing import NamedTuple, Protocol
 
 PATH = "bandmaster.path"  # the keyword by which the calls of workers carry it
@@ -28,26 +29,26 @@ class Step(NamedTuple):
     is_alone: bool
 
 
-class RunningRequest:
-    """A request that runs in a task.
+class RunningCall:
+    """An async call that runs in a task.
 
     Attributes:
-        method: Name of its method.
-        is_over: Whether it has ended, so that nothing waits for what the task has left behind.
+        request: The method, if it is a request; "" if it runs alone.
+        is_over: Whether it has ended, so that nothing waits for what its task has left behind.
     """
 
-    def __init__(self, method: str) -> None:
-        self.method, self.is_over = method, False
+    def __init__(self, request: str = "") -> None:
+        self.request, self.is_over = request, False
 
 
 class RunsCalls(Protocol):
     """The executor of this process."""
 
-    def words(self, method: str | None = None) -> str:
-        """A method of the worker with its rank; by default that which runs alone, or ""."""
+    def words(self, method: str = "") -> str:
+        """A method of the worker with its rank; by default that which runs alone, "" if none does."""
 
 
-request: ContextVar[RunningRequest | None] = ContextVar("request", default=None)
+running: ContextVar[RunningCall | None] = ContextVar("running", default=None)  # of tasks
 earlier: ContextVar[tuple[Step, ...]] = ContextVar("earlier", default=())
 
 
@@ -59,12 +60,15 @@ here = _Here()
 
 
 def path_of_this_call() -> tuple[Step, ...]:
-    """The calls that wait for what the calling code does, the first one first; empty if none does."""
-    running, executor = request.get(), here.executor
-    if executor is None or (running is not None and running.is_over):
-        return ()
-    words = executor.words(None if running is None else running.method)
-    return (*earlier.get(), Step(os.getpid(), words, running is None)) if words else ()
+    """The calls that wait for what the calling code does, the first one first; empty if none does.
+
+    Threads that a method has started are not known to be waited for.
+    """
+    call, executor = running.get(), here.executor
+    request = call.request if call is not None and not call.is_over else ""
+    is_alone = not request and (get_ident() == main_thread().ident or (call is not None and not call.is_over))
+    words = executor.words(request) if executor is not None and (request or is_alone) else ""
+    return (*earlier.get(), Step(os.getpid(), words, is_alone)) if words else ()
 
 
 def conflict(path: tuple[Step, ...], pid: int, is_alone: bool) -> Step | None:
@@ -82,6 +86,6 @@ def refusal(path: tuple[Step, ...], step: Step, method: str) -> str:
     """The words of the error for a call that would wait for one of the calls that wait for it."""
     chain = " waits for ".join([each.words for each in path[path.index(step) :]])
     return (
-        f"{method} was not sent, as it would wait for ever: {chain}, which calls {method} on the same worker, where it "
-        f"cannot begin before {step.words} has ended; call it when that has returned, or make both async requests"
+        f"{method} was not sent, as it would wait for ever: {chain}, which calls {method}, which cannot begin before "
+        f"{step.words} has ended; call it when that has returned, or make both async requests"
     )

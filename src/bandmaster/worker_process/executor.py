@@ -41,7 +41,7 @@ from bandmaster.roles import Roles
 from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
 from bandmaster.wire.status_page import RUNNING, SINCE, ActivityWords, Interrupted
 from bandmaster.worker import Worker, WorkerContext, load_class, make_worker
-from bandmaster.worker_process.call_path import PATH, earlier, here
+from bandmaster.worker_process.call_path import PATH, RunningCall, earlier, here, running
 from bandmaster.worker_process.event_loop import EventLoopThread
 from bandmaster.worker_process.kept_rows import with_rows
 
@@ -221,12 +221,11 @@ class Executor:
             return replace(failure, kind=FailureKind.CANCELLED, summary="interrupted by the controller")
         return failure
 
-    def words(self, method: str | None = None) -> str:
-        """A method of the worker with its rank; by default that which runs alone, or ""."""
+    def words(self, method: str = "") -> str:
+        """A method of the worker with its rank; by default that which runs alone, "" if none does."""
         index = self.activity.words[RUNNING]
         name = method or next((name for name, n in self.activity.indices.items() if index and n == index), "")
-        assert self._context is not None, "it was set before the first call"
-        return f"{type(self.worker).__name__}.{name} on rank {self._context.rank}" if name else ""
+        return f"{type(self.worker).__name__}.{name} on rank {getattr(self._context, 'rank', 0)}" if name else ""
 
     # --- calls that are no methods of the worker ---
 
@@ -305,8 +304,9 @@ class Executor:
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the worker's event loop, and wait for its value."""
-        future = None
+        future, call = None, RunningCall()
         try:
+            running.set(call)  # the coroutine has it, and tasks that it makes
             loop = self.event_loop()
             with self.hold():  # an interrupt comes either before or after the coroutine is handed over
                 self._awaited, future = coroutine, loop.start(coroutine)
@@ -318,6 +318,7 @@ class Executor:
                 future.cancel()
             raise
         finally:
+            call.is_over = True
             self._awaited = None
         if error is not None:
             raise error

@@ -12,8 +12,7 @@ from bandmaster.codec import Payload
 from bandmaster.contract import Rows
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.wire.segment_reader import RowReaders
-from bandmaster.worker_process.call_path import RunningRequest
-from bandmaster.worker_process.call_path import request as of_task
+from bandmaster.worker_process.call_path import RunningCall, running
 from bandmaster.worker_process.executor import Executor
 
 Outcome = Payload | Rows | Failure | None
@@ -89,8 +88,8 @@ class RequestTasks:
 
     async def _run(self, request: ReceivedRequest) -> None:
         executor, method = self._executor, request.method
-        running = RunningRequest(method)
-        of_task.set(running)
+        call = RunningCall(method)
+        running.set(call)
         try:
             if isinstance(request.parts, OSError):
                 raise request.parts
@@ -102,7 +101,7 @@ class RequestTasks:
             outcome = executor.encoded(value, request.reply)
         except BaseException as error:  # the user's code may raise anything
             outcome = executor.failure(error)
-        running.is_over = True
+        call.is_over = True
         self._end(request.number, outcome)
 
     def _has_ended(self, number: int, _: object) -> None:

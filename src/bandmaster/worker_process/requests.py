@@ -15,7 +15,9 @@ cancel. Each caller has a lane of its own: the controller from the start, and wo
 
 from __future__ import annotations
 
+import os
 import select
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -71,6 +73,7 @@ class Requests:
         self._given_up: set[int] = set()  # requests that were cancelled, perhaps among these
         self._callers: list[_Caller] = []
         self._controller = None if lane is None else self._added(lane)
+        os.register_at_fork(after_in_child=partial(_close_in_fork, weakref.ref(self)))
 
     # --- the main thread ---
 
@@ -112,7 +115,8 @@ class Requests:
     def _take(self, caller: _Caller, message: memoryview) -> None:
         lane = caller.lane
         if header_of(message)[0] == MessageKind.CALLER:
-            self.add(lane.new_caller())
+            if (new := lane.new_caller()) is not None:
+                self.add(new)
         else:
             leases: dict[int, Any] = {}
             requests = []
@@ -130,7 +134,7 @@ class Requests:
         self.is_reading = True
         for caller in self._callers:
             self.loop.add_reader(caller.lane.fileno(), self._read, caller)
-        self._go_on()
+        self.go_on()
 
     def _read(self, caller: _Caller) -> None:
         lane = caller.lane
@@ -141,7 +145,7 @@ class Requests:
                     self._cancel(caller, read_content(message))
                 elif kind == MessageKind.CALLER or (kind == MessageKind.REQUESTS and not self._aside):
                     self._take(caller, message)
-                elif self._aside or not self._tasks.is_idle:
+                elif self._aside or not self._may_run_alone(caller):
                     self._aside.append((caller, lane.set_aside()))
                 else:
                     self._hand(lane, message)
@@ -153,6 +157,10 @@ class Requests:
             return
         caller.tell_of_leases()
 
+    def _may_run_alone(self, caller: _Caller) -> bool:
+        """Whether no request runs, and the lane of a caller is free for the main thread."""
+        return self._tasks.is_idle and caller.has_all_replies
+
     def _cancel(self, caller: _Caller, numbers: Any) -> None:
         self._tasks.cancel(numbers)
         if self._aside:  # they may be among these
@@ -162,17 +170,17 @@ class Requests:
     def _drop(self, caller: _Caller) -> None:
         """Hang up on a caller that is gone, and cancel its requests."""
         self._callers.remove(caller)
-        caller.close()
         self._aside = deque([aside for aside in self._aside if aside[0] is not caller])
+        caller.close()
         self._tasks.cancel(self._tasks.numbers_of(caller))
-        self._go_on()
+        self.go_on()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Take up what was set aside, as far as it may begin."""
         while self._aside and self.is_reading:
             caller, (body, _) = self._aside[0]
             is_request = header_of(body)[0] == MessageKind.REQUESTS
-            if not (is_request or self._tasks.is_idle):
+            if not (is_request or self._may_run_alone(caller)):
                 return
             message = caller.lane.take_up(self._aside.popleft()[1])
             if is_request:
@@ -193,11 +201,7 @@ class Requests:
 
     def _ended(self, request: ReceivedRequest, outcome: Outcome) -> None:
         request.caller.reply(request.number, outcome)
-
-    def have_ended(self, n: int) -> None:
-        """Count requests whose replies were sent, or never will be."""
-        self._tasks.count(n)
-        self._go_on()
+        self._tasks.count(1)
 
 
 class _Caller:
@@ -211,8 +215,13 @@ class _Caller:
     def __init__(self, lane: Lane, requests: Requests) -> None:
         self.lane, self._requests, self._loop = lane, requests, requests.loop
         self._replies: list[_Reply] = []
-        self._unsent: deque[tuple[int, Callable[[], object]]] = deque()  # how many, and what sends them
+        self._unsent: deque[Callable[[], object]] = deque()  # what sends the others, once the caller reads
         self._is_telling = self._is_gone = False
+
+    @property
+    def has_all_replies(self) -> bool:
+        """Whether all replies were sent."""
+        return not (self._replies or self._unsent)
 
     def reply(self, number: int, outcome: Outcome) -> None:
         """Reply to a request soon: small replies of one round of the event loop go in one message."""
@@ -223,7 +232,7 @@ class _Caller:
         elif isinstance(outcome, Failure) and (encoded := encode(outcome)).nbytes <= INLINE_NBYTES:
             self._replies.append((number, ReplyKind.FAILURE, inline(encoded)))
         else:
-            self._unsent.append((1, partial(self._send_large, number, outcome)))
+            self._unsent.append(partial(self._send_large, number, outcome))
             self._loop.call_soon(self._send_rest)
             return
         if len(self._replies) == 1:
@@ -232,30 +241,25 @@ class _Caller:
     def _flush(self) -> None:
         """Send the replies of the requests that have ended in this round of the event loop."""
         replies, self._replies = self._replies, []
-        for some in as_fit(replies, _nbytes_of):
-            self._unsent.append((len(some), partial(self.lane.send_beside, several_replies(some))))
+        self._unsent.extend(
+            partial(self.lane.send_beside, several_replies(some)) for some in as_fit(replies, _nbytes_of)
+        )
         self._send_rest()
 
     def _send_rest(self) -> None:
         """Send replies, as far as the caller reads."""
-        n_sent = 0
-        while self._unsent:
-            n, send = self._unsent[0]
+        while self._unsent and not self._is_gone:
             try:
-                if not self._is_gone:
-                    send()
+                self._unsent[0]()
             except BlockingIOError:
                 self._loop.add_writer(self.lane.fileno(), self._send_rest)
-                break
+                return
             except (OSError, Closed):  # the caller is gone, as the next read tells
                 pass
             self._unsent.popleft()
-            n_sent += n
-        else:
-            if not self._is_gone:
-                self._loop.remove_writer(self.lane.fileno())
-        if n_sent:
-            self._requests.have_ended(n_sent)
+        if not self._is_gone:
+            self._loop.remove_writer(self.lane.fileno())
+            self._requests.go_on()
 
     def _send_large(self, number: int, outcome: Outcome) -> None:
         if not select.select((), (self.lane.fileno(),), (), 0)[1]:
@@ -280,8 +284,14 @@ class _Caller:
         self._loop.remove_reader(self.lane.fileno())
         self._loop.remove_writer(self.lane.fileno())
         self._is_gone = True
-        self.lane.close()
-        self._send_rest()
+        self.lane.hang_up()
+
+
+def _close_in_fork(made: weakref.ref[Requests]) -> None:
+    """Close the lanes in a fork of this process, which else would hide the end of this one from the callers."""
+    requests = made()
+    for caller in requests._callers if requests is not None else ():
+        caller.lane.socket.close()
 
 
 def claimed(lane: Lane, content: CallContent, leases: dict[int, Any]) -> tuple[str, int, list[Payload], RowReaders]:
