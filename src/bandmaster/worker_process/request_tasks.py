@@ -93,6 +93,7 @@ class RequestTasks:
         except BaseException as error:  # the user's code may raise anything
             outcome = executor.failure(error)
         self._end(request.number, outcome)
+        del outcome  # the error of a failure refers to this frame, which has the arguments
 
     def _has_ended(self, number: int, _: object) -> None:
         """End a request that was cancelled, perhaps before its task has begun."""
