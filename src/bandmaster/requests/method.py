@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypedDict, TypeVar
 
@@ -72,9 +72,7 @@ class RequestMethod(Generic[P, G]):
             CallTimeout: No place became free within the request's ``timeout``. It was not sent.
         """
         router, request = self._made(args, kwargs)
-        with self._submitter.admitted(self._spec.label):
-            router.submit(request, self._target)
-        return RequestFuture(request, self._group)
+        return self._sent(request, lambda: router.submit(request, self._target))
 
     submit = __call__
 
@@ -89,9 +87,7 @@ class RequestMethod(Generic[P, G]):
         """
         router, request = self._made(args, kwargs)
         request.is_listed = True
-        with self._submitter.admitted(self._spec.label):
-            router.send(request, router.replicas)
-        return RequestFuture(request, self._group)
+        return self._sent(request, lambda: router.send(request, router.replicas))
 
     def options(self, /, **options: Unpack[RequestOptions]) -> RequestMethod[P, G]:
         """A copy of this method with other options.
@@ -141,6 +137,17 @@ class RequestMethod(Generic[P, G]):
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)
         return router, Request(site, self._payload(args, kwargs), router)
+
+    def _sent(self, request: Request, send: Callable[[], object]) -> Future[Any]:
+        """Send a request. If no future is returned, as Ctrl-C or a deadline has come, it is cancelled."""
+        future: Future[Any] = RequestFuture(request, self._group)
+        try:
+            with self._submitter.admitted(self._spec.label):
+                send()
+        except BaseException:
+            request.cancel()
+            raise
+        return future
 
     def _payload(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Payload:
         spec = self._spec

@@ -76,7 +76,7 @@ class RequestTasks:
     def _cancel(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             task = self._tasks.get(number)
-            if task is not None:
+            if task is not None and number not in self._cancelled:
                 self._cancelled.add(number)
                 task.cancel()
                 task.add_done_callback(partial(self._has_ended, number))
