@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import struct
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -100,6 +101,26 @@ def agents():
 def test_ranks_of_a_host_are_called_together(group):
     pids = group.process()
     assert pids[0] == pids[1] != pids[2] and len(set(pids)) == 3
+
+
+# --- Ctrl-C ---
+
+
+@pytest.mark.parametrize("moment", ["set_workers", "take_deaths"])
+def test_a_group_that_ctrl_c_interrupts_as_it_has_started_or_ends_holds_no_agent(moment):
+    def press(frame, kind, what):
+        if kind == "call" and frame.f_code.co_name == moment:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    with bm.ResourcePool([2], backend="hosts") as pool:
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.setprofile(press)
+            bm.WorkerGroup(pool, Maker).close()
+        assert sys.getprofile() is None, "Ctrl-C was pressed"
+        assert [list(agent.groups) for agent in agents().values()] == [[]]
+        with bm.WorkerGroup(pool, Maker) as group:
+            assert len(group.process()) == 2
 
 
 # --- rows between hosts ---
