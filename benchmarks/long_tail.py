@@ -1,6 +1,6 @@
 """What do rows cost of which a few take much longer than most? 128 rows, 12 ms in the mean, Pareto-distributed (1.5).
 
-They are pulled one by one by the ranks that are free, in the order of the batch; or split into equal parts. The floor
+They go one by one to the ranks that are free, in the order of the batch; or they are split into equal parts. The floor
 is the same for both: it knows beforehand how long each takes, and does the longest first, which is nearly the best
 schedule that there is.
 """

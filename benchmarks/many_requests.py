@@ -1,7 +1,10 @@
 """What does a request cost, and how many are answered at a time? To 2 workers, from one event loop.
 
 Three questions: no-op requests a second with 256 in flight; 1,000 requests that sleep 0.1 s, all at once; one request
-at a time. Peers: bandmaster (backends local and ray), plain Ray's async actors with ``max_concurrency=1000``,
+at a time. Then two of maps, of bandmaster alone, as times the best schedule: 2,000 episodes of 1 to 100 times 3 ms, 256
+in flight, beside the same on 256 places without any cost; and 400 rows of 12 ms in the mean, Pareto-distributed (1.5),
+the dearest first, to 4 replicas of which one is 3 times slower, beside all work evenly spread.
+Peers: bandmaster (backends local and ray), plain Ray's async actors with ``max_concurrency=1000``,
 Monarch's endpoints, and a floor: asyncio on both ends of one Unix socket for each worker, with nothing built on it.
 Each peer runs in a process of its own, in turn, and every answer is compared with what it has to be.
 """
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import heapq
 import json
 import os
 import pickle
@@ -23,10 +27,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from harness import machine
 from harness.rows import as_text, figure
 
 N_WORKERS, IN_FLIGHT, N_SLEEPS, SLEEP_S = 2, 256, 1000, 0.1
+SLOWER = 3  # times, of one replica
 Ask = Callable[[str, Any], Awaitable[Any]]  # of method "noop" or "sleep", and its argument
 
 
@@ -84,6 +90,44 @@ def on_bandmaster(backend: str, n: int) -> dict[str, float]:
             group.blocking()
             took.append(time.perf_counter() - start)
     return {**found, "blocking": statistics.median(took)}
+
+
+def maps(backend: str, is_smoke: bool) -> dict[str, float]:
+    """Seconds of two maps, as times the best schedule."""
+    import bandmaster as bm
+
+    class Episodes(bm.Worker):
+        @bm.register(bm.Dispatch.REQUEST, concurrency=128)
+        async def play(self, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+
+        @bm.register(bm.Dispatch.REQUEST)
+        async def generate(self, seconds: float) -> None:
+            await asyncio.sleep(seconds * (SLOWER if self.rank == 0 else 1))
+
+    rng = np.random.default_rng(0)
+    episodes = 0.003 * rng.integers(1, 101, 200 if is_smoke else 2000)
+    rows = -np.sort(-0.004 * (1 + rng.pareto(1.5, 40 if is_smoke else 400)))
+    free = [0.0] * IN_FLIGHT
+    for seconds in episodes:
+        heapq.heapreplace(free, free[0] + seconds)
+    found = {}
+    with bm.ResourcePool([N_WORKERS], backend=backend) as pool:
+        play = bm.WorkerGroup(pool, Episodes).play
+        play.map([0.0] * 500).result()
+        found["episodes"] = _seconds(lambda: play.map(episodes, in_flight=IN_FLIGHT).result()) / max(free)
+    with bm.ResourcePool([4], backend=backend) as pool:
+        generate = bm.WorkerGroup(pool, Episodes).generate
+        generate.map([0.0] * 500).result()
+        best = max(rows.sum() / (3 + 1 / SLOWER), rows[0])
+        found["pareto"] = _seconds(lambda: generate.map(rows).result()) / best
+    return found
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def on_plain_ray(n: int) -> dict[str, float]:
@@ -228,9 +272,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="tiny: does it work at all?")
-    parser.add_argument("--peer", choices=PEERS, help="measure one peer in this process, and print JSON")
+    parser.add_argument("--peer", choices=[*PEERS, "maps"], help="measure one peer in this process, and print JSON")
     options = parser.parse_args()
     n = 500 if options.smoke else 20_000
+    if options.peer == "maps":
+        print(json.dumps(maps("local", options.smoke)))
+        return
     if options.peer:
         print(json.dumps(PEERS[options.peer][1](n)))
         return
@@ -255,6 +302,9 @@ def main() -> None:
     print(as_text([header, *[_row(peer, found, medians["floor"]) for peer, found in medians.items()]]))
     for peer in PEERS.keys() - medians.keys():
         print(f"{peer} is not installed")
+    ratios = [maps("local", options.smoke) for _ in range(1 if options.smoke else options.rounds)]
+    for what in ratios[0]:
+        print(f"map of {what}: {statistics.median(one[what] for one in ratios):.2f} x the best schedule")
 
 
 def _row(peer: str, found: dict[str, float], floor: dict[str, float]) -> list[str]:

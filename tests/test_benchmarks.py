@@ -23,7 +23,7 @@ EXPECTED = {  # what each file measures, and for how many workers, in a smoke ru
     "gather": (SIZES, {2}),
     "chain": (SIZES, {2}),
     "minibatches": ({"10 rows out of 256 KiB", "1 to each, and back"}, {2}),
-    "long_tail": ({"draw 1, pulled", "draw 1, in equal parts"}, {2}),
+    "long_tail": ({"draw 1, one by one", "draw 1, in equal parts"}, {2}),
     "memory": ({f"split, add 1, concatenate 1 MiB: {part}" for part in ("controller", "largest other process")}, {2}),
     "idle": ({"0.5 s of nothing"}, {2}),
     "scaling": ({"controller's processor time per rank and call"}, {2, 4}),

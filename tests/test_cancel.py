@@ -18,6 +18,10 @@ class Slow(bm.Worker):
             pass
         return rows
 
+    @register(Dispatch.REQUEST)
+    def ask(self, rows, gate=None):
+        return self.rows(rows, gate)
+
     @register(Dispatch.DP_PROTO)
     def items(self, rows):
         try:
@@ -80,19 +84,18 @@ def test_streams_end_with_an_error_and_generators_are_closed(slow, gate):
 
 
 @pytest.mark.backends("local")
-def test_pulled_calls_send_no_more_chunks(slow, gate):
-    pull = slow.rows.options(pull=1)
-    future = pull.submit(list(range(20)), **in_vain(gate))
+def test_maps_send_no_more_requests(slow, gate):
+    future = slow.ask.map(list(range(20)), chunk=1, **in_vain(gate)).future
     behind = slow.rows.submit([1, 2])
     assert slow.cancel() == 2
     for cancelled in (future, behind):
         with pytest.raises(bm.CallCancelled):
             cancelled.result(timeout=20)
 
-    stream = slow.rows.options(pull=1, on_error="return").stream(list(range(20)), **in_vain(gate))
+    mapped = slow.ask.map(list(range(20)), on_error="return", **in_vain(gate))
     assert slow.cancel() == 1
     with pytest.raises(bm.CallCancelled):
-        list(stream)
+        list(mapped)
     assert slow.rows([5, 6]) == [5, 6]
 
 

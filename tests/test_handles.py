@@ -141,6 +141,14 @@ class Rows(bm.Worker):
             raise ValueError("no such row")
         return self.make(ids, LARGE)
 
+    @register(Dispatch.REQUEST)
+    def map_when(self, ids, gate):
+        return self.make_when(ids, gate)
+
+    @register(Dispatch.REQUEST, concurrency=2)
+    async def ids(self, rows):
+        return {"id": rows["id"]}
+
     @register(Dispatch.DP_PROTO, arguments={"entry": bm.Broadcast()})
     def log_rows(self, rows, entry):
         return self.log(entry) and rows
@@ -533,7 +541,7 @@ def test_calls_take_rows_that_are_not_there_yet(two, three, gate):
 
 WAYS_TO_MAKE = {
     "call": lambda group, gate: group.make_when.submit(np.arange(6), gate),
-    "pulled": lambda group, gate: group.make_when.options(pull=2).submit(np.arange(6), gate),
+    "map": lambda group, gate: group.map_when.map(np.arange(6), gate, chunk=2).future,
     "sent later": lambda group, gate: group.echo.submit(group.make_when.submit(np.arange(6), gate)),
     "derived": lambda group, gate: group.make_when.submit(np.arange(6), gate).shuffle(0),
 }
@@ -560,12 +568,12 @@ def test_calls_get_the_rows_that_were_released_after_their_submission(two, three
     assert len(there) == 6
     with two.make_when.submit(np.arange(6), str(gate)) as rows, there:
         both = three.who.submit(there.join(rows.select("id").rename(id="same"))[::-1])
-        pulled = three.who.options(pull=1).submit(rows[1:])
+        mapped = three.ids.map(rows[1:], chunk=1).future
         last = three.who.submit(there)
     with pytest.raises(bm.RowsLost, match="were released"):
         there.result()  # though calls have still to take them
     gate.touch()
-    for call, ids in ((both, range(5, -1, -1)), (pulled, range(1, 6)), (last, range(6))):
+    for call, ids in ((both, range(5, -1, -1)), (mapped, range(1, 6)), (last, range(6))):
         assert call.result(timeout=20)["id"].tolist() == list(ids)
     with pytest.raises(bm.RowsLost, match="were released"):
         three.who(there)

@@ -28,8 +28,6 @@ from bandmaster import (
     TransferProtocol,
     plan,
 )
-from bandmaster.calls.options import FlowOptions
-from bandmaster.flow.chunks import plan_pull
 from bandmaster.plan.arguments import BoundArgument as Bound
 from bandmaster.plan.arguments import plan_call
 from bandmaster.plan.collection import collect
@@ -481,8 +479,6 @@ def test_costs_of_any_dtype_are_numbers(dtype):
     costs = np.array([0, 100, 0, 100, 0, 100, 0, 100]).astype(dtype)
     sent_by = pack_balanced({"cost": costs}, 2)
     assert [np.count_nonzero(arguments(sent_by, rank)[0]["cost"]) for rank in (0, 1)] == [2, 2]
-    plan = plan_pull([Bound(0, "x", {"cost": costs})], Split("dp", balance="cost"), {}, "C.m", FlowOptions(pull=3))
-    assert [np.count_nonzero(costs[chunk]) for chunk in plan.chunks] == [2, 1, 1]
 
 
 def test_costs_may_be_an_argument_of_their_own():

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import resource
 import signal
 import threading
 import time
@@ -69,6 +70,14 @@ class Rollout(bm.Worker):
     @register(Dispatch.REQUEST)
     def plain(self, value):
         return self.rank, value, self.inside
+
+    @register(Dispatch.ONE_TO_ALL)
+    def squeeze(self, is_squeezed):
+        """Let the process open no more descriptors, or as many as ever."""
+        limit = most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if is_squeezed:
+            os.close(limit := os.dup(0))  # the first that is free
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
     @register(Dispatch.REQUEST, concurrency=8)
     async def die(self):
@@ -422,13 +431,30 @@ def test_an_error_names_its_rank(group):
     assert group.chat("a").result(DEADLINE)[1] == "aa"
 
 
+@pytest.mark.backends("local")
+def test_a_request_whose_arguments_cannot_be_opened_has_an_error(backend):
+    with bm.ResourcePool([1], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rollout)
+        assert group.chat("a").result(DEADLINE)[1] == "aa"
+        group.squeeze(True)
+        futures = [group.change(np.zeros(100_000)), group.chat("a")]
+        with pytest.raises(bm.RemoteError, match="a segment of shared memory cannot be opened"):
+            futures[0].result(DEADLINE)
+        assert futures[1].result(DEADLINE)[1] == "aa"
+        group.squeeze(False)
+        assert group.change(np.zeros(100_000)).result(DEADLINE).sum() == 100_000
+
+
 @pytest.mark.parametrize(
     ("send", "message"),
     [
         (lambda group: group.chat(), "chat"),
         (lambda group: group.chat(1, wrong=2), "wrong"),
         (lambda group: group.chat(threading.Lock()), r"argument 'prompt' of Rollout.chat \(lock\) cannot be pickled"),
-        (lambda group: group.chat(group.put([1])), r"argument 'prompt' of Rollout.chat is a future, but requests take"),
+        (
+            lambda group: group.chat(group.take_log.submit()),
+            "'prompt' of Rollout.chat is a future of Rollout.take_log",
+        ),
     ],
 )
 def test_mistakes_are_errors_before_anything_is_sent(group, send, message):

@@ -1,9 +1,8 @@
-"""Streams and pull dispatch: results as they come, items of generators, chunks for whoever is free."""
+"""Streams: results as they come, and the items of generators."""
 
 import asyncio
 import gc
 import os
-import re
 import signal
 import threading
 import time
@@ -13,11 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from clock import idle_time
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import bandmaster as bm
-from bandmaster import Broadcast, Concat, Dispatch, Gather, Mesh, PerRank, Reduce, Split, TransferProtocol, register
+from bandmaster import Concat, Dispatch, Mesh, Reduce, Split, TransferProtocol, register
 
 LARGE = 30_000  # columns of rows that stay where they are made
 
@@ -58,31 +55,9 @@ class Rows(bm.Worker):
             raise ValueError(f"row {bad}")
         return rows
 
-    @register(Dispatch.DP_PROTO)
-    def at_least(self, rows, least):
-        return np.array([row for row in rows if row >= least])  # float64 if there is none
-
-    @register(Dispatch.DP_PROTO)
-    def unlike(self, rows, bad):
-        return list(rows) if bad in list(rows) else rows
-
-    @register(TransferProtocol(Split("dp"), (Concat("dp"), Reduce("mean"))))
-    def unlike_means(self, rows, bad):
-        return rows, "7" if bad in list(rows) else rows.astype(float)
-
-    @register(Dispatch.DP_PROTO)
-    def die_on(self, rows, bad):
-        if bad in list(rows):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return rows
-
     @register(TransferProtocol(Split("dp", balance="cost"), Concat("dp")))
     def costly(self, rows):
         return rows
-
-    @register(Dispatch.DP_PROTO)
-    def groups(self, rows):
-        return {"uid": rows["uid"], "n": np.array([list(rows["uid"]).count(uid) for uid in rows["uid"]])}
 
     @register(Dispatch.DP_PROTO)
     def items(self, rows, fails_at=None):
@@ -392,7 +367,6 @@ def test_cancelling_the_task_that_waits_closes_the_stream(three, gate):
 STREAMS = {
     "items": lambda group: group.items.stream(np.arange(30)),
     "ranks": lambda group: group.double.stream(np.arange(30)),
-    "chunks": lambda group: group.double.options(pull=3).stream(np.arange(30)),
 }
 
 
@@ -421,12 +395,11 @@ def test_several_tasks_take_from_one_stream(three, kind):
 
 
 @in_parallel
-@pytest.mark.parametrize("kind", ["items", "ranks", "chunks"])
+@pytest.mark.parametrize("kind", ["items", "ranks"])
 def test_another_thread_may_close_a_stream(three, gate, kind):
     streams = {
         "items": lambda: three.slow_items.stream([1, 2, 3], gate=str(gate)),
         "ranks": lambda: three.wait_for.stream([1, 2, 3], gates=(str(gate),) * 3),
-        "chunks": lambda: three.wait_for.options(pull=1).stream([1, 2, 3], gates=(str(gate),) * 3),
     }
     stream, first = streams[kind](), threading.Event()
 
@@ -522,12 +495,11 @@ def test_a_stream_is_returned_before_earlier_calls_have_their_rows(two, three, g
 
 
 @in_parallel
-@pytest.mark.parametrize("kind", ["items", "ranks", "chunks"])
+@pytest.mark.parametrize("kind", ["items", "ranks"])
 def test_a_stream_takes_rows_that_are_not_there(two, three, gate, kind):
     rows = two.wait_for.submit(np.arange(6), gates=(str(gate),) * 4)
-    method = {"items": three.items, "ranks": three.double, "chunks": three.double.options(pull=1)}[kind]
-    batch = rows
-    stream = method.options(timeout=0.2).stream(batch)
+    method = {"items": three.items, "ranks": three.double}[kind]
+    stream = method.options(timeout=0.2).stream(rows)
     with pytest.raises(
         bm.CallTimeout, match=r"Rows.wait_for got no reply .* and so was not sent: go on iterating"
     ) as late:
@@ -542,10 +514,9 @@ def test_a_stream_takes_rows_that_are_not_there(two, three, gate, kind):
 
 
 @in_parallel
-@pytest.mark.parametrize("kind", ["ranks", "chunks"])
-def test_a_wait_for_a_call_behind_a_stream_names_the_call_that_makes_its_rows(two, three, gate, kind):
+def test_a_wait_for_a_call_behind_a_stream_names_the_call_that_makes_its_rows(two, three, gate):
     rows = two.wait_for.submit(np.arange(6), gates=(str(gate),) * 4)
-    stream = {"ranks": three.double, "chunks": three.double.options(pull=1)}[kind].stream(rows)
+    stream = three.double.stream(rows)
     with pytest.raises(bm.CallTimeout, match=r"Rows.wait_for got no reply .*Rows.ranks was submitted behind"):
         three.ranks.submit().result(timeout=0.1)
     gate.touch()
@@ -576,148 +547,24 @@ def test_mistakes_about_rows_that_are_not_there_come_with_the_stream(two, three,
     rows = two.wait_for.submit(np.arange(6), gates=(str(gate),) * 4)
     with pytest.raises(bm.ArgumentError, match="missing a required argument"):
         three.fail_on.stream(rows)
-    stream = three.groups.options(pull=1, group_by="uid").stream(rows)
+    stream = three.costly.stream(rows)
     gate.touch()
-    with pytest.raises(bm.BatchError, match="group_by='uid'"):
+    with pytest.raises(bm.BatchError, match="balance='cost'"):
         next(stream)
 
 
-# --- pull dispatch ------------------------------------------------------------------------------------------------
+# --- the end of streams -------------------------------------------------------------------------------------------
 
 
-def test_pulled_rows_come_back_complete_and_in_order(two, three):
-    for group in (two, three):
-        pulled = group.double.options(pull=2)
-        assert pulled(np.arange(11))["id"].tolist() == [2 * row for row in range(11)]
-        assert pulled.submit(np.arange(11)).result()["id"].tolist() == [2 * row for row in range(11)]
-    assert pulled(np.arange(1))["id"].tolist() == [0]
-    assert pulled(np.arange(0))["id"].tolist() == []
-
-
-def test_pulled_rows_can_be_passed_on(two, three):
-    rows = three.wide.options(pull=2).submit(np.arange(7), scale=3)
-    assert (len(rows), list(rows.schema)) == (7, ["id", "wide"])
-    again = two.wide.options(pull=3).submit(rows.select("id").result()["id"])
-    assert again.join(rows.rename(id="other", wide="more"))[::2].result()["other"].tolist() == [0, 2, 4, 6]
-    assert rows.result()["wide"][:, 0].tolist() == [3.0 * row for row in range(7)]
-
-
-def test_chunks_without_rows_do_not_determine_the_dtype(three):
-    rows = three.at_least.options(pull=2).submit(np.arange(6), least=3)
-    assert [part.dtype for part in (rows.result(), rows[1:].result(), rows[:0].result())] == [np.int64] * 3
-    assert len(three.at_least.options(pull=2).submit(np.arange(6), least=9)) == 0
-
-
-def test_a_stream_of_chunks(three):
-    found = [
-        (list(item.numbers), item.result()["id"].tolist()) for item in three.double.options(pull=2).stream(range_of(5))
-    ]
-    assert sorted(found) == [([0, 1], [0, 2]), ([2, 3], [4, 6]), ([4], [8])]
-
-
-def range_of(n):
-    return np.arange(n)
-
-
-@in_parallel
-def test_chunks_go_to_whoever_is_free(three, gate):
-    rows = three.double.options(pull=1)
-    held = three.wait_for.submit([0, 1, 2], gates=("", str(gate), ""))
-    stream = rows.stream(np.arange(20))
-    seen = [next(stream) for _ in range(19)]
-    assert {item.rank for item in seen} == {0, 2}
-    gate.touch()
-    assert [item.rank for item in stream] == [1]
-    assert held.result() == [0, 1, 2]
-
-
-def test_chunks_that_cost_most_come_first(three):
-    pulled = three.costly.options(pull=1)
-    cost = np.array([1, 5, 2, 9, 3])
-    assert pulled({"cost": cost})["cost"].tolist() == cost.tolist()
-    assert pulled.submit({"cost": cost})[1:3].result()["cost"].tolist() == [5, 2]
-    items = list(pulled.options(maxsize=1).stream({"cost": cost}))
-    assert [item.result()["cost"][0] for item in items] == [9, 5, 3, 2, 1]
-    assert [item.numbers[0] for item in items] == [3, 1, 4, 2, 0]
-
-
-def test_rows_of_a_group_stay_together(three):
-    uid = np.array([3, 1, 3, 2, 1, 3, 2, 5])
-    rows = three.groups.options(pull=3, group_by="uid")({"uid": uid})
-    assert rows["uid"].tolist() == uid.tolist()
-    assert rows["n"].tolist() == [3, 2, 3, 2, 2, 3, 2, 1]
-    later = three.groups.options(pull=3, group_by="uid").submit({"uid": uid})
-    assert later.select("n").result()["n"].tolist() == [3, 2, 3, 2, 2, 3, 2, 1]
-
-
-def test_tuples_are_joined_and_reduced_over_chunks(three):
-    rows, mean = three.with_mean.options(pull=2)(np.array([1.0, 2, 3, 4, 10]))
-    assert (rows.tolist(), mean) == ([1, 2, 3, 4, 10], 4.0)
-
-
-def test_a_failed_chunk_fails_the_call(three):
-    with pytest.raises(bm.RemoteError, match=r"Rows.fail_on failed on rank \d.*ValueError: row 7"):
-        three.fail_on.options(pull=2)(np.arange(20), bad=7)
-    with pytest.raises(bm.RemoteError, match="row 7"):
-        list(three.fail_on.options(pull=2).stream(np.arange(20), bad=7))
-    assert three.ranks()[0] == (0, None)
-
-
-@pytest.mark.parametrize("method", ["unlike", "unlike_means"])
-def test_chunks_that_cannot_be_combined_are_told_from_ranks(three, method):
-    pulled = getattr(three, method).options(pull=1)
-    with pytest.raises(bm.CollectError) as raised:
-        pulled(np.arange(9), bad=7)
-    error = raised.value
-    assert error.rank in (0, 1, 2)
-    assert error.coordinates == {error.rank: {"dp": error.rank}}
-    assert re.search(rf"Rows.{method} failed on rank {error.rank} \(dp={error.rank}\): in chunk [07], ", str(error))
-    assert ("chunk 7: str" if method == "unlike_means" else "list, but chunk 0 returned ndarray") in str(error)
-
-
-def test_failed_chunks_come_back_as_errors(three):
-    pulled = three.fail_on.options(pull=2, on_error="return")
-    value, numbers, failed = pulled(np.arange(9), bad=4)
-    assert (value.tolist(), numbers) == ([0, 1, 2, 3, 6, 7, 8],) * 2
-    assert [list(one.numbers) for one in failed] == [[4, 5]]
-    assert "ValueError: row 4" in str(failed[0].error)
-    items = list(pulled.stream(np.arange(9), bad=4))
-    assert sorted(n for item in items if item.exception() is None for n in item.numbers) == [0, 1, 2, 3, 6, 7, 8]
-    assert pulled(np.arange(2), bad=0)[:2] == (None, [])
-    assert pulled.submit(np.arange(2), bad=7).result().value.tolist() == [0, 1]
-
-
-def test_chunks_are_those_of_the_batch_as_it_was(three):
-    batch = np.arange(6)
-    stream = three.double.options(pull=1, maxsize=1).stream(batch)
-    pulled = three.double.options(pull=2).submit(batch)
-    batch += 100
-    assert sorted(item.result()["id"][0] for item in stream) == [0, 2, 4, 6, 8, 10]
-    assert pulled.result()["id"].tolist() == [0, 2, 4, 6, 8, 10]
-
-
-def test_a_group_that_is_closed_ends_streams_and_pulled_calls(backend):
+def test_a_group_that_is_closed_ends_streams(backend):
     with bm.ResourcePool([2], backend=backend) as pool:
         group = bm.WorkerGroup(pool, Rows)
-        chunks = group.double.options(pull=1, maxsize=1).stream(np.arange(6))
-        items = group.endless.stream([1, 2])
-        assert len(next(chunks)) == 1
-        assert next(items).result() == 0
+        stream = group.endless.stream([1, 2])
+        assert next(stream).result() == 0
         group.close()
-        for stream in (chunks, items):
-            with pytest.raises((bm.WorkerDied, bm.ClosedError)):
-                list(stream)
-            assert list(stream) == []
-        with pytest.raises(bm.ClosedError):
-            group.double.options(pull=1).submit(np.arange(3))
-
-
-def lost(rows):
-    """The error of who reads rows, without frames that refer to them."""
-    try:
-        rows.result()
-    except bm.RowsLost as error:
-        return error.with_traceback(None)
+        with pytest.raises((bm.WorkerDied, bm.ClosedError)):
+            list(stream)
+        assert list(stream) == []
 
 
 def test_one_collection_frees_a_stream_that_has_failed(three):
@@ -740,17 +587,12 @@ def test_one_collection_frees_a_stream_that_has_failed(three):
 
 
 def test_a_failed_call_can_be_released(three):
-    with three.fail_on.options(pull=2).submit(np.arange(6), bad=3) as failed:
+    with three.fail_on.submit(np.arange(6), bad=3) as failed:
         assert isinstance(failed.exception(), bm.RemoteError)
 
 
-def test_rows_of_chunks_and_items_are_freed_with_the_last_future(three):
+def test_rows_of_items_are_freed_with_the_last_future(three):
     def use():
-        rows = three.wide.options(pull=2).submit(np.arange(6))
-        assert len(rows[2:4].result()["id"]) == 2
-        with three.wide.options(pull=2).submit(np.arange(6)) as more:
-            assert len(more) == 6
-        assert isinstance(more.exception() or lost(more), bm.RowsLost)
         assert sum(len(item) for item in three.items.stream(np.arange(6))) == 6
 
     use()
@@ -766,187 +608,29 @@ def test_rows_of_chunks_and_items_are_freed_with_the_last_future(three):
         gc.enable()
 
 
-@pytest.mark.backends("local")
-def test_a_death_fails_the_chunks_that_are_left(backend):
-    with bm.ResourcePool([2], backend=backend) as pool:
-        group = bm.WorkerGroup(pool, Rows)
-        value, numbers, failed = group.die_on.options(pull=1, on_error="return")(np.arange(8), bad=3)
-        assert value.tolist() == numbers == sorted(set(range(8)) - {n for one in failed for n in one.numbers})
-        assert 3 in {n for one in failed for n in one.numbers}
-        assert {type(one.error) for one in failed} == {bm.WorkerDied}
-        with pytest.raises(bm.WorkerDied):
-            group.double(np.arange(2))
-        group.restart()
-        assert group.double.options(pull=1)(np.arange(2))["id"].tolist() == [0, 2]
-
-
 @in_parallel
-def test_calls_come_after_the_chunks_of_the_call_before(three, gate):
-    held = three.wait_for.submit([0, 1, 2], gates=(str(gate),) * 3)
-    pulled = three.double.options(pull=1).submit(np.arange(9))
-    after = three.ranks.submit("after")
-    assert not after.done()
-    gate.touch()
-    assert after.result()[0] == (0, "after")
-    assert held.done()
-    assert pulled.result()["id"].tolist() == [2 * row for row in range(9)]
-
-
-@in_parallel
-def test_a_pulled_call_takes_rows_that_are_not_there(two, three, gate):
-    rows = two.wait_for.submit(np.arange(8), gates=(str(gate),) * 4)
-    pulled = three.double.options(pull=3).submit(rows)
-    told = threading.Event()
-    pulled.add_done_callback(lambda _: told.set())
-    end = two.double.submit(pulled.select("id"))
-    assert not pulled.done()
-    gate.touch()
-    assert told.wait(60)
-    with pytest.raises(bm.RemoteError):
-        end.result()  # rows of a dict, which the method cannot double
-    assert pulled.result()["id"].tolist() == [2 * row for row in range(8)]
-
-
-@in_parallel
-def test_a_pulled_call_can_be_cancelled_and_waited_for_in_vain(three, gate):
-    pulled = three.wait_for.options(pull=1, timeout=0.2).submit([0, 1, 2, 3], gates=(str(gate),) * 3)
-    with pytest.raises(bm.CallTimeout, match=r"Rows.wait_for got no reply from rank 0, 1, 2 within 0.2 s") as caught:
-        pulled.result()
-    assert set(caught.value.stacks) == {0, 1, 2}
-    assert pulled.cancel()
-    assert pulled.cancelled()
-    with pytest.raises(bm.CallCancelled):
-        pulled.result()
-    assert three.ranks.options(timeout=30)()[0] == (0, None)
-
-
-@in_parallel
-@pytest.mark.parametrize("how", ["pull", "stream"])
-def test_ctrl_c_cancels_what_is_waited_for(three, gate, how):
-    method = three.wait_for.options(pull=1) if how == "pull" else three.wait_for
+def test_ctrl_c_cancels_what_is_waited_for(three, gate):
     timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
     with pytest.raises(KeyboardInterrupt):
         timer.start()
-        if how == "pull":
-            method([0, 1, 2, 3], gates=(str(gate),) * 3)
-        else:
-            list(method.stream([0, 1, 2], gates=(str(gate),) * 3))
+        list(three.wait_for.stream([0, 1, 2], gates=(str(gate),) * 3))
     assert three.ranks.options(timeout=30)()[0] == (0, None)
-
-
-@in_parallel
-def test_no_more_chunks_run_than_there_is_room_for(three):
-    stream = three.double.options(pull=1, maxsize=2).stream(np.arange(9))
-    items = [next(stream)]
-    three.ranks()
-    items += list(stream)
-    assert sorted(n for item in items for n in item.numbers) == list(range(9))
-
-
-def test_pull_in_an_event_loop(three):
-    async def main():
-        rows = await three.double.options(pull=2).submit(np.arange(5))
-        return rows["id"].tolist(), sorted(
-            [item.numbers[0] async for item in three.double.options(pull=2).stream(range_of(5))]
-        )
-
-    assert asyncio.run(main()) == ([0, 2, 4, 6, 8], [0, 2, 4])
-
-
-@settings(max_examples=20, deadline=None)
-@given(n=st.integers(0, 12), size=st.integers(1, 5), uids=st.lists(st.integers(0, 3), min_size=12, max_size=12))
-def test_pulled_calls_equal_plain_ones(groups, n, size, uids):
-    batch = {"uid": np.array(uids[:n], dtype=np.int64)}
-    _, three = groups
-    grouped = three.groups.options(pull=size, group_by="uid")(batch)
-    assert grouped["uid"].tolist() == uids[:n]
-    assert grouped["n"].tolist() == [uids[:n].count(uid) for uid in uids[:n]]
-    assert three.double.options(pull=size)(batch["uid"])["id"].tolist() == three.double(batch["uid"])["id"].tolist()
-
-
-class Odd(bm.Worker):
-    @register(TransferProtocol(Split("dp"), Gather("dp")))
-    def listed(self, rows): ...
-
-    @register(TransferProtocol(Split("dp", pad=True), Concat("dp")))
-    def padded(self, rows): ...
-
-    @register(TransferProtocol(Split("dp", "tp"), Concat("dp", tp=0)))
-    def half(self, rows): ...
-
-    @register(Dispatch.DP_PROTO, arguments={"seed": PerRank()})
-    def seeded(self, rows, seed): ...
-
-    @register(Dispatch.DP_PROTO, arguments={"x": Split("tp")})
-    def crossed(self, rows, x): ...
-
-    @register(Dispatch.DP_PROTO, arguments={"rows": Broadcast()})
-    def whole(self, rows): ...
-
-    @register(Dispatch.DP_PROTO)
-    def fine(self, rows): ...
-
-    @register(Dispatch.ONE_TO_ALL)
-    def all(self): ...
-
-    @register(Dispatch.ONE_TO_ALL, execute_mode=bm.Execute.RANK_ZERO)
-    def zero(self): ...
-
-    @register(Dispatch.DP_PROTO)
-    def items(self, rows):
-        yield
-
-
-@pytest.fixture(scope="module")
-def odd():
-    with bm.ResourcePool([4], backend="inprocess") as pool:
-        yield bm.WorkerGroup(pool, Odd, mesh=Mesh(dp=2, tp=2))
-
-
-@pytest.mark.parametrize(
-    ("method", "args", "message"),
-    [
-        ("listed", [[1]], r"Odd.listed collects with Gather\('dp'\), but with pull= there is no value of each rank;"),
-        ("padded", [[1]], r"Odd.padded is split by Split\('dp', pad=True\), but with pull= there is no padding;"),
-        ("half", [[1]], r"Odd.half collects from none of the ranks 1, which would take chunks with pull=;"),
-        ("seeded", [[1], [1, 2, 3, 4]], r"argument 'seed' of Odd.seeded has a value for each rank, but with pull="),
-        ("crossed", [[1], [1]], r"argument 'x' of Odd.crossed is split by Split\('tp'\) and others by Split\('dp'\)"),
-        ("whole", [[1]], r"Odd.whole got no batch, so there are no rows to pull; pass one"),
-        ("fine", [3], r"Odd.fine splits batches by Split\('dp'\), but no argument is a batch"),
-        ("all", [], r"Odd.all splits no rows, so there are none to pull; register it with Dispatch.DP_PROTO"),
-        ("zero", [], r"Odd.zero runs on rank 0 alone, so it cannot be called with pull=; call it without"),
-        ("items", [[1]], r"Odd.items is a generator"),
-    ],
-)
-def test_what_cannot_be_pulled(odd, method, args, message):
-    pulled = getattr(odd, method).options(pull=2)
-    for call in (pulled, pulled.submit, pulled.stream):
-        with pytest.raises(bm.UsageError, match=message):
-            call(*args)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pull": 0}, "pull must be a whole number of 1 or more, got 0"),
-        ({"pull": 2, "on_error": "ignore"}, "on_error must be 'raise' or 'return', got 'ignore'"),
-        ({"pull": 2, "group_by": 3}, "group_by must be the name of a column or of an argument, got 3"),
-        ({"group_by": "uid"}, "group_by and on_error are about chunks of rows; set pull= as well"),
-        ({"on_error": "return"}, "group_by and on_error are about chunks of rows; set pull= as well"),
+        ({"on_error": "ignore"}, "on_error must be 'raise' or 'return', got 'ignore'"),
+        (
+            {"on_error": "return"},
+            r"on_error is about the items of a generator; .*map\(rows, on_error='return'\)",
+        ),
+        ({"pull": 2}, r"pull= was removed: register the method with .* and call method.map\(rows, chunk=n\)"),
         ({"pul": 2}, "a call has no option 'pul'"),
     ],
 )
-def test_options_that_make_no_sense(odd, options, message):
+def test_options_that_make_no_sense(three, options, message):
     with pytest.raises(bm.UsageError, match=message):
-        odd.fine.options(**options)
-
-
-def test_columns_to_group_by_are_looked_for(odd):
-    with pytest.raises(
-        bm.BatchError, match=r"group_by='uid', but neither a column of 'rows' nor an argument is called"
-    ):
-        odd.fine.options(pull=2, group_by="uid")({"x": [1]})
-    with pytest.raises(bm.BatchError, match=r"group_by='uid', which has shape \(2, 2\) for 2 rows; pass one value for"):
-        odd.fine.options(pull=2, group_by="uid")({"uid": np.zeros((2, 2))})
-    with pytest.raises(bm.UsageError, match=r"pull is for group.method.options\(...\)"):
-        odd.set_default_options(pull=2)
+        three.double.options(**options)
+    with pytest.raises(bm.UsageError, match=r"maxsize is for group.method.options\(...\)"):
+        three.set_default_options(maxsize=2)

@@ -24,6 +24,11 @@ class Slow(bm.Worker):
         _wait_for(gate)
         return rows
 
+    @register(Dispatch.REQUEST)
+    def ask(self, rows, gate=None):
+        _wait_for(gate)
+        return rows
+
     @register(Dispatch.DP_PROTO)
     def items(self, rows, gate):
         _wait_for(gate)
@@ -61,22 +66,22 @@ def in_time(step):
 CALLS = {
     "blocking": lambda method, gate: method.options(**SHORT)([1, 2], gate),
     "future": lambda method, gate: method.submit([1, 2], gate).result(timeout=0.2),
-    "pulled": lambda method, gate: method.options(pull=1, **SHORT)([1, 2], gate),
-    "pulled future": lambda method, gate: method.options(pull=1).submit([1, 2], gate).result(timeout=0.2),
+    "map": lambda method, gate: method.map([1, 2], gate, chunk=1).result(timeout=0.2),
 }
 
 
 @pytest.mark.parametrize("way", CALLS)
 def test_a_call_can_be_waited_for_again_or_cancelled(slow, gate, way):
+    method = slow.ask if way == "map" else slow.rows
     with pytest.raises(bm.CallTimeout) as caught:
-        CALLS[way](slow.rows, str(gate))
+        CALLS[way](method, str(gate))
     assert WAIT_OR_CANCEL in str(caught.value) and caught.value.missing == (0, 1)
     gate.touch()
     assert in_time(caught.value.future.result) == [1, 2]
 
     gate.unlink()
     with pytest.raises(bm.CallTimeout) as caught:
-        CALLS[way](slow.rows, str(gate))
+        CALLS[way](method, str(gate))
     assert caught.value.future.cancel()
     with pytest.raises(bm.CallCancelled):
         caught.value.future.result()
@@ -86,7 +91,6 @@ def test_a_call_can_be_waited_for_again_or_cancelled(slow, gate, way):
 STREAMS = {
     "shares": lambda group, gate: group.rows.options(**SHORT).stream([1, 2], gate),
     "items": lambda group, gate: group.items.options(**SHORT).stream([1, 2], gate),
-    "chunks": lambda group, gate: group.rows.options(pull=1, **SHORT).stream([1, 2], gate),
 }
 
 
@@ -133,20 +137,20 @@ def test_a_call_that_timed_out_before_it_was_sent_holds_nobody_up_who_awaits(slo
 
 
 @pytest.mark.parametrize("timeout", [None, 30])
-def test_a_call_behind_one_in_chunks_that_waits_for_rows_waits_as_long_as_it_takes(slow, gate, timeout):
+def test_a_call_behind_a_map_that_waits_for_rows_waits_as_long_as_it_takes(slow, gate, timeout):
     with bm.ResourcePool([1]) as pool:
         rows = bm.WorkerGroup(pool, Slow).rows.submit([1, 2, 3, 4, 5], str(gate))
-        pulled = slow.rows.options(pull=1).submit(rows)  # more chunks than ranks, so that not all are sent at once
+        mapped = slow.ask.map(rows, chunk=1)  # more chunks than ranks, so that not all are sent at once
         behind = slow.rows.submit([6, 7])
         threading.Timer(0.2, gate.touch).start()
         assert behind.result(timeout) == [6, 7]
-        assert pulled.result() == [1, 2, 3, 4, 5]
+        assert mapped.result() == [1, 2, 3, 4, 5]
 
 
 def test_what_a_long_chain_of_calls_waits_for_is_found_at_once(slow, gate):
     rows = slow.rows.submit([1, 2], str(gate))
     for _ in range(30):  # each of which is in the queue before the next, and makes its rows
-        rows = slow.rows.submit(slow.rows.options(pull=1).submit(rows)[::-1])
+        rows = slow.rows.submit(slow.ask.map(rows, chunk=1).future[::-1])
     began = idle_time()
     with pytest.raises(bm.CallTimeout, match=r"Slow.rows got no reply from rank 0, 1 within 0\.2 s"):
         rows.result(timeout=0.2)

@@ -43,6 +43,15 @@ class Plain(bm.Worker):
             time.sleep(0.002)  # polling for a file of the test
         self.note(what)
 
+    @register(Dispatch.REQUEST)
+    def ask(self, row):
+        return row
+
+    @register(Dispatch.REQUEST)
+    def each_after(self, gate, row):
+        self.wait_for(gate, "made a row")
+        return row
+
     @register(Dispatch.DP_PROTO)
     def rows_after(self, gate, rows):
         self.wait_for(gate, "made rows")
@@ -205,10 +214,10 @@ def test_calls_are_refused_outside_of_the_turn(actor, critic, log):
         for call in (
             lambda: critic.run([1, 2]),
             lambda: critic.run.submit([1, 2]),
-            lambda: critic.run.options(pull=1)([1, 2]),
+            lambda: critic.ask.map([1, 2]),
+            lambda: critic.ask(1),
             lambda: critic.count.stream(3),
             lambda: list(critic.run.stream([1, 2])),
-            lambda: list(critic.run.options(pull=1).stream([1, 2])),
             lambda: critic.execute_all_sync("set"),
             lambda: critic.execute_rank_zero_async("set"),
         ):
@@ -439,8 +448,8 @@ def _call_that_waits_for_rows(group, source, gate):
     return rows, group.run.submit(rows)
 
 
-def _pulled_call(group, source, gate):
-    return group.rows_after.options(pull=1).submit(gate, list(range(6)))
+def _map(group, source, gate):
+    return group.each_after.map(gate, list(range(6)), in_flight=3)
 
 
 def _stream(group, source, gate):
@@ -448,7 +457,7 @@ def _stream(group, source, gate):
 
 
 @pytest.mark.backends("local")
-@pytest.mark.parametrize("call", [_plain_call, _call_that_waits_for_rows, _pulled_call, _stream])
+@pytest.mark.parametrize("call", [_plain_call, _call_that_waits_for_rows, _map, _stream])
 @pytest.mark.parametrize("has_hooks", [True, False])
 def test_a_turn_begins_when_the_calls_of_the_one_before_are_over(call, has_hooks, both, halves, log, gate):
     first, second = both if has_hooks else (halves["a"], halves["b"])

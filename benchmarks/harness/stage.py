@@ -61,7 +61,7 @@ class Cell:
             "broadcast_read_all": f"{size}, all of it read",
             "mini_batch": f"10 rows out of {size}",
             "mini_batch_of_objects": f"10 rows out of {size}, an object each",
-            "long_tail": f"draw {self.nbytes}, pulled",
+            "long_tail": f"draw {self.nbytes}, one by one",
             "long_tail_split": f"draw {self.nbytes}, in equal parts",
         }
         return said.get(self.op, size)

@@ -59,6 +59,10 @@ class Player(bm.Worker):
     def rest(self, seconds):
         return self.desk.rest(seconds)
 
+    @register(Dispatch.REQUEST)
+    def rest_one(self, seconds):
+        return self.desk.rest(seconds)
+
     @register(Dispatch.ONE_TO_ALL)
     def give(self, nbytes, token):
         return self.desk.give(nbytes, token)
@@ -103,7 +107,7 @@ class BandmasterPeer:
         return self._group.first_sum(self._rows[numbers])
 
     def long_tail(self, seconds: np.ndarray) -> np.ndarray:
-        return self._group.rest.options(pull=1)(seconds)
+        return self._group.rest_one.map(seconds, chunk=1).result()
 
     def long_tail_split(self, seconds: np.ndarray) -> np.ndarray:
         return self._group.rest(seconds)

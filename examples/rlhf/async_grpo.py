@@ -16,6 +16,7 @@ import signal
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -49,20 +50,19 @@ def train(run: Run, options: AsyncOptions, actor: Any, reference: Any, reward: A
     done = run.begin(rl.WeightSync(actor, reference))
     to_rollout = rl.WeightSync(actor, rollout)
     to_rollout(version=done)
-    limits = {"pull": options.chunk, "group_by": "uid", "on_error": "return", "maxsize": len(run.prompts(1)["uid"])}
-    generate = rollout.generate.options(**limits)  # a stream of chunks, all of which are on their way at once
+    generate = partial(rollout.generate.map, chunk=options.chunk, group_by="uid", on_error="return")
     ahead = min(options.max_staleness, options.steps - done)
-    asked = deque(generate.stream(run.prompts(done + 1 + step)) for step in range(ahead))
+    asked = deque(generate(run.prompts(done + 1 + step)) for step in range(ahead))
     for metrics in run.steps(done):
         step = int(metrics["step"])
         if step == options.kill_at:
             os.kill(rollout.process()[0], signal.SIGKILL)
         if step + ahead <= options.steps:
-            asked.append(generate.stream(run.prompts(step + ahead)))
+            asked.append(generate(run.prompts(step + ahead)))
         chunks = list(asked.popleft())
         while not (rows := without_failures(chunks)):
             heal(rollout, chunks, to_rollout, step - 1)
-            chunks = list(generate.stream(run.prompts(step)))
+            chunks = list(generate(run.prompts(step)))
         heal(rollout, chunks, to_rollout, step - 1)
         scores = reward.score.submit(rows)
         known = reference.log_probs.submit(rows).rename(log_probs="reference")

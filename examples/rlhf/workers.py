@@ -131,9 +131,9 @@ class Rollout(LanguageModel):
         super().__init__(name, seed)
         self.failing = failing
 
-    @register(Dispatch.DP_PROTO)
+    @register(Dispatch.REQUEST)
     def generate(self, prompts: Rows, temperature: float = 1.0) -> Rows:
-        """Answer prompts, as `Actor.generate`; each row has the ``version`` of the weights that have answered it."""
+        """Answer prompts on one replica, as `Actor.generate`; each row has the ``version`` of its weights."""
         if self.failing and bool((uniform(prompts["seed"], FAILS, 1) < self.failing).any()):
             raise RuntimeError("a generation fails, as some were asked to")
         rows = answered(self.model, self.tokenizer, prompts, temperature)

@@ -55,9 +55,10 @@ from bandmaster.registration import register
 from bandmaster.worker import ClassWithInitArgs, Worker
 
 if TYPE_CHECKING:
-    from bandmaster.flow.pulled import FailedRows, PartialResult
     from bandmaster.flow.stream import Stream
     from bandmaster.flow.waiting import as_completed, wait
+    from bandmaster.requests.map import Mapped
+    from bandmaster.requests.map_result import FailedRows, PartialResult
     from bandmaster.tracing.ledger import Trace, trace
     from bandmaster.tracing.records import CallRecord, CallTable, RankTimes
 
@@ -67,8 +68,9 @@ _hide_library_frames()
 _MODULES = {  # of the names of features
     "CallRecord": "tracing.records",
     "CallTable": "tracing.records",
-    "FailedRows": "flow.pulled",
-    "PartialResult": "flow.pulled",
+    "FailedRows": "requests.map_result",
+    "Mapped": "requests.map",
+    "PartialResult": "requests.map_result",
     "RankTimes": "tracing.records",
     "Stream": "flow.stream",
     "Trace": "tracing.ledger",
@@ -114,6 +116,7 @@ __all__ = [
     "Gather",
     "GroupOf",
     "LayoutError",
+    "Mapped",
     "Mesh",
     "MeshError",
     "Only",

@@ -311,20 +311,6 @@ class WorkerCall(NamedTuple):
     is_fenced: bool = False
 
 
-class WorkerRequest(NamedTuple):
-    """One request for one rank, which runs it beside others on its event loop.
-
-    Attributes:
-        method: Name of the method, which is async.
-        part: Its arguments, a payload as `Workers.put` returned it.
-        reply: What happens to the method's value: `Reply.RETURN` or `Reply.DROP`.
-    """
-
-    method: str
-    part: Any
-    reply: Reply
-
-
 class Ticket:
     """Base class of backends' tickets: one rank's part of a call, and in time its reply.
 
@@ -400,7 +386,7 @@ class Workers(Protocol):
             The tickets that are done, perhaps none.
         """
 
-    def request(self, rank: int, requests: Sequence[WorkerRequest], take: Callable[[Sequence[Ticket]], object]) -> None:
+    def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         """Send requests to a rank, behind the calls that were sent before.
 
         They run beside each other, and end in any order. A later call of the rank begins when all have ended. A request
@@ -408,7 +394,7 @@ class Workers(Protocol):
 
         Args:
             rank: The rank.
-            requests: The requests.
+            requests: The requests: calls of async methods, for this rank alone; they are neither timed nor fenced.
             take: Called with the ticket of each before a reply can come, in order to set `Ticket.on_done`.
 
         Raises:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from bandmaster.errors import ProtocolError
-from bandmaster.plan.transfer import Custom, Dispatch, Execute, Outgoing, TransferProtocol, as_protocol
+from bandmaster.plan.transfer import Broadcast, Custom, Dispatch, Execute, Outgoing, TransferProtocol, as_protocol
 from bandmaster.worker import Registration, mark
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bandmaster.calls.future import Future
     from bandmaster.groups.group import GroupOf
     from bandmaster.groups.method import GroupMethod
-    from bandmaster.plan.transfer import Broadcast, Concat, Gather, Only, PerRank, Reduce, Route, Split
+    from bandmaster.plan.transfer import Concat, Gather, Only, PerRank, Reduce, Route, Split
 
     P = ParamSpec("P")  # the method's parameters
     R = TypeVar("R")  # the method's return type
@@ -131,7 +131,7 @@ if TYPE_CHECKING:
 
 @overload
 def register(  # type: ignore[overload-overlap]
-    dispatch_mode: _REQUEST, *, concurrency: int = ..., mesh: str | None = ...
+    dispatch_mode: _REQUEST, *, arguments: _Rules = ..., concurrency: int = ..., mesh: str | None = ...
 ) -> _OwnLater: ...
 @overload
 def register(
@@ -216,7 +216,8 @@ def register(
         execute_mode: ``Execute.ALL`` runs the method on all ranks. ``Execute.RANK_ZERO`` runs it on rank 0 alone, with
             the arguments unsplit, and returns its value.
         blocking: Whether the group's method waits for the result; if not, it returns a `Future`.
-        arguments: Dispatch rules by parameter name; each replaces the protocol's dispatch rule for that parameter.
+        arguments: Dispatch rules by parameter name; each replaces the protocol's dispatch rule for that parameter. For
+            a protocol with a `Route`, ``Broadcast()`` has a map send a batch as a whole with each request.
         mesh: Name of the group's mesh that has the axes of the protocol and of ``arguments``, one of the ``meshes`` of
             `WorkerGroup`; by default the group's ``mesh``.
         concurrency: Most requests of the method that a replica runs at a time, for a protocol with a `Route`; further
@@ -260,8 +261,9 @@ def register(
             )
     elif not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
         raise ProtocolError(f"concurrency must be a whole number of 1 or more, got {concurrency!r}")
-    elif execute_mode is Execute.RANK_ZERO or arguments:
+    elif execute_mode is Execute.RANK_ZERO or any(rule != Broadcast() for rule in registration.arguments.values()):
         raise ProtocolError(
-            "a request goes, with all its arguments, to one replica; remove execute_mode= and arguments="
+            "a request goes, with all its arguments, to one replica; remove execute_mode= and arguments=, of which "
+            "Broadcast() alone is for requests: a map then sends the argument as a whole"
         )
     return partial(mark, registration=registration)

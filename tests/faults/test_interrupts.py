@@ -17,6 +17,7 @@ from ends import wait_until_gone
 
 import bandmaster as bm
 from bandmaster import Dispatch, register
+from bandmaster.requests.router import Router
 from bandmaster.testing import no_leaks
 from bandmaster.wire.lanes import LaneClient
 
@@ -536,10 +537,19 @@ def test_answers_go_to_their_calls_in_a_storm_of_interrupts():
     assert "Traceback" not in done.stderr, done.stderr
 
 
-class Pulled(bm.Worker):
+class Rows(bm.Worker):
     @register(Dispatch.DP_PROTO)
     def slow(self, x):
         time.sleep(0.05)
+        return x
+
+    @register(Dispatch.REQUEST)
+    def ask_slow(self, x):
+        time.sleep(0.05)
+        return x
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def ask(self, x):
         return x
 
     @register(Dispatch.DP_PROTO)
@@ -632,15 +642,16 @@ class Held:
 
 
 @pytest.mark.backends("inprocess")
-@pytest.mark.parametrize(("options", "sends"), [({}, "submit_shares"), ({"pull": 1}, "submit_now")])
-def test_a_stream_that_is_interrupted_as_another_call_begins_it_ends(make_group, monkeypatch, options, sends):
-    group, before = make_group(2, Pulled), Held()
+@pytest.mark.parametrize("kind", ["stream", "map"])
+def test_a_stream_that_is_interrupted_as_another_call_begins_it_ends(make_group, monkeypatch, kind):
+    group, before = make_group(2, Rows), Held()
     work = group._submitter.work
     work.waiting.append(before)
-    stream = group.echo_rows.options(**options).stream(np.arange(4))
+    stream = group.echo_rows.stream(np.arange(4)) if kind == "stream" else group.ask.map(np.arange(4))
     before.is_over = True
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupts_at(patch, type(group._submitter), sends, lambda submitter: True)
+        owner, sends = (type(group._submitter), "submit_shares") if kind == "stream" else (Router, "put")
+        interrupts_at(patch, owner, sends)
         work.advance()  # as a thread does that waits for another call
     work.advance()
     with pytest.raises(bm.CallCancelled, match="was interrupted as it was sent"):
@@ -648,26 +659,16 @@ def test_a_stream_that_is_interrupted_as_another_call_begins_it_ends(make_group,
     assert group.echo.options(timeout=5)(1) == [1, 1]
 
 
-@pytest.mark.backends("inprocess")
-def test_a_chunk_that_was_not_sent_is_sent_by_the_next_that_is_taken(make_group, monkeypatch):
-    group = make_group(1, Pulled)
-    stream = group.echo_rows.options(pull=1, maxsize=1).stream(np.arange(3))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupts_at(patch, type(group._submitter), "submit_now", lambda submitter: True)
-        stream._feed.taken(stream._arrivals.get(0))  # Ctrl-C comes before it is noted as sent
-    stream._feed.send()
-    assert [item.numbers[0] for item in stream] == [1, 2]
-
-
 @pytest.mark.backends("local")
-def test_a_pulled_call_that_is_interrupted_as_it_is_given_up_holds_no_other_up(make_group, monkeypatch):
-    group = make_group(2, Pulled)
-    call = group.slow.options(pull=1).submit(np.arange(8))
-    interrupts_at(monkeypatch, bm.Future, "cancel", lambda future: future is not call)  # but that of a chunk
+def test_a_map_that_is_interrupted_as_it_is_given_up_holds_no_other_up(make_group, monkeypatch):
+    group = make_group(2, Rows)
+    mapped = group.ask_slow.map(np.arange(8))
+    interrupts_at(monkeypatch, bm.Future, "cancel")
     with pytest.raises(KeyboardInterrupt):
-        call.cancel()
+        mapped.cancel()
     with pytest.raises(bm.CallCancelled):
-        call.result()
+        mapped.result()
+    assert group.ask_slow.map([0, 1]).result(20) == [0, 1]
     assert group.slow.options(timeout=20)(np.arange(2)).tolist() == [0, 1]
 
 
@@ -717,17 +718,19 @@ def test_ctrl_c_as_a_class_is_loaded_forbids_no_other_group():
 @pytest.mark.parametrize(
     ("room", "call"),
     [
-        ("flow", lambda rows: rows.options(pull=1).submit(np.arange(3))),
-        ("calls", lambda rows: rows(rows.submit(rows.submit(np.arange(3))))),
+        ("flow", lambda group: list(group.echo_rows.stream(np.arange(3)))),
+        ("requests", lambda group: group.ask.map(np.arange(3), chunk=1).future),
+        ("calls", lambda group: group.echo_rows(group.echo_rows.submit(group.echo_rows.submit(np.arange(3))))),
     ],
-    ids=["pulled", "behind its rows"],
+    ids=["stream", "map", "behind its rows"],
 )
 def test_a_call_that_is_interrupted_at_any_moment_holds_no_other_up(make_group, room, call):
-    group = make_group(2, Pulled)
+    group = make_group(2, Rows)
     for interrupted in moments(room):
         with interrupted:
-            call(group.echo_rows)
+            call(group)
         assert group.echo.options(timeout=5)(1) == [1, 1]
+    assert group.ask.map([1, 2]).result(5) == [1, 2]
 
 
 @pytest.mark.backends("local")
@@ -792,7 +795,7 @@ MOMENTS = {
 @pytest.mark.backends("inprocess", "local")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_handles_are_what_they_were_when_ctrl_c_comes_as_rows_are_looked_for(make_group, moment):
-    group = make_group(2, Pulled)
+    group = make_group(2, Rows)
     rows = group.slow.submit(np.arange(4))
     some = rows[1:3]
     with interrupted_when(MOMENTS[moment]):

@@ -52,7 +52,7 @@ HEAVY = 0.15  # of the scenes that take long, are played
 PLAYED = {name: scene for name, scene in SCENES.items() if scene.of_hosts in (None, ON_HOSTS)}
 CALM = [name for name, scene in PLAYED.items() if not scene.is_trouble]
 TROUBLED = [name for name, scene in PLAYED.items() if scene.is_trouble]
-PULLED = ["same", "micro", "pair", "sift"]  # methods of pulled calls
+IN_CHUNKS = ["same", "micro", "pair", "sift"]  # methods of maps
 UNEVEN = ["widen", "sift", "sift", "recat", "order"]  # methods: other dtypes, or another order, by rank
 
 
@@ -133,12 +133,12 @@ class Generator:
 
     def _call(self):
         group, method, args = self._drawn()
-        self._add(Call("", group, method, args, *self._pull(method, args)))
+        self._add(Call("", group, method, args, *self._chunks(method, args)))
 
-    def _pull(self, method, args):
+    def _chunks(self, method, args):
         """For a call with these arguments: how many rows a chunk has, and by what rows are grouped."""
         rng = self.rng
-        if method not in PULLED or rng.random() < 0.5:
+        if method not in IN_CHUNKS or rng.random() < 0.5:
             return 0, None
         rows = dict(self._rows())[args[0]]
         texts = [name for name in names_of(rows) or () if isinstance(name, str)]
@@ -148,7 +148,7 @@ class Generator:
     def _submit(self):
         group, method, args = self._drawn()
         kind = Submit if METHODS[method][0] in RETURNS_ROWS else Call
-        self._add(kind("", group, method, args, *self._pull(method, args)))
+        self._add(kind("", group, method, args, *self._chunks(method, args)))
 
     def _chain(self):
         """Rows that are not alike on all ranks, operations on them, and a call that takes what comes of these."""
@@ -156,12 +156,12 @@ class Generator:
         group, method, n_before = rng.choice(list(self.oracle.groups)), rng.choice(UNEVEN), len(handles)
         self._add(Let("", uneven_value(rng, method)))
         args = (self.program[-1].out,)
-        self._add(Submit("", group, method, args, *self._pull(method, args)))
+        self._add(Submit("", group, method, args, *self._chunks(method, args)))
         for _ in range(rng.randint(1, 3) if len(handles) > n_before else 0):
             self._operate(list(handles)[-1])
         if len(handles) > n_before:
             last, method = list(handles)[-1], rng.choice(["same", "bumped", "sift"])
-            self._add(Call("", rng.choice(list(self.oracle.groups)), method, (last,), *self._pull(method, (last,))))
+            self._add(Call("", rng.choice(list(self.oracle.groups)), method, (last,), *self._chunks(method, (last,))))
 
     def _fail(self):
         group = self.rng.choice(list(self.oracle.groups))

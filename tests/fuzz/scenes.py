@@ -232,7 +232,7 @@ def some_items(group, rows, ranks):
     "some_chunks": Scene(
         """
 def some_chunks(group, rows, ranks):
-    found = group.not_one.options(pull=2, on_error="return")(rows)
+    found = group.map_not_one.map(rows, chunk=2, on_error="return").result()
     return found.numbers, [(list(one.numbers), type(one.error).__name__) for one in found.failed]
 """,
         in_parts,
@@ -241,7 +241,7 @@ def some_chunks(group, rows, ranks):
     "other_types": Scene(
         """
 def other_types(group, rows, ranks):
-    return group.unlike.options(pull=2)(rows)
+    return group.map_unlike.map(rows, chunk=2).result()
 """,
         other_types,
     ),
@@ -307,7 +307,7 @@ def behind_late(group, rows, ranks):
 def behind_chunks(group, rows, ranks):
     with bm.ResourcePool([1], backend=BACKEND) as slots:
         made = bm.WorkerGroup(slots, Subject).slow.submit(rows)
-        chunks, behind = group.same.options(pull=1).submit(made), group.same.options(timeout=20).submit(rows)
+        chunks, behind = group.map_same.map(made, chunk=1).future, group.same.options(timeout=20).submit(rows)
         return [behind.result(), chunks.result()]
 """,
         lambda group, rows, ranks: [few(group, rows, ranks), few(group, rows, ranks)],
@@ -328,7 +328,7 @@ def dropping(group, rows, ranks):
         """
 def long_chain(group, rows, ranks):
     rows = stuck = group.hang.submit(rows, ranks)
-    for _ in range(24): rows = group.same.submit(group.same.options(pull=3).submit(rows)[::-1])
+    for _ in range(24): rows = group.same.submit(group.map_same.map(rows, chunk=3).future[::-1])
     with contextlib.suppress(bm.CallTimeout): rows.result(timeout=0.001)
     stuck.cancel()
     return rows.result()
@@ -352,7 +352,7 @@ def deep(group, rows, ranks):
 def freed(group, rows, ranks):
     futures, held = [], []
     for _ in range(3):
-        made = [group.slow.submit(rows), group.slow.options(pull=2).submit(rows)] * 2
+        made = [group.slow.submit(rows), group.map_slow.map(rows, chunk=2).future] * 2
         futures += [*made, *[one.shuffle(0) for one in made], *[group.same.submit(one) for one in made]]
         for one in futures[-12:]: one.release()
         for one in futures[-12:]: one.exception()
@@ -547,6 +547,34 @@ def ask_from_threads(group, rows, ranks):
 """,
         bumped,
         needs_values=True,
+    ),
+    "ask_from_workers": Scene(
+        """
+def ask_from_workers(group, rows, ranks):
+    class Asker(bm.Worker):
+        @bm.register(bm.Dispatch.ONE_TO_ALL)
+        async def many(self, given, rows, n_cancelled):
+            asyncio = __import__("asyncio")
+            async def ask(n): return await given.ask(rows, 0.003 * (n % 3))
+            tasks = [asyncio.ensure_future(ask(n)) for n in range(10)]
+            await asyncio.sleep(0.002)
+            for task in tasks[:n_cancelled]: task.cancel()
+            alone = given.everyone.submit(0)
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            await alone
+            return [one for one in found if not isinstance(one, asyncio.CancelledError)]
+    with bm.ResourcePool([2]) as pool:
+        asker = bm.WorkerGroup(pool, Asker)
+        with concurrent.futures.ThreadPoolExecutor(1) as beside:
+            own = beside.submit(lambda: [group.ask(rows).result() for _ in range(5)])
+            found = [*asker.many(group, rows, len(ranks))[0], *asker.many(group, rows, 0)[1], *own.result()]
+    first, *others = found
+    return first if all(show(other) == show(first) for other in others) else others
+""",
+        bumped,
+        is_heavy=True,
+        needs_values=True,
+        of_hosts=False,
     ),
     "ask_the_dead": Scene(
         """

@@ -193,20 +193,22 @@ class Call(Invoke):
     """A call.
 
     Attributes:
-        pull: Rows of a chunk; 0 if it is no pulled call.
+        chunk: Rows of each request of a map; 0 if it is no map.
         group_by: The column of which equal values come into one chunk.
     """
 
     is_seen = True
-    pull: int = 0
+    chunk: int = 0
     group_by: Any = None
 
-    def options(self):
+    def map(self):
         by = "" if self.group_by is None else f", group_by={self.group_by!r}"
-        return f".options(pull={self.pull}{by})" if self.pull else ""
+        return f"{self.group}.map_{self.method}.map({self.arguments()}, chunk={self.chunk}{by})"
 
     def code(self):
-        return f"{self.out} = {self.group}.{self.method}{self.options()}({self.arguments()})"
+        if self.chunk:
+            return f"{self.out} = {self.map()}.result()"
+        return f"{self.out} = {self.group}.{self.method}({self.arguments()})"
 
     def expect(self, oracle):
         group, args = self.checked(oracle)
@@ -215,8 +217,8 @@ class Call(Invoke):
 
     def smaller(self):
         yield from super().smaller()
-        if self.pull:
-            yield replace(self, pull=0)
+        if self.chunk:
+            yield replace(self, chunk=0)
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,9 @@ class Submit(Call):
     may_be_early = True
 
     def code(self):
-        return f"{self.out} = {self.group}.{self.method}{self.options()}.submit({self.arguments()})"
+        if self.chunk:
+            return f"{self.out} = {self.map()}.future"
+        return f"{self.out} = {self.group}.{self.method}.submit({self.arguments()})"
 
     def expect(self, oracle):
         try:
@@ -236,7 +240,7 @@ class Submit(Call):
 
     def smaller(self):
         yield from super().smaller()
-        yield Call(self.out, self.group, self.method, self.args, self.pull, self.group_by)
+        yield Call(self.out, self.group, self.method, self.args, self.chunk, self.group_by)
 
 
 @dataclass(frozen=True)
@@ -585,8 +589,10 @@ class Interrupt(Call):
     how: str = "call"
 
     def code(self):
-        method = f"{self.group}.{self.method}{self.options()}"
-        call = INTERRUPTED[self.how].format(method, self.arguments(), self.group)
+        if self.chunk and self.how in INTERRUPTED_MAPS:
+            call = INTERRUPTED_MAPS[self.how].format(self.map())
+        else:
+            call = INTERRUPTED[self.how].format(f"{self.group}.{self.method}", self.arguments(), self.group)
         heard = f"{self.out} = heard({self.group}, lambda: {call}, {self.seconds}, {self.at})"
         heard += f" and answered({self.group})" if "ask" in self.how else ""
         pool = "bm.ResourcePool([1], backend=BACKEND, preload=[])"  # has workers that are started in a way of its own
@@ -613,6 +619,13 @@ INTERRUPTED = {
     "asked in a loop": "asyncio.run(awaited({2}.ask(0, 0.002)))",
     "asked in vain": "[one.cancel() for one in [{2}.ask(0, 0.02) for _ in range(3)]]",
     "started": "setattr(slots, 'kept', bm.WorkerGroup(slots, bm.Worker))",  # which the pool closes
+}
+INTERRUPTED_MAPS = {
+    "call": "{0}.result()",
+    "told": "told({0}.future)",
+    "awaited": "asyncio.run(awaited({0}.future))",
+    "streamed": "list({0})",
+    "cancelled": "{0}.cancel()",
 }
 
 

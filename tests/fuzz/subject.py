@@ -188,6 +188,9 @@ METHODS = {
     "ask_end": ("ASKED", "async def ask_end(self): __import__('os')._exit(3)"),
     "on_replace": ("", "def on_replace(self, rank, state): ..."),
 }
+# For methods whose rows a map sends in chunks: the same as a request, named "map_" and the name of the method.
+MAPPED = ["same", "micro", "pair", "sift", "slow", "not_one", "unlike"]
+METHODS |= {f"map_{name}": ("ASKED", METHODS[name][1].replace("def ", "async def map_", 1)) for name in MAPPED}
 NOT_DRAWN = {
     "items",
     "drip",
@@ -225,6 +228,7 @@ NOT_DRAWN |= {
     "stops",
     "crowd",
 }  # which steps of their own call
+NOT_DRAWN |= {f"map_{name}" for name in MAPPED}
 INHERITED = {"over"}  # which are registered in a class above
 
 BUMP = '''

@@ -68,7 +68,7 @@ def program_of_type(value):
     add(Call("v1", ONE, "same", ("v0",)), Call("v2", ONE, "bumped", ("v0",)), Call("v3", ONE, "everyone", ("v0",)))
     add(
         Call("v4", ONE, "padded", ("v0",)),
-        Call("v5", ONE, "same", ("v0",), pull=2),
+        Call("v5", ONE, "same", ("v0",), chunk=2),
         Stream("v6", ONE, "items", ("v0",)),
     )
     add(Put("h0", OTHER, "v0"), Submit("h1", ONE, "keep", ("v0",)), Overwrite("", "v0"))

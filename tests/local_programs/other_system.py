@@ -51,6 +51,10 @@ class Works(bm.Worker):
     def double(self, rows):
         return 2 * rows
 
+    @register(Dispatch.REQUEST)
+    def twice(self, rows):
+        return 2 * rows
+
     @register(Dispatch.ONE_TO_ALL)
     async def later(self):
         await asyncio.sleep(0)
@@ -80,7 +84,7 @@ with bm.ResourcePool([2], backend="inprocess") as pool:
         assert (group.double(rows) == 2 * rows).all()
         assert (group.double(group.double.submit(rows)[::-1]) == 4 * rows[::-1]).all()
         assert group.later() == [0, 1]
-        assert (group.double.options(pull=1)(rows) == 2 * rows).all()
+        assert (group.twice.map(rows, chunk=1).result() == 2 * rows).all()
         assert sorted(item.result() for item in group.count.stream(2)) == [0, 0, 1, 1]
         with tempfile.TemporaryDirectory() as folder:
             end = os.path.join(folder, "end")

@@ -1,4 +1,4 @@
-"""Streams of plain methods, of generators and of chunks: what is read from them, and whether that is right."""
+"""Streams of plain methods, of generators and of maps: what is read from them, and whether that is right."""
 
 import asyncio
 from collections import Counter
@@ -23,9 +23,11 @@ class Reading:
         self._n_most = rng.choice([None, None, 1, rng.randint(1, 20)])
         self._is_awaited = rng.random() < 0.3
         self._items, self._is_complete = [], False
-        options = {"maxsize": rng.randint(1, 4), **({"pull": rng.randint(1, 5)} if self._kind == "chunks" else {})}
-        method = getattr(group, "rows" if self._kind == "chunks" else self._kind)
-        self._stream = method.options(**options).stream(self._rows)
+        maxsize = rng.randint(1, 4)
+        if self._kind == "chunks":
+            self._stream = group.ask.map(self._rows, chunk=rng.randint(1, 5), maxsize=maxsize)
+        else:
+            self._stream = getattr(group, self._kind).options(maxsize=maxsize).stream(self._rows)
 
     def read(self, between):
         """Read items to the end, or some of them, and close the stream.

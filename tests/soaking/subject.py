@@ -35,6 +35,10 @@ class Subject(bm.Worker):
     async def rows_async(self, batch):
         return batch
 
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def ask(self, batch):
+        return batch
+
     @register(Dispatch.ONE_TO_ALL)
     def hold(self, array):
         """Keep an array for long: what comes and goes beside it in shared memory must not touch it."""

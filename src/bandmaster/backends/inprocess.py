@@ -21,11 +21,11 @@ from typing import Any
 from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, Kept, KeptCopy, Launch, Rows, WorkerCall, WorkerRecord, WorkerRequest
+from bandmaster.contract import CLOSED, Kept, KeptCopy, Launch, Rows, WorkerCall, WorkerRecord
 from bandmaster.errors import UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held, run_if_free
-from bandmaster.wire.segment_reader import RowReader
+from bandmaster.wire.segment_reader import RowReader, RowReaders
 from bandmaster.worker import Worker
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.request_tasks import ReceivedRequest, RequestTasks
@@ -144,22 +144,18 @@ class InProcessWorkers:
             self._drop_the_dead()
 
     def _run(self, rank: int, call: WorkerCall) -> InProcessTicket:
-        parts = [part.private() for part in call.parts]
-        rows = {label: RowReader(partial(_private, part), present=call.present.get(label)) for label, part in call.rows}
+        parts, rows = _read(call)
         executor = self._executors[rank]
         if (requests := self._requests.get(rank)) is not None:
             requests.wait_until_idle()
         outcome = executor.call(call.method, call.reply, parts, rows, call.is_timed)
-        if isinstance(outcome, Rows):
-            ticket = InProcessTicket(KeptCopy(outcome.payload.private(), outcome.facts))
-        else:
-            ticket = InProcessTicket(outcome.private() if isinstance(outcome, Payload) else outcome)
+        ticket = InProcessTicket(_received(outcome))
         if executor.times is not None:
             ticket.times = executor.times, time.monotonic_ns()
         return ticket
 
     def request(
-        self, rank: int, requests: Sequence[WorkerRequest], take: Callable[[Sequence[contract.Ticket]], object]
+        self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[contract.Ticket]], object]
     ) -> None:
         """Run requests on the event loop of a rank; see `contract.Workers.request`."""
         self._check_idle()
@@ -281,11 +277,9 @@ class InProcessRequests:
         self._numbers = itertools.count()
         self._open: dict[int, InProcessTicket] = {}
 
-    def start(self, requests: Sequence[WorkerRequest], take: Callable[[Sequence[contract.Ticket]], object]) -> None:
+    def start(self, requests: Sequence[WorkerCall], take: Callable[[Sequence[contract.Ticket]], object]) -> None:
         """Run requests. ``take`` gets their tickets first."""
-        numbered = [
-            ReceivedRequest(next(self._numbers), method, int(reply), part.private()) for method, part, reply in requests
-        ]
+        numbered = [ReceivedRequest(next(self._numbers), one.method, one.reply, *_read(one)) for one in requests]
         tickets = {request.number: InProcessTicket(None, is_done=False) for request in numbered}
         take(list(tickets.values()))
         self._open.update(tickets)
@@ -305,12 +299,11 @@ class InProcessRequests:
         for number in list(self._open):
             self._end(number, why)
 
-    def _ended(self, number: int, outcome: Payload | Rows | Failure | None) -> None:
-        assert not isinstance(outcome, Rows), "a request keeps no rows"
+    def _ended(self, request: ReceivedRequest, outcome: Payload | Rows | Failure | None) -> None:
         self._tasks.count(1)
-        self._end(number, outcome.private() if isinstance(outcome, Payload) else outcome)
+        self._end(request.number, _received(outcome))
 
-    def _end(self, number: int, outcome: Payload | Failure | None) -> None:
+    def _end(self, number: int, outcome: Payload | Kept | Failure | None) -> None:
         ticket = self._open.pop(number, None)
         if ticket is None:
             return
@@ -323,6 +316,19 @@ class InProcessRequests:
 def _worker_of(executor: Executor) -> Worker | None:
     """The worker object; None before it is constructed and after it was discarded."""
     return executor.worker
+
+
+def _read(call: WorkerCall) -> tuple[list[Payload], RowReaders]:
+    """The parts of a call, and what reads the rows that it takes, in memory of the rank's own."""
+    rows = {label: RowReader(partial(_private, part), present=call.present.get(label)) for label, part in call.rows}
+    return [part.private() for part in call.parts], rows
+
+
+def _received(outcome: Payload | Rows | Failure | None) -> Payload | Kept | Failure | None:
+    """An outcome in memory of the caller's own."""
+    if isinstance(outcome, Rows):
+        return KeptCopy(outcome.payload.private(), outcome.facts)
+    return outcome.private() if isinstance(outcome, Payload) else outcome
 
 
 def _private(part: Payload | Kept) -> Payload:

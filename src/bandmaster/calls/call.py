@@ -28,7 +28,7 @@ from bandmaster.calls.hooks import CallTrace
 from bandmaster.calls.outcome import collected, error_of
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import NOTHING, CallRequest, CallSite
-from bandmaster.calls.result import Done, Result, WatchedResult, late, wait_for_all
+from bandmaster.calls.result import Done, Result, RowsResult, late, wait_for_all
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Ticket, Workers
 from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, RowsLost, UsageError
@@ -37,7 +37,6 @@ from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.locks import check_not_held
 from bandmaster.rows.kept import KeptPart, KeptRows
-from bandmaster.rows.table import Table
 
 FENCE_LOOK_S = 0.02  # a failed call holds back the one that is waited for
 LOOK_AROUND_S = 5.0  # another thread may cancel a call while this one waits for it
@@ -70,7 +69,7 @@ class _OtherCalls(Protocol):
     def forget(self, call: Any) -> None: ...
 
 
-class Call(WatchedResult):
+class Call(RowsResult):
     """One call.
 
     Attributes:
@@ -113,7 +112,6 @@ class Call(WatchedResult):
         self._has_to_stop = self._was_missed = False
         self._has_failed = False  # whether a rank that runs the call has failed, or one was dead before it was sent
         self._values: dict[int, Any] = {}
-        self._rows: KeptRows | None = None
         self._escalation: Escalation | None = None
         self._arrived: set[int] = set()  # ranks that had come to this call when the present grace began
         self._interrupted: set[int] = set()  # ranks whose values have raised KeyboardInterrupt when they were decoded
@@ -505,15 +503,6 @@ class Call(WatchedResult):
         if self._rows is None:
             self._collection = NOTHING  # the collection may refer to the group, which refers to its calls
 
-    def check_small_rows(self) -> None:
-        """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""
-        if self._rows is not None and self._rows.is_here:
-            try:
-                self.value(Deadline(None))
-            except BaseException as error:
-                if self.done is None or self.done.error is not error:
-                    raise
-
     def _brought(self, deadline: Deadline) -> Done:
         """Read the kept rows. Returns the end with the value, or with an error that will not change.
 
@@ -535,28 +524,9 @@ class Call(WatchedResult):
             raise done.error  # the rows are still there
         return done
 
-    def table(self) -> Table:
-        """The rows that the ranks have kept; the call is done, without an error.
-
-        Raises:
-            UsageError: The values of the ranks do not make up one batch.
-        """
-        assert self._rows is not None, "the future has checked keeps_rows"
-        table = self._rows.table
-        if table is None:
-            raise UsageError(
-                f"the ranks of {self.site.method} returned values that are not rows of one kind, so that they cannot "
-                "be passed on as rows; use the value of future.result()"
-            )
-        return table
-
     def has_value_of(self, rank: int) -> bool:
         """Whether a rank has a value among the kept rows."""
         return self._rows is not None and self._rows.parts[rank].has_value
-
-    def _drop_rows(self) -> None:
-        if self._rows is not None:
-            self._rows.release()
 
     def _error(self) -> BaseException | None:
         """The error of the call; None if all ranks that run the call have replied with a value."""

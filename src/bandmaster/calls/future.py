@@ -157,8 +157,8 @@ class Future(Handle, Generic[T]):
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         """Call ``fn(self)`` once the call is done: now, in this thread, if it is; else in the thread of all callbacks.
 
-        A slow callback delays all others, and the items of streams and the chunks of pull dispatch, which the same
-        thread handles: it must not wait for those. An exception that ``fn`` raises is logged.
+        A slow callback delays all others, and the items of streams and the requests of maps, which the same thread
+        handles: it must not wait for those. An exception that ``fn`` raises is logged.
 
         Raises:
             ResourceError: The system allows no more threads or descriptors.

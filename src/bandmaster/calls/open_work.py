@@ -6,7 +6,7 @@
                         │ advance: sends the first ones, as far as their rows are there
                         ▼
                      sent: calls that may not be over
-                     in parts: streams and calls in chunks, which send calls of their own
+                     in parts: streams and maps, which send calls of their own
 
 One rule says which thread drives a call, that is, sends it and reads its replies: **the thread that waits for it, and
 the thread of callbacks (`bandmaster.calls.progress`) if a callback was added.** Both drive the calls before it as well,
@@ -71,7 +71,7 @@ class Waiting(Protocol):
 
 
 class InParts(Protocol):
-    """A call that is sent part by part: chunks of rows, or requests for the items of a generator.
+    """A call that is sent part by part: the requests of a map, or those for the items of a generator.
 
     Attributes:
         site: Its `CallSite`: names for messages, and limits.

@@ -24,6 +24,19 @@ def check_seconds(name: str, value: Any) -> None:
         raise UsageError(f"{name} must be a non-negative number of seconds or None, got {value!r}")
 
 
+def check_count(name: str, value: Any) -> None:
+    """Raise UsageError for a parameter that is neither None nor a whole number of 1 or more."""
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value is not None and not is_number:
+        raise UsageError(f"{name} must be a whole number of 1 or more, got {value!r}")
+
+
+def check_on_error(value: Any) -> None:
+    """Raise UsageError unless a value of ``on_error`` is known."""
+    if value not in ("raise", "return"):
+        raise UsageError(f"on_error must be 'raise' or 'return', got {value!r}")
+
+
 class Limits(TypedDict, total=False):
     """The keywords of `CallOptions`, for type checkers."""
 
@@ -35,25 +48,19 @@ class MethodOptions(Limits, total=False):
     """The keywords of `GroupMethod.options`, for type checkers."""
 
     maxsize: int
-    pull: int | None
-    group_by: str | None
     on_error: Literal["raise", "return"]
 
 
 @dataclass(frozen=True)
 class FlowOptions:
-    """The options of a single call for streams and chunks; `GroupMethod.options` takes them as keywords.
+    """The options of the streams of single calls; `GroupMethod.options` takes them as keywords.
 
     Attributes:
-        maxsize: Most items of each rank, or chunks of all ranks, that a stream has made before they are taken.
-        pull: Number of rows of the chunks that free replicas get one by one; None sends each replica one part.
-        group_by: The column whose equal values keep rows in one chunk.
-        on_error: ``"return"`` returns the errors of failed chunks, or items of generators; ``"raise"`` raises them.
+        maxsize: Most items of each rank, or requests of a map, that a stream has made before they are taken.
+        on_error: ``"return"`` returns the errors of failed parts; ``"raise"`` ends the stream with the first.
     """
 
     maxsize: int | None = None
-    pull: int | None = None
-    group_by: str | None = None
     on_error: str = "raise"
 
     def but(self, changes: Mapping[str, Any], is_generator: bool = False) -> FlowOptions:
@@ -63,18 +70,12 @@ class FlowOptions:
             UsageError: A value is invalid.
         """
         made = replace(self, **changes)
-        for name in ("maxsize", "pull"):
-            value = getattr(made, name)
-            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if value is not None and not is_number:
-                raise UsageError(f"{name} must be a whole number of 1 or more, got {value!r}")
-        if made.group_by is not None and not isinstance(made.group_by, str):
-            raise UsageError(f"group_by must be the name of a column or of an argument, got {made.group_by!r}")
-        if made.on_error not in ("raise", "return"):
-            raise UsageError(f"on_error must be 'raise' or 'return', got {made.on_error!r}")
-        if made.pull is None and (made.group_by is not None or (made.on_error != "raise" and not is_generator)):
+        check_count("maxsize", made.maxsize)
+        check_on_error(made.on_error)
+        if made.on_error != "raise" and not is_generator:
             raise UsageError(
-                "group_by and on_error are about chunks of rows; set pull= as well, to their number of rows"
+                "on_error is about the items of a generator; or register the method with Dispatch.REQUEST, and call "
+                f"method.map(rows, on_error={made.on_error!r})"
             )
         return made
 
@@ -104,6 +105,10 @@ class CallOptions:
         if not changes:
             return self
         for name, value in changes.items():
+            if name in ("pull", "group_by"):
+                raise UsageError(
+                    f"{name}= was removed: register the method with Dispatch.REQUEST and call method.map(rows, chunk=n)"
+                )
             if name not in ("timeout", "grace"):
                 where = f"; {name} is for group.method.options(...)" if name in FLOW_NAMES else ""
                 raise UsageError(

@@ -18,6 +18,7 @@ from bandmaster.errors.failure import stacks_by_equality
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.rows.kept import KeptRows
 from bandmaster.rows.table import Table
 
 _log = logging.getLogger(__name__)
@@ -192,6 +193,34 @@ class WatchedResult(Result):
         self.is_watched = False
         self.tell()
         return True
+
+
+class RowsResult(WatchedResult):
+    """A result whose rows workers may keep."""
+
+    _rows: KeptRows | None = None
+
+    def table(self) -> Table:
+        """The rows that were kept; it is done, without an error.
+
+        Raises:
+            UsageError: The values of the ranks do not make up one batch.
+        """
+        assert self._rows is not None, "the future has checked keeps_rows"
+        return self._rows.required_table(self.site.method)
+
+    def check_small_rows(self) -> None:
+        """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""
+        if self._rows is not None and self._rows.is_here:
+            try:
+                self.value(Deadline(None))
+            except BaseException as error:
+                if self.done is None or self.done.error is not error:
+                    raise
+
+    def _drop_rows(self) -> None:
+        if self._rows is not None:
+            self._rows.release()
 
 
 def wait_for_all(futures: Sequence[Any], deadline: Deadline) -> bool:

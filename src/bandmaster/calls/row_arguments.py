@@ -134,7 +134,9 @@ class RowsElsewhere:
     def _referring(self, value: Any, name: str, shares: Shares | None) -> Any:
         """The value to send for an argument: an `Elsewhere` for rows of a future, else the value itself."""
         if type(value) is Portion:
-            return self._elsewhere(take(self._table_of(value.value), value.numbers), shares)
+            is_row = isinstance(value.numbers, int)
+            numbers = range(value.numbers, value.numbers + 1) if isinstance(value.numbers, int) else value.numbers
+            return self._elsewhere(take(self._table_of(value.value), numbers), shares, is_row)
         if type(value) is not Future:
             return value
         try:
@@ -143,10 +145,10 @@ class RowsElsewhere:
             what = f"argument {name!r} of {self._method} (Future) cannot be pickled: {error}"
             raise ArgumentError(what) from None
 
-    def _elsewhere(self, table: Table, shares: Shares | None = None) -> Elsewhere:
+    def _elsewhere(self, table: Table, shares: Shares | None = None, is_row: bool = False) -> Elsewhere:
         self._tables.append(table)
         types = _pickled_types()
-        sent = Elsewhere(addressed(table, self._label), shares, types if types and _may_hold(table) else ())
+        sent = Elsewhere(addressed(table, self._label), shares, types if types and _may_hold(table) else (), is_row)
         self._sent[-1].append(sent)
         return sent
 

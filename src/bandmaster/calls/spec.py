@@ -96,7 +96,8 @@ class MethodSpec:
         positional = tuple(signature.parameters) if goes_by_position else None
         is_for_zero = registration.execute is Execute.RANK_ZERO
         outgoing = registration.protocol.outgoing if isinstance(registration.protocol, TransferProtocol) else None
-        goes_everywhere = is_for_zero or (isinstance(outgoing, Broadcast | Route) and not registration.arguments)
+        goes_everywhere = is_for_zero or isinstance(outgoing, Route)
+        goes_everywhere |= isinstance(outgoing, Broadcast) and not registration.arguments
         spec = cls(
             function,
             name,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from bandmaster.calls.call import Call, Failures
 from bandmaster.calls.future import Future
@@ -122,6 +122,9 @@ class Submitter:
         self._sites: dict[str, CallSite] = {}  # by method
         self.work = work or OpenWork()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a method of a group cannot be pickled; pass the group, or the values that the workers need")
+
     def label(self, method: str) -> str:
         """``"Class.method"``, for messages."""
         return f"{self._cls.__name__}.{method}"
@@ -180,6 +183,8 @@ class Submitter:
             plan = request.plan if isinstance(request.plan, CallPlan) else request.plan()
             begin = hooks.trace
             call.record = None if begin is None else begin(site.group, site.method, workers)
+            if request.beside:
+                plan = plan._replace(groups=(*plan.groups, ArgumentGroup((), (), request.ranks).beside(request.beside)))
             call.real_rows = plan.real_rows
             request.asks_for = request.asks_for or self._prefix + request.method
             orders = orders_of(request, workers, plan, site.method, call.record)

@@ -1,9 +1,9 @@
-"""Several calls as one: streams, chunks that go to free replicas, and waiting for several futures.
+"""Several calls as one: streams, and waiting for several futures.
 
 ::
 
-    values of ranks ──┐                          ┌──► stream: part by part, as they are done
-    items ────────────┼──► feed: sends the parts ┤
-    chunks (pure) ────┘    of one call           └──► pulled: the parts joined, for a future
+    values of ranks ────────┐
+    items ──────────────────┼──► feed: sends the parts ──► stream: part by part, as they are done
+    requests of a map ──────┘    of one call
     futures ──► waiting: wait, as_completed
 """

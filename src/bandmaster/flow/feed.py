@@ -2,10 +2,10 @@
 
 ::
 
-    start ── the rows are there, and the calls before it were sent ──► Source: values, items or chunks
+    start ── the rows are there, and the calls before it were sent ──► Source: values, items or requests
                                                                           │ send, to a free share, if there is room
-    Stream, Pulled ◄── tell ── a part is done, its share is free ◄── running ◄┘
-          └── taken: there is room for one more ──────────────────► send
+            Stream ◄── tell ── a part is done, its share is free ◄── running ◄┘
+               └── taken: there is room for one more ─────────────► send
 """
 
 from __future__ import annotations
@@ -54,6 +54,13 @@ class Source:
         """Whether a reply without an error is the end of a share, and no part."""
         return False
 
+    def flush(self) -> None:
+        """Send the parts that are about to be sent."""
+
+    def watch(self, future: Future[Any], when_done: Callable[[Future[Any]], object]) -> None:
+        """Call a function when a part is done."""
+        future.add_done_callback(when_done)
+
     def close(self) -> None:
         """Free the resources of the parts that are not made."""
 
@@ -72,6 +79,7 @@ class Feed:
         done: Its end, with the error if there is one: no more parts are sent. It is set by one assignment.
         lock: Held while parts are sent, and while the end is made.
         ended: Set when it is done.
+        on_end: Called when it is done.
         is_cancelled: Whether it was cancelled.
         is_sent_in_background: Whether it begins when its rows are there, though no thread waits for it.
         due: Always None; see `bandmaster.calls.progress.Watch`.
@@ -82,8 +90,6 @@ class Feed:
         how: The user's options.
         tell: Called with the future of each part that is done, and with None if `done` or `send` has news.
     """
-
-    is_one_result = False  # else later calls wait until all parts are sent, and parts are never taken
 
     is_sent_in_background = is_cancelled = False
     is_sent = False  # for `bandmaster.calls.result.awaited`: its calls are
@@ -96,7 +102,8 @@ class Feed:
         self.ended = threading.Event()
         self.lock = threading.RLock()
         self._tell, self._returns_errors = tell, how.on_error == "return"
-        self._maxsize = None if self.is_one_result else how.maxsize
+        self._maxsize = how.maxsize
+        self.on_end: Callable[[], object] = bool
         self._begin: Callable[[], Source] | None = None
         self._source = NO_PARTS
         self._free: list[Share] = []
@@ -107,19 +114,18 @@ class Feed:
 
     # --- in the queue of calls that are not sent yet ---
 
-    def start(self, begin: Callable[[], Source], parents: Sequence[Future[Any]], is_waited_for: bool = False) -> None:
+    def start(self, begin: Callable[[], Source], parents: Sequence[Future[Any]]) -> None:
         """Begin now, or when the rows that it takes are there and the calls before it were sent.
 
         Args:
             begin: Sends the first parts, and returns the source of the others.
             parents: The futures of the rows that it takes.
-            is_waited_for: Whether a thread waits for it, and so begins it.
         """
         self._begin, self.parents = begin, tuple(parents)
         self.work.add_in_parts(self)
         try:
-            if self.is_one_result or parents or self.work.waiting:
-                self.work.enqueue(self, is_waited_for)
+            if parents or self.work.waiting:
+                self.work.enqueue(self, is_waited_for=False)
                 self.work.advance()
             else:
                 self._begin_now()
@@ -147,7 +153,7 @@ class Feed:
                 self._begin, self.parents = None, ()
             for future, share in list(self._running.items()):
                 self._ahead[self._place(share.rank)] += 1
-                future.add_done_callback(self._part_done)
+                source.watch(future, self._part_done)
             self.send()
         except Exception:
             raise
@@ -164,7 +170,9 @@ class Feed:
         return self._sent.wait(deadline.left())
 
     def tell(self) -> None:
-        """Tell of the end. Does nothing: a stream is told by its queue."""
+        """Tell of the end. A stream is told by its queue."""
+        if self.done is not None:
+            self.on_end()
 
     # --- parts ---
 
@@ -183,15 +191,14 @@ class Feed:
                     self._free.remove(share)
                     self._running[future] = share
                     self._ahead[self._place(share.rank)] += 1
-                    future.add_done_callback(self._part_done)
+                    self._source.watch(future, self._part_done)
             finally:
+                self._source.flush()
                 self._is_sending = False
             is_over = not self._running and not any(map(self._source.has_more, self._free))
-            shares = [*self._free, *self._running.values()] if self.is_one_result else ()
-            has_more = any(map(self._source.has_more, shares))  # behind which later calls wait
         if is_over:
             self.give_up(None)
-        elif not has_more:
+        elif not self._sent.is_set():
             self._sent.set()
             self.work.advance()
 
@@ -207,6 +214,15 @@ class Feed:
         return rank if self._source.is_per_share else None
 
     def _part_done(self, future: Future[Any]) -> None:
+        self.parts_done([future])
+
+    def parts_done(self, futures: Sequence[Future[Any]]) -> None:
+        """Tell of parts that are done, and send others."""
+        for future in futures:
+            self._take(future)
+        self._go_on()
+
+    def _take(self, future: Future[Any]) -> None:
         source, share, error = self._source, self._running[future], _error_of(future)
         if error is not None and not self._returns_errors:
             self.give_up(error)
@@ -216,7 +232,6 @@ class Feed:
             del self._running[future]
             if error is None or not source.is_per_share:
                 self._free.append(share)
-        self._go_on()
 
     def taken(self, future: Future[Any]) -> None:
         """Make room for one more part, because the user has taken one."""
@@ -229,7 +244,7 @@ class Feed:
         try:
             self.send()
         except Exception as error:
-            if self.is_one_result:
+            if self._maxsize is None:
                 self.give_up(error)
             else:
                 self._tell(None)
@@ -243,8 +258,6 @@ class Feed:
                 return
             self.done = Done(why, is_here=why is not None)
             self._begin, self.parents = None, ()
-            if self.is_one_result:
-                self._source = NO_PARTS  # the other one refers to the arguments
             self._sent.set()
             self.ended.set()
             self._tell(None)

@@ -1,31 +1,27 @@
-"""Starts calls whose results come share by share, item by item, or chunk by chunk."""
+"""Starts calls whose results come share by share, or item by item."""
 
 from __future__ import annotations
 
 import contextlib
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from bandmaster.calls.call import Call
-from bandmaster.calls.future import Future, claims_of
+from bandmaster.calls.future import Future
 from bandmaster.calls.options import CallOptions, FlowOptions
 from bandmaster.calls.request import CallRequest, CallSite, Collection
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import CLOSE_STREAM, METHOD, NEXT, OPEN_STREAM, STREAM
 from bandmaster.errors import UsageError
-from bandmaster.flow.chunks import PullPlan, plan_pull, replicas
 from bandmaster.flow.feed import Feed, Source
-from bandmaster.flow.pulled import Pulled
 from bandmaster.flow.stream import Arrivals, Stream
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, of_one_rank, shares
-from bandmaster.plan.binding import bind
 from bandmaster.plan.rows import RealRows
-from bandmaster.plan.transfer import Only, Split, TransferProtocol
+from bandmaster.plan.transfer import Only
 
 ITEMS_AHEAD = 2  # of each rank, by default
 
@@ -60,22 +56,6 @@ class Flow:
         ahead = replace(self.how, maxsize=self.how.maxsize or ITEMS_AHEAD)
         return replace(self, how=ahead)._streamed(plan, partial(Items, self), parents)
 
-    def chunks(self, args: Sequence[Any], kwargs: Mapping[str, Any], parents: Sequence[Future[Any]]) -> Stream:
-        """A stream of the values of chunks; ``parents`` are the futures of missing rows."""
-        make = partial(Chunks, self, self._takers(), True)
-        return self._streamed(self._chunk_plan(args, kwargs), make, parents)
-
-    def pulled(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], parents: Sequence[Future[Any]], waits: bool
-    ) -> Future[Any]:
-        """The future of all chunks."""
-        make = partial(Chunks, self, self._takers(), False)
-        call = Pulled(self._site, self.submitter, self.how, self.spec.collection.incoming)
-        begin = _begin(self._chunk_plan(args, kwargs), make, parents)
-        with self.submitter.admitted(self.spec.label):  # once for all chunks: the group yields after the last one
-            call.start(begin, parents, waits)
-        return Future(call, self.group)
-
     def _streamed(
         self, plan: Callable[[], Any], make: Callable[[Any], Source], parents: Sequence[Future[Any]]
     ) -> Stream:
@@ -95,25 +75,6 @@ class Flow:
         """Send a call whose values arrive one by one."""
         found = {share: self.alone(share) for share in self.shares_of(plan)}
         return Source(_labelled(found, self.submitter.submit_shares(self.request(plan), found), plan.real_rows))
-
-    def _takers(self) -> tuple[Share, ...]:
-        if self.spec.is_for_zero or self.spec.is_generator:
-            why = "runs on rank 0 alone" if self.spec.is_for_zero else "is a generator"
-            raise UsageError(f"{self.spec.label} {why}, so it cannot be called with pull=; call it without")
-        return replicas(self.spec.registration.protocol, self.spec.mesh, self.spec.label)
-
-    def _chunk_plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], tuple[PullPlan, object]]:
-        """Return a function that plans the chunks; the rows of futures among the arguments are there by then."""
-        spec, claims = self.spec, claims_of(args, kwargs)
-        protocol = spec.registration.protocol
-
-        def plan() -> tuple[PullPlan, object]:
-            arguments = bind(spec.label, spec.signature, args, kwargs)
-            assert isinstance(protocol, TransferProtocol) and isinstance(protocol.outgoing, Split), "see `_takers`"
-            rules, split = spec.registration.arguments, protocol.outgoing
-            return plan_pull(arguments, split, rules, spec.label, self.how), claims
-
-        return plan
 
     def request(self, plan: CallPlan) -> CallRequest:
         """The request for a call of all ranks."""
@@ -184,39 +145,6 @@ class Items(Source):
         request = replace(self._flow.request(plan), asks_for=what, is_for_all=False, is_cleanup=what == CLOSE_STREAM)
         alone = {share: Collection(Only(), (share.rank,)) for share in found}
         return _labelled(found, self._flow.submitter.submit_shares(request, alone), self._rows)
-
-
-class Chunks(Source):
-    """The chunks of a batch, each for the next free replica.
-
-    Args:
-        flow: The call.
-        replicas: The ranks that take a chunk together.
-        is_gated: Whether each chunk needs the group's turn, as chunks are sent while the user takes others.
-        planned: The chunks, and the claims on the rows that they take.
-    """
-
-    is_per_share = False
-
-    def __init__(self, flow: Flow, replicas: Sequence[Share], is_gated: bool, planned: tuple[PullPlan, object]) -> None:
-        super().__init__({}, replicas)
-        self._flow, self._is_gated, (self._plan, self._claims) = flow, is_gated, planned
-        self._todo = deque(range(len(self._plan.chunks)))
-
-    def has_more(self, share: Share) -> bool:
-        """Whether chunks are left."""
-        return bool(self._todo)
-
-    def send(self, share: Share) -> Future[Any]:
-        """Send the next chunk to a replica, ahead of calls that wait for rows."""
-        flow, number = self._flow, self._todo[0]
-        with flow.submitter.admitted(flow.spec.label) if self._is_gated else contextlib.nullcontext():
-            request = flow.request(self._plan.of(number, share.ranks))
-            request = replace(request, ranks=share.ranks, collection=flow.alone(share), keeps_rows=True)
-            future = flow.submitter.submit_now(request)
-        self._todo.popleft()
-        future.rank, future.numbers = share.rank, self._plan.chunks[number]
-        return future
 
 
 def _begin(

@@ -37,6 +37,14 @@ class Arrivals:
             with contextlib.suppress(RuntimeError):  # the event loop was closed
                 wake()
 
+    def drained(self) -> list[Future[Any]]:
+        """Remove and return all futures."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._queue.get_nowait())
+        return [future for future in found if future is not None]
+
     def get(self, timeout_s: float | None) -> Arrival:
         """Wait for the next arrival. Raises queue.Empty if none comes in time."""
         return self._queue.get(timeout=Deadline(timeout_s).left())

@@ -12,7 +12,7 @@ from bandmaster.calls.request import CallRequest
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import decode, encode
-from bandmaster.errors import CallTimeout, UsageError
+from bandmaster.errors import UsageError
 from bandmaster.plan.arguments import CallPlan, scatter
 from bandmaster.plan.binding import bind, dispatched
 from bandmaster.plan.transfer import Concat, Custom
@@ -20,7 +20,6 @@ from bandmaster.plan.transfer import Concat, Custom
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from bandmaster.flow.flow import Flow
     from bandmaster.flow.stream import Stream
 
 FLOW = FlowOptions()
@@ -32,6 +31,8 @@ G = TypeVar("G", covariant=True)  # the result
 
 class GroupMethod(Generic[P, C, G]):
     """A registered method of a worker group: call it, or `submit` it to get a `Future`."""
+
+    beside: Sequence[tuple[str, Any]] = ()  # keyword arguments that are not the method's, but the library's
 
     def __init__(
         self,
@@ -60,14 +61,9 @@ class GroupMethod(Generic[P, C, G]):
             **options: ``timeout``: seconds that a wait for the result may take before `CallTimeout`; None sets no
                 limit. ``grace``: seconds from the interruption of the call, after a cancel or the failure of a rank,
                 until ranks that still run it are ended; None never ends one. ``maxsize``: most items of each rank that
-                a stream of a generator method makes before they are taken, 2 by default; or, with ``pull``, most
-                chunks that run or are done before they are taken, by default any number. ``pull``: the number of rows
-                of a chunk; each chunk goes to the next free replica, instead of one part to each. The result is
-                complete and in the order of the batch; a `stream` yields chunks in the order in which they are done.
-                ``group_by``: the name of the column, or the argument, whose equal values keep rows in one chunk.
-                ``on_error``: with ``"return"``, a failed chunk does not fail the call: the result is a
-                `PartialResult`, and a stream yields failed futures; so does a stream of a generator method, where the
-                items of the other ranks go on.
+                a stream of a generator method makes before they are taken, 2 by default. ``on_error``: with
+                ``"return"``, a stream of a generator method yields the failed future of a rank, and the items of the
+                other ranks go on.
 
         Raises:
             UsageError: An option is unknown, or its value is invalid.
@@ -118,18 +114,12 @@ class GroupMethod(Generic[P, C, G]):
         if parents:
             bind(self._spec.label, self._spec.signature, args, kwargs)  # mistakes are errors now
         given: tuple[Sequence[Any], Mapping[str, Any]] = args, kwargs
-        if parents or self._submitter.work.waiting or self._flow.pull is not None:
+        if parents or self._submitter.work.waiting:
             given = _as_they_are(args, kwargs)
-        if self._flow.pull is not None:
-            return self._flow_now.chunks(*given, parents)
         plan = partial(_claimed, claims_of(*given), partial(self._plan, *given))
-        return self._flow_now.stream(plan, parents)
-
-    @property
-    def _flow_now(self) -> Flow:
         from bandmaster.flow.flow import Flow  # a feature
 
-        return Flow(self._group, self._submitter, self._spec, self._options, self._flow)
+        return Flow(self._group, self._submitter, self._spec, self._options, self._flow).stream(plan, parents)
 
     def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
         """Plan the arguments; the rows of futures among them are there."""
@@ -150,8 +140,6 @@ class GroupMethod(Generic[P, C, G]):
             )
         has_futures = Future in map(type, args) or (kwargs and Future in map(type, kwargs.values()))
         parents = self._not_there(args, kwargs) if has_futures else ()
-        if self._flow.pull is not None:
-            return self._pulled(args, kwargs, parents, waits)
         plan: CallPlan | Callable[[], CallPlan]
         if isinstance(protocol, Custom):
             self._submitter.work.wait_until_sent()  # the user's functions process the arguments now
@@ -166,24 +154,8 @@ class GroupMethod(Generic[P, C, G]):
             plan = spec.plan(args, kwargs, protocol.outgoing)
         keeps = not waits and isinstance(collection.incoming, Concat) and collection.finish is None
         request = CallRequest(spec.name, plan, spec.ranks, collection, self._group, self._options, keeps, parents)
+        request.beside = self.beside
         return self._submitter.call(request) if waits else self._submitter.submit(request)
-
-    def _pulled(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], parents: Sequence[Future[Any]], waits: bool
-    ) -> Any:
-        """Send the call chunk by chunk. Returns its future, or its result if the caller ``waits``."""
-        if parents or self._submitter.work.waiting:
-            bind(self._spec.label, self._spec.signature, args, kwargs)  # mistakes are errors now
-        if not waits:
-            args, kwargs = _as_they_are(args, kwargs)
-        future = self._flow_now.pulled(args, kwargs, parents, waits)
-        try:
-            return future.result() if waits else future
-        except CallTimeout:
-            raise  # it can still be waited for
-        except BaseException:  # Ctrl-C
-            future.cancel()
-            raise
 
     @staticmethod
     def _not_there(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Future[Any]]:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import Kept, KeptCopy, Reply, Ticket, WorkerCall, WorkerRequest, Workers
+from bandmaster.contract import Kept, KeptCopy, Reply, Ticket, WorkerCall, Workers
 from bandmaster.errors import RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.hosts.link import Link, Message
@@ -24,6 +24,7 @@ from bandmaster.hosts.rows import PendingFetch, RowStore
 from bandmaster.wire.client import RequestTicket
 from bandmaster.wire.messages import (
     INLINE_NBYTES,
+    CallContent,
     MessageKind,
     ReplyKind,
     header_of,
@@ -80,20 +81,20 @@ class _Queued(NamedTuple):
 
 
 class _QueuedRequests(NamedTuple):
-    """Requests for a rank, behind calls that wait for their rows.
+    """Requests for a rank, which wait for their rows, or are behind calls that do.
 
     Attributes:
         rank: The rank.
-        requests: The requests, whose parts are payloads, by number.
+        requests: The requests, by number.
     """
 
     rank: int
-    requests: Mapping[int, WorkerRequest]
+    requests: Mapping[int, _Queued]
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be sent, if it is the first."""
-        return True
+        """Whether all rows that they take are here, or lost."""
+        return all(request.is_ready for request in self.requests.values())
 
 
 class _Unsent:
@@ -166,37 +167,37 @@ class HostRanks:
         for ranks, body in message.content[1]:
             flags, number = header_of(body)
             if flags == MessageKind.REQUESTS:
+                content = read_content(memoryview(body))
                 requests = {
-                    number: WorkerRequest(method, message.unpack(part), Reply(reply))
-                    for number, method, reply, part in read_content(memoryview(body))
+                    number: self._queued(number, ranks, *_read(said, message), message) for number, said in content
                 }
                 self._n_missing.update(dict.fromkeys(requests, 1))
                 self._queue.append(_QueuedRequests(ranks[0], requests))
                 continue
-            call, names = self._read(flags, memoryview(body), message)
-            rows, present = {}, {}
-            for label, name in names:
-                found = self._rows(name, message)
-                if found is not None:  # else the ranks here do not need them
-                    rows[label], numbers = found
-                    if numbers is not None:
-                        present[label] = numbers
-            call = call._replace(ranks=self.ranks if ranks is None else ranks, present=present)
-            self._n_missing[number] = len(call.ranks) + (self.n_below if is_passed_on else 0)
-            self._queue.append(_Queued(number, call, rows))
+            if flags & MessageKind.CALL:
+                call, names = _read(read_call(memoryview(body)), message)
+            else:
+                method, reply, stream = read_small_call(memoryview(body))
+                call, names = WorkerCall((), method, (Payload(bytes(stream)),), Reply(reply)), ()
+            is_timed, is_fenced = bool(flags & MessageKind.TIMED), bool(flags & MessageKind.FENCED)
+            call = call._replace(is_timed=is_timed, is_fenced=is_fenced)
+            queued = self._queued(number, self.ranks if ranks is None else ranks, call, names, message)
+            self._n_missing[number] = len(queued.call.ranks) + (self.n_below if is_passed_on else 0)
+            self._queue.append(queued)
         self.advance()
 
-    def _read(self, flags: int, body: memoryview, message: Message) -> tuple[WorkerCall, Sequence[tuple[int, Any]]]:
-        """A call, and the names of the rows that it takes, by label."""
-        names: Sequence[tuple[int, Any]] = ()
-        if flags & MessageKind.CALL:
-            method, reply, named, names, _ = read_call(body)
-            parts = tuple(map(message.unpack, named))
-        else:
-            method, reply, stream = read_small_call(body)
-            parts = (Payload(bytes(stream)),)
-        is_timed, is_fenced = bool(flags & MessageKind.TIMED), bool(flags & MessageKind.FENCED)
-        return WorkerCall((), method, parts, Reply(reply), is_timed=is_timed, is_fenced=is_fenced), names
+    def _queued(
+        self, number: int, ranks: Sequence[int], call: WorkerCall, names: Sequence[tuple[int, Any]], message: Message
+    ) -> _Queued:
+        """A call for some ranks, with the rows that it takes, which have these names."""
+        rows, present = {}, {}
+        for label, name in names:
+            found = self._rows(name, message)
+            if found is not None:  # else the ranks here do not need them
+                rows[label], numbers = found
+                if numbers is not None:
+                    present[label] = numbers
+        return _Queued(number, call._replace(ranks=ranks, present=present), rows)
 
     def _rows(self, name: Any, message: Message) -> tuple[Kept | PendingFetch, Any] | None:
         """The kept rows that a message names by their key or as a part, and the numbers of those that are present."""
@@ -215,23 +216,27 @@ class HostRanks:
             why: Failure | None = None
             try:
                 self.workers.call([self._placed(queued)], sent)
-            except Exception as error:  # rows are gone, there is no memory, or the group was stopped
-                why = Failure(FailureKind.LOST, str(error)) if isinstance(error, RowsLost) else Failure.of(error)
+            except Exception as error:
+                why = _failure_of(error)
             for rank, ticket in sent.items():
                 self._watch(rank, queued.number, ticket)
             if why is not None:
                 self._fail(queued.number, [rank for rank in queued.call.ranks if rank not in sent], why)
 
-    def _request(self, rank: int, requests: Mapping[int, WorkerRequest]) -> None:
+    def _request(self, rank: int, requests: Mapping[int, _Queued]) -> None:
         """Send requests."""
+        placed: dict[int, WorkerCall] = {}
+        for number, request in requests.items():
+            try:
+                placed[number] = self._placed(request)
+            except Exception as error:
+                self._fail(number, [rank], _failure_of(error))
         try:
-            parts = self.workers.put([request.part for request in requests.values()])
-            placed = [request._replace(part=part) for request, part in zip(requests.values(), parts, strict=True)]
-            self.workers.request(rank, placed, partial(self._watch_all, rank, tuple(requests)))
-        except Exception as error:  # there is no memory, or the group was stopped
-            for number in requests:
+            self.workers.request(rank, list(placed.values()), partial(self._watch_all, rank, tuple(placed)))
+        except Exception as error:
+            for number in placed:
                 self._open[rank].pop(number, None)
-                self._fail(number, [rank], Failure.of(error))
+                self._fail(number, [rank], _failure_of(error))
 
     def _watch_all(self, rank: int, numbers: Sequence[int], tickets: Sequence[Ticket]) -> None:
         for number, ticket in zip(numbers, tickets, strict=True):
@@ -371,3 +376,14 @@ class HostRanks:
             for rank, number in numbers.items()
             if number is None or number in self._open[rank]
         }
+
+
+def _read(content: CallContent, message: Message) -> tuple[WorkerCall, Sequence[tuple[int, Any]]]:
+    """A call, and the names of the rows that it takes, by label."""
+    method, reply, parts, names, _ = content
+    return WorkerCall((), method, tuple(map(message.unpack, parts)), Reply(reply)), names
+
+
+def _failure_of(error: Exception) -> Failure:
+    """The failure of a call that cannot be sent: rows are gone, there is no memory, or the group was stopped."""
+    return Failure(FailureKind.LOST, str(error)) if isinstance(error, RowsLost) else Failure.of(error)

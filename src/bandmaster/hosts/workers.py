@@ -20,7 +20,6 @@ from bandmaster.contract import (
     Ticket,
     WorkerCall,
     WorkerRecord,
-    WorkerRequest,
 )
 from bandmaster.errors import ClosedError, PlacementError, RowsLost
 from bandmaster.errors.failure import Failure, FailureKind
@@ -31,7 +30,7 @@ from bandmaster.hosts.rows import Fetch, PendingFetch, RowKey
 from bandmaster.platform.settings import tree_from
 from bandmaster.rows.table import contains, united
 from bandmaster.wire.client import Client, MessageTicket
-from bandmaster.wire.messages import INLINE_NBYTES, MessageKind, call_message, control_message, inline
+from bandmaster.wire.messages import INLINE_NBYTES, CallContent, MessageKind, call_message, control_message, inline
 
 STACKS_TIMEOUT_S = 1.0
 Ranks = tuple[int, ...] | None  # None for all that the group has on a host
@@ -230,7 +229,7 @@ class AgentWorkers(Client):
                 self._send(agent, FrameKind.CALLS, *content, large=mine.large)
         self._links.flush(list(outgoing) if self._relay_of is None else self.hosts)
 
-    def request(self, rank: int, requests: Sequence[WorkerRequest], take: Callable[[Sequence[Ticket]], object]) -> None:
+    def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         """Send requests to a rank; see `contract.Workers.request`."""
         agent, outgoing = self._agents[rank], _Outgoing()
         with self.lock:
@@ -238,13 +237,15 @@ class AgentWorkers(Client):
                 raise ClosedError(self._why_stopped)
             tickets = self._new_requests(rank, len(requests), take)
             if tickets:
-                content = [
-                    (ticket.number, method, int(reply), part if type(part) is tuple else part.key)
-                    for (method, part, reply), ticket in zip(requests, tickets, strict=True)
-                ]
+                content = []
+                for call, ticket in zip(requests, tickets, strict=True):
+                    ticket.holds = [part for _, part in call.rows if type(part) is FarRows]
+                    self._want(outgoing, agent, call, (rank,))
+                    content.append((ticket.number, _content_of(call)))
                 message = control_message(MessageKind.REQUESTS, content)[4:]
-                outgoing.add((rank,), message, [part for _, part, _ in requests])
-                self._send(agent, FrameKind.CALLS, self.name, outgoing.calls, (), False, large=outgoing.large)
+                outgoing.add((rank,), message, [part for call in requests for part in _parts_of(call)])
+                said = self.name, outgoing.calls, outgoing.fetches(agent), False
+                self._send(agent, FrameKind.CALLS, *said, large=outgoing.large)
         self._links.flush([agent] if self._relay_of is None else self.hosts)
 
     def _relays_of(self, calls: Sequence[WorkerCall]) -> Sequence[Agent]:
@@ -273,11 +274,8 @@ class AgentWorkers(Client):
             self._open[rank][number] = tickets[rank] = ticket = MessageTicket(number)
             if holds:
                 ticket.holds = holds
-        parts = [*call.parts, *[part for _, part in call.rows]]
-        names = [part if type(part) is tuple else part.key for part in parts]
-        n, flags = len(call.parts), (MessageKind.FENCED * call.is_fenced) | (MessageKind.TIMED * call.is_timed)
-        rows = [(label, name) for (label, _), name in zip(call.rows, names[n:], strict=True)]
-        message = call_message(number, (call.method, int(call.reply), names[:n], rows, None), flags)[4:]
+        flags = (MessageKind.FENCED * call.is_fenced) | (MessageKind.TIMED * call.is_timed)
+        message, parts = call_message(number, _content_of(call), flags)[4:], _parts_of(call)
         for agent, mine in [(relay, None) for relay in relays] or self._route(ranks):
             for_host = outgoing.setdefault(agent, _Outgoing())
             for_host.add(mine, message, parts)
@@ -476,6 +474,17 @@ class AgentWorkers(Client):
         with self.lock:
             for agent in hosts:
                 agent.groups.pop(self.name, None)
+
+
+def _parts_of(call: WorkerCall) -> list[Any]:
+    return [*call.parts, *[part for _, part in call.rows]]
+
+
+def _content_of(call: WorkerCall) -> CallContent:
+    """The content of a message with a call."""
+    names = [part if type(part) is tuple else part.key for part in _parts_of(call)]
+    rows = [(label, name) for (label, _), name in zip(call.rows, names[len(call.parts) :], strict=True)]
+    return call.method, int(call.reply), names[: len(call.parts)], rows, None
 
 
 def _unanswered(tickets: Mapping[int, Any]) -> dict[int, Any]:

@@ -42,6 +42,11 @@ class ArgumentGroup(NamedTuple):
     names: tuple[str, ...]
     ranks: tuple[int, ...]
 
+    def beside(self, items: Sequence[tuple[str, Any]]) -> ArgumentGroup:
+        """The group with further keyword arguments."""
+        names = (*self.names[: len(self.items)], *[name for name, _ in items])
+        return ArgumentGroup((*self.items, *items), names, self.ranks) if items else self
+
 
 class CallPlan(NamedTuple):
     """All arguments of a call, grouped by receivers and ready to be encoded.
@@ -184,11 +189,11 @@ def by_dispatch_rule(
     by_rule: dict[Outgoing, list[BoundArgument]] = {}
     all_get_the_same = True
     for argument in arguments:
-        declared = _declared(argument, rules) if rules else None
-        rule = declared or outgoing
+        own = declared(argument, rules) if rules else None
+        rule = own or outgoing
         if isinstance(rule, Split):
-            batch = batches[argument.key] = _batch_of(argument, method)
-            if batch is None and declared is None:
+            batch = batches[argument.key] = batch_of(argument, method)
+            if batch is None and own is None:
                 rule = Broadcast()
         all_get_the_same = all_get_the_same and isinstance(rule, Broadcast)
         by_rule.setdefault(rule, []).append(argument)
@@ -252,7 +257,8 @@ def _groups(
     ]
 
 
-def _declared(argument: BoundArgument, rules: Mapping[str, Outgoing]) -> Outgoing | None:
+def declared(argument: BoundArgument, rules: Mapping[str, Outgoing]) -> Outgoing | None:
+    """The rule for an argument, by the name of its parameter or its keyword; None if there is none."""
     rule = rules.get(argument.name)
     return rules.get(argument.key) if rule is None and isinstance(argument.key, str) else rule
 
@@ -261,18 +267,19 @@ def _check_declared(
     arguments: Sequence[BoundArgument], split: Split, rules: Mapping[str, Outgoing], method: str
 ) -> None:
     """Raise BatchError for a splitting protocol without a batch to split, unless every argument has a rule."""
-    found = [argument for argument in arguments if _declared(argument, rules) is None]
+    found = [argument for argument in arguments if declared(argument, rules) is None]
     if found:
         types = ", ".join(f"{argument.name!r} is {describe(argument.value)}" for argument in found)
-        declared = ", ".join(dict.fromkeys(f"{argument.name!r}: Broadcast()" for argument in found))
+        advice = ", ".join(dict.fromkeys(f"{argument.name!r}: Broadcast()" for argument in found))
         raise BatchError(
             f"{method} splits batches by {split!r}, but no argument is a batch: {types}. Every rank would receive the "
             f"same arguments and return the same rows. Pass a batch ({KNOWN}), make its type a batch type with "
-            f"register_batch_type, declare arguments={{{declared}}}, or register the method with ONE_TO_ALL"
+            f"register_batch_type, declare arguments={{{advice}}}, or register the method with ONE_TO_ALL"
         )
 
 
-def _batch_of(argument: BoundArgument, method: str) -> Batch | None:
+def batch_of(argument: BoundArgument, method: str) -> Batch | None:
+    """The value of an argument as a batch; None if it is none. Raises BatchError in the cases of `as_batch`."""
     try:
         return as_batch(argument.value)
     except BatchError as error:

@@ -116,11 +116,11 @@ class Portion(NamedTuple):
 
     Attributes:
         value: The batch.
-        numbers: The rows.
+        numbers: The rows; the number of one stands for that row itself, as `Batch.row` returns it.
     """
 
     value: Any
-    numbers: Index
+    numbers: Index | int
 
 
 class Batch:
@@ -161,6 +161,25 @@ class Batch:
         except Exception as error:
             raise BatchError(f"cannot split the rows of {_name(self.value)}: {error}") from error
 
+    def row(self, number: int) -> Any:
+        """One row, without the row dim: an item of a list, a row of an array, a dict of the rows of columns.
+
+        A type that was given to `register_batch_type` has no such rows: this returns a batch of one row.
+
+        Raises:
+            BatchError: The rows of this value cannot be split.
+        """
+        kind = self._kind
+        if isinstance(kind, ColumnsType):
+            rows = {key: column.row(number) for key, column in self._items()}
+            return rebuilt(self.value, rows) if kind.is_record else rows
+        try:
+            return self.rows(range(number, number + 1)) if kind.row is None else kind.row(self.value, number)
+        except BatchError:
+            raise
+        except Exception as error:
+            raise BatchError(f"cannot split the rows of {_name(self.value)}: {error}") from error
+
     def _by_runs(self, numbers: np.ndarray[Any, Any]) -> Any:
         """Take rows by number with a type that can only split off ranges of rows; uses as few ranges as possible."""
         if not len(numbers):
@@ -181,9 +200,11 @@ class Batch:
             return False
         return self._kind in _learned.values() or any(column.is_learned for column in (self._columns or {}).values())
 
-    def sent(self, numbers: Index) -> Any:
-        """The value to send for the rows with these numbers: the rows, or a `Portion` if they lie elsewhere."""
-        return Portion(self.value, numbers) if self.is_elsewhere else self.rows(numbers)
+    def sent(self, numbers: Index | int) -> Any:
+        """The value to send for the rows with these numbers, or for a row: a `Portion` if they lie elsewhere."""
+        if self.is_elsewhere:
+            return Portion(self.value, numbers)
+        return self.row(numbers) if isinstance(numbers, int) else self.rows(numbers)
 
     def column(self, name: Any) -> Any:
         """A column by its name; None if there is none, or columns of this type have no names."""

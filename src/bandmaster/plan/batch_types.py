@@ -30,6 +30,7 @@ class BatchType:
             type of which only ranges of rows can be split off.
         column: ``column(value, name)`` returns a column as an array; raises KeyError if there is none. None for a type
             without names for columns.
+        row: ``row(value, number)`` returns a row without the row dim; None for a type without such rows.
         is_elsewhere: Whether a value stands for rows that lie elsewhere, so that ranks are sent portions of it.
     """
 
@@ -38,6 +39,7 @@ class BatchType:
     concat: Callable[[Sequence[Any]], Any]
     take: Callable[[Any, np.ndarray[Any, Any]], Any] | None = None
     column: Callable[[Any, str], Any] | None = None
+    row: Callable[[Any, int], Any] | None = None
     is_elsewhere: bool = False
 
 
@@ -250,25 +252,28 @@ def _encoding(values: Sequence[Any], columns: dict[Any, Any], numbers: Sequence[
 
 MAPPING = ColumnsType(False, _like_the_first)
 RECORD = ColumnsType(True, _like_the_first)
-TENSOR = BatchType(_tensor_rows, _tensor_split, _tensor_concat, _tensor_take)
+TENSOR = BatchType(_tensor_rows, _tensor_split, _tensor_concat, _tensor_take, row=getitem)
 TENSORDICT = BatchType(
     lambda value: int(value.batch_size[0]) if value.batch_dims else None,
     _tensordict_split,
     _tensordict_concat,
     _tensordict_take,
     lambda value, name: value.get(name),
+    getitem,
 )
 _ARRAY = BatchType(
     lambda value: int(value.shape[0]) if len(value.shape) else None,
     lambda value, start, stop: value[start:stop],
     _array_concat,
     getitem,
+    row=getitem,
 )
 _LIST = BatchType(
     len,
     lambda value, start, stop: value[start:stop],
     lambda values: list(chain.from_iterable(values)),
     lambda value, numbers: [value[number] for number in numbers.tolist()],
+    row=getitem,
 )
 _FRAME = BatchType(
     len,
@@ -276,9 +281,14 @@ _FRAME = BatchType(
     lambda values: sys.modules["pandas"].concat(list(values)),
     lambda value, numbers: value.iloc[numbers],
     getitem,
+    lambda value, number: value.iloc[number],
 )
 _DATASET = BatchType(
-    len, _dataset_split, lambda values: sys.modules["datasets"].concatenate_datasets(list(values)), column=getitem
+    len,
+    _dataset_split,
+    lambda values: sys.modules["datasets"].concatenate_datasets(list(values)),
+    column=getitem,
+    row=getitem,
 )
 _PROTO = BatchType(len, _proto_split, lambda values: type(values[0]).concat(list(values)))
 KNOWN_BY_NAME: dict[tuple[str, str], BatchType | ColumnsType] = {  # names, because a lookup must not import

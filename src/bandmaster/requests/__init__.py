@@ -4,4 +4,7 @@
 
     RequestMethod ──► Request ──► Router: a replica for it, or it waits ──► Workers.request ──► ranks
     Future        ◄── Request ◄── replies, read by the thread that waits, or by LoopReader in an event loop
+
+    RequestMethod.map ──► parts (pure) ──► MapSource, fed by `flow`: the next request when one has ended ──► Router
+    Mapped: part by part, or MapResult ◄──────┘
 """

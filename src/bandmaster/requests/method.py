@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypedDict, TypeVar
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import CallOptions
-from bandmaster.calls.request import encode_group
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
-from bandmaster.codec import Payload
-from bandmaster.errors import ArgumentError, UsageError
+from bandmaster.errors import UsageError
+from bandmaster.plan.arguments import ArgumentGroup
+from bandmaster.plan.binding import bind
+from bandmaster.requests.arguments import Arguments
+from bandmaster.requests.parts import MapOptions
 from bandmaster.requests.request import Request, RequestFuture
 from bandmaster.requests.router import ANY, Router, Target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from bandmaster.requests.map import Mapped
 
 P = ParamSpec("P")
 G = TypeVar("G", covariant=True)
@@ -49,6 +53,8 @@ class RequestMethod(Generic[P, G]):
         ['A', 'B', 'C']
     """
 
+    beside: Sequence[tuple[str, Any]] = ()  # keyword arguments that are not the method's, but the library's
+
     def __init__(
         self,
         group: object,
@@ -71,8 +77,7 @@ class RequestMethod(Generic[P, G]):
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
             CallTimeout: No place became free within the request's ``timeout``. It was not sent.
         """
-        router, request = self._made(args, kwargs)
-        return self._sent(request, lambda: router.submit(request, self._target))
+        return self._sent(*self._made(args, kwargs))
 
     submit = __call__
 
@@ -85,9 +90,75 @@ class RequestMethod(Generic[P, G]):
         Raises:
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
         """
-        router, request = self._made(args, kwargs)
+        router, request, _ = self._made(args, kwargs)
         request.is_listed = True
-        return self._sent(request, lambda: router.send(request, router.replicas))
+        return self._sent(router, request, Target(is_all=True))
+
+    def map(
+        self,
+        /,
+        *args: Any,
+        in_flight: int | None = None,
+        chunk: int | None = None,
+        group_by: str | None = None,
+        on_error: str = "raise",
+        maxsize: int | None = None,
+        **kwargs: Any,
+    ) -> Mapped:
+        """Send one request for each row, or chunk of rows, of the batches among the arguments.
+
+        Arguments that are batches by their type are cut (see `bandmaster.plan.batch`), unless the method was registered
+        with ``arguments={"name": Broadcast()}``; all others go with each request. Each request goes to the replica that
+        is least busy when there is a place, or to that of the `options`; their ``timeout`` is the deadline of each
+        request, after which it is cancelled. The call does not wait: requests are sent as others end, also while no
+        thread waits for the map. They take what the arguments are now. Rows of futures are read where they lie, by the
+        replica that gets them, and may be missing yet.
+
+        Args:
+            *args: The arguments of the method; parameters that have the names of these options go by position.
+            in_flight: Most requests of the map that are open at a time; by default as many as the replicas have places
+                for.
+            chunk: Most rows of a request, which gets a batch; None sends a request for each row, which gets the row
+                itself: an item of a list, a row of an array, a dict of the rows of columns.
+            group_by: The name of the column, or the argument, whose equal values keep rows in one chunk.
+            on_error: With ``"return"``, a request that fails does not end the map: an iteration yields its failed
+                future, and the whole is a `PartialResult`.
+            maxsize: Most requests that are open, or done and not taken by an iteration; None sets no limit.
+            **kwargs: The arguments of the method by name.
+
+        Returns:
+            The map, which is iterated over as requests end, or asked for the whole in the order of the rows.
+
+        Raises:
+            ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
+            BatchError: No argument is a batch, their row counts differ, or ``group_by`` names no column.
+            UsageError: An option is invalid, or the group has not its turn.
+
+        Example:
+            >>> import bandmaster as bm
+            >>> class Rollout(bm.Worker):
+            ...     @bm.register(bm.Dispatch.REQUEST, concurrency=100)
+            ...     async def chat(self, prompt, end):
+            ...         return prompt.upper() + end
+            ...     @bm.register(bm.Dispatch.REQUEST)
+            ...     def lengths(self, prompts):
+            ...         return [len(prompt) for prompt in prompts]
+            >>> with bm.ResourcePool([2], backend="inprocess") as pool:
+            ...     rollout = bm.WorkerGroup(pool, Rollout)
+            ...     print(rollout.chat.map(["a", "b", "c"], end="!").result())
+            ...     print(rollout.lengths.map(["a", "bb", "ccc"], chunk=2).result())
+            ...     print(sorted((item.numbers[0], item.result()) for item in rollout.chat.map(["x", "y"], end="?")))
+            ['A!', 'B!', 'C!']
+            [1, 2, 3]
+            [(0, 'X?'), (1, 'Y?')]
+        """
+        from bandmaster.requests.map import open_map
+        from bandmaster.requests.source import MapCall
+
+        spec, submitter, how = self._spec, self._submitter, MapOptions(in_flight, chunk, group_by, on_error, maxsize)
+        router, site = Router.of(submitter, spec), submitter.site(spec.name, self._options)
+        call = MapCall(self._group, submitter, router, site, self._target, how, self.beside)
+        return open_map(call, spec, bind(spec.label, spec.signature, args, kwargs))
 
     def options(self, /, **options: Unpack[RequestOptions]) -> RequestMethod[P, G]:
         """A copy of this method with other options.
@@ -132,33 +203,30 @@ class RequestMethod(Generic[P, G]):
             f"{self._spec.label} is a request, which has one value and no stream; await {self._spec.name}(...)"
         )
 
-    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request]:
-        """The router of the method, and a request for it that was not sent."""
+    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request, Target]:
+        """The router of the method, a request for it that was not sent, and the choice of its replica."""
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)
-        return router, Request(site, self._payload(args, kwargs), router)
+        request = Request(site, Arguments.of(self._arguments(args, kwargs), self._spec.label), router)
+        if request.arguments is not None and request.arguments.rows is not None:
+            request.parents = [value for _, value in request.arguments.rows.items if not value.done()]
+        return router, request, self._target
 
-    def _sent(self, request: Request, send: Callable[[], object]) -> Future[Any]:
+    def _sent(self, router: Router, request: Request, target: Target) -> Future[Any]:
         """Send a request. If no future is returned, as Ctrl-C or a deadline has come, it is cancelled."""
         future: Future[Any] = RequestFuture(request, self._group)
         try:
             with self._submitter.admitted(self._spec.label):
-                send()
+                router.submit(request, target)
         except BaseException:
             request.cancel()
             raise
         return future
 
-    def _payload(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Payload:
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentGroup:
         spec = self._spec
         group = spec.plan(args, kwargs, spec.registration.protocol.outgoing).groups[0]  # type: ignore[union-attr]
-        for (_, value), name in zip(group.items, group.names, strict=False):
-            if isinstance(value, Future):
-                raise ArgumentError(
-                    f"argument {name!r} of {spec.label} is a future, but requests take values; pass the value that "
-                    "`await` or result() returns"
-                )
-        return encode_group(group, spec.label).private()
+        return group.beside(self.beside)
 
     def __repr__(self) -> str:
         return f"<request method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

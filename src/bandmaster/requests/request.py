@@ -9,13 +9,14 @@ from bandmaster.calls.future import Future
 from bandmaster.calls.outcome import error_of
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
-from bandmaster.calls.result import Done, Result, WatchedResult
+from bandmaster.calls.result import Done, Result, RowsResult, late, wait_for_all
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Ticket, Workers
-from bandmaster.errors import CallCancelled, CallTimeout
+from bandmaster.contract import Reply, Ticket, Workers
+from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, RowsLost
 from bandmaster.errors.failure import Failure
 from bandmaster.platform.deadline import Deadline
-from bandmaster.rows.table import Table
+from bandmaster.requests.arguments import Arguments
+from bandmaster.rows.kept import KeptPart, KeptRows
 
 if TYPE_CHECKING:
     import asyncio
@@ -65,7 +66,17 @@ class SendsRequests(Protocol):
         """Take back a request that waits for a place."""
 
 
-class Request(WatchedResult):
+class HasParts(Protocol):
+    """A map, as far as its requests know it; see `bandmaster.requests.source`."""
+
+    def note(self, request: Request) -> None:
+        """Have the thread of callbacks look at a request that has ended, or that a place may be free for."""
+
+    def look(self) -> bool:
+        """Take the requests that have ended, and send others."""
+
+
+class Request(RowsResult):
     """One request.
 
     ::
@@ -73,21 +84,32 @@ class Request(WatchedResult):
         WAITING for a place ── a replica is chosen ──► SENT ── its ranks have replied ──► is_done ── first wait ──► DONE
 
     Attributes:
-        payload: Its arguments, until it is sent.
+        arguments: Its arguments, until its result was made.
+        parents: The futures of the rows that it takes, as far as these may be missing.
         router: The router that has chosen its replica, or will.
         replicas: The replicas that run it; empty as long as it waits for a place.
         tickets: The ticket of each rank, once it is sent.
         is_done: Whether its ranks have replied, or never will. Set by one assignment, by any thread.
         is_listed: Whether its value is the list of the values of all its replicas.
+        source: The map that it is a part of, which is told of its end; None if it is no part.
         waiters: The futures of event loops that wait for it, with their readers.
         outcome: None; workers look at it as at that of a ticket.
     """
 
     outcome = None
 
-    def __init__(self, site: CallSite, payload: Payload, router: SendsRequests) -> None:
-        super().__init__(site, keeps_rows=False)
-        self.payload: Payload | None = payload
+    def __init__(
+        self,
+        site: CallSite,
+        arguments: Arguments,
+        router: SendsRequests,
+        keeps_rows: bool = False,
+        source: HasParts | None = None,
+    ) -> None:
+        super().__init__(site, keeps_rows)
+        self.arguments: Arguments | None = arguments
+        self.parents: Sequence[Future[Any]] = ()
+        self.source = source
         self.router, self.workers = router, router.workers
         self.replicas: Sequence[Replica] = ()
         self.tickets: dict[int, Ticket] = {}
@@ -98,8 +120,20 @@ class Request(WatchedResult):
 
     @property
     def waits_for(self) -> Sequence[Result]:
-        """None: it waits for a place, which any request may free."""
-        return ()
+        """The calls of the rows that it takes. A place may be freed by any request."""
+        return [parent._call for parent in self.parents]
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the rows that it takes are there, or never will be."""
+        if self.parents and all(parent._call.done is not None for parent in self.parents):
+            self.parents = ()
+        return not self.parents
+
+    @property
+    def reply(self) -> Reply:
+        """The fate of the value that its method returns."""
+        return Reply.KEEP if self.keeps_rows else Reply.RETURN
 
     @property
     def n_ranks(self) -> int:
@@ -126,7 +160,7 @@ class Request(WatchedResult):
         if self.is_done:
             return "done"
         if not self.replicas:
-            return "waiting for a free replica"
+            return "waiting for a free replica" if self.has_rows else "waiting for the rows that it takes"
         return f"{'cancelled, ' if self.is_cancelled else ''}waiting for rank {', '.join(map(str, self.missing))}"
 
     def stacks(self) -> Mapping[int, str]:
@@ -135,6 +169,8 @@ class Request(WatchedResult):
 
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
+        if not self.has_rows:
+            return late(self, timeout_s, "takes its rows")
         if not self.replicas:
             n = len(self.router.replicas)
             return CallTimeout(
@@ -161,8 +197,15 @@ class Request(WatchedResult):
         for reader, waiter in list(self.waiters):
             reader.forget(self)
             reader.tell(waiter)
-        if self.is_watched:
+        self.nudge()
+
+    def nudge(self) -> bool:
+        """Have the thread of callbacks look at it, or at its map; False if that thread does not watch it."""
+        if self.source is not None:
+            self.source.note(self)
+        elif self.is_watched:
             progress.look_at(self)
+        return self.is_watched or self.source is not None
 
     def fail(self, why: BaseException) -> None:
         """End without having been sent, for a reason."""
@@ -181,6 +224,12 @@ class Request(WatchedResult):
             self.end()
         return True
 
+    def expire(self, why: BaseException) -> None:
+        """Cancel it for a reason, which is its error at once, though its coroutine may have to end."""
+        with self.lock:
+            self.done = self.done or Done(why)
+        self.cancel()
+
     # --- waiting ---
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -189,11 +238,17 @@ class Request(WatchedResult):
             return True
         return self._wait(Deadline(timeout_s), lambda: self.is_done) and self._conclude()
 
+    def wait_until_ended(self, timeout_s: float | None) -> bool:
+        """Wait until its ranks have replied, though it may have its result before; False if the time is over."""
+        return self._wait(Deadline(timeout_s), lambda: self.is_done)
+
     def wait_until_sent(self, timeout_s: float | None) -> bool:
         """Wait for a place; False if the time is over before."""
         return self._wait(Deadline(timeout_s), lambda: self.is_done or bool(self.replicas))
 
     def _wait(self, deadline: Deadline, is_over: Callable[[], bool]) -> bool:
+        if not (is_over() or wait_for_all(self.parents, deadline)):
+            return False
         while True:
             self.router.advance()
             if is_over():
@@ -216,7 +271,7 @@ class Request(WatchedResult):
         with self.lock:
             if self.done is None:
                 self.done = self._made()
-        self.tickets, self.payload = {}, None
+        self.tickets, self.arguments = {}, None
         return True
 
     def _made(self) -> Done:
@@ -224,29 +279,44 @@ class Request(WatchedResult):
             return Done(CallCancelled(f"{self.site.method} was cancelled; make the request again"))
         if self._why is not None:
             return Done(self._why)
-        values, failures = [], {}
+        values: list[Any] = []
+        failures: dict[int, Failure] = {}
         for replica in self.replicas:
             for rank in replica.ranks:
                 outcome = self.workers.fetch(self.tickets[rank])
                 if isinstance(outcome, Failure):
                     failures[rank] = outcome
                 elif rank == replica.ranks[0]:
+                    if self.keeps_rows:
+                        part = KeptPart(self.site.method, rank, outcome, self.workers)
+                        values.append(KeptRows([part], None))
+                        continue
                     assert isinstance(outcome, Payload), "the value of a request is returned"
                     try:
                         values.append(decode(outcome))
                     except BaseException as error:  # the user's objects may raise anything as they are unpickled
-                        before, self._was_interrupted = self._was_interrupted, isinstance(error, KeyboardInterrupt)
-                        failures[rank] = Failure.unreadable(error, before)
+                        failures[rank] = self._unreadable(error)
         if failures:
             return Done(error_of(self.site, failures))
+        if self.keeps_rows:
+            self._rows = values[0]
+            return Done(is_here=False)
         return Done(value=values if self.is_listed else values[0])
 
-    def table(self) -> Table:
-        """Not called: a request keeps no rows."""
-        raise AssertionError("the future has checked keeps_rows")
-
     def _brought(self, deadline: Deadline) -> Done:
-        raise AssertionError("its value is here")
+        assert self._rows is not None, "rows were kept"
+        ((rank, part),) = self._rows.parts.items()
+        try:
+            return Done(value=part.value(deadline))
+        except (RowsLost, CallTimeout, ResourceError):
+            raise
+        except BaseException as error:  # the user's objects may raise anything as they are unpickled
+            return Done(error_of(self.site, {rank or 0: self._unreadable(error)}))
+
+    def _unreadable(self, error: BaseException) -> Failure:
+        """The failure of a value that raised when it was decoded; raises the error again if Ctrl-C caused it."""
+        before, self._was_interrupted = self._was_interrupted, isinstance(error, KeyboardInterrupt)
+        return Failure.unreadable(error, before)
 
 
 class _News:

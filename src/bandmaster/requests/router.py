@@ -18,15 +18,14 @@ from functools import partial
 from typing import Any
 
 from bandmaster.calls.open_work import OpenWork
-from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import Reply, Ticket, WorkerCall, WorkerRequest, Workers
+from bandmaster.contract import Reply, Ticket, WorkerCall, Workers
 from bandmaster.errors import ResourceError
 from bandmaster.plan.rows import replicas
 from bandmaster.platform.deadline import Deadline
-from bandmaster.requests.request import Replica, Request
+from bandmaster.requests.request import HasParts, Replica, Request
 
 STACKS_FRESH_S = 0.5  # stacks that were read so long ago are shown again
 MOST_KEYS = 100_000  # whose replicas are known; the one that was used longest ago is forgotten first
@@ -40,11 +39,13 @@ class Target:
         key: Requests with equal keys go to one replica, as long as it is not much busier than others; None for no key.
         replica: The number of the replica; None for the one with the fewest open requests.
         spill: How many open requests more than the least busy one the replica of a key may have.
+        is_all: Whether all replicas get it, whether or not they have a place for it.
     """
 
     key: Hashable = None
     replica: int | None = None
     spill: int = 16
+    is_all: bool = False
 
 
 ANY = Target()
@@ -60,6 +61,7 @@ class Router:
         concurrency: Most requests of the method that a replica runs at a time.
         replicas: The replicas.
         waiting: The requests that wait for a place.
+        sources: The maps that send more requests.
     """
 
     def __init__(self, submitter: Submitter, spec: MethodSpec, workers: Workers) -> None:
@@ -68,6 +70,7 @@ class Router:
         self.is_exclusive, self.concurrency = not spec.is_async, spec.registration.concurrency
         self.replicas = tuple(map(Replica, replicas(spec.mesh, protocol)))
         self.waiting: deque[tuple[Request, Target]] = deque()
+        self.sources: dict[HasParts, None] = {}
         self.site: CallSite = submitter.site(spec.name)
         self._work: OpenWork = submitter.work
         self._lock = submitter.work.sending
@@ -97,18 +100,17 @@ class Router:
             CallTimeout: No place has become free in time.
             ResourceError: The system allows no more threads or descriptors.
         """
-        loop = _running_loop()
+        loop, parents = _running_loop(), request.parents
         self._work.read_in_background()
         with self._lock:
-            self._flush_others()
-            replica = None if self.waiting else self._choose(target)
-            if replica is None:
-                self.waiting.append((request, target))
-            else:
-                self._put(request, (replica,))
+            is_chosen = self._put_or_wait(request, target)
             if loop is None:
                 self._flush_all()
-        if loop is not None and replica is not None:
+        if parents:
+            request.read_in_background()
+            for parent in parents:
+                parent.add_done_callback(lambda _: request.nudge())
+        elif loop is not None and is_chosen:
             self._flush_soon(loop)
         elif loop is not None:
             from bandmaster.requests.reader import LoopReader
@@ -117,8 +119,23 @@ class Router:
             reader.add(request)
             self._readers[reader] = None
             self.advance()  # a place may have become free meanwhile
-        elif replica is None:
+        elif not is_chosen:
             self._wait_for_place(request)
+
+    def put(self, request: Request, target: Target) -> bool:
+        """Choose a replica for a request, which `flush` then sends, or have it wait for one; False if it has to."""
+        self._work.read_in_background()
+        with self._lock:
+            return self._put_or_wait(request, target)
+
+    def _put_or_wait(self, request: Request, target: Target) -> bool:
+        self._flush_others()
+        chosen = None if self.waiting and not target.is_all else self._choose(request, target)
+        if chosen is None:
+            self.waiting.append((request, target))
+        else:
+            self._put(request, chosen)
+        return chosen is not None
 
     def _wait_for_place(self, request: Request) -> None:
         timeout_s = request.site.limits().timeout
@@ -126,8 +143,12 @@ class Router:
             assert timeout_s is not None, "only a deadline ends the wait early"
             raise request.late(timeout_s)
 
-    def _choose(self, target: Target) -> Replica | None:
-        """The replica for a request; None if it has to wait."""
+    def _choose(self, request: Request, target: Target) -> Sequence[Replica] | None:
+        """The replicas for a request; None if it has to wait."""
+        if not request.has_rows:
+            return None
+        if target.is_all:
+            return self.replicas
         renewed = self._work.renewed
         if target.replica is not None:
             chosen = self.replicas[target.replica]
@@ -152,13 +173,13 @@ class Router:
             self._of_key.popitem(last=False)
         return found
 
-    def _with_place(self, replica: Replica) -> Replica | None:
-        return replica if len(replica.open) < self.concurrency else None
+    def _with_place(self, replica: Replica) -> Sequence[Replica] | None:
+        return (replica,) if len(replica.open) < self.concurrency else None
 
     @property
     def can_advance(self) -> bool:
         """Whether a request that waits can be sent."""
-        return self._has_place and any(self._choose(target) is not None for _, target in list(self.waiting))
+        return self._has_place and any(self._choose(*waiting) is not None for waiting in list(self.waiting))
 
     @property
     def _has_place(self) -> bool:
@@ -175,27 +196,15 @@ class Router:
                 kept: list[tuple[Request, Target]] = []
                 while self._has_place:
                     request, target = self.waiting.popleft()
-                    replica = self._choose(target)
-                    if replica is None:
+                    chosen = self._choose(request, target)
+                    if chosen is None:
                         kept.append((request, target))
                     else:
-                        self._put(request, (replica,))
+                        self._put(request, chosen)
                 self.waiting.extendleft(reversed(kept))
             self._flush_all()
 
     # --- sending ---
-
-    def send(self, request: Request, chosen: Sequence[Replica]) -> None:
-        """Send a request to some replicas: now, or at the end of this round of the event loop."""
-        loop = _running_loop()
-        self._work.read_in_background()
-        with self._lock:
-            self._flush_others()
-            self._put(request, chosen)
-            if loop is None:
-                self._flush_all()
-        if loop is not None:
-            self._flush_soon(loop)
 
     def _flush_soon(self, loop: Any) -> None:
         if self._flushed_by is not loop:
@@ -229,20 +238,30 @@ class Router:
 
     def _flush(self, replica: Replica) -> None:
         """Send the requests in an outbox; the lock is held."""
-        batch, replica.outbox = replica.outbox, []
-        for request in [request for request in batch if request.is_cancelled]:
-            batch.remove(request)
-            request.end()
+        outbox, replica.outbox = replica.outbox, []
+        calls: dict[Request, WorkerCall] = {}
+        for request in outbox:
+            arguments = request.arguments
+            if request.is_cancelled or arguments is None:
+                request.end()
+                continue
+            try:
+                calls[request] = arguments.call(self.workers, self.method, request.site.method)
+            except Exception as error:  # rows were lost, there is no memory, or the group was closed
+                request.fail(error)
+        batch = list(calls)
         try:
-            parts = self.workers.put([request.payload for request in batch if request.payload is not None])
             for rank in replica.ranks:
-                reply = Reply.RETURN if rank == replica.ranks[0] else Reply.DROP
+                is_first = rank == replica.ranks[0]
+                sent = [
+                    call._replace(ranks=(rank,), reply=request.reply if is_first else Reply.DROP)
+                    for request, call in calls.items()
+                ]
                 if self.is_exclusive:
-                    for request, part in zip(batch, parts, strict=True):
-                        self._call(request, rank, WorkerCall((rank,), self.method, (part,), reply))
+                    for request, call in zip(batch, sent, strict=True):
+                        self._call(request, rank, call)
                 else:
-                    requests = [WorkerRequest(self.method, part, reply) for part in parts]
-                    self.workers.request(rank, requests, partial(_take, batch, rank))
+                    self.workers.request(rank, sent, partial(_take, batch, rank))
         except Exception as error:  # there is no memory, or the group was closed
             for request in batch:
                 request.fail(error)
@@ -276,8 +295,7 @@ class Router:
                 if not reader.call(self.advance):
                     self._readers.pop(reader, None)
             if not self._readers:
-                for waiting in [waiting for waiting, _ in list(self.waiting) if waiting.is_watched]:
-                    progress.look_at(waiting)
+                any(waiting.nudge() for waiting, _ in list(self.waiting))  # one is enough
 
     def withdraw(self, request: Request) -> None:
         """Take back a request that waits for a place."""
@@ -293,9 +311,14 @@ class Router:
         Raises:
             CallTimeout: One took too long.
         """
-        for request in self._open():
-            if not request.wait(deadline.left()):
-                raise request.late(deadline.timeout_s or 0.0)
+        while True:
+            for source in list(self.sources):  # which send requests as others end
+                source.look()
+            if not (requests := self._open()):
+                return
+            for request in requests:
+                if not request.wait_until_ended(deadline.left()):
+                    raise request.late(deadline.timeout_s or 0.0)
 
     def _open(self) -> list[Request]:
         waiting = [request for request, _ in list(self.waiting)]
@@ -303,13 +326,14 @@ class Router:
 
     @property
     def is_ended(self) -> bool:
-        """Whether no request is open."""
-        return not (self.waiting or any(replica.open for replica in self.replicas))
+        """Whether no request is open, but for those of maps, which are calls in parts themselves."""
+        return all(request.source is not None for request in self._open())
 
     def cancel(self) -> bool:
-        """Cancel all open requests."""
+        """Cancel all open requests but for those of maps."""
         for request in reversed(self._open()):  # those that wait first, so that none is sent meanwhile
-            request.cancel()
+            if request.source is None:
+                request.cancel()
         return True
 
 

@@ -277,11 +277,13 @@ class Elsewhere:
         blocks: The blocks of a table, with labels in place of the parts.
         shares: For each rank the ``(start, stop)`` of its rows; None if every rank gets all rows.
         batch_types: The batch types that the sender has registered, each pickled.
+        is_row: Whether it stands for its only row itself, as `bandmaster.plan.batch.Batch.row` returns it.
     """
 
     blocks: tuple[Block, ...]
     shares: Mapping[int, tuple[int, int]] | None = None
     batch_types: tuple[bytes, ...] = ()
+    is_row: bool = False
 
     def share(self, rank: int) -> Table:
         """The table of the rows of a rank."""

@@ -282,6 +282,16 @@ class BackendContract:
             group.open.all().result()
             assert [future.result() for future in held] == [0, 1, 0, 1]
 
+    def test_requests_read_the_rows_that_they_take_and_leave_theirs(self) -> None:
+        """A map over rows that lie on the ranks, small or large, leaves its own there, which other requests take."""
+        with self.group(2, Asked) as group:
+            for n in (2, LARGE):
+                rows = group.put({"id": np.arange(6), "wide": np.ones((6, n))})
+                for _ in range(2):
+                    rows = group.add.map(rows[::-1], chunk=2).future
+                assert rows.result()["wide"].tolist() == np.full((6, n), 3.0).tolist()
+                assert group.add(rows[2:4]).result()["id"].tolist() == [2, 3]
+
     def test_a_call_begins_when_the_requests_before_it_have_ended(self) -> None:
         """A call of all ranks runs alone: after the requests that were sent before, and before those behind it."""
         self._needs_processes()

@@ -75,6 +75,12 @@ class Asked(Worker):
         return self.rank, value
 
     @register(Dispatch.REQUEST, concurrency=8)
+    async def add(self, rows: dict[str, Any]) -> dict[str, Any]:
+        """Add 1 in place to the column ``wide`` of some rows."""
+        rows["wide"] += 1
+        return rows
+
+    @register(Dispatch.REQUEST, concurrency=8)
     async def hold(self) -> int:
         """Return the rank once `open` was called."""
         try:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import CLOSED, QUEUED, Kept, Ticket, WorkerCall, WorkerRequest
+from bandmaster.contract import CLOSED, QUEUED, Kept, Ticket, WorkerCall
 from bandmaster.errors import ClosedError, ResourceError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.limits import start_thread
@@ -30,6 +30,7 @@ from bandmaster.wire.messages import (
     INLINE_NBYTES,
     MAX_MESSAGE_NBYTES,
     MAX_PARTS_NBYTES,
+    CallContent,
     Closed,
     MessageKind,
     ReplyKind,
@@ -64,10 +65,11 @@ class LaneClient(Client):
 
     Args:
         how_it_died: Says how a rank ended whose lane broke.
+        first: The number of the first message; no two callers of a worker use the same numbers.
     """
 
-    def __init__(self, how_it_died: Callable[[int], Failure]) -> None:
-        super().__init__(Poller(), itertools.count(1))
+    def __init__(self, how_it_died: Callable[[int], Failure], first: int = 1) -> None:
+        super().__init__(Poller(), itertools.count(first))
         self.processes: dict[int, int] = {}
         self.is_stopped, self._why_closed = False, CLOSED
         self._how_it_died = how_it_died
@@ -168,18 +170,18 @@ class LaneClient(Client):
         """Have a worker leave its lane, once it has done what was sent before; the lock is held."""
         self._send_control(rank, control_message(MessageKind.PAUSE))
 
-    def request(self, rank: int, requests: Sequence[WorkerRequest], take: Callable[[Sequence[Ticket]], object]) -> None:
+    def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         """Send requests to a rank; see `contract.Workers.request`."""
         with self.lock:
             if self.is_stopped:
                 raise ClosedError(self._why_closed)
-            numbered = list(zip(requests, self._new_requests(rank, len(requests), take), strict=False))
+            fitting = [self._that_fits(call) if len(call.parts) > 1 or call.rows else call for call in requests]
+            numbered = list(zip(fitting, self._new_requests(rank, len(requests), take), strict=False))
             for some in as_fit(numbered, _nbytes_of):
                 segments: list[Segment] = []
-                content = [
-                    (ticket.number, method, int(reply), _named(part, segments))
-                    for (method, part, reply), ticket in some
-                ]
+                content = [(ticket.number, self._content_of(call, segments)) for call, ticket in some]
+                if segments:
+                    self._have_leases_ended()
                 for segment in segments:
                     self._writer.lease(segment, rank)
                 message = control_message(MessageKind.REQUESTS, content)
@@ -202,15 +204,11 @@ class LaneClient(Client):
         if not ranks:
             return  # nor is there a segment any more, if the lanes were closed
         segments: list[Segment] = []
-        parts = call.parts
-        if len(parts) != 1 or type(parts[0]) is SharedPayload:  # else it is small, as most are
-            parts = tuple([_named(part, segments) for part in parts])
-        rows = [(label, _named(part, segments)) for label, part in call.rows] if call.rows else ()
-        present = _named(self._numbers_of(call.present), segments) if call.present else None
+        content = self._content_of(call, segments)
         if segments:
             self._have_leases_ended()
         flags = (MessageKind.FENCED if call.is_fenced else 0) | (MessageKind.TIMED if call.is_timed else 0)
-        message = call_message(number, (call.method, int(call.reply), parts, rows, present), flags)
+        message = call_message(number, content, flags)
         for rank in ranks:
             open_here, queue = self._open[rank], self._queues[rank]
             open_here[number] = tickets[rank] = ticket = MessageTicket(number)
@@ -224,6 +222,15 @@ class LaneClient(Client):
                     pass
             queue.append((message, segments, (ticket,)))
             self._flush(rank)
+
+    def _content_of(self, call: WorkerCall, segments: list[Segment]) -> CallContent:
+        """The content of a message with a call; the segments that it names are added to the list."""
+        parts = call.parts
+        if len(parts) != 1 or type(parts[0]) is SharedPayload:  # else it is small, as most are
+            parts = tuple([_named(part, segments) for part in parts])
+        rows = [(label, _named(part, segments)) for label, part in call.rows] if call.rows else ()
+        present = _named(self._numbers_of(call.present), segments) if call.present else None
+        return call.method, int(call.reply), parts, rows, present
 
     def _numbers_of(self, present: Mapping[int, Any]) -> Any:
         """The part of the numbers of rows, which may take more than a message has room for."""
@@ -366,6 +373,21 @@ class LaneClient(Client):
 
     # --- workers that come and go ---
 
+    def admit(self, rank: int, caller: socket.socket) -> bool:
+        """Have a rank serve a further caller, which has the other end of this socket, by a lane of its own.
+
+        Returns:
+            Whether it was told; if not, it has died, or has not read what it was sent before.
+        """
+        with self.lock:
+            if self.is_stopped or rank in self.deaths or self._queues[rank]:
+                return False
+            try:
+                self._lanes[rank].send_socket(control_message(MessageKind.CALLER), caller)
+            except (Closed, OSError):
+                return False
+            return True
+
     def add(self, rank: int, sock: socket.socket, pid: int) -> None:
         """Reach a rank by a lane from here on, in place of the one that it may have had before it died.
 
@@ -375,17 +397,20 @@ class LaneClient(Client):
             pid: The process of the worker.
         """
         with self.lock:
-            before = self._lanes.pop(rank, None)
-            if before is not None:
-                self._poller.ignore(before.fileno())
-                del self.processes[rank]
-                before.close()
-            self._lanes[rank] = Lane(sock, self._writer, rank, self._buffer)
-            self.processes[rank] = pid
-            self._open[rank], self._requests[rank] = {}, {}
-            self._clear(rank)
-            self._poller.watch(sock.fileno(), partial(self._take, rank))
-            self.deaths.pop(rank, None)
+            self._add(rank, sock, pid)
+
+    def _add(self, rank: int, sock: socket.socket, pid: int) -> None:
+        before = self._lanes.pop(rank, None)
+        if before is not None:
+            self._poller.ignore(before.fileno())
+            del self.processes[rank]
+            before.close()
+        self._lanes[rank] = Lane(sock, self._writer, rank, self._buffer)
+        self.processes[rank] = pid
+        self._open[rank], self._requests[rank] = {}, {}
+        self._clear(rank)
+        self._poller.watch(sock.fileno(), partial(self._take, rank))
+        self.deaths.pop(rank, None)
 
     def note_death(self, rank: int, failure: Failure | None = None) -> None:
         """Note the death of a rank that its lane has not told of yet, or that has no lane.
@@ -400,17 +425,20 @@ class LaneClient(Client):
     def close(self, why: str = CLOSED) -> None:
         """Hang up on every worker; threads that wait are told that the workers are gone."""
         with self.lock:
-            if self.is_stopped:
-                return
-            self.is_stopped, self._why_closed = True, why
-            self._is_over.set()
-            for rank, lane in self._lanes.items():
-                if rank not in self.deaths:
-                    self.deaths[rank] = Failure(FailureKind.DIED, why)
-                    self._hang_up(rank)
-                lane.close()
-            self._poller.close()
-            self._writer.close()
+            self._close(why)
+
+    def _close(self, why: str) -> None:
+        if self.is_stopped:
+            return
+        self.is_stopped, self._why_closed = True, why
+        self._is_over.set()
+        for rank, lane in self._lanes.items():
+            if rank not in self.deaths:
+                self.deaths[rank] = Failure(FailureKind.DIED, why)
+                self._hang_up(rank)
+            lane.close()
+        self._poller.close()
+        self._writer.close()
 
     def _read_to_the_end(self, rank: int) -> None:
         """Take what a worker replied before it hung up; nothing is queued for it any more."""
@@ -442,10 +470,12 @@ def _is_call(outgoing: _Outgoing) -> bool:
     return len(tickets) == 1 and not isinstance(tickets[0], RequestTicket)
 
 
-def _nbytes_of(numbered: tuple[WorkerRequest, RequestTicket]) -> int:
+def _nbytes_of(numbered: tuple[WorkerCall, RequestTicket]) -> int:
     """The size of a request in a message, at most."""
-    method, part, _ = numbered[0]
-    return REQUEST_NBYTES + len(method) + (Payload(*part).nbytes if type(part) is tuple else 0)
+    call = numbered[0]
+    parts = [part for part in (*call.parts, *(part for _, part in call.rows)) if type(part) is tuple]
+    n_numbers = len(call.method) + 8 * sum(map(len, call.present.values()))
+    return REQUEST_NBYTES * (1 + 3 * len(call.rows)) + n_numbers + sum([Payload(*part).nbytes for part in parts])
 
 
 def _named(part: Any, segments: list[Segment]) -> Any:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from bandmaster.codec import Payload, decode
-from bandmaster.plan.batch import Batch, as_batch, copies_rows, learn_batch_type
+from bandmaster.plan.batch import Batch, as_batch, copies_rows, learn_batch_type, required_batch
 from bandmaster.rows.table import Elsewhere, assemble
 from bandmaster.wire.segment_reader import KeptFile, RowReaders, chunks_in, start_of
 
@@ -51,7 +51,8 @@ def with_rows(
         if type(argument) is Elsewhere:
             for pickled in argument.batch_types:
                 _learn(pickled)
-            yield key, assemble(argument.share(rank), read, view_of, present)
+            value = assemble(argument.share(rank), read, view_of, present)
+            yield key, required_batch(value).row(0) if argument.is_row else value
         else:
             yield key, argument
 

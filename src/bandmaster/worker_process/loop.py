@@ -7,9 +7,8 @@ import os
 import pickle
 import select
 from collections.abc import Sequence
-from typing import Any
 
-from bandmaster.codec import Payload, decode
+from bandmaster.codec import Payload
 from bandmaster.contract import Rows
 from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
@@ -24,10 +23,10 @@ from bandmaster.wire.messages import (
     read_small_call,
     reply_message,
 )
-from bandmaster.wire.segment_reader import NO_ROWS, RowReader, RowReaders
+from bandmaster.wire.segment_reader import NO_ROWS
 from bandmaster.wire.status_page import StatusPage
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.requests import Requests, reply
+from bandmaster.worker_process.requests import Requests, claimed, reply
 
 FENCE_LOOK_S, FENCE_MOST_S = 0.001, 0.05  # between two looks whether the worker may go on, at first and at most
 _log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class Loop:
     ``lane.body`` is the body of the message that has no reply yet, None between calls.
 
     Attributes:
-        lane: The lane to the controller.
+        lane: The lane that the last message came by: that of the controller, or of a worker that calls this one.
 
     Args:
         lane: The lane to the controller.
@@ -50,6 +49,7 @@ class Loop:
 
     def __init__(self, lane: Lane, executor: Executor, page: StatusPage) -> None:
         self.lane, self._executor, self._page = lane, executor, page
+        self._controller = lane
         self._error: BaseException | None = None  # raised outside of a method, and not handled yet
         self._failed = 0  # number of a failed call that other ranks may still run
         self._requests: Requests | None = None  # once there was one
@@ -67,7 +67,9 @@ class Loop:
                     try:
                         return self._run()
                     except Closed:
-                        return False
+                        if self.lane is self._controller:
+                            return False
+                        self.lane = self._controller  # the requests hang up on the other caller
                     except (Exception, KeyboardInterrupt) as error:
                         self._page.running = 0  # a plain assignment: a call could be interrupted by another exception
                         self._error = error
@@ -76,9 +78,11 @@ class Loop:
 
     def next_message(self) -> memoryview | None:
         """Wait for the next message; None ends `run`."""
-        lane = self.lane
         if self._requests is not None:
-            return self._requests.next_message()
+            self.lane = self._controller  # at whose end this ends
+            self.lane, handed = self._requests.next_message()
+            return handed
+        lane = self.lane
         while True:
             lane.wait_at_most(TELL_S if lane.has_leases else None)
             message = lane.receive()
@@ -87,17 +91,18 @@ class Loop:
             lane.tell()
 
     def _run(self) -> bool:
-        lane, executor = self.lane, self._executor
+        executor = self._executor
         if self._error is not None:
             self._reply_with_the_error()
         if self._failed:
             self._wait_at_the_fence()
         while (message := self.next_message()) is not None:
+            lane = self.lane
             kind, number = header_of(message)
             if kind == MessageKind.PAUSE:
                 return False
-            if kind == MessageKind.REQUESTS:  # from here on, the requests say which message is next
-                self._requests = Requests(lane, executor)
+            if kind in (MessageKind.REQUESTS, MessageKind.CALLER):  # from here on, the requests say which is next
+                self._requests = Requests(executor, lane)
                 self._requests.take(message)
                 continue
             if kind == MessageKind.ENVIRONMENT:
@@ -125,26 +130,13 @@ class Loop:
         parts: Sequence[Payload] | memoryview
         readers = NO_ROWS
         if kind & MessageKind.CALL:
-            method, reply, parts, readers = self._claimed(message)
+            method, reply, parts, readers = claimed(self.lane, read_call(message), {})
         else:
             method, reply, parts = read_small_call(message)
         self._page.begin(number)
         outcomes = [self._executor.call(method, reply, parts, readers, kind & MessageKind.TIMED != 0)]
         self._page.end()
         return outcomes.pop()  # the error of a failure refers to this frame
-
-    def _claimed(self, message: memoryview) -> tuple[str, int, list[Payload], RowReaders]:
-        """The content of a call: method, reply, the parts in memory of this process, and what reads kept rows."""
-        method, reply, parts, rows, present = read_call(message)
-        unpack = self.lane.unpack
-        known = {} if present is None else decode(unpack(present))
-        readers = {label: self._reader(part, known.get(label)) for label, part in rows}
-        return method, reply, [unpack(part) for part in parts], readers
-
-    def _reader(self, part: Any, present: Any) -> RowReader:
-        if type(part) is tuple:
-            return RowReader(Payload(*part).private, present=present)
-        return RowReader.of(self.lane.claim(part), present)
 
     def _reply_with_the_error(self) -> None:
         """Fail the call during which an error was raised, for example because it was interrupted or memory ran out."""

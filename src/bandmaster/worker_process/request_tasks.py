@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload
 from bandmaster.contract import Rows
 from bandmaster.errors.failure import Failure, FailureKind
-from bandmaster.wire.segment_reader import NO_ROWS
+from bandmaster.wire.segment_reader import RowReaders
+from bandmaster.worker_process.call_path import RunningRequest
+from bandmaster.worker_process.call_path import request as of_task
 from bandmaster.worker_process.executor import Executor
 
 Outcome = Payload | Rows | Failure | None
@@ -25,13 +27,17 @@ class ReceivedRequest(NamedTuple):
         number: Its number.
         method: Name of the method.
         reply: What happens to its value, a `Reply`.
-        arguments: Its arguments.
+        parts: Its arguments; or the error that it ends with, as they cannot be read.
+        rows: What reads the kept rows that these refer to.
+        caller: Whoever it came from.
     """
 
     number: int
     method: str
     reply: int
-    arguments: Payload
+    parts: Sequence[Payload] | OSError
+    rows: RowReaders
+    caller: Any = None
 
 
 class RequestTasks:
@@ -39,15 +45,15 @@ class RequestTasks:
 
     Args:
         executor: Has the worker.
-        ended: Called on the event loop with number and outcome of each request that has ended.
+        ended: Called on the event loop with each request that has ended, and its outcome.
     """
 
-    def __init__(self, executor: Executor, ended: Callable[[int, Outcome], object]) -> None:
+    def __init__(self, executor: Executor, ended: Callable[[ReceivedRequest, Outcome], object]) -> None:
         self._executor, self._ended = executor, ended
         self._loop = executor.event_loop()
         self._n_started = self._n_ended = 0  # each is counted by one thread
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._running: dict[int, tuple[str, float]] = {}  # method, and since when
+        self._running: dict[int, tuple[ReceivedRequest, float]] = {}  # and since when
         self._cancelled: set[int] = set()
 
     @property
@@ -67,9 +73,9 @@ class RequestTasks:
     def _start(self, requests: Sequence[ReceivedRequest], given_up: Collection[int]) -> None:
         for request in requests:
             if request.number in given_up:
-                self._ended(request.number, _CANCELLED)
+                self._ended(request, _CANCELLED)
                 continue
-            self._running[request.number] = request.method, monotonic()
+            self._running[request.number] = request, monotonic()
             self._tasks[request.number] = self._loop.loop.create_task(self._run(request))
         self._show()
 
@@ -83,8 +89,12 @@ class RequestTasks:
 
     async def _run(self, request: ReceivedRequest) -> None:
         executor, method = self._executor, request.method
+        running = RunningRequest(method)
+        of_task.set(running)
         try:
-            args, kwargs, value = executor.begun(method, [request.arguments], NO_ROWS)
+            if isinstance(request.parts, OSError):
+                raise request.parts
+            args, kwargs, value = executor.begun(method, request.parts, request.rows)
             if hasattr(value, "__await__"):
                 value = await value
             if executor.after:
@@ -92,6 +102,7 @@ class RequestTasks:
             outcome = executor.encoded(value, request.reply)
         except BaseException as error:  # the user's code may raise anything
             outcome = executor.failure(error)
+        running.is_over = True
         self._end(request.number, outcome)
         del outcome  # the error of a failure refers to this frame, which has the arguments
 
@@ -101,11 +112,16 @@ class RequestTasks:
             self._end(number, None)
 
     def _end(self, number: int, outcome: Outcome) -> None:
-        del self._tasks[number], self._running[number]
+        del self._tasks[number]
+        request, _ = self._running.pop(number)
         if number in self._cancelled:
             self._cancelled.remove(number)
             outcome = _CANCELLED
-        self._ended(number, outcome)
+        self._ended(request, outcome)
+
+    def numbers_of(self, caller: object) -> list[int]:
+        """The requests of a caller that run; on the event loop."""
+        return [number for number, (request, _) in self._running.items() if request.caller is caller]
 
     def count(self, n: int) -> None:
         """Count requests whose replies were sent, on the event loop."""
@@ -113,5 +129,6 @@ class RequestTasks:
         self._n_ended += n
 
     def _show(self) -> None:
-        method, since = next(iter(self._running.values()), ("", 0.0))
+        first, since = next(iter(self._running.values()), (None, 0.0))
+        method = "" if first is None else first.method
         self._executor.activity.show(method, since, max(0, len(self._running) - 1))

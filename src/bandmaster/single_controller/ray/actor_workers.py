@@ -32,7 +32,6 @@ from bandmaster.contract import (
     Ticket,
     WorkerCall,
     WorkerRecord,
-    WorkerRequest,
 )
 from bandmaster.errors import ClosedError, ConstructorError, PlacementError, RowsLost, UsageError, WorkerDied
 from bandmaster.errors.failure import N_LAST_LINES, Failure, FailureKind
@@ -398,7 +397,7 @@ class ActorWorkers:
         except RayError as error:
             return Failure.of(error)
 
-    def request(self, rank: int, requests: Sequence[WorkerRequest], take: Callable[[Sequence[Ticket]], object]) -> None:
+    def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         """Refuse: async methods of these actors overlap by Ray's own ``max_concurrency``."""
         raise UsageError(
             f"{requests[0].method} is registered as a request, which groups of actors do not have; use a "

@@ -55,10 +55,6 @@ class RayMethod(GroupMethod[..., Any, Any]):
         args, kwargs = tuple(map(resolved, args)), {key: resolved(value) for key, value in kwargs.items()}
         if not isinstance(protocol, Custom):
             return super()._send(args, kwargs, waits)
-        if self._flow.pull is not None:
-            raise UsageError(
-                f"{self._spec.label} has a dispatch function of its own, which pull= cannot cut into chunks"
-            )
         plan, n_padding = self._dispatched(protocol, args, kwargs)
         ranks = self._collected(protocol)
         finish = partial(self._collect, protocol.collect, ranks, n_padding)

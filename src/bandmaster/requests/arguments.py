@@ -1,0 +1,97 @@
+"""`Arguments`: those of one request, from the moment it is submitted until it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from bandmaster.calls.future import Claim, Future, claims_of
+from bandmaster.calls.request import encode_group
+from bandmaster.calls.row_arguments import RowsElsewhere
+from bandmaster.codec import Payload
+from bandmaster.contract import Reply, WorkerCall, Workers
+from bandmaster.errors import ArgumentError
+from bandmaster.plan.arguments import ArgumentGroup
+from bandmaster.plan.batch import Portion
+
+
+class Arguments(NamedTuple):
+    """The arguments of one request: values are encoded at once, and rows of futures are referred to when it is sent.
+
+    Attributes:
+        payload: The values.
+        rows: The futures, or portions of them.
+        claims: The claims on the rows of these.
+        shared: Other values, which several requests have in common.
+    """
+
+    payload: Payload | None
+    rows: ArgumentGroup | None = None
+    claims: Sequence[Claim] = ()
+    shared: Payload | None = None
+
+    @classmethod
+    def of(cls, group: ArgumentGroup, method: str) -> Arguments:
+        """The arguments of a group.
+
+        Args:
+            group: The group.
+            method: ``"Class.method"``, for messages.
+
+        Raises:
+            ArgumentError: One of them cannot be pickled, or is a future without rows.
+        """
+        named = _named(group)
+        rows = [(item, name) for item, name in named if isinstance(item[1], Future | Portion)]
+        if not rows:
+            return cls(encode_group(group, method).private())
+        futures = [value.value if isinstance(value, Portion) else value for (_, value), _ in rows]
+        for future, (_, name) in zip(futures, rows, strict=True):
+            check_has_rows(future, name, method)
+        values = [(item, name) for item, name in named if not isinstance(item[1], Future | Portion)]
+        payload = encode_group(_group(values, group), method).private() if values else None
+        return cls(payload, _group(rows, group), claims_of(futures, {}))
+
+    def beside(self, others: Arguments) -> Arguments:
+        """These, and arguments that several requests have in common."""
+        rows = self.rows or others.rows
+        if self.rows is not None and others.rows is not None:
+            rows = _group([*_named(self.rows), *_named(others.rows)], self.rows)
+        return Arguments(self.payload, rows, [*self.claims, *others.claims], others.payload)
+
+    def call(self, workers: Workers, method: str, label: str) -> WorkerCall:
+        """The call with these arguments, for no ranks yet. The rows of the futures are there.
+
+        Args:
+            workers: The workers that are to run it.
+            method: Their name of the method.
+            label: ``"Class.method"``, for messages.
+
+        Raises:
+            Exception: That of a future; rows were released; or there is no memory for the arguments.
+        """
+        payloads = [payload for payload in (self.shared, self.payload) if payload is not None]
+        if self.rows is None:
+            return WorkerCall((), method, tuple(workers.put(payloads)), Reply.DROP)
+        elsewhere = RowsElsewhere(label, workers)
+        payloads += [encode_group(group, label) for group in elsewhere.addressed([self.rows])]
+        rows = elsewhere.named([0], [part.placed(workers) for part in elsewhere.parts])
+        return WorkerCall((), method, tuple(workers.put(payloads)), Reply.DROP, rows, needed=elsewhere.needed([0]))
+
+
+def check_has_rows(value: Any, name: str, method: str) -> None:
+    """Raise ArgumentError for a future that has no rows; other values are fine."""
+    if isinstance(value, Future) and not value._call.keeps_rows:
+        raise ArgumentError(
+            f"argument {name!r} of {method} is a future of {value._call.site.method}, which leaves no rows on the "
+            "ranks; pass the value that `await` or result() returns"
+        )
+
+
+def _named(group: ArgumentGroup) -> list[tuple[tuple[int | str, Any], str]]:
+    return list(zip(group.items, group.names, strict=False))
+
+
+def _group(named: Sequence[tuple[tuple[int | str, Any], str]], like: ArgumentGroup) -> ArgumentGroup:
+    items, names = zip(*named, strict=True)
+    return like._replace(items=items, names=names)
