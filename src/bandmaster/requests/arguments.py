@@ -41,10 +41,15 @@ class Arguments(NamedTuple):
         Raises:
             ArgumentError: One of them cannot be pickled, or is a future without rows.
         """
+        for _, value in group.items:
+            if isinstance(value, Future | Portion):
+                return cls._with_rows(group, method)
+        return cls(encode_group(group, method).private())  # as most often
+
+    @classmethod
+    def _with_rows(cls, group: ArgumentGroup, method: str) -> Arguments:
         named = _named(group)
         rows = [(item, name) for item, name in named if isinstance(item[1], Future | Portion)]
-        if not rows:
-            return cls(encode_group(group, method).private())
         futures = [value.value if isinstance(value, Portion) else value for (_, value), _ in rows]
         for future, (_, name) in zip(futures, rows, strict=True):
             check_has_rows(future, name, method)
@@ -59,12 +64,14 @@ class Arguments(NamedTuple):
             rows = _group([*_named(self.rows), *_named(others.rows)], self.rows)
         return Arguments(self.payload, rows, [*self.claims, *others.claims], others.payload)
 
-    def call(self, workers: Workers, method: str, label: str) -> WorkerCall:
-        """The call with these arguments, for no ranks yet. The rows of the futures are there.
+    def call(self, workers: Workers, ranks: Sequence[int], method: str, reply: Reply, label: str) -> WorkerCall:
+        """The call with these arguments. The rows of the futures are there.
 
         Args:
-            workers: The workers that are to run it.
+            workers: The workers.
+            ranks: Those that are to run it.
             method: Their name of the method.
+            reply: What happens to its value.
             label: ``"Class.method"``, for messages.
 
         Raises:
@@ -72,11 +79,11 @@ class Arguments(NamedTuple):
         """
         payloads = [payload for payload in (self.shared, self.payload) if payload is not None]
         if self.rows is None:
-            return WorkerCall((), method, tuple(workers.put(payloads)), Reply.DROP)
+            return WorkerCall(ranks, method, tuple(workers.put(payloads)), reply)
         elsewhere = RowsElsewhere(label, workers)
         payloads += [encode_group(group, label) for group in elsewhere.addressed([self.rows])]
         rows = elsewhere.named([0], [part.placed(workers) for part in elsewhere.parts])
-        return WorkerCall((), method, tuple(workers.put(payloads)), Reply.DROP, rows, needed=elsewhere.needed([0]))
+        return WorkerCall(ranks, method, tuple(workers.put(payloads)), reply, rows, needed=elsewhere.needed([0]))
 
 
 def check_has_rows(value: Any, name: str, method: str) -> None:

@@ -246,17 +246,16 @@ class Router:
                 request.end()
                 continue
             try:
-                calls[request] = arguments.call(self.workers, self.method, request.site.method)
+                ranks, label = replica.ranks[:1], request.site.method
+                calls[request] = arguments.call(self.workers, ranks, self.method, request.reply, label)
             except Exception as error:  # rows were lost, there is no memory, or the group was closed
                 request.fail(error)
         batch = list(calls)
         try:
             for rank in replica.ranks:
-                is_first = rank == replica.ranks[0]
-                sent = [
-                    call._replace(ranks=(rank,), reply=request.reply if is_first else Reply.DROP)
-                    for request, call in calls.items()
-                ]
+                sent = list(calls.values())
+                if rank != replica.ranks[0]:
+                    sent = [call._replace(ranks=(rank,), reply=Reply.DROP) for call in sent]
                 if self.is_exclusive:
                     for request, call in zip(batch, sent, strict=True):
                         self._call(request, rank, call)
