@@ -12,6 +12,8 @@ import select
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -100,6 +102,56 @@ def agents():
 def test_ranks_of_a_host_are_called_together(group):
     pids = group.process()
     assert pids[0] == pids[1] != pids[2] and len(set(pids)) == 3
+
+
+# --- Ctrl-C ---
+
+
+@pytest.mark.parametrize("moment", ["set_workers", "take_deaths"])
+def test_a_group_that_ctrl_c_interrupts_as_it_has_started_or_ends_holds_no_agent(moment):
+    def press(frame, kind, what):
+        if kind == "call" and frame.f_code.co_name == moment:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    with bm.ResourcePool([2], backend="hosts") as pool:
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.setprofile(press)
+            bm.WorkerGroup(pool, Maker).close()
+        assert sys.getprofile() is None, "Ctrl-C was pressed"
+        assert [list(agent.groups) for agent in agents().values()] == [[]]
+        with bm.WorkerGroup(pool, Maker) as group:
+            assert len(group.process()) == 2
+
+
+ENDED_WHILE_IT_STARTS = """
+import threading
+from types import SimpleNamespace
+from bandmaster.hosts.agent import AgentServer, Host
+from bandmaster.hosts.handshake import Secret
+
+begun, may_start, why = threading.Event(), threading.Event(), []
+
+class Slow(Host):
+    def start(self, said, shows):
+        begun.set()
+        assert may_start.wait(20)
+        return SimpleNamespace(stop=why.append, arrivals=None, records=[], rendezvous={}), (0,)
+
+server = AgentServer(Secret.new(), "127.0.0.1", Slow(), "test")
+starts = threading.Thread(target=server.start, args=("group", None))
+starts.start()
+assert begun.wait(20)
+server.stop("group", "interrupted")
+may_start.set()
+starts.join()
+print(why)
+"""
+
+
+def test_the_ranks_of_a_group_that_is_ended_while_they_start_are_ended():
+    done = subprocess.run([sys.executable, "-c", ENDED_WHILE_IT_STARTS], capture_output=True, text=True, check=False)
+    assert done.stdout == "['interrupted']\n", done.stderr
 
 
 # --- rows between hosts ---

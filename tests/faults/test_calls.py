@@ -54,7 +54,22 @@ class Faulty(bm.Worker):
         raise ValueError("refused")
 
     @register(Dispatch.ONE_TO_ALL)
-    def has_seen(self):
+    async def refuse_later(self, array):
+        await asyncio.sleep(0)
+        self.refuse(array)
+
+    @register(Dispatch.REQUEST, concurrency=2)
+    async def refuse_request(self, array):
+        await self.refuse_later(array)
+
+    @register(Dispatch.REQUEST, concurrency=2)
+    async def return_a_lock(self, array):
+        with contextlib.suppress(ValueError):
+            self.refuse(array)
+        return threading.Lock()
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def has_seen(self):  # on the event loop, behind what that does for a call that has ended
         gc.enable()
         return self.seen() is not None
 
@@ -240,9 +255,19 @@ def test_a_method_raises_on_one_some_or_all_ranks(group, ranks):
 
 
 @pytest.mark.backends("local", "ray")
-def test_a_rank_frees_the_arguments_of_a_call_that_has_failed_without_a_garbage_collection(group):
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda group, array: group.refuse(array),
+        lambda group, array: group.refuse_later(array),
+        lambda group, array: group.refuse_request.all(array).result(),
+        lambda group, array: group.return_a_lock.all(array).result(),
+    ],
+    ids=["plain", "async", "request", "request with a bad value"],
+)
+def test_a_rank_frees_the_arguments_of_a_call_that_has_failed_without_a_garbage_collection(group, fail):
     with pytest.raises(RemoteError):
-        group.refuse(np.ones(1))
+        fail(group, np.ones(1))
     assert group.has_seen() == [False] * 3
 
 

@@ -1,5 +1,6 @@
 """Ctrl-C returns within a second or so, and the group is usable or cleanly closed: in scripts as a user runs them."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -803,3 +804,71 @@ def test_handles_are_what_they_were_when_ctrl_c_comes_as_rows_are_looked_for(mak
     assert rows.result().tolist() == [0, 1, 2, 3]
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(rows.result, 20).result().tolist() == [0, 1, 2, 3]
+
+
+class Asked(bm.Worker):
+    @register(Dispatch.REQUEST, concurrency=1)
+    async def hold(self, seconds):
+        await asyncio.sleep(seconds)
+        return np.full(2, seconds)
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_a_request_that_is_interrupted_at_any_moment_can_be_cancelled_and_keeps_no_place(make_group):
+    group = make_group(1, Asked)
+    for interrupted in moments("requests"):
+        returned = []
+        with interrupted:
+            returned.append(group.hold(60))
+            returned[0].cancel()
+        for future in returned:
+            future.cancel()
+        assert group.hold.options(timeout=10)(0).result().tolist() == [0, 0]
+
+
+@pytest.mark.backends("inprocess", "local")
+def test_ctrl_c_as_the_value_of_a_request_is_decoded_leaves_the_value(make_group):
+    future = make_group(1, Asked).hold(0)
+    with interrupted_when(lambda frame, kind, what: kind == "call" and frame.f_code.co_name == "decode"):
+        future.result()
+    assert future.result(10).tolist() == [0, 0]
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt as it is unpickled, without Ctrl-C."""
+
+    def __reduce__(self):
+        return _interrupt, ()
+
+
+def _interrupt():
+    raise KeyboardInterrupt
+
+
+class Interrupts(bm.Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def call(self):
+        return Interrupting()
+
+    @register(Dispatch.REQUEST, concurrency=2)
+    async def request(self):
+        return Interrupting()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, x):
+        return x
+
+
+@pytest.mark.backends("inprocess", "local")
+@pytest.mark.parametrize("name", ["call", "request"])
+def test_a_value_that_interrupts_a_thread_where_ctrl_c_cannot_come_is_an_error(make_group, name):
+    group, told = make_group(1, Interrupts), threading.Event()
+    future = getattr(group, name).submit()
+    with ThreadPoolExecutor(1) as thread:  # in which, or in that of callbacks, the value is decoded
+        thread.submit(future.add_done_callback, lambda _: told.set()).result(10)
+    assert told.wait(10)
+    with pytest.raises(bm.CollectError, match="cannot be unpickled in the controller: KeyboardInterrupt"):
+        future.result(10)
+    told.clear()
+    group.echo.submit(1).add_done_callback(lambda _: told.set())
+    assert told.wait(10)

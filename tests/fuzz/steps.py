@@ -592,8 +592,9 @@ class Interrupt(Call):
         if self.chunk and self.how in INTERRUPTED_MAPS:
             call = INTERRUPTED_MAPS[self.how].format(self.map())
         else:
-            call = INTERRUPTED[self.how].format(f"{self.group}.{self.method}", self.arguments())
+            call = INTERRUPTED[self.how].format(f"{self.group}.{self.method}", self.arguments(), self.group)
         heard = f"{self.out} = heard({self.group}, lambda: {call}, {self.seconds}, {self.at})"
+        heard += f" and answered({self.group})" if "ask" in self.how else ""
         pool = "bm.ResourcePool([1], backend=BACKEND, preload=[])"  # has workers that are started in a way of its own
         return heard if self.how != "started" else f"with {pool} as slots: {heard}"
 
@@ -614,6 +615,9 @@ INTERRUPTED = {
     "awaited": "asyncio.run(awaited({0}.submit({1})))",
     "streamed": "list({0}.stream({1}))",
     "cancelled": "{0}.submit({1}).cancel()",
+    "asked": "[one.result() for one in [{2}.ask(0, 0.002) for _ in range(3)]]",
+    "asked in a loop": "asyncio.run(awaited({2}.ask(0, 0.002)))",
+    "asked in vain": "[one.cancel() for one in [{2}.ask(0, 0.02) for _ in range(3)]]",
     "started": "setattr(slots, 'kept', bm.WorkerGroup(slots, bm.Worker))",  # which the pool closes
 }
 INTERRUPTED_MAPS = {

@@ -345,6 +345,11 @@ def heard(group, call, seconds, at):
     words.append(told(group.descriptors.submit()))
     return all([word.wait(20) for word in words])
 """,
+    "answered": """
+def answered(group):
+    asked = [group.ask(0) for _ in range(9)]  # more than have a place at a time
+    return len([one.result(timeout=20) for one in asked]) == 9
+""",
     "held_up": """
 def held_up(nth):
     reached, numbers = threading.Event(), itertools.count(1)

@@ -91,6 +91,7 @@ class AgentServer:
         self._poller = Poller()
         self._lock = self._poller.lock  # guards all that follows, but for strangers
         self._groups: dict[str, HostRanks] = {}
+        self._stopped: dict[str, str] = {}  # groups that were ended before they had started, and why
         self._controller: Link
         self._below: dict[Address, Link] = {}  # by address: agents that this one passes calls on to
         self._written: deque[Written] = deque()  # output that the controller is to show
@@ -269,9 +270,13 @@ class AgentServer:
         """Start the part of a group: where each rank is, and how others find rank 0 if it is one of them."""
         workers, ranks = self._host.start(said, self.show)
         with self._lock:
-            self._groups[name] = HostRanks(workers, ranks, self._store, self._poller.wake)
-            if workers.arrivals is not None:
-                self._poller.watch(workers.arrivals, lambda _: workers.check(is_thorough=False))
+            why = self._stopped.pop(name, None)
+            if why is None:
+                self._groups[name] = HostRanks(workers, ranks, self._store, self._poller.wake)
+                if workers.arrivals is not None:
+                    self._poller.watch(workers.arrivals, lambda _: workers.check(is_thorough=False))
+        if why is not None:
+            workers.stop(why)
         return workers.records, workers.rendezvous
 
     def announce(self, name: str, rendezvous: Mapping[str, str]) -> None:
@@ -293,7 +298,9 @@ class AgentServer:
         """End the part of a group."""
         with self._lock:
             ranks = self._groups.pop(name, None)
-            if ranks is not None and ranks.workers.arrivals is not None:
+            if ranks is None:  # it may be about to start
+                self._stopped[name] = why
+            elif ranks.workers.arrivals is not None:
                 self._poller.ignore(ranks.workers.arrivals)
         if ranks is not None:
             ranks.workers.stop(why)

@@ -186,9 +186,12 @@ class AgentWorkers(Client):
         self._rendezvous: Mapping[str, str] = {}
         self._relay_of: Mapping[Agent, Agent] | None = None  # by which agent the messages of each go, if in a tree
         self._why_stopped: str | None = None
+
+    def hold_agents(self) -> None:
+        """Have the agents stay until `stop`, which the caller calls whatever happens."""
         with self.lock:
             for agent in self.hosts:
-                agent.groups[name] = self
+                agent.groups[self.name] = self
 
     @property
     def hosts(self) -> list[Agent]:
@@ -463,11 +466,10 @@ class AgentWorkers(Client):
     def stop(self, why: str = CLOSED) -> None:
         """End the workers; see `contract.Workers.stop`."""
         with self.lock:
-            if self._why_stopped is not None:
-                return
-            self._why_stopped = why
-            hosts = self.hosts
-            self.take_deaths({rank: Failure(FailureKind.DIED, why) for rank in range(len(self._agents))})
+            if self._why_stopped is None:
+                self._why_stopped = why
+                self.take_deaths({rank: Failure(FailureKind.DIED, why) for rank in range(len(self._agents))})
+            hosts = [agent for agent in self.hosts if self.name in agent.groups]  # all, unless Ctrl-C has come between
         self._settle([self._ask(agent, AgentServer.stop, why) for agent in hosts])
         with self.lock:
             for agent in hosts:

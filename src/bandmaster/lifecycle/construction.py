@@ -78,16 +78,14 @@ def _watched(launch: Launch, n_ranks: int) -> Iterator[Start]:
         yield start
 
 
-def start_workers(backend: Backend, launch: Launch, constructor: Payload) -> Workers:
+def start_workers(backend: Backend, launch: Launch, constructor: Payload, own: Callable[[Workers], object]) -> None:
     """Start a process on every slot and construct all workers concurrently. If one fails, all of them are ended.
 
     Args:
         backend: The backend that starts the processes.
         launch: The group, its slots and options.
         constructor: The encoded ``(cls, args, kwargs)``.
-
-    Returns:
-        The running workers; the caller has to stop them.
+        own: Takes ownership of the running workers. Until it returns, they are stopped if anything is raised.
 
     Raises:
         ConstructorError: A constructor raised, or a module of ``launch.preload`` could not be imported.
@@ -95,14 +93,16 @@ def start_workers(backend: Backend, launch: Launch, constructor: Payload) -> Wor
         CallTimeout: The processes did not start, or the constructors did not end, in time.
         PlacementError: A process did not start.
     """
-    with _watched(launch, len(launch.slots)) as start:
-        workers = backend.start(launch)
-        try:
+    workers: Workers | None = None
+    try:
+        with _watched(launch, len(launch.slots)) as start:
+            workers = backend.start(launch)
             _Construction(workers, launch, tuple(range(len(launch.slots))), start).run(constructor)
-        except BaseException:
+        own(workers)
+    except BaseException:
+        if workers is not None:
             workers.stop(NOT_STARTED)
-            raise
-    return workers
+        raise
 
 
 def replace_worker(workers: Workers, launch: Launch, constructor: Payload, rank: int) -> None:

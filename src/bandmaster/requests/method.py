@@ -77,10 +77,7 @@ class RequestMethod(Generic[P, G]):
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
             CallTimeout: No place became free within the request's ``timeout``. It was not sent.
         """
-        router, request, target = self._made(args, kwargs)
-        with self._submitter.admitted(self._spec.label):
-            router.submit(request, target)
-        return RequestFuture(request, self._group)
+        return self._sent(*self._made(args, kwargs))
 
     submit = __call__
 
@@ -95,9 +92,7 @@ class RequestMethod(Generic[P, G]):
         """
         router, request, _ = self._made(args, kwargs)
         request.is_listed = True
-        with self._submitter.admitted(self._spec.label):
-            router.submit(request, Target(is_all=True))
-        return RequestFuture(request, self._group)
+        return self._sent(router, request, Target(is_all=True))
 
     def map(
         self,
@@ -221,6 +216,17 @@ class RequestMethod(Generic[P, G]):
         if request.arguments is not None and request.arguments.rows is not None:
             request.parents = [value for _, value in request.arguments.rows.items if not value.done()]
         return router, request, self._target
+
+    def _sent(self, router: Router, request: Request, target: Target) -> Future[Any]:
+        """Send a request. If no future is returned, as Ctrl-C or a deadline has come, it is cancelled."""
+        future: Future[Any] = RequestFuture(request, self._group)
+        try:
+            with self._submitter.admitted(self._spec.label):
+                router.submit(request, target)
+        except BaseException:
+            request.cancel()
+            raise
+        return future
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentGroup:
         spec = self._spec

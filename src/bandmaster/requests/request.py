@@ -62,8 +62,8 @@ class SendsRequests(Protocol):
     def stacks(self, tickets: Mapping[int, Ticket]) -> Mapping[int, str]:
         """The Python stacks of ranks."""
 
-    def withdraw(self, request: Request) -> bool:
-        """Take back a request that waits for a place; False if it does not."""
+    def withdraw(self, request: Request) -> None:
+        """Take back a request that waits for a place."""
 
 
 class HasParts(Protocol):
@@ -118,6 +118,7 @@ class Request(RowsResult):
         self.avoids: frozenset[int] = frozenset()
         self.waiters: list[tuple[LoopReader, asyncio.Future[None]]] = []
         self._why: BaseException | None = None
+        self._was_interrupted = False  # as its value was decoded
 
     @property
     def waits_for(self) -> Sequence[Result]:
@@ -144,7 +145,11 @@ class Request(RowsResult):
     @property
     def missing(self) -> tuple[int, ...]:  # type: ignore[override]
         """The ranks that have not replied."""
-        return tuple([rank for rank, ticket in list(self.tickets.items()) if not ticket.is_done])
+        return tuple(self._unanswered)
+
+    @property
+    def _unanswered(self) -> dict[int, Ticket]:
+        return {rank: ticket for rank, ticket in list(self.tickets.items()) if not ticket.is_done}
 
     @property
     def is_sent(self) -> bool:  # type: ignore[override]
@@ -162,7 +167,7 @@ class Request(RowsResult):
 
     def stacks(self) -> Mapping[int, str]:
         """The Python stacks of the ranks that have not replied."""
-        return self.router.stacks({rank: self.tickets[rank] for rank in self.missing})
+        return self.router.stacks(self._unanswered)
 
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
@@ -210,15 +215,15 @@ class Request(RowsResult):
         self.end()
 
     def cancel(self) -> bool:
-        """Cancel it: its coroutine is cancelled, or it is not sent."""
+        """Cancel it: its coroutine is cancelled, or it is not sent. After Ctrl-C, it can be cancelled again."""
         if self.is_done:
             return False
-        if not self.is_cancelled:
-            self.is_cancelled = True
-            if self.router.withdraw(self):
-                self.end()
-            else:  # what is in an outbox is not sent any more
-                self.workers.interrupt({rank: self.tickets[rank] for rank in self.missing})
+        self.is_cancelled = True
+        self.router.withdraw(self)
+        if self.replicas:  # what is in an outbox is not sent any more
+            self.workers.interrupt(self._unanswered)
+        else:
+            self.end()
         return True
 
     def expire(self, why: BaseException) -> None:
@@ -292,7 +297,7 @@ class Request(RowsResult):
                     try:
                         values.append(decode(outcome))
                     except BaseException as error:  # the user's objects may raise anything as they are unpickled
-                        failures[rank] = Failure.unreadable(error, was_interrupted=True)
+                        failures[rank] = self._unreadable(error)
         if failures:
             return Done(error_of(self.site, failures))
         if self.keeps_rows:
@@ -308,7 +313,12 @@ class Request(RowsResult):
         except (RowsLost, CallTimeout, ResourceError):
             raise
         except BaseException as error:  # the user's objects may raise anything as they are unpickled
-            return Done(error_of(self.site, {rank or 0: Failure.unreadable(error, was_interrupted=True)}))
+            return Done(error_of(self.site, {rank or 0: self._unreadable(error)}))
+
+    def _unreadable(self, error: BaseException) -> Failure:
+        """The failure of a value that raised when it was decoded; raises the error again if Ctrl-C caused it."""
+        before, self._was_interrupted = self._was_interrupted, isinstance(error, KeyboardInterrupt)
+        return Failure.unreadable(error, before)
 
 
 class _News:

@@ -138,14 +138,10 @@ class Router:
         return chosen is not None
 
     def _wait_for_place(self, request: Request) -> None:
-        try:
-            timeout_s = request.site.limits().timeout
-            if not request.wait_until_sent(timeout_s):
-                assert timeout_s is not None, "only a deadline ends the wait early"
-                raise request.late(timeout_s)
-        except BaseException:
-            request.cancel()
-            raise
+        timeout_s = request.site.limits().timeout
+        if not request.wait_until_sent(timeout_s):
+            assert timeout_s is not None, "only a deadline ends the wait early"
+            raise request.late(timeout_s)
 
     def _choose(self, request: Request, target: Target) -> Sequence[Replica] | None:
         """The replicas for a request; None if it has to wait."""
@@ -302,14 +298,13 @@ class Router:
             if not self._readers:
                 any(waiting.nudge() for waiting, _ in list(self.waiting))  # one is enough
 
-    def withdraw(self, request: Request) -> bool:
-        """Take back a request that was not sent; False if it was."""
+    def withdraw(self, request: Request) -> None:
+        """Take back a request that waits for a place."""
         with self._lock:
             for waiting in self.waiting:
                 if waiting[0] is request:
                     self.waiting.remove(waiting)
-                    return True
-            return False
+                    return
 
     def wait_until_over(self, deadline: Deadline) -> None:
         """Wait until no request is open.

@@ -84,6 +84,7 @@ class SimulatedHosts(MachineBackend):
             self._links.add(Agent(link, node, f"host{node}", address, pid))
         agents = [self._links.agents[node] for node in nodes]
         workers = AgentWorkers(f"{launch.group} {next(self._names)}", self._links, agents)
+        workers.hold_agents()
         workers.begin(launch, lambda ranks: (launch.sent(), tuple(ranks)))
         return workers
 

@@ -165,6 +165,7 @@ class Client:
             kind -= _TIMED
             times, body = (bytes(body[-TIMES_NBYTES:]), time.monotonic_ns()), body[:-TIMES_NBYTES]
         outcome = Payload(bytes(body[HEADER_NBYTES:])) if kind == _VALUE else read_reply(kind, body, receiver)
+        shared = outcome if len(ranks) > 1 and isinstance(outcome, Payload) and outcome.buffers else None
         is_first = True
         for rank in ranks:
             ticket = self._open[rank].pop(number, None) or self._requests[rank].pop(number, None)
@@ -174,7 +175,7 @@ class Client:
             if times is not None:
                 ticket.times = times
             if kind != _VALUE:
-                self._finish(ticket, outcome)
+                self._finish(ticket, shared.private() if shared else outcome)  # the caller may write to each
                 continue
             ticket.outcome, ticket.is_done, ticket.holds = outcome, True, ()  # as most are
             if ticket.on_done is not None:

@@ -320,9 +320,12 @@ class Executor:
         finally:
             call.is_over = True
             self._awaited = None
-        if error is not None:
-            raise error
-        return future.result()
+        try:
+            if error is not None:
+                raise error
+            return future.result()
+        finally:
+            error = future = None  # the error refers to this frame, and to those that have the arguments
 
     def event_loop(self) -> EventLoopThread:
         """The event loop of async methods, which is made when it is first asked for."""

@@ -81,7 +81,7 @@ class RequestTasks:
     def _cancel(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             task = self._tasks.get(number)
-            if task is not None:
+            if task is not None and number not in self._cancelled:
                 self._cancelled.add(number)
                 task.cancel()
                 task.add_done_callback(partial(self._has_ended, number))
@@ -103,6 +103,7 @@ class RequestTasks:
             outcome = executor.failure(error)
         call.is_over = True
         self._end(request.number, outcome)
+        del outcome  # the error of a failure refers to this frame, which has the arguments
 
     def _has_ended(self, number: int, _: object) -> None:
         """End a request that was cancelled, perhaps before its task has begun."""

@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from bandmaster.backends.host_workers import HostShare
 from bandmaster.backends.local import LocalBackend, default_modules
 from bandmaster.backends.ray.session import START_TIMEOUT_S, RaySession
-from bandmaster.contract import Launch, ShowOutput
+from bandmaster.contract import NOT_STARTED, Launch, ShowOutput
 from bandmaster.errors import ClosedError, PlacementError
 from bandmaster.hosts.agent import AgentServer, Host
 from bandmaster.hosts.handshake import Refused, Secret
@@ -170,13 +170,20 @@ class RayAgents:
             gpus = {rank: place.gpus[rank] for rank in ranks}
             return launch.sent(), replace(place, ranks=tuple(ranks), gpus=gpus)
 
-        with self._lock:
-            reached = self._reach(list(places))
-            assert self._links is not None, "agents were reached by it"
-            name = f"{launch.group} {next(self._numbers)}"
-            workers = AgentWorkers(name, self._links, [reached[key] for key in keys])
-        self._look_if_due()
-        workers.begin(launch, said, lambda rank: self._again(keys[rank], rank))
+        workers: AgentWorkers | None = None
+        try:
+            with self._lock:
+                reached = self._reach(list(places))
+                assert self._links is not None, "agents were reached by it"
+                name = f"{launch.group} {next(self._numbers)}"
+                workers = AgentWorkers(name, self._links, [reached[key] for key in keys])
+                workers.hold_agents()
+            self._look_if_due()
+            workers.begin(launch, said, lambda rank: self._again(keys[rank], rank))
+        except BaseException:
+            if workers is not None:
+                workers.stop(NOT_STARTED)
+            raise
         return workers
 
     def _again(self, key: AgentKey, rank: int) -> Agent:
