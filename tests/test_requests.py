@@ -442,7 +442,7 @@ def test_mistakes_are_errors_before_anything_is_sent(group, send, message):
         ({"replica": 2}, "replica must be a whole number from 0 to 1, as there are 2 replicas, got 2"),
         ({"spill": -1}, "spill must be a whole number of 0 or more, got -1"),
         ({"key": []}, "key must be hashable, got list"),
-        ({"pull": 1}, "a request has no option 'pull'; its options are timeout, key, replica and spill"),
+        ({"pull": 1}, "a request has no option 'pull'; its options are timeout, key, replica, spill and maxsize"),
         ({"timeout": -1}, "timeout must be a non-negative number"),
     ],
 )
@@ -679,7 +679,7 @@ def _generator(self):
         (lambda: register(Dispatch.REQUEST, concurrency=0), "concurrency must be a whole number of 1 or more, got 0"),
         (lambda: register(Dispatch.DP_PROTO, concurrency=2), "concurrency=2 is for requests, which go to one replica"),
         (lambda: register(Dispatch.REQUEST, concurrency=2)(_plain), "only async methods run beside each other"),
-        (lambda: register(Dispatch.REQUEST)(_generator), "_generator is a generator, but a request has one value"),
+        (lambda: register(Dispatch.REQUEST)(_generator), "_generator is a generator, .*; write async def"),
         (lambda: register(Dispatch.REQUEST, execute_mode=bm.Execute.RANK_ZERO), "remove execute_mode= and arguments="),
         (lambda: Route(), "Route requires at least one axis"),
         (lambda: TransferProtocol(Route("dp"), bm.Gather()), r"so that Route\('dp'\) collects with Only\(\)"),

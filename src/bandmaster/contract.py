@@ -43,6 +43,10 @@ OPEN_STREAM = "bandmaster.open"  # as `NEXT`, of a generator method: to its argu
 NEXT = "bandmaster.next"  # the next item of a stream, by the stream's name; no value where there is none any more
 CLOSE_STREAM = "bandmaster.close"  # close the generator of a stream, by the stream's name
 STREAM, METHOD = "bandmaster.stream", "bandmaster.method"  # the keywords that `OPEN_STREAM` adds
+OPEN_ITEMS = "bandmaster.items"  # a request that runs an async generator, whose name and stream are added as above
+FIRST_ITEMS = "bandmaster.first"  # a request for the items that are there: by stream, and how many may be made
+MORE_ITEMS = "bandmaster.more"  # the same; it overtakes calls, which wait for the request that runs the generator
+MAXSIZE = "bandmaster.maxsize"  # the keyword that `OPEN_ITEMS` adds as well: how many items may be made
 RUN = "bandmaster.run"  # a function that is called with the executor, and its further arguments
 
 
@@ -401,7 +405,7 @@ class Workers(Protocol):
         """
 
     def request(self, rank: int, requests: Sequence[WorkerRequest], take: Callable[[Sequence[Ticket]], object]) -> None:
-        """Send requests to a rank, behind the calls that were sent before.
+        """Send requests to a rank, behind the calls that were sent before, or only `MORE_ITEMS`.
 
         They run beside each other, and end in any order. A later call of the rank begins when all have ended. A request
         of a ticket is cancelled by `interrupt`. Waits for nothing.

@@ -259,9 +259,13 @@ def _function_of(method: Any) -> Any:
 
 
 def _check_request(method: Callable[..., Any], registration: Registration) -> None:
-    name, is_async = method.__qualname__, inspect.iscoroutinefunction(method)
-    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        raise ProtocolError(f"{name} is a generator, but a request has one value; return a list, or split rows")
+    name = method.__qualname__
+    if inspect.isgeneratorfunction(method):
+        raise ProtocolError(
+            f"{name} is a generator, but the items of a request are made on the event loop of its worker; write async "
+            "def"
+        )
+    is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
     if registration.concurrency > 1 and not is_async:
         raise ProtocolError(
             f"{name} is registered with concurrency={registration.concurrency}, but only async methods run beside "

@@ -21,7 +21,17 @@ from typing import Any
 from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, Kept, KeptCopy, Launch, Rows, WorkerCall, WorkerRecord, WorkerRequest
+from bandmaster.contract import (
+    CLOSED,
+    MORE_ITEMS,
+    Kept,
+    KeptCopy,
+    Launch,
+    Rows,
+    WorkerCall,
+    WorkerRecord,
+    WorkerRequest,
+)
 from bandmaster.errors import UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held, run_if_free
@@ -163,7 +173,9 @@ class InProcessWorkers:
     ) -> None:
         """Run requests on the event loop of a rank; see `contract.Workers.request`."""
         self._check_idle()
-        with self._running:
+        with (
+            contextlib.nullcontext() if requests[0].method == MORE_ITEMS else self._running
+        ):  # which a call that waits holds
             if rank in self.deaths:
                 take(dead := [InProcessTicket(self.deaths[rank]) for _ in requests])
                 for ticket in dead:

@@ -3,5 +3,6 @@
 ::
 
     RequestMethod ──► Request ──► Router: a replica for it, or it waits ──► Workers.request ──► ranks
+    RequestStream ──► GeneratorRequest, and then ItemsRequest after ItemsRequest to the same replica
     Future        ◄── Request ◄── replies, read by the thread that waits, or by LoopReader in an event loop
 """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypedDict, TypeVar
 
 from bandmaster.calls.future import Future
@@ -12,15 +13,18 @@ from bandmaster.calls.request import encode_group
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.codec import Payload
+from bandmaster.contract import MAXSIZE, METHOD, STREAM
 from bandmaster.errors import ArgumentError, UsageError
 from bandmaster.requests.request import Request, RequestFuture
 from bandmaster.requests.router import ANY, Router, Target
+from bandmaster.requests.stream import GeneratorRequest, RequestStream
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 P = ParamSpec("P")
 G = TypeVar("G", covariant=True)
+_NAMES = [field.name for field in fields(Target)]  # of options
 
 
 class RequestOptions(TypedDict, total=False):
@@ -30,6 +34,7 @@ class RequestOptions(TypedDict, total=False):
     key: Hashable
     replica: int | None
     spill: int
+    maxsize: int
 
 
 class RequestMethod(Generic[P, G]):
@@ -70,6 +75,7 @@ class RequestMethod(Generic[P, G]):
         Raises:
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
             CallTimeout: No place became free within the request's ``timeout``. It was not sent.
+            UsageError: The method yields items; use `stream`.
         """
         router, request = self._made(args, kwargs)
         with self._submitter.admitted(self._spec.label):
@@ -101,22 +107,27 @@ class RequestMethod(Generic[P, G]):
                 `CallTimeout`; None sets no limit. ``key``: a hashable value, for example of a conversation; requests
                 with equal keys go to one replica, whose caches then know it, unless that replica has more than
                 ``spill`` (16) open requests more than the least busy one. ``replica``: the number of the replica.
+                ``maxsize``: most items of a `stream` that are made before they are taken, 16 by default.
 
         Raises:
             UsageError: An option is unknown, or its value is invalid.
         """
         limits = {name: value for name, value in options.items() if name == "timeout"}
         chosen: Mapping[str, Any] = {name: value for name, value in options.items() if name != "timeout"}
-        unknown = [name for name in chosen if name not in ("key", "replica", "spill")]
+        unknown = [name for name in chosen if name not in _NAMES]
         if unknown:
-            raise UsageError(f"a request has no option {unknown[0]!r}; its options are timeout, key, replica and spill")
+            raise UsageError(
+                f"a request has no option {unknown[0]!r}; its options are timeout, {', '.join(_NAMES[:-1])} and "
+                f"{_NAMES[-1]}"
+            )
         base = self._submitter.options_but(self._options, limits)
         target = replace(self._target, **chosen)
         n = len(Router.of(self._submitter, self._spec).replicas)
-        for name, value, most in (("replica", target.replica, n - 1), ("spill", target.spill, None)):
-            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        for name, least, most in (("replica", 0, n - 1), ("spill", 0, None), ("maxsize", 1, None)):
+            value = getattr(target, name)
+            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if value is not None and not (is_number and (most is None or value <= most)):
-                up_to = f"from 0 to {most}, as there are {n} replicas" if most is not None else "of 0 or more"
+                up_to = f"from 0 to {most}, as there are {n} replicas" if most is not None else f"of {least} or more"
                 raise UsageError(f"{name} must be a whole number {up_to}, got {value!r}")
         try:
             hash(target.key)
@@ -126,23 +137,51 @@ class RequestMethod(Generic[P, G]):
             ) from None
         return type(self)(self._group, self._submitter, self._spec, base, target)
 
-    def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Refuse: a request has one value.
+    def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> RequestStream[Any]:
+        """Send a request to one replica, and return an iterator over the items that the method yields there.
+
+        Iterate with ``async for`` or ``for``. The request has its place until the stream ends.
 
         Raises:
-            UsageError: Always.
+            ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
+            CallTimeout: No place became free within the request's ``timeout``. It was not sent.
+            UsageError: The method does not yield.
+
+        Example:
+            >>> import bandmaster as bm
+            >>> class Rollout(bm.Worker):
+            ...     @bm.register(bm.Dispatch.REQUEST, concurrency=100)
+            ...     async def tokens(self, prompt):
+            ...         for token in prompt.split():
+            ...             yield token
+            >>> with bm.ResourcePool([2], backend="inprocess") as pool:
+            ...     rollout = bm.WorkerGroup(pool, Rollout)
+            ...     list(rollout.tokens.stream("to be or not"))
+            ['to', 'be', 'or', 'not']
         """
-        raise UsageError(
-            f"{self._spec.label} is a request, which has one value and no stream; await {self._spec.name}(...)"
-        )
+        spec, router = self._spec, Router.of(self._submitter, self._spec)
+        if not spec.is_generator:
+            raise UsageError(f"{spec.label} has one value and no stream, as it does not yield; call {spec.name}(...)")
+        site, most = self._submitter.site(spec.name, self._options), self._target.maxsize
+        name = secrets.token_hex(8)
+        more = ((STREAM, name), (METHOD, router.method), (MAXSIZE, most))
+        run = GeneratorRequest(site, self._payload(args, kwargs, more), router)
+        stream: RequestStream[Any] = RequestStream(run, name, most, self._group)
+        with self._submitter.admitted(spec.label):
+            router.submit(run, self._target)
+        return stream
 
     def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request]:
         """The router of the method, and a request for it that was not sent."""
+        if self._spec.is_generator:
+            raise UsageError(f"{self._spec.label} yields items: iterate over {self._spec.name}.stream(...)")
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)
         return router, Request(site, self._payload(args, kwargs), router)
 
-    def _payload(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Payload:
+    def _payload(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], more: tuple[tuple[str, Any], ...] = ()
+    ) -> Payload:
         spec = self._spec
         group = spec.plan(args, kwargs, spec.registration.protocol.outgoing).groups[0]  # type: ignore[union-attr]
         for (_, value), name in zip(group.items, group.names, strict=False):
@@ -151,7 +190,7 @@ class RequestMethod(Generic[P, G]):
                     f"argument {name!r} of {spec.label} is a future, but requests take values; pass the value that "
                     "`await` or result() returns"
                 )
-        return encode_group(group, spec.label).private()
+        return encode_group(group._replace(items=(*group.items, *more)), spec.label).private()
 
     def __repr__(self) -> str:
         return f"<request method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

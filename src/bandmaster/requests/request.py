@@ -55,6 +55,9 @@ class SendsRequests(Protocol):
     def advance(self) -> None:
         """Send what can be sent."""
 
+    def send(self, request: Request, chosen: Sequence[Replica]) -> None:
+        """Send a request to some replicas."""
+
     def has_ended(self, request: Request) -> None:
         """Free the places of a request."""
 
@@ -79,11 +82,17 @@ class Request(WatchedResult):
         tickets: The ticket of each rank, once it is sent.
         is_done: Whether its ranks have replied, or never will. Set by one assignment, by any thread.
         is_listed: Whether its value is the list of the values of all its replicas.
+        asks_for: What it asks the ranks for in place of the method of its router, as `bandmaster.contract` names it.
+        has_place: Whether it takes a place of the method on its replica.
+        first: A request that is sent right behind it.
         waiters: The futures of event loops that wait for it, with their readers.
         outcome: None; workers look at it as at that of a ticket.
     """
 
     outcome = None
+    asks_for: str | None = None
+    has_place = True
+    first: Request | None = None
 
     def __init__(self, site: CallSite, payload: Payload, router: SendsRequests) -> None:
         super().__init__(site, keeps_rows=False)

@@ -15,6 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from bandmaster.calls.open_work import OpenWork
@@ -22,7 +23,7 @@ from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import Reply, Ticket, WorkerCall, WorkerRequest, Workers
+from bandmaster.contract import MORE_ITEMS, Reply, Ticket, WorkerCall, WorkerRequest, Workers
 from bandmaster.errors import ResourceError
 from bandmaster.plan.rows import replicas
 from bandmaster.platform.deadline import Deadline
@@ -34,17 +35,19 @@ MOST_KEYS = 100_000  # whose replicas are known; the one that was used longest a
 
 @dataclass(frozen=True)
 class Target:
-    """The choice of the replica of a request.
+    """The choice of the replica of a request, and the limits of what it makes there.
 
     Attributes:
         key: Requests with equal keys go to one replica, as long as it is not much busier than others; None for no key.
         replica: The number of the replica; None for the one with the fewest open requests.
         spill: How many open requests more than the least busy one the replica of a key may have.
+        maxsize: Most items of a stream that are made before they are taken.
     """
 
     key: Hashable = None
     replica: int | None = None
     spill: int = 16
+    maxsize: int = 16
 
 
 ANY = Target()
@@ -65,7 +68,7 @@ class Router:
     def __init__(self, submitter: Submitter, spec: MethodSpec, workers: Workers) -> None:
         protocol: Any = spec.registration.protocol
         self.workers, self.method = workers, submitter.worker_method(spec.name)
-        self.is_exclusive, self.concurrency = not spec.is_async, spec.registration.concurrency
+        self.is_exclusive, self.concurrency = not (spec.is_async or spec.is_generator), spec.registration.concurrency
         self.replicas = tuple(map(Replica, replicas(spec.mesh, protocol)))
         self.waiting: deque[tuple[Request, Target]] = deque()
         self.site: CallSite = submitter.site(spec.name)
@@ -209,8 +212,11 @@ class Router:
     def _put(self, request: Request, chosen: Sequence[Replica]) -> None:
         request.replicas = chosen  # first: another thread may send it as soon as it is in an outbox
         for replica in chosen:
-            replica.open[request] = None
+            if request.has_place:
+                replica.open[request] = None
             replica.outbox.append(request)
+        if request.first is not None:
+            self._put(request.first, chosen)
 
     def flush(self) -> None:
         """Send the requests in the outboxes."""
@@ -237,6 +243,14 @@ class Router:
         for request in [request for request in batch if request.is_cancelled]:
             batch.remove(request)
             request.end()
+        for _, some in groupby(batch, _overtakes):
+            self._send(replica, list(some))
+        for request in batch:
+            if request.is_cancelled:  # meanwhile
+                self.workers.interrupt({rank: request.tickets[rank] for rank in request.missing})
+
+    def _send(self, replica: Replica, batch: Sequence[Request]) -> None:
+        """Send requests to the ranks of a replica, in one message to each unless they run alone."""
         try:
             parts = self.workers.put([request.payload for request in batch if request.payload is not None])
             for rank in replica.ranks:
@@ -245,14 +259,14 @@ class Router:
                     for request, part in zip(batch, parts, strict=True):
                         self._call(request, rank, WorkerCall((rank,), self.method, (part,), reply))
                 else:
-                    requests = [WorkerRequest(self.method, part, reply) for part in parts]
+                    requests = [
+                        WorkerRequest(request.asks_for or self.method, part, reply)
+                        for request, part in zip(batch, parts, strict=True)
+                    ]
                     self.workers.request(rank, requests, partial(_take, batch, rank))
         except Exception as error:  # there is no memory, or the group was closed
             for request in batch:
                 request.fail(error)
-        for request in batch:
-            if request.is_cancelled:  # meanwhile
-                self.workers.interrupt({rank: request.tickets[rank] for rank in request.missing})
 
     def _call(self, request: Request, rank: int, call: WorkerCall) -> None:
         tickets: dict[int, Any] = {}
@@ -323,6 +337,10 @@ def _take(batch: Sequence[Request], rank: int, tickets: Sequence[Ticket]) -> Non
     for request, ticket in zip(batch, tickets, strict=True):
         request.tickets[rank] = ticket
         ticket.on_done = request.replied
+
+
+def _overtakes(request: Request) -> bool:
+    return request.asks_for == MORE_ITEMS
 
 
 def _busy(replica: Replica) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,15 @@ class Asked(Worker):
         return self.rank
 
     @register(Dispatch.REQUEST, concurrency=8)
+    async def repeat(self, value: Any, n: int) -> AsyncIterator[Any]:
+        """Yield a value n times."""
+        try:
+            for _ in range(n):
+                yield value
+        finally:
+            self.n_cancelled += 1
+
+    @register(Dispatch.REQUEST, concurrency=8)
     async def open(self) -> None:
         """Let the requests of `hold` go on."""
         self.opened.set()
@@ -96,7 +106,7 @@ class Asked(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def count(self) -> tuple[int, int]:
-        """Return how many requests have come to `meet`, and how many of `hold` were cancelled; count anew."""
+        """Return how many requests have come to `meet`, and how many of `hold` were cancelled or of `repeat` ended."""
         counted, self.inside, self.n_cancelled = (self.inside, self.n_cancelled), 0, 0
         return counted
 

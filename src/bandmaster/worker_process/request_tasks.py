@@ -9,10 +9,11 @@ from time import monotonic
 from typing import NamedTuple
 
 from bandmaster.codec import Payload
-from bandmaster.contract import Rows
+from bandmaster.contract import FIRST_ITEMS, MORE_ITEMS, Reply, Rows
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.wire.segment_reader import NO_ROWS
 from bandmaster.worker_process.executor import Executor
+from bandmaster.worker_process.item_stream import ItemStream
 
 Outcome = Payload | Rows | Failure | None
 _CANCELLED = Failure(FailureKind.CANCELLED, "cancelled by the caller")
@@ -69,7 +70,8 @@ class RequestTasks:
             if request.number in given_up:
                 self._ended(request.number, _CANCELLED)
                 continue
-            self._running[request.number] = request.method, monotonic()
+            if request.method not in (FIRST_ITEMS, MORE_ITEMS):
+                self._running[request.number] = request.method, monotonic()
             self._tasks[request.number] = self._loop.loop.create_task(self._run(request))
         self._show()
 
@@ -85,11 +87,16 @@ class RequestTasks:
         executor, method = self._executor, request.method
         try:
             args, kwargs, value = executor.begun(method, [request.arguments], NO_ROWS)
+            if isinstance(value, ItemStream):
+                self._running[request.number] = value.method, monotonic()
+                self._show()
+                encode = partial(executor.encoded, reply=Reply.RETURN)
+                value = value.run(encode, request.reply != Reply.DROP)
             if hasattr(value, "__await__"):
                 value = await value
             if executor.after:
                 executor.call_hooks(executor.after, method, args, kwargs)
-            outcome = executor.encoded(value, request.reply)
+            outcome = value if isinstance(value, Failure) else executor.encoded(value, request.reply)
         except BaseException as error:  # the user's code may raise anything
             outcome = executor.failure(error)
         self._end(request.number, outcome)
@@ -100,7 +107,8 @@ class RequestTasks:
             self._end(number, None)
 
     def _end(self, number: int, outcome: Outcome) -> None:
-        del self._tasks[number], self._running[number]
+        del self._tasks[number]
+        self._running.pop(number, None)  # one for items is not shown
         if number in self._cancelled:
             self._cancelled.remove(number)
             outcome = _CANCELLED

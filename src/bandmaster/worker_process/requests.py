@@ -9,7 +9,8 @@
     replies, small ones many in one message ──► caller
 
 One thread has the lane at a time: the event loop, while it reads; the main thread, while it runs a call that is no
-request, and so runs alone. Messages behind such a call wait with it, but for those that cancel.
+request, and so runs alone. Messages behind such a call wait with it, but for those that cancel, and those for items of
+generators that run: the call waits until they have ended.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import Rows
+from bandmaster.contract import MORE_ITEMS, Rows
 from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
@@ -103,7 +104,7 @@ class Requests:
                 kind = header_of(message)[0]
                 if kind == MessageKind.CANCEL:
                     self._cancel(read_content(message))
-                elif kind == MessageKind.REQUESTS and not self._aside:
+                elif kind == MessageKind.REQUESTS and not (self._aside and read_content(message)[0][1] != MORE_ITEMS):
                     self.take(message)
                 elif self._aside or not self._tasks.is_idle:
                     self._aside.append(lane.set_aside())
