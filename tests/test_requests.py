@@ -1,6 +1,7 @@
 """Requests: each goes to one replica, many run beside each other, and each is answered exactly once."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -10,6 +11,7 @@ import weakref
 from collections import Counter
 
 import numpy as np
+import psutil
 import pytest
 
 import bandmaster as bm
@@ -67,12 +69,35 @@ class Rollout(bm.Worker):
         return threading.Lock()
 
     @register(Dispatch.REQUEST)
+    async def yields(self):
+        yield 1
+
+    @register(Dispatch.REQUEST)
     def plain(self, value):
         return self.rank, value, self.inside
 
     @register(Dispatch.REQUEST, concurrency=8)
     async def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+    @register(Dispatch.REQUEST, concurrency=8, is_idempotent=True)
+    async def die_once(self, path):
+        """Return the rank of the first worker that does not die of it."""
+        if not path.exists():
+            path.write_text(str(self.rank))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.rank
+
+    @register(Dispatch.REQUEST, concurrency=8, is_idempotent=True)
+    async def die_again(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @register(Dispatch.REQUEST, concurrency=64, is_idempotent=True)
+    async def die_at(self, folder, n):
+        await asyncio.sleep(0)
+        if n == 100:
+            await self.die_once(folder / "once")
+        return self.rank, n
 
     def on_replace(self, rank, state):
         pass
@@ -436,13 +461,28 @@ def test_mistakes_are_errors_before_anything_is_sent(group, send, message):
         send(group)
 
 
+def test_those_that_are_never_sent_again(group):
+    with pytest.raises(bm.UsageError, match=r"chat.all\(...\), which goes to all replicas, is never sent again"):
+        group.chat.options(retries=1).all("a")
+    with pytest.raises(
+        bm.UsageError, match=r"yields.stream\(...\), whose items may have been read, is never sent again"
+    ):
+        group.yields.options(retries=2).stream()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"replica": 2}, "replica must be a whole number from 0 to 1, as there are 2 replicas, got 2"),
         ({"spill": -1}, "spill must be a whole number of 0 or more, got -1"),
+        ({"retries": -1}, "retries must be a whole number of 0 or more, got -1"),
+        ({"retries": True}, "retries must be a whole number of 0 or more, got True"),
+        ({"retries": 1, "replica": 0}, "retries=1 sends a request to another replica, but replica=0 allows one"),
         ({"key": []}, "key must be hashable, got list"),
-        ({"pull": 1}, "a request has no option 'pull'; its options are timeout, key, replica, spill and maxsize"),
+        (
+            {"pull": 1},
+            "a request has no option 'pull'; its options are timeout, key, replica, spill, maxsize and retries",
+        ),
         ({"timeout": -1}, "timeout must be a non-negative number"),
     ],
 )
@@ -584,6 +624,59 @@ def test_a_dead_replica_fails_its_requests_and_gets_no_more(make_group, gate):
     assert group.chat.all("a").result(DEADLINE) == [(rank, "aa") for rank in range(3)]
 
 
+@pytest.mark.backends("local", "ray")
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_requests_that_are_sent_again(make_group, tmp_path, is_awaited):
+    group = make_group(4, Rollout)
+
+    def ask(future):
+        return asyncio.run(asyncio.wait_for(awaited(future), DEADLINE)) if is_awaited else future.result(DEADLINE)
+
+    answered = ask(group.die_once.options(retries=1)(tmp_path / "once"))
+    first = int((tmp_path / "once").read_text())
+    assert answered != first
+    with pytest.raises(bm.WorkerDied) as caught:
+        ask(group.die.options(retries=5)())
+    (second,) = caught.value.failures
+    assert second != first, "it had begun, and is not idempotent"
+    with pytest.raises(bm.WorkerDied, match=r"die_again lost its process on rank .*, and on rank .: ") as caught:
+        ask(group.die_again.options(retries=1)())
+    assert sorted([first, second, *caught.value.failures]) == [0, 1, 2, 3]
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_request_that_was_never_sent_is_sent_again(make_group):
+    group = make_group(2, Rollout)
+    group.chat.all("").result(DEADLINE)
+
+    async def main(**options):
+        held = group.chat.options(replica=0)("held")
+        future = group.chat.options(**options)("a")  # it goes to rank 1 when this round of the event loop has ended
+        process = psutil.Process(group.workers[1].pid)
+        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.wait(DEADLINE)
+        return (await held, await future)[1]
+
+    assert asyncio.run(asyncio.wait_for(main(retries=1), DEADLINE)) == (0, "aa")
+    group.replace(1)
+    with pytest.raises(bm.WorkerDied, match="rank 1"):
+        asyncio.run(asyncio.wait_for(main(), DEADLINE))
+
+
+@pytest.mark.backends("local", "ray")
+def test_many_are_answered_once_although_a_replica_dies(make_group, tmp_path):
+    group = make_group(3, Rollout)
+
+    async def main():
+        ask = group.die_at.options(retries=1)
+        return await asyncio.gather(*[ask(tmp_path, n) for n in range(300)])
+
+    found = asyncio.run(asyncio.wait_for(main(), DEADLINE))
+    died = int((tmp_path / "once").read_text())
+    assert [value for _, value in found] == list(range(300)) and len({rank for rank, _ in found} - {died}) == 2
+
+
 def test_requests_go_on_after_a_restart(make_group):
     group = make_group(2, Rollout)
     assert group.chat("a").result(DEADLINE)[1] == "aa"
@@ -677,6 +770,7 @@ def _generator(self):
     ("make", "message"),
     [
         (lambda: register(Dispatch.REQUEST, concurrency=0), "concurrency must be a whole number of 1 or more, got 0"),
+        (lambda: register(Dispatch.DP_PROTO, is_idempotent=True), "is_idempotent=True is for requests"),
         (lambda: register(Dispatch.DP_PROTO, concurrency=2), "concurrency=2 is for requests, which go to one replica"),
         (lambda: register(Dispatch.REQUEST, concurrency=2)(_plain), "only async methods run beside each other"),
         (lambda: register(Dispatch.REQUEST)(_generator), "_generator is a generator, .*; write async def"),

@@ -204,6 +204,7 @@ class Registration:
         arguments: Dispatch rules of single arguments, by parameter name.
         mesh: Name of the mesh that has the axes; None for the group's ``mesh``.
         concurrency: Most requests of the method that a replica runs at a time.
+        is_idempotent: Whether a request that a worker may have begun may be sent again.
     """
 
     protocol: TransferProtocol[Any, Any] | Custom
@@ -212,6 +213,7 @@ class Registration:
     arguments: Mapping[str, Outgoing] = field(default_factory=dict)
     mesh: str | None = None
     concurrency: int = 1
+    is_idempotent: bool = False
 
     @property
     def is_request(self) -> bool:

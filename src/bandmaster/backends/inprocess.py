@@ -179,6 +179,7 @@ class InProcessWorkers:
             if rank in self.deaths:
                 take(dead := [InProcessTicket(self.deaths[rank]) for _ in requests])
                 for ticket in dead:
+                    ticket.is_dropped = True
                     ticket.tell()
                 with self._news:
                     self._news.notify_all()
@@ -265,13 +266,14 @@ class InProcessTicket(contract.Ticket):
     Attributes:
         outcome: The encoded value, the failure, or None for a value that was dropped.
         is_done: Whether it has its outcome.
+        is_dropped: Whether it was never run, and will not be.
     """
 
-    __slots__ = ("is_done", "outcome")
+    __slots__ = ("is_done", "is_dropped", "outcome")
 
     def __init__(self, outcome: Payload | Kept | Failure | None, is_done: bool = True) -> None:
         super().__init__()
-        self.outcome, self.is_done = outcome, is_done
+        self.outcome, self.is_done, self.is_dropped = outcome, is_done, False
 
     def tell(self) -> None:
         """Call `on_done`, if it is set."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypedDict, TypeVar
 
 from bandmaster.calls.future import Future
@@ -16,15 +15,15 @@ from bandmaster.codec import Payload
 from bandmaster.contract import MAXSIZE, METHOD, STREAM
 from bandmaster.errors import ArgumentError, UsageError
 from bandmaster.requests.request import Request, RequestFuture
-from bandmaster.requests.router import ANY, Router, Target
+from bandmaster.requests.router import Router
 from bandmaster.requests.stream import GeneratorRequest, RequestStream
+from bandmaster.requests.target import ANY, Target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 P = ParamSpec("P")
 G = TypeVar("G", covariant=True)
-_NAMES = [field.name for field in fields(Target)]  # of options
 
 
 class RequestOptions(TypedDict, total=False):
@@ -35,6 +34,7 @@ class RequestOptions(TypedDict, total=False):
     replica: int | None
     spill: int
     maxsize: int
+    retries: int
 
 
 class RequestMethod(Generic[P, G]):
@@ -92,8 +92,10 @@ class RequestMethod(Generic[P, G]):
 
         Raises:
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
+            UsageError: The method yields items, or ``retries`` is set.
         """
         router, request = self._made(args, kwargs)
+        self._check_no_retries(f"{self._spec.name}.all(...)", "which goes to all replicas")
         request.is_listed = True
         with self._submitter.admitted(self._spec.label):
             router.send(request, router.replicas)
@@ -108,33 +110,17 @@ class RequestMethod(Generic[P, G]):
                 with equal keys go to one replica, whose caches then know it, unless that replica has more than
                 ``spill`` (16) open requests more than the least busy one. ``replica``: the number of the replica.
                 ``maxsize``: most items of a `stream` that are made before they are taken, 16 by default.
+                ``retries``: how often a request is sent again, to another replica, because its replica has died; one
+                that a worker may have begun is sent again only if the method is registered with
+                ``is_idempotent=True``.
 
         Raises:
             UsageError: An option is unknown, or its value is invalid.
         """
         limits = {name: value for name, value in options.items() if name == "timeout"}
         chosen: Mapping[str, Any] = {name: value for name, value in options.items() if name != "timeout"}
-        unknown = [name for name in chosen if name not in _NAMES]
-        if unknown:
-            raise UsageError(
-                f"a request has no option {unknown[0]!r}; its options are timeout, {', '.join(_NAMES[:-1])} and "
-                f"{_NAMES[-1]}"
-            )
         base = self._submitter.options_but(self._options, limits)
-        target = replace(self._target, **chosen)
-        n = len(Router.of(self._submitter, self._spec).replicas)
-        for name, least, most in (("replica", 0, n - 1), ("spill", 0, None), ("maxsize", 1, None)):
-            value = getattr(target, name)
-            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            if value is not None and not (is_number and (most is None or value <= most)):
-                up_to = f"from 0 to {most}, as there are {n} replicas" if most is not None else f"of {least} or more"
-                raise UsageError(f"{name} must be a whole number {up_to}, got {value!r}")
-        try:
-            hash(target.key)
-        except TypeError:
-            raise UsageError(
-                f"key must be hashable, got {type(target.key).__name__}; pass a string or a number"
-            ) from None
+        target = self._target.but(chosen, len(Router.of(self._submitter, self._spec).replicas))
         return type(self)(self._group, self._submitter, self._spec, base, target)
 
     def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> RequestStream[Any]:
@@ -145,7 +131,7 @@ class RequestMethod(Generic[P, G]):
         Raises:
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
             CallTimeout: No place became free within the request's ``timeout``. It was not sent.
-            UsageError: The method does not yield.
+            UsageError: The method does not yield, or ``retries`` is set.
 
         Example:
             >>> import bandmaster as bm
@@ -162,6 +148,7 @@ class RequestMethod(Generic[P, G]):
         spec, router = self._spec, Router.of(self._submitter, self._spec)
         if not spec.is_generator:
             raise UsageError(f"{spec.label} has one value and no stream, as it does not yield; call {spec.name}(...)")
+        self._check_no_retries(f"{spec.name}.stream(...)", "whose items may have been read")
         site, most = self._submitter.site(spec.name, self._options), self._target.maxsize
         name = secrets.token_hex(8)
         more = ((STREAM, name), (METHOD, router.method), (MAXSIZE, most))
@@ -178,6 +165,10 @@ class RequestMethod(Generic[P, G]):
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)
         return router, Request(site, self._payload(args, kwargs), router)
+
+    def _check_no_retries(self, what: str, why: str) -> None:
+        if self._target.retries:
+            raise UsageError(f"{what}, {why}, is never sent again; leave out retries={self._target.retries}")
 
     def _payload(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], more: tuple[tuple[str, Any], ...] = ()

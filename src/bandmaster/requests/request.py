@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
@@ -13,15 +14,18 @@ from bandmaster.calls.result import Done, Result, WatchedResult
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Ticket, Workers
 from bandmaster.errors import CallCancelled, CallTimeout
-from bandmaster.errors.failure import Failure
+from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.deadline import Deadline
+from bandmaster.requests.target import ANY
 from bandmaster.rows.table import Table
 
 if TYPE_CHECKING:
     import asyncio
+    from typing import TypeGuard
 
     from bandmaster.requests.reader import LoopReader
 
+_SENDING_AGAIN = threading.Lock()  # held for a moment
 LOOK_AROUND_S = 5.0  # another thread may cancel a request while this one waits for it
 T = TypeVar("T")
 
@@ -45,6 +49,7 @@ class SendsRequests(Protocol):
     """The router of a method, as far as its requests know it; see `bandmaster.requests.router`."""
 
     workers: Workers
+    is_idempotent: bool
     concurrency: int
     replicas: tuple[Replica, ...]
 
@@ -55,11 +60,21 @@ class SendsRequests(Protocol):
     def advance(self) -> None:
         """Send what can be sent."""
 
+    def advance_in(self, reader: LoopReader) -> None:
+        """Send requests that wait for a place, now and later, in the event loop of a reader."""
+
     def send(self, request: Request, chosen: Sequence[Replica]) -> None:
         """Send a request to some replicas."""
 
     def has_ended(self, request: Request) -> None:
         """Free the places of a request."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all replicas have died."""
+
+    def send_again(self, request: Request, replicas: Sequence[Replica]) -> None:
+        """Have a request wait for a place again, as its replica has died."""
 
     def stacks(self, tickets: Mapping[int, Ticket]) -> Mapping[int, str]:
         """The Python stacks of ranks."""
@@ -74,9 +89,11 @@ class Request(WatchedResult):
     ::
 
         WAITING for a place ── a replica is chosen ──► SENT ── its ranks have replied ──► is_done ── first wait ──► DONE
+                  ▲─────── it has died, and `Target.retries` allows it ── ┘
 
     Attributes:
         payload: Its arguments, until it is sent.
+        target: Where it may go, and how often.
         router: The router that has chosen its replica, or will.
         replicas: The replicas that run it; empty as long as it waits for a place.
         tickets: The ticket of each rank, once it is sent.
@@ -102,6 +119,9 @@ class Request(WatchedResult):
         self.tickets: dict[int, Ticket] = {}
         self.is_done = self.is_listed = False
         self.waiters: list[tuple[LoopReader, asyncio.Future[None]]] = []
+        self.target = ANY
+        self._lost: dict[int, Failure] = {}  # the ranks to which it was sent before, and how they have died
+        self._n_sent_again = 0
         self._why: BaseException | None = None
 
     @property
@@ -154,9 +174,28 @@ class Request(WatchedResult):
 
     def replied(self) -> None:
         """Note that a rank has replied; the thread that has received the reply calls this, and holds a lock."""
-        tickets = list(self.tickets.values())
-        if len(tickets) == self.n_ranks and all(ticket.is_done for ticket in tickets):
+        sent = self.tickets
+        tickets = list(sent.values())
+        has_replied = tickets and len(tickets) == self.n_ranks and all(ticket.is_done for ticket in tickets)
+        if has_replied and not (self.target.retries and self._is_sent_again(sent)):
             self.end()
+
+    def _is_sent_again(self, sent: dict[int, Ticket]) -> bool:
+        """Whether its ranks have died, so that it was given back to its router to be sent to others."""
+        died = {rank: outcome for rank, ticket in sent.items() if _has_died(outcome := self.workers.fetch(ticket))}
+        may_be_sent = self.router.is_idempotent or all(ticket.is_dropped for ticket in sent.values())
+        if not (died and may_be_sent) or self.is_cancelled or self._n_sent_again == self.target.retries:
+            return False
+        if self.router.is_lost:
+            return False
+        with _SENDING_AGAIN:
+            if self.tickets is not sent:  # by another thread, which has received the reply of another rank
+                return True
+            replicas, self.tickets, self.replicas = self.replicas, {}, ()
+            self._n_sent_again += 1
+            self._lost.update(died)
+        self.router.send_again(self, replicas)
+        return True
 
     def end(self) -> None:
         """Tell those who wait that it is done. It may be called again."""
@@ -227,7 +266,7 @@ class Request(WatchedResult):
         if self.is_cancelled:
             return Done(CallCancelled(f"{self.site.method} was cancelled; make the request again"))
         if self._why is not None:
-            return Done(self._why)
+            return Done(error_of(self.site, self._lost) if self._lost else self._why)
         values, failures = [], {}
         for replica in self.replicas:
             for rank in replica.ranks:
@@ -241,7 +280,8 @@ class Request(WatchedResult):
                     except BaseException as error:  # the user's objects may raise anything as they are unpickled
                         failures[rank] = Failure.unreadable(error, was_interrupted=True)
         if failures:
-            return Done(error_of(self.site, failures))
+            lost = self._lost if any(map(_has_died, failures.values())) else {}
+            return Done(error_of(self.site, {**lost, **failures}))
         return Done(value=values if self.is_listed else values[0])
 
     def table(self) -> Table:
@@ -250,6 +290,10 @@ class Request(WatchedResult):
 
     def _brought(self, deadline: Deadline) -> Done:
         raise AssertionError("its value is here")
+
+
+def _has_died(outcome: object) -> TypeGuard[Failure]:
+    return isinstance(outcome, Failure) and outcome.kind is FailureKind.DIED
 
 
 class _News:
@@ -293,6 +337,8 @@ class RequestFuture(Future[T]):
             timeout_s = request.site.limits().timeout
             reader = LoopReader.of_this_loop()
             waiter = reader.add(request)
+            if request.target.retries or not request.is_sent:
+                request.router.advance_in(reader)
             timer = None if timeout_s is None else reader.loop.call_later(timeout_s, reader.tell, waiter)
             try:
                 yield from waiter

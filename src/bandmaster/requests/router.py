@@ -13,7 +13,6 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -28,29 +27,10 @@ from bandmaster.errors import ResourceError
 from bandmaster.plan.rows import replicas
 from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.request import Replica, Request
+from bandmaster.requests.target import Target
 
 STACKS_FRESH_S = 0.5  # stacks that were read so long ago are shown again
 MOST_KEYS = 100_000  # whose replicas are known; the one that was used longest ago is forgotten first
-
-
-@dataclass(frozen=True)
-class Target:
-    """The choice of the replica of a request, and the limits of what it makes there.
-
-    Attributes:
-        key: Requests with equal keys go to one replica, as long as it is not much busier than others; None for no key.
-        replica: The number of the replica; None for the one with the fewest open requests.
-        spill: How many open requests more than the least busy one the replica of a key may have.
-        maxsize: Most items of a stream that are made before they are taken.
-    """
-
-    key: Hashable = None
-    replica: int | None = None
-    spill: int = 16
-    maxsize: int = 16
-
-
-ANY = Target()
 
 
 class Router:
@@ -60,6 +40,7 @@ class Router:
         workers: The workers of the group; after a restart, it has another router.
         method: The workers' name of the method.
         is_exclusive: Whether the method is not async, so that it runs alone.
+        is_idempotent: Whether requests that a worker may have begun may be sent again.
         concurrency: Most requests of the method that a replica runs at a time.
         replicas: The replicas.
         waiting: The requests that wait for a place.
@@ -69,8 +50,9 @@ class Router:
         protocol: Any = spec.registration.protocol
         self.workers, self.method = workers, submitter.worker_method(spec.name)
         self.is_exclusive, self.concurrency = not (spec.is_async or spec.is_generator), spec.registration.concurrency
+        self.is_idempotent = spec.registration.is_idempotent
         self.replicas = tuple(map(Replica, replicas(spec.mesh, protocol)))
-        self.waiting: deque[tuple[Request, Target]] = deque()
+        self.waiting: deque[Request] = deque()
         self.site: CallSite = submitter.site(spec.name)
         self._work: OpenWork = submitter.work
         self._lock = submitter.work.sending
@@ -101,27 +83,35 @@ class Router:
             ResourceError: The system allows no more threads or descriptors.
         """
         loop = _running_loop()
+        request.target = target
         self._work.read_in_background()
         with self._lock:
             self._flush_others()
             replica = None if self.waiting else self._choose(target)
             if replica is None:
-                self.waiting.append((request, target))
+                self.waiting.append(request)
             else:
                 self._put(request, (replica,))
             if loop is None:
                 self._flush_all()
-        if loop is not None and replica is not None:
+        if loop is None:
+            if replica is None:
+                self._wait_for_place(request)
+            return
+        if replica is not None:
             self._flush_soon(loop)
-        elif loop is not None:
+        if replica is None or target.retries:  # it waits for a place, or may have to later
             from bandmaster.requests.reader import LoopReader
 
             reader = LoopReader.of(loop)
             reader.add(request)
-            self._readers[reader] = None
-            self.advance()  # a place may have become free meanwhile
-        elif replica is None:
-            self._wait_for_place(request)
+            self.advance_in(reader)
+
+    def advance_in(self, reader: Any) -> None:
+        """Send requests that wait for a place, now and later, when the event loop of a reader learns of a free one."""
+        self._readers[reader] = None  # first: a place may become free meanwhile
+        if self.waiting:
+            self.advance()
 
     def _wait_for_place(self, request: Request) -> None:
         try:
@@ -143,6 +133,8 @@ class Router:
         if renewed or self.workers.deaths:
             lost = renewed.union(self.workers.deaths)
             alive = [replica for replica in candidates if lost.isdisjoint(replica.ranks)]
+            if renewed and not alive:
+                return None
             candidates = alive or candidates  # if all are dead, the request says how one has died
         best = min(candidates, key=_busy)
         if target.key is not None:
@@ -165,7 +157,7 @@ class Router:
     @property
     def can_advance(self) -> bool:
         """Whether a request that waits can be sent."""
-        return self._has_place and any(self._choose(target) is not None for _, target in list(self.waiting))
+        return self._has_place and any(self._choose(request.target) is not None for request in list(self.waiting))
 
     @property
     def _has_place(self) -> bool:
@@ -179,12 +171,12 @@ class Router:
             self._work.read_in_background()
         with self._lock:
             while self.can_advance:  # again, if a place became free as none seemed to wait
-                kept: list[tuple[Request, Target]] = []
+                kept: list[Request] = []
                 while self._has_place:
-                    request, target = self.waiting.popleft()
-                    replica = self._choose(target)
+                    request = self.waiting.popleft()
+                    replica = self._choose(request.target)
                     if replica is None:
-                        kept.append((request, target))
+                        kept.append(request)
                     else:
                         self._put(request, (replica,))
                 self.waiting.extendleft(reversed(kept))
@@ -289,22 +281,38 @@ class Router:
         """Free the places of a request, for which another may have waited. Any thread calls this; it does not block."""
         for replica in request.replicas:
             replica.open.pop(request, None)
+        self._wake()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all replicas have died."""
+        deaths = self.workers.deaths
+        return all(any(rank in deaths for rank in replica.ranks) for replica in self.replicas)
+
+    def send_again(self, request: Request, replicas: Sequence[Replica]) -> None:
+        """Have a request wait for a place again, as its replica has died. Any thread calls this; it does not block."""
+        for replica in replicas:
+            replica.open.pop(request, None)
+        self.waiting.appendleft(request)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have a request that waits for a place get it."""
         if self.waiting:  # a thread that waits for a place looks by itself
             for reader in list(self._readers):
                 if not reader.call(self.advance):
                     self._readers.pop(reader, None)
             if not self._readers:
-                for waiting in [waiting for waiting, _ in list(self.waiting) if waiting.is_watched]:
+                for waiting in [waiting for waiting in list(self.waiting) if waiting.is_watched]:
                     progress.look_at(waiting)
 
     def withdraw(self, request: Request) -> bool:
         """Take back a request that was not sent; False if it was."""
         with self._lock:
-            for waiting in self.waiting:
-                if waiting[0] is request:
-                    self.waiting.remove(waiting)
-                    return True
-            return False
+            is_waiting = request in list(self.waiting)
+            if is_waiting:
+                self.waiting.remove(request)
+            return is_waiting
 
     def wait_until_over(self, deadline: Deadline) -> None:
         """Wait until no request is open.
@@ -317,8 +325,7 @@ class Router:
                 raise request.late(deadline.timeout_s or 0.0)
 
     def _open(self) -> list[Request]:
-        waiting = [request for request, _ in list(self.waiting)]
-        return [*(request for replica in self.replicas for request in list(replica.open)), *waiting]
+        return [*(request for replica in self.replicas for request in list(replica.open)), *list(self.waiting)]
 
     @property
     def is_ended(self) -> bool:

@@ -94,6 +94,7 @@ class Client:
         """The ranks that have not died; the tickets of the others say so."""
         for rank in self.deaths.keys() & set(ranks):
             tickets[rank] = MessageTicket(number)
+            tickets[rank].is_dropped = True
             self._finish(tickets[rank], self.deaths[rank])
         return [rank for rank in ranks if rank not in self.deaths]
 
@@ -106,6 +107,8 @@ class Client:
         self._requests[rank].update({ticket.number: ticket for ticket in tickets})
         if rank not in self.deaths:
             return tickets
+        for ticket in tickets:
+            ticket.is_dropped = True
         self._fail_open(rank, self.deaths[rank])
         return []
 

@@ -429,6 +429,9 @@ class LaneClient(Client):
                 self._hang_up(rank)
 
     def _clear(self, rank: int) -> None:
+        for _, _, tickets in self._queues.get(rank, ()):
+            for ticket in tickets:
+                ticket.is_dropped = True
         self._queues[rank], self._n_beside[rank] = deque(), 0
 
     def _hang_up(self, rank: int) -> None:
