@@ -118,6 +118,44 @@ class Rollout(bm.Worker):
         return counts
 
 
+class Engine(bm.Worker):
+    def __init__(self, version=None):
+        bm.report(self, version=version)
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def chat(self):
+        return self.rank
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def score(self):
+        return self.rank
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def claim(self, load):
+        bm.report(self, load=load)
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def upgrade(self, version):
+        bm.report(self, version=version)
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def hold(self, folder):
+        while not (folder / "gate").exists():
+            await asyncio.sleep(0.001)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, version, only=None):
+        if only is None or self.rank in only:
+            bm.report(self, version=version)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wrong(self, **reported):
+        bm.report(self, **reported)
+
+    def on_replace(self, rank, state):
+        pass
+
+
 class Ordered(bm.Worker):
     def __init__(self):
         self.log = []
@@ -311,6 +349,111 @@ def test_those_that_wait_for_a_place_get_it_in_their_order(make_group):
     assert group.take() == [list(range(20))]
 
 
+# --- what replicas report ------------------------------------------------------------------------------------------
+
+
+def test_open_requests_count_for_all_methods(make_group, gate):
+    group = make_group(2, Engine)
+    held = [group.hold.options(replica=0)(gate.folder) for _ in range(3)]
+    assert [group.chat().result(DEADLINE) for _ in range(3)] == [1, 1, 1]
+    assert [group.score().result(DEADLINE) for _ in range(3)] == [1, 1, 1]
+    gate.open()
+    for future in held:
+        future.result(DEADLINE)
+
+
+def test_a_replica_that_reports_the_load_of_others_gets_fewer(make_group):
+    group = make_group(2, Engine)
+    group.claim.options(replica=0)(4.5).result(DEADLINE)
+
+    async def main():
+        return Counter(await asyncio.gather(*[group.chat() for _ in range(10)]))
+
+    assert asyncio.run(main()) == {0: 3, 1: 7}
+    group.claim.options(replica=0)(0).result(DEADLINE)
+    assert asyncio.run(main()) == {0: 5, 1: 5}
+
+
+def test_requests_go_to_replicas_that_have_the_version(make_group):
+    group = make_group(3, Engine)
+    newest = group.chat.options(min_version=7)
+    with pytest.raises(
+        bm.CallTimeout, match="no replica has version 7 of its weights: replica 0 none, replica 1 none, re"
+    ):
+        newest.options(timeout=0.05)()
+    group.load(7, [1])
+    assert {newest().result(DEADLINE) for _ in range(6)} == {1}
+    group.upgrade.options(replica=2)(8).result(DEADLINE)
+
+    async def main():
+        return Counter(await asyncio.gather(*[newest() for _ in range(8)]))
+
+    assert asyncio.run(main()) == {1: 4, 2: 4}
+    with pytest.raises(bm.CallTimeout, match=r"no replica has version 9 .*: replica 0 none, replica 1 7, replica 2 8"):
+        group.chat.options(min_version=9, timeout=0.05)()
+
+
+def test_all_ranks_of_a_replica_need_the_version(make_group):
+    group = make_group(bm.Mesh(dp=2, tp=2), Engine)
+    group.load(3)
+    group.load(4, [0, 2, 3])
+    assert {group.chat.options(min_version=4)().result(DEADLINE) for _ in range(4)} == {2}
+
+
+def test_a_request_waits_for_its_version(make_group):
+    group = make_group(2, Engine, 1)
+
+    async def main():
+        newest = [asyncio.ensure_future(awaited(group.chat.options(min_version=2)())) for _ in range(4)]
+        assert await group.chat.options(min_version=1)() in (0, 1), "they hold up no others"
+        assert not any(task.done() for task in newest)
+        await asyncio.to_thread(group.load, 2)
+        return await asyncio.gather(*newest)
+
+    assert {*asyncio.run(asyncio.wait_for(main(), DEADLINE))} <= {0, 1}
+    found = []
+    thread = threading.Thread(target=lambda: found.append(group.chat.options(min_version=3)().result(DEADLINE)))
+    thread.start()
+    group.load(3)
+    thread.join(DEADLINE)
+    assert found in ([0], [1])
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_replica_that_was_replaced_has_no_version_yet(make_group):
+    group = make_group(2, Engine)
+    group.load(5)
+    psutil.Process(group.workers[1].pid).kill()
+    with pytest.raises(bm.WorkerDied):
+        group.chat.options(replica=1)().result(DEADLINE)
+    group.replace(1)
+    assert {group.chat.options(min_version=5)().result(DEADLINE) for _ in range(4)} == {0}
+
+
+def test_roles_report_for_themselves(make_pool):
+    group = bm.colocate(make_pool([2]), first=Engine, second=Engine)
+    group.first.load(1)
+    group.second.load(2)
+    assert group.second.chat.options(min_version=2)().result(DEADLINE) in (0, 1)
+    with pytest.raises(bm.CallTimeout, match="replica 0 1, replica 1 1"):
+        group.first.chat.options(min_version=2, timeout=0.05)()
+
+
+@pytest.mark.parametrize(
+    ("reported", "message"),
+    [
+        ({"load": -1}, "load must be a non-negative number of requests, got -1"),
+        ({"load": float("nan")}, "load must be a non-negative number"),
+        ({"version": 1.5}, "version must be a whole number, got 1.5"),
+    ],
+)
+def test_bad_reports(make_group, reported, message):
+    with pytest.raises(bm.RemoteError, match=message):
+        make_group(1, Engine).wrong(**reported)
+    with pytest.raises(bm.UsageError, match="report takes the worker itself"):
+        bm.report(3, load=1)
+
+
 # --- overlap ------------------------------------------------------------------------------------------------------
 
 
@@ -478,10 +621,11 @@ def test_those_that_are_never_sent_again(group):
         ({"retries": -1}, "retries must be a whole number of 0 or more, got -1"),
         ({"retries": True}, "retries must be a whole number of 0 or more, got True"),
         ({"retries": 1, "replica": 0}, "retries=1 sends a request to another replica, but replica=0 allows one"),
+        ({"min_version": 1.0}, "min_version must be a whole number or None, got 1.0"),
         ({"key": []}, "key must be hashable, got list"),
         (
             {"pull": 1},
-            "a request has no option 'pull'; its options are timeout, key, replica, spill, maxsize and retries",
+            "a request has no option 'pull'; its options are timeout, key, .* and min_version",
         ),
         ({"timeout": -1}, "timeout must be a non-negative number"),
     ],

@@ -1,4 +1,4 @@
-"""The waist: what a backend is (5 methods), and what the running workers of a group are (11 methods, 4 facts).
+"""The waist: what a backend is (5 methods), and what the running workers of a group are (11 methods, 5 facts).
 
 The core plans calls and never sees a socket. A backend carries payloads and never sees an axis or a protocol::
 
@@ -25,6 +25,7 @@ from bandmaster.plan.columns import RowFacts as RowFacts
 from bandmaster.plan.columns import facts_of
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.placement import Node, Request
+from bandmaster.worker import Report as Report
 from bandmaster.worker import WorkerContext
 
 CLOSED = "the group was closed"
@@ -329,6 +330,21 @@ class WorkerRequest(NamedTuple):
     reply: Reply
 
 
+class Reports(dict[int, Mapping[str, Report]]):
+    """The reports of the workers by rank, and for each by the prefix of its role in a colocated group, "" in others.
+
+    Attributes:
+        on_change: Called by the thread that receives a report; it must not block.
+    """
+
+    on_change: Callable[[], object] = bool
+
+    def take(self, rank: int, reports: Mapping[str, Report]) -> None:
+        """Take all reports of a rank in place of those before."""
+        self[rank] = reports
+        self.on_change()
+
+
 class Ticket:
     """Base class of backends' tickets: one rank's part of a call, and in time its reply.
 
@@ -356,11 +372,16 @@ class Workers(Protocol):
 
     Attributes:
         deaths: The ranks whose processes are known to have ended, and how. It only grows, but for `replace`.
+        reports: What the workers have reported of themselves, as far as it has come with their replies.
         ranks_are_own: Whether a worker is called by the rank that its context says; not so where a group was attached
             to some workers of another.
     """
 
     ranks_are_own: bool
+
+    @property
+    def reports(self) -> Reports:
+        """The reports of the workers, as far as they have come with their replies."""
 
     @property
     def deaths(self) -> Mapping[int, Failure]:

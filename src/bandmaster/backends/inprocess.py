@@ -27,6 +27,7 @@ from bandmaster.contract import (
     Kept,
     KeptCopy,
     Launch,
+    Reports,
     Rows,
     WorkerCall,
     WorkerRecord,
@@ -36,7 +37,7 @@ from bandmaster.errors import UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held, run_if_free
 from bandmaster.wire.segment_reader import RowReader
-from bandmaster.worker import Worker
+from bandmaster.worker import Report, Worker
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.request_tasks import ReceivedRequest, RequestTasks
 
@@ -95,6 +96,7 @@ class InProcessWorkers:
 
     Attributes:
         deaths: The ranks whose objects were discarded, and why.
+        reports: What the workers have reported of themselves.
         arrivals: Always None: a call has run by the time it is sent.
         ranks_are_own: True.
 
@@ -114,6 +116,7 @@ class InProcessWorkers:
         here = range(len(launch.slots)) if ranks is None else ranks
         self._executors = {rank: self._executor(rank) for rank in here}
         self.deaths: dict[int, Failure] = {}
+        self.reports = Reports()
         self.arrivals: int | None = None
         self._is_stopped = False
         self._running = threading.RLock()  # held while a method or a constructor runs
@@ -160,6 +163,10 @@ class InProcessWorkers:
         if (requests := self._requests.get(rank)) is not None:
             requests.wait_until_idle()
         outcome = executor.call(call.method, call.reply, parts, rows, call.is_timed)
+        if (reports := executor.new_reports()) is not None:
+            self.reports.take(rank, reports)
+            with self._news:
+                self._news.notify_all()
         if isinstance(outcome, Rows):
             ticket = InProcessTicket(KeptCopy(outcome.payload.private(), outcome.facts))
         else:
@@ -185,7 +192,8 @@ class InProcessWorkers:
                     self._news.notify_all()
                 return
             if rank not in self._requests:
-                self._requests[rank] = InProcessRequests(self._executors[rank], self._news)
+                take_reports = partial(self.reports.take, rank)
+                self._requests[rank] = InProcessRequests(self._executors[rank], self._news, take_reports)
             self._requests[rank].start(requests, take)
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
@@ -217,6 +225,7 @@ class InProcessWorkers:
         """Discard the object of a rank. The next `CONSTRUCT` call makes a new one."""
         self._discard([rank], "ended by the controller, because it is being replaced")
         self._executors[rank] = self._executor(rank)
+        self.reports.pop(rank, None)
         del self.deaths[rank]
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
@@ -287,10 +296,17 @@ class InProcessRequests:
     Args:
         executor: Has the worker.
         news: Notified when a request has ended.
+        take_reports: Called with what the worker has reported.
     """
 
-    def __init__(self, executor: Executor, news: threading.Condition) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        news: threading.Condition,
+        take_reports: Callable[[Mapping[str, Report]], object],
+    ) -> None:
         self._tasks = RequestTasks(executor, self._ended)
+        self._executor, self._take_reports = executor, take_reports
         self._news = news
         self._numbers = itertools.count()
         self._open: dict[int, InProcessTicket] = {}
@@ -322,6 +338,8 @@ class InProcessRequests:
     def _ended(self, number: int, outcome: Payload | Rows | Failure | None) -> None:
         assert not isinstance(outcome, Rows), "a request keeps no rows"
         self._tasks.count(1)
+        if (reports := self._executor.new_reports()) is not None:
+            self._take_reports(reports)
         self._end(number, outcome.private() if isinstance(outcome, Payload) else outcome)
 
     def _end(self, number: int, outcome: Payload | Failure | None) -> None:

@@ -153,6 +153,7 @@ class HostRanks:
         self._since = 0.0  # when the first of these replies came
         self._failed: dict[int, tuple[int, Any]] = {}  # by rank, number and ticket of the call that it has failed last
         self._told: Mapping[int, Failure] = {}  # the deaths that the controller was told of
+        self._reported: dict[int, object] = {}  # what it was told that the workers have reported, by rank
 
     # --- calls ---
 
@@ -285,7 +286,7 @@ class HostRanks:
             ticket = self._open[rank].pop(number, None)
             if ticket is not None:
                 self._add([rank], *self._reply(rank, number, ticket))
-        said: list[tuple[tuple[int, ...], bytes]] = []
+        said = self._reports() if self.workers.reports else []
         large: dict[int, Payload] = {}
         is_flushed = is_flushed or time.monotonic() - self._since >= PATIENCE_S
         for number, unsent in list(self._unsent.items()):
@@ -297,6 +298,15 @@ class HostRanks:
             if is_whole:
                 del self._n_missing[number]
         return said, large
+
+    def _reports(self) -> list[tuple[tuple[int, ...], bytes]]:
+        """The reports that have come since this was called last, as messages to the controller. Replies follow them."""
+        found: list[tuple[tuple[int, ...], bytes]] = []
+        for rank, report in list(self.workers.reports.items()):
+            if self._reported.get(rank) is not report:
+                self._reported[rank] = report
+                found.append(((rank,), reply_message(0, ReplyKind.REPORT, report)[4:]))
+        return found
 
     def _reply(self, rank: int, number: int, ticket: Any) -> tuple[bytes, Mapping[int, Payload]]:
         """The reply of a rank, and the large payload that it names."""

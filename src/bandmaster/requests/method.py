@@ -35,6 +35,7 @@ class RequestOptions(TypedDict, total=False):
     spill: int
     maxsize: int
     retries: int
+    min_version: int | None
 
 
 class RequestMethod(Generic[P, G]):
@@ -112,7 +113,8 @@ class RequestMethod(Generic[P, G]):
                 ``maxsize``: most items of a `stream` that are made before they are taken, 16 by default.
                 ``retries``: how often a request is sent again, to another replica, because its replica has died; one
                 that a worker may have begun is sent again only if the method is registered with
-                ``is_idempotent=True``.
+                ``is_idempotent=True``. ``min_version``: the version of its weights that a replica must have reported at
+                least, see `report`; as long as none has, the request waits.
 
         Raises:
             UsageError: An option is unknown, or its value is invalid.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
@@ -12,11 +13,11 @@ from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.result import Done, Result, WatchedResult
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Ticket, Workers
+from bandmaster.contract import Report, Ticket, Workers
 from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.deadline import Deadline
-from bandmaster.requests.target import ANY
+from bandmaster.requests.target import ANY, Target
 from bandmaster.rows.table import Table
 
 if TYPE_CHECKING:
@@ -26,23 +27,56 @@ if TYPE_CHECKING:
     from bandmaster.requests.reader import LoopReader
 
 _SENDING_AGAIN = threading.Lock()  # held for a moment
+LOAD_FRESH_S = 5.0  # a load that was reported longer ago does not count
 LOOK_AROUND_S = 5.0  # another thread may cancel a request while this one waits for it
 T = TypeVar("T")
 
 
+class ReplicaLoad:
+    """The load of a replica: the open requests of all methods of this caller, and the load that it reports.
+
+    Attributes:
+        open: The requests of all methods that it was sent, or is about to be, and that have not ended.
+    """
+
+    def __init__(self) -> None:
+        self.open: dict[Request, None] = {}
+        self._report: Report | None = None
+        self._others, self._since = 0.0, 0.0  # the requests of other callers, when the report came
+
+    def estimate(self, report: Report | None) -> float:
+        """The number of its requests, of all callers."""
+        n = len(self.open)
+        if report is None or report.load is None:  # as most often
+            return n
+        if report is not self._report:
+            self._report, self._others, self._since = report, max(0.0, report.load - n), time.monotonic()
+        return n + self._others if time.monotonic() - self._since < LOAD_FRESH_S else n
+
+
 class Replica:
-    """One replica of the ranks of a group.
+    """One replica of the ranks of a group, for one method.
 
     Attributes:
         ranks: Its ranks, the one that returns the value first.
-        open: The requests that it was sent, or is about to be, and that have not ended.
+        load: How busy it is with all methods.
+        open: The requests of the method that it was sent, or is about to be, and that have not ended.
         outbox: Of these, those that are not sent.
     """
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: tuple[int, ...], load: ReplicaLoad) -> None:
+        self.ranks, self.load = ranks, load
         self.open: dict[Request, None] = {}
         self.outbox: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        """Note a request that is open here."""
+        self.open[request] = self.load.open[request] = None
+
+    def remove(self, request: Request) -> None:
+        """Free the place of a request."""
+        self.open.pop(request, None)
+        self.load.open.pop(request, None)
 
 
 class SendsRequests(Protocol):
@@ -50,7 +84,6 @@ class SendsRequests(Protocol):
 
     workers: Workers
     is_idempotent: bool
-    concurrency: int
     replicas: tuple[Replica, ...]
 
     @property
@@ -65,6 +98,9 @@ class SendsRequests(Protocol):
 
     def send(self, request: Request, chosen: Sequence[Replica]) -> None:
         """Send a request to some replicas."""
+
+    def why_waiting(self, target: Target) -> str:
+        """The reason why requests wait for a place, and what to do."""
 
     def has_ended(self, request: Request) -> None:
         """Free the places of a request."""
@@ -160,14 +196,7 @@ class Request(WatchedResult):
     def late(self, timeout_s: float) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``."""
         if not self.replicas:
-            n = len(self.router.replicas)
-            return CallTimeout(
-                self.site.method,
-                (),
-                timeout_s,
-                what_next=f"each of the {n} replicas runs {self.router.concurrency} requests of the method, as its "
-                "concurrency says; give it more, or send fewer at a time",
-            )
+            return CallTimeout(self.site.method, (), timeout_s, what_next=self.router.why_waiting(self.target))
         return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks())
 
     # --- its end; any thread ---

@@ -8,6 +8,7 @@ round has ended, so that all requests of the round go in one message.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -26,7 +27,7 @@ from bandmaster.contract import MORE_ITEMS, Reply, Ticket, WorkerCall, WorkerReq
 from bandmaster.errors import ResourceError
 from bandmaster.plan.rows import replicas
 from bandmaster.platform.deadline import Deadline
-from bandmaster.requests.request import Replica, Request
+from bandmaster.requests.request import Replica, ReplicaLoad, Request
 from bandmaster.requests.target import Target
 
 STACKS_FRESH_S = 0.5  # stacks that were read so long ago are shown again
@@ -51,7 +52,12 @@ class Router:
         self.workers, self.method = workers, submitter.worker_method(spec.name)
         self.is_exclusive, self.concurrency = not (spec.is_async or spec.is_generator), spec.registration.concurrency
         self.is_idempotent = spec.registration.is_idempotent
-        self.replicas = tuple(map(Replica, replicas(spec.mesh, protocol)))
+        self._role = self.method.removesuffix(spec.name)
+        loads = submitter.work.loads
+        self.replicas = tuple(
+            Replica(ranks, loads.setdefault((submitter, frozenset(ranks)), ReplicaLoad()))
+            for ranks in replicas(spec.mesh, protocol)
+        )
         self.waiting: deque[Request] = deque()
         self.site: CallSite = submitter.site(spec.name)
         self._work: OpenWork = submitter.work
@@ -71,6 +77,7 @@ class Router:
         if not isinstance(router, Router) or router.workers is not workers:
             router = routers[submitter, spec.name] = cls(submitter, spec, workers)
             submitter.work.add_in_parts(router)
+            workers.reports.on_change = submitter.work.wake_requests
         return router
 
     # --- choosing ---
@@ -126,17 +133,20 @@ class Router:
     def _choose(self, target: Target) -> Replica | None:
         """The replica for a request; None if it has to wait."""
         renewed = self._work.renewed
-        if target.replica is not None:
-            chosen = self.replicas[target.replica]
-            return self._with_place(chosen) if renewed.isdisjoint(chosen.ranks) else None
         candidates: Sequence[Replica] = self.replicas
+        if target.replica is not None:
+            candidates = (self.replicas[target.replica],)
         if renewed or self.workers.deaths:
             lost = renewed.union(self.workers.deaths)
             alive = [replica for replica in candidates if lost.isdisjoint(replica.ranks)]
-            if renewed and not alive:
+            if not alive and any(not renewed.isdisjoint(replica.ranks) for replica in candidates):
                 return None
             candidates = alive or candidates  # if all are dead, the request says how one has died
-        best = min(candidates, key=_busy)
+        if target.min_version is not None and not self.is_lost:
+            candidates = [replica for replica in candidates if self._version(replica) >= target.min_version]
+            if not candidates:
+                return None
+        best = min(candidates, key=self._busy)
         if target.key is not None:
             best = self._best_for(target, best, candidates)
         return self._with_place(best)
@@ -144,12 +154,35 @@ class Router:
     def _best_for(self, target: Target, least_busy: Replica, candidates: Sequence[Replica]) -> Replica:
         """The replica of a key, or the least busy one if that is much less busy."""
         found = self._of_key.pop(target.key, least_busy)
-        if found not in candidates or _busy(found) > _busy(least_busy) + target.spill:
+        if found not in candidates or self._busy(found) > self._busy(least_busy) + target.spill:
             found = least_busy
         self._of_key[target.key] = found
         if len(self._of_key) > MOST_KEYS:
             self._of_key.popitem(last=False)
         return found
+
+    def _busy(self, replica: Replica) -> float:
+        reports = self.workers.reports.get(replica.ranks[0])
+        return replica.load.estimate(reports.get(self._role) if reports else None)
+
+    def _version(self, replica: Replica) -> float:
+        """The version of its weights that all its ranks have reported at least."""
+        reports = [self.workers.reports.get(rank, {}).get(self._role) for rank in replica.ranks]
+        return min([-math.inf if one is None or one.version is None else one.version for one in reports])
+
+    def why_waiting(self, target: Target) -> str:
+        """The reason why requests wait for a place, and what to do."""
+        n, versions = len(self.replicas), list(map(self._version, self.replicas))
+        if target.min_version is not None and max(versions) < target.min_version:
+            told = [f"replica {i} {'none' if found == -math.inf else found}" for i, found in enumerate(versions)]
+            return (
+                f"no replica has version {target.min_version} of its weights: {', '.join(told)}; have the workers load "
+                "it, and tell so by report(self, version=...)"
+            )
+        return (
+            f"each of the {n} replicas runs {self.concurrency} requests of the method, as its concurrency says; give "
+            "it more, or send fewer at a time"
+        )
 
     def _with_place(self, replica: Replica) -> Replica | None:
         return replica if len(replica.open) < self.concurrency else None
@@ -205,7 +238,7 @@ class Router:
         request.replicas = chosen  # first: another thread may send it as soon as it is in an outbox
         for replica in chosen:
             if request.has_place:
-                replica.open[request] = None
+                replica.add(request)
             replica.outbox.append(request)
         if request.first is not None:
             self._put(request.first, chosen)
@@ -280,8 +313,8 @@ class Router:
     def has_ended(self, request: Request) -> None:
         """Free the places of a request, for which another may have waited. Any thread calls this; it does not block."""
         for replica in request.replicas:
-            replica.open.pop(request, None)
-        self._wake()
+            replica.remove(request)
+        self.wake()
 
     @property
     def is_lost(self) -> bool:
@@ -292,12 +325,12 @@ class Router:
     def send_again(self, request: Request, replicas: Sequence[Replica]) -> None:
         """Have a request wait for a place again, as its replica has died. Any thread calls this; it does not block."""
         for replica in replicas:
-            replica.open.pop(request, None)
+            replica.remove(request)
         self.waiting.appendleft(request)
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
-        """Have a request that waits for a place get it."""
+    def wake(self) -> None:
+        """Have a request that waits be sent, if it can be now. Any thread calls this; it does not block."""
         if self.waiting:  # a thread that waits for a place looks by itself
             for reader in list(self._readers):
                 if not reader.call(self.advance):
@@ -348,10 +381,6 @@ def _take(batch: Sequence[Request], rank: int, tickets: Sequence[Ticket]) -> Non
 
 def _overtakes(request: Request) -> bool:
     return request.asks_for == MORE_ITEMS
-
-
-def _busy(replica: Replica) -> int:
-    return len(replica.open)
 
 
 def _running_loop() -> Any:

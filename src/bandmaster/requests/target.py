@@ -19,6 +19,7 @@ class Target:
         spill: How many open requests more than the least busy one the replica of a key may have.
         maxsize: Most items of a stream that are made before they are taken.
         retries: How often it is sent again because its replica has died.
+        min_version: The version of its weights that the replica must have reported at least; None for any, or none.
     """
 
     key: Hashable = None
@@ -26,6 +27,7 @@ class Target:
     spill: int = 16
     maxsize: int = 16
     retries: int = 0
+    min_version: int | None = None
 
     def but(self, changes: Mapping[str, Any], n_replicas: int) -> Target:
         """A copy with some options changed.
@@ -44,6 +46,8 @@ class Target:
             _check("replica", made.replica, 0, up_to, n_replicas - 1)
         for name, least in (("spill", 0), ("maxsize", 1), ("retries", 0)):
             _check(name, getattr(made, name), least, f"of {least} or more")
+        if made.min_version is not None:
+            _check("min_version", made.min_version, -float("inf"), "or None")
         if made.retries and made.replica is not None:
             raise UsageError(
                 f"retries={made.retries} sends a request to another replica, but replica={made.replica} allows one; "
@@ -57,7 +61,7 @@ class Target:
         return made
 
 
-def _check(name: str, value: Any, least: int, which: str, most: float = float("inf")) -> None:
+def _check(name: str, value: Any, least: float, which: str, most: float = float("inf")) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise UsageError(f"{name} must be a whole number {which}, got {value!r}")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from bandmaster.plan.transfer import Broadcast, Dispatch, Execute, Gather, TransferProtocol
 from bandmaster.registration import register
-from bandmaster.worker import Worker
+from bandmaster.worker import Worker, report
 
 
 class Echo(Worker):
@@ -98,6 +98,16 @@ class Asked(Worker):
     async def open(self) -> None:
         """Let the requests of `hold` go on."""
         self.opened.set()
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def upgrade(self, version: int) -> None:
+        """Report a version."""
+        report(self, version=version)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def upgrade_all(self, version: int) -> None:
+        """Report a version."""
+        report(self, version=version)
 
     @register(Dispatch.REQUEST, concurrency=8)
     async def end(self) -> None:

@@ -386,6 +386,7 @@ class LaneClient(Client):
             self._clear(rank)
             self._poller.watch(sock.fileno(), partial(self._take, rank))
             self.deaths.pop(rank, None)
+            self.reports.pop(rank, None)
 
     def note_death(self, rank: int, failure: Failure | None = None) -> None:
         """Note the death of a rank that its lane has not told of yet, or that has no lane.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.roles import Roles
 from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
 from bandmaster.wire.status_page import RUNNING, SINCE, ActivityWords, Interrupted
-from bandmaster.worker import Worker, WorkerContext, load_class, make_worker
+from bandmaster.worker import Report, Worker, WorkerContext, load_class, make_worker
 from bandmaster.worker_process.event_loop import EventLoopThread
 from bandmaster.worker_process.item_stream import ItemStream
 from bandmaster.worker_process.kept_rows import with_rows
@@ -87,6 +87,7 @@ class Executor:
         self._context: WorkerContext | None = None
         self._loop: EventLoopThread | None = None
         self._awaited: Coroutine[Any, Any, Any] | None = None
+        self._reported: Mapping[str, Report] = {}
         self._generators: dict[str, Any] = {}  # those that have begun and not ended, by the name of their stream
 
     def prepare(self, context: WorkerContext) -> None:
@@ -344,6 +345,14 @@ class Executor:
     def told_of_tasks(self) -> str:
         """Tell where the coroutine of the running call waits, and of the other tasks: two texts, as JSON."""
         return '["", ""]' if self._loop is None else self._loop.told(self._awaited)
+
+    def new_reports(self) -> Mapping[str, Report] | None:
+        """The reports of the worker; None if they are the same as when this was called last."""
+        reports = self._reported if self.worker is None else self.worker.__bandmaster_reports__
+        if reports == self._reported:
+            return None
+        self._reported = reports
+        return reports
 
     def close(self) -> None:
         """Stop the event loop and drop the worker."""

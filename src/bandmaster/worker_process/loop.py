@@ -106,6 +106,8 @@ class Loop:
                 continue
             outcome = self._called(kind, number, message)
             times = executor.times
+            if (reports := executor.new_reports()) is not None:
+                lane.send(reply_message(0, ReplyKind.REPORT, reports))
             if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
                 lane.send(reply_message(number, ReplyKind.VALUE, outcome.head, times))  # the common case
             else:

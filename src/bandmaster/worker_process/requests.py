@@ -43,6 +43,7 @@ from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.request_tasks import Outcome, ReceivedRequest, RequestTasks
 
 REPLY_NBYTES = 64  # of a small reply among several, without its content
+REPORT_NBYTES = 16 * 1024  # of a report, also of many roles
 _Reply = tuple[int, int, Any]  # a small one: number, kind, and what the kind says
 
 
@@ -55,7 +56,7 @@ class Requests:
     """
 
     def __init__(self, lane: Lane, executor: Executor) -> None:
-        self._lane, self._loop = lane, executor.event_loop().loop
+        self._lane, self._executor, self._loop = lane, executor, executor.event_loop().loop
         self._tasks = RequestTasks(executor, self._ended)
         self._is_reading = False  # whether the event loop has the lane
         self._handed: SimpleQueue[memoryview | Closed] = SimpleQueue()  # to the main thread, with the lane
@@ -153,6 +154,9 @@ class Requests:
     # --- replies, on the event loop ---
 
     def _ended(self, number: int, outcome: Outcome) -> None:
+        n_before = len(self._replies)
+        if (reports := self._executor.new_reports()) is not None:
+            self._replies.append((0, ReplyKind.REPORT, reports))
         if isinstance(outcome, Payload) and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
             self._replies.append((number, ReplyKind.VALUE, outcome.head))
         elif outcome is None:
@@ -162,8 +166,7 @@ class Requests:
         else:
             self._unsent.append(partial(self._send_large, number, outcome))
             self._loop.call_soon(self._send_rest)
-            return
-        if len(self._replies) == 1:
+        if self._replies and not n_before:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
@@ -189,7 +192,7 @@ class Requests:
 
     def _send_several(self, replies: Sequence[_Reply]) -> None:
         self._lane.send_beside(several_replies(replies))
-        self._tasks.count(len(replies))
+        self._tasks.count(len([kind for _, kind, _ in replies if kind != ReplyKind.REPORT]))
 
     def _send_large(self, number: int, outcome: Outcome) -> None:
         if not select.select((), (self._lane.fileno(),), (), 0)[1]:
@@ -201,6 +204,8 @@ class Requests:
 def _nbytes_of(small: _Reply) -> int:
     """The size of a reply among several, at most."""
     content = small[2]
+    if small[1] == ReplyKind.REPORT:
+        return REPORT_NBYTES
     if isinstance(content, bytes):
         return REPLY_NBYTES + len(content)
     return REPLY_NBYTES + (INLINE_NBYTES if content else 0)
