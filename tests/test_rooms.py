@@ -28,12 +28,13 @@ ROOMS = {
     "hosts": "codec errors plan contract platform rows wire output",
     "roles": "codec plan worker",
     "worker_process": "codec errors plan worker contract platform rows wire roles",
+    "callers": "codec errors plan worker contract platform calls requests wire worker_process",
     "backends": "codec errors plan worker contract platform wire debugging output hosts worker_process",
     "pool": "errors plan worker contract platform backends",
     "tracing": "codec errors plan contract calls",
     "turns": "errors plan platform calls lifecycle",
-    "groups": "codec errors plan worker contract platform rows calls flow requests roles backends lifecycle pool "
-    "tracing turns",
+    "groups": "codec errors plan worker contract platform rows calls flow requests roles callers backends lifecycle "
+    "pool tracing turns",
     "registration": "errors plan worker calls groups",
     "__init__": "errors plan worker platform calls flow pool tracing groups registration",
     "compat": "errors",
@@ -50,7 +51,7 @@ ROOMS = {
 PATH = ["errors", "plan", "codec", "worker", "roles", "contract", "wire", "worker_process", "rows", "calls", "groups"]
 PATH += ["registration", "__init__"]
 PLACES = ["platform", "backends", "hosts", "lifecycle", "pool"]
-FEATURES = ["flow", "requests", "turns", "tracing", "output", "debugging"]
+FEATURES = ["flow", "requests", "callers", "turns", "tracing", "output", "debugging"]
 BESIDE = ["cli", "__main__", "testing", "single_controller", "compat", "rl"]
 
 

@@ -51,7 +51,6 @@ MISTAKES = {
     "mixed": Wrong("{g}.{m}({{'a': [0] * {more}, 'b': 0.5}})", "BatchError", ("'a' has {more} rows, 'b' is float",)),
     "ragged": Wrong("{g}.{m}({{'a': [0] * {more}, 'b': []}})", "BatchError", ("'a' has {more}, 'b' has 0",)),
     "lock": Wrong("{g}.everyone(threading.Lock())", "ArgumentError", ("'value' of Subject.everyone (lock) cannot be",)),
-    "group": Wrong("{g}.everyone([{g}])", "ArgumentError", ("belongs to its controller; pass the values",)),
     "method as value": Wrong("{g}.everyone({g}.{m})", "ArgumentError", ("cannot be pickled", "pass the values")),
     "no handle": Wrong("{g}.same({g}.everyone.submit({v}))", "UsageError", ("leaves no rows", "pass the value of")),
     "put": Wrong("{g}.put(3)", "BatchError", ("Subject.put takes a batch, got int",)),

@@ -163,8 +163,8 @@ class InProcessWorkers:
         if (requests := self._requests.get(rank)) is not None:
             requests.wait_until_idle()
         outcome = executor.call(call.method, call.reply, parts, rows, call.is_timed)
-        if (reports := executor.new_reports()) is not None:
-            self.reports.take(rank, reports)
+        if executor.reports != self.reports.get(rank, {}):
+            self.reports.take(rank, executor.reports)
             with self._news:
                 self._news.notify_all()
         if isinstance(outcome, Rows):
@@ -307,6 +307,7 @@ class InProcessRequests:
     ) -> None:
         self._tasks = RequestTasks(executor, self._ended)
         self._executor, self._take_reports = executor, take_reports
+        self._reported: Mapping[str, Report] = {}
         self._news = news
         self._numbers = itertools.count()
         self._open: dict[int, InProcessTicket] = {}
@@ -335,12 +336,13 @@ class InProcessRequests:
         for number in list(self._open):
             self._end(number, why)
 
-    def _ended(self, number: int, outcome: Payload | Rows | Failure | None) -> None:
+    def _ended(self, request: ReceivedRequest, outcome: Payload | Rows | Failure | None) -> None:
         assert not isinstance(outcome, Rows), "a request keeps no rows"
         self._tasks.count(1)
-        if (reports := self._executor.new_reports()) is not None:
+        if (reports := self._executor.reports) != self._reported:
+            self._reported = reports
             self._take_reports(reports)
-        self._end(number, outcome.private() if isinstance(outcome, Payload) else outcome)
+        self._end(request.number, outcome.private() if isinstance(outcome, Payload) else outcome)
 
     def _end(self, number: int, outcome: Payload | Failure | None) -> None:
         ticket = self._open.pop(number, None)

@@ -38,6 +38,9 @@ def collected(how: Collection, by_rank: Mapping[int, Any], site: CallSite, real_
 
 def error_of(site: CallSite, failures: Mapping[int, Failure]) -> BaseException:
     """The exception that tells of the failures of ranks; without a failure, a rank has died that the call needs."""
+    for failure in failures.values():
+        if failure.kind is FailureKind.RELAYED and failure.exception is not None:
+            return failure.exception
     kinds = {failure.kind for failure in failures.values()}
     if FailureKind.LOST in kinds and kinds <= {FailureKind.LOST, FailureKind.CANCELLED}:
         lost = {failure.summary: None for failure in failures.values() if failure.kind is FailureKind.LOST}

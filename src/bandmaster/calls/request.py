@@ -80,6 +80,7 @@ class CallRequest:
         parents: The futures of the missing rows that it takes; the call is sent when they are there.
         asks_for: The name by which workers know it, if that differs from the method's.
         is_for_all: Whether the death of a rank that does not run the call fails it, as others may wait for that rank.
+        beside: Keyword arguments that are not the method's, but the library's.
         is_cleanup: Whether it frees resources of earlier calls, so that it is not cancelled with them.
     """
 
@@ -94,6 +95,7 @@ class CallRequest:
     asks_for: str = ""
     is_for_all: bool = True
     is_cleanup: bool = False
+    beside: Sequence[tuple[str, Any]] = ()
 
 
 def encode_argument(value: Any, name: str, method: str) -> Payload:

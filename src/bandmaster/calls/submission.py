@@ -180,6 +180,8 @@ class Submitter:
             plan = request.plan if isinstance(request.plan, CallPlan) else request.plan()
             begin = hooks.trace
             call.record = None if begin is None else begin(site.group, site.method, workers)
+            if request.beside:
+                plan = plan._replace(groups=(*plan.groups, ArgumentGroup((), (), request.ranks).beside(request.beside)))
             call.real_rows = plan.real_rows
             request.asks_for = request.asks_for or self._prefix + request.method
             orders = orders_of(request, workers, plan, site.method, call.record)

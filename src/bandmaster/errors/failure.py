@@ -29,6 +29,7 @@ class FailureKind(Enum):
     DIED = "died"  # the worker process ended
     LOST = "lost"  # rows that the call takes are gone
     UNRECEIVED = "unreceived"  # the process that the rank replied to has no descriptor or no mapping for the reply
+    RELAYED = "relayed"  # the controller, which has passed the call on, tells of this error
     CANCELLED = "cancelled"  # the controller interrupted or ended the rank, because of a cancel or a failure elsewhere
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from bandmaster.calls.derived import PutRows
 from bandmaster.calls.future import Future
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from bandmaster.turns.turns import Turn, TurnTaker
 
 
+_keys = itertools.count(1)  # of groups that were given to workers
+
+
 class AnyGroup(metaclass=ABCMeta):
     """A worker group, or the group of a role: the methods of one worker class on some ranks.
 
@@ -47,6 +52,7 @@ class AnyGroup(metaclass=ABCMeta):
     _launch: Launch
     _ownership: Ownership
     _watches: list[DeathWatch]
+    _key: str
 
     @property
     def world_size(self) -> int:
@@ -365,10 +371,22 @@ class AnyGroup(metaclass=ABCMeta):
             error.name = name  # without obj, so that Python does not add the same suggestion to a traceback
             raise error
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a WorkerGroup cannot be pickled: it belongs to its controller; pass the values that the workers need"
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._given()
+
+    def _given(self) -> tuple[Any, ...]:
+        """The group as it is pickled for workers: from here on, workers can call it."""
+        from bandmaster.callers.called import called_group, reference_to  # a feature
+        from bandmaster.callers.door import Door, GivenGroup
+
+        known = self.__dict__
+        if "_key" not in known:
+            known["_key"] = f"{next(_keys)}:{self._name}"
+            self._ownership.when_closed(partial(Door.take_back, self._key))
+        work = self._submitter.work
+        given = GivenGroup(self._name, partial(getattr, self), self._ownership.open_workers, lambda: work.renewed)
+        reference = reference_to(given, self._key, self._submitter.worker_method(""))
+        return called_group, (reference, self._cls, self._mesh, dict(self._meshes))
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._methods})

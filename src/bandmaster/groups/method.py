@@ -33,6 +33,8 @@ G = TypeVar("G", covariant=True)  # the result
 class GroupMethod(Generic[P, C, G]):
     """A registered method of a worker group: call it, or `submit` it to get a `Future`."""
 
+    beside: Sequence[tuple[str, Any]] = ()  # keyword arguments that are not the method's, but the library's
+
     def __init__(
         self,
         group: object,
@@ -166,6 +168,7 @@ class GroupMethod(Generic[P, C, G]):
             plan = spec.plan(args, kwargs, protocol.outgoing)
         keeps = not waits and isinstance(collection.incoming, Concat) and collection.finish is None
         request = CallRequest(spec.name, plan, spec.ranks, collection, self._group, self._options, keeps, parents)
+        request.beside = self.beside
         return self._submitter.call(request) if waits else self._submitter.submit(request)
 
     def _pulled(

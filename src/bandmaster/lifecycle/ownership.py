@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bandmaster.contract import Workers
 from bandmaster.errors import ClosedError, UsageError
@@ -15,6 +15,7 @@ from bandmaster.platform.forks import n_forks
 class _Held:
     workers: Workers | None = None
     free_slots: Callable[[], object] | None = None
+    then: list[Callable[[], object]] = field(default_factory=list)
 
 
 class Ownership:
@@ -46,6 +47,10 @@ class Ownership:
     def set_slots(self, free_slots: Callable[[], object]) -> None:
         """Take ownership of the group's slots; ``free_slots`` releases them."""
         self._held.free_slots = free_slots
+
+    def when_closed(self, step: Callable[[], object]) -> None:
+        """Call a function when the workers were stopped for good."""
+        self._held.then.append(step)
 
     def set_workers(self, workers: Workers) -> None:
         """Take ownership of running workers. The caller has stopped any earlier ones.
@@ -87,6 +92,11 @@ class Ownership:
         assert workers is not None, "a group's constructor returns only with running workers"
         return workers
 
+    def open_workers(self) -> Workers:
+        """Return the running workers; raises ClosedError also while they are being stopped for good."""
+        self.check()
+        return self.workers()
+
     def close(self) -> None:
         """Stop the workers and release the slots. Does nothing if they are released, or in a fork of the controller.
 
@@ -116,6 +126,8 @@ def _end(held: _Held) -> None:
             held.workers = None
             if held.free_slots is not None:
                 held.free_slots()
+            for step in held.then:
+                step()
 
 
 def _stop(workers: Workers) -> None:

@@ -42,6 +42,11 @@ class ArgumentGroup(NamedTuple):
     names: tuple[str, ...]
     ranks: tuple[int, ...]
 
+    def beside(self, items: Sequence[tuple[str, Any]]) -> ArgumentGroup:
+        """The group with further keyword arguments."""
+        names = (*self.names[: len(self.items)], *[name for name, _ in items])
+        return ArgumentGroup((*self.items, *items), names, self.ranks) if items else self
+
 
 class CallPlan(NamedTuple):
     """All arguments of a call, grouped by receivers and ready to be encoded.

@@ -11,6 +11,7 @@ import threading
 from _signal import getsignal as _handler  # type: ignore[import-not-found]
 from _signal import signal as _set_handler
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -83,12 +84,24 @@ class SigintSafeLock:
         self._main = threading.main_thread().ident
         self._before: Any = None  # the SIGINT handler to restore
         self._is_entered = False  # by the main thread
-        self._is_interrupted = False
+        self._deferred: Callable[[], object] | None = None  # called when the main thread has left the lock
 
     @property
     def must_be_left(self) -> bool:
-        """Whether SIGINT is deferred and this is the main thread, which must leave the lock to receive it."""
-        return self._is_interrupted and get_ident() == self._main
+        """Whether a signal is deferred and this is the main thread, which must leave the lock to receive it."""
+        return self._deferred is not None and get_ident() == self._main
+
+    @staticmethod
+    def of_main_thread() -> SigintSafeLock | None:
+        """The lock of this class that the main thread has entered last; a signal handler asks."""
+        holder = getattr(_handler(_SIGINT), "__self__", None)
+        return holder if isinstance(holder, SigintSafeLock) else None
+
+    def defer(self, then: Callable[[], object]) -> None:
+        """Have the main thread call a function when it has left the lock; a signal handler does."""
+        self._deferred = then
+        if self._on_interrupt is not None:
+            self._on_interrupt()
 
     def release(self) -> Any:
         """Release the lock without leaving its context. Returns the state that `own` needs to take it again."""
@@ -127,24 +140,27 @@ class SigintSafeLock:
             if before is not None:
                 _set_handler(_SIGINT, before)
         finally:
-            is_interrupted, self._is_interrupted = self._is_interrupted, False
+            then, self._deferred = self._deferred, None
             self._before = None
             self._is_entered = False
-        if is_interrupted:
-            if callable(before):
-                before(_SIGINT, sys._getframe())
-            else:
-                signal.raise_signal(signal.SIGINT)
+        if then is not None:
+            then()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._is_interrupted = True
-        if self._on_interrupt is not None:
-            self._on_interrupt()
+        self.defer(partial(_deliver, self._before))
+
+
+def _deliver(handler: Any) -> None:
+    """Do what SIGINT does, whose handler was replaced when it came."""
+    if callable(handler):
+        handler(_SIGINT, sys._getframe())
+    else:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _restore_in_child() -> None:
     """Restore the SIGINT handler in a process that was forked while the main thread held such locks."""
-    while isinstance(holder := getattr(_handler(_SIGINT), "__self__", None), SigintSafeLock):
+    while (holder := SigintSafeLock.of_main_thread()) is not None:
         _set_handler(_SIGINT, holder._before)
         holder._before, holder._is_entered = None, False
 

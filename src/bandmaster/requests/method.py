@@ -11,9 +11,9 @@ from bandmaster.calls.options import CallOptions
 from bandmaster.calls.request import encode_group
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
-from bandmaster.codec import Payload
 from bandmaster.contract import MAXSIZE, METHOD, STREAM
 from bandmaster.errors import ArgumentError, UsageError
+from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.requests.request import Request, RequestFuture
 from bandmaster.requests.router import Router
 from bandmaster.requests.stream import GeneratorRequest, RequestStream
@@ -55,6 +55,8 @@ class RequestMethod(Generic[P, G]):
         ['A', 'B', 'C']
     """
 
+    beside: Sequence[tuple[str, Any]] = ()  # keyword arguments that are not the method's, but the library's
+
     def __init__(
         self,
         group: object,
@@ -78,9 +80,10 @@ class RequestMethod(Generic[P, G]):
             CallTimeout: No place became free within the request's ``timeout``. It was not sent.
             UsageError: The method yields items; use `stream`.
         """
-        router, request = self._made(args, kwargs)
+        self._check_has_value()
+        router, request, target = self._made(args, kwargs)
         with self._submitter.admitted(self._spec.label):
-            router.submit(request, self._target)
+            router.submit(request, target)
         return RequestFuture(request, self._group)
 
     submit = __call__
@@ -95,8 +98,9 @@ class RequestMethod(Generic[P, G]):
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
             UsageError: The method yields items, or ``retries`` is set.
         """
-        router, request = self._made(args, kwargs)
+        self._check_has_value()
         self._check_no_retries(f"{self._spec.name}.all(...)", "which goes to all replicas")
+        router, request, _ = self._made(args, kwargs)
         request.is_listed = True
         with self._submitter.admitted(self._spec.label):
             router.send(request, router.replicas)
@@ -147,34 +151,40 @@ class RequestMethod(Generic[P, G]):
             ...     list(rollout.tokens.stream("to be or not"))
             ['to', 'be', 'or', 'not']
         """
-        spec, router = self._spec, Router.of(self._submitter, self._spec)
+        spec, most = self._spec, self._target.maxsize
         if not spec.is_generator:
             raise UsageError(f"{spec.label} has one value and no stream, as it does not yield; call {spec.name}(...)")
         self._check_no_retries(f"{spec.name}.stream(...)", "whose items may have been read")
-        site, most = self._submitter.site(spec.name, self._options), self._target.maxsize
-        name = secrets.token_hex(8)
-        more = ((STREAM, name), (METHOD, router.method), (MAXSIZE, most))
-        run = GeneratorRequest(site, self._payload(args, kwargs, more), router)
-        stream: RequestStream[Any] = RequestStream(run, name, most, self._group)
+        router, run, target = self._made(args, kwargs)
+        assert isinstance(run, GeneratorRequest), "the method yields"
+        stream: RequestStream[Any] = RequestStream(run, most, self._group)
         with self._submitter.admitted(spec.label):
-            router.submit(run, self._target)
+            router.submit(run, target)
         return stream
 
-    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request]:
-        """The router of the method, and a request for it that was not sent."""
-        if self._spec.is_generator:
-            raise UsageError(f"{self._spec.label} yields items: iterate over {self._spec.name}.stream(...)")
+    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request, Target]:
+        """The router of the method, a request for it that was not sent, and the choice of its replica."""
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)
-        return router, Request(site, self._payload(args, kwargs), router)
+        arguments = self._arguments(args, kwargs)
+        if self._spec.is_generator:
+            name = secrets.token_hex(8)
+            arguments = arguments.beside(((STREAM, name), (METHOD, router.method), (MAXSIZE, self._target.maxsize)))
+        payload = encode_group(arguments, self._spec.label).private()
+        request = (
+            GeneratorRequest(site, payload, router, name) if self._spec.is_generator else Request(site, payload, router)
+        )
+        return router, request, self._target
+
+    def _check_has_value(self) -> None:
+        if self._spec.is_generator:
+            raise UsageError(f"{self._spec.label} yields items: iterate over {self._spec.name}.stream(...)")
 
     def _check_no_retries(self, what: str, why: str) -> None:
         if self._target.retries:
             raise UsageError(f"{what}, {why}, is never sent again; leave out retries={self._target.retries}")
 
-    def _payload(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], more: tuple[tuple[str, Any], ...] = ()
-    ) -> Payload:
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentGroup:
         spec = self._spec
         group = spec.plan(args, kwargs, spec.registration.protocol.outgoing).groups[0]  # type: ignore[union-attr]
         for (_, value), name in zip(group.items, group.names, strict=False):
@@ -183,7 +193,7 @@ class RequestMethod(Generic[P, G]):
                     f"argument {name!r} of {spec.label} is a future, but requests take values; pass the value that "
                     "`await` or result() returns"
                 )
-        return encode_group(group._replace(items=(*group.items, *more)), spec.label).private()
+        return group.beside(self.beside)
 
     def __repr__(self) -> str:
         return f"<request method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

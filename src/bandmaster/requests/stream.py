@@ -34,9 +34,17 @@ T = TypeVar("T")
 
 
 class GeneratorRequest(Request):
-    """The request that runs the generator of a stream. It is done when that has ended, and its items are taken."""
+    """The request that runs the generator of a stream. It is done when that has ended, and its items are taken.
+
+    Attributes:
+        name: Name of the stream.
+    """
 
     asks_for = OPEN_ITEMS
+
+    def __init__(self, site: CallSite, payload: Payload, router: SendsRequests, name: str) -> None:
+        super().__init__(site, payload, router)
+        self.name = name
 
     def end(self) -> None:
         """Tell those who wait that it is done, those for the first items as well if it was never sent."""
@@ -102,18 +110,17 @@ class RequestStream(Generic[T]):
 
     Args:
         run: The request that runs the generator; it is about to be sent.
-        name: Name of the stream.
         most: The value of ``maxsize``.
         group: The group, which lives as long as the stream.
     """
 
-    def __init__(self, run: GeneratorRequest, name: str, most: int, group: object) -> None:
-        self._run, self._name, self._most, self._group = run, name, most, group
+    def __init__(self, run: GeneratorRequest, most: int, group: object) -> None:
+        self._run, self._most, self._group = run, most, group
         self._items: deque[Payload] = deque()
         self._n_taken = 0
         self._lock = threading.Lock()
         self._is_open = True
-        run.first = ItemsRequest(run.site, run.router, name, most, FIRST_ITEMS)
+        run.first = ItemsRequest(run.site, run.router, run.name, most, FIRST_ITEMS)
         self._waits_for: RequestFuture[Any] | None = RequestFuture(run.first, group)
 
     def __iter__(self) -> Iterator[T]:
@@ -142,11 +149,11 @@ class RequestStream(Generic[T]):
         """The future to wait for: that of the next items, behind the last one that of the end; None after that."""
         with self._lock:
             if self._waits_for is None and self._is_open:
-                run: Request = self._run
-                request = run
+                run = self._run
+                request: Request = run
                 if not run.is_done:  # else it was cancelled, or its replica has died
                     limit = self._n_taken + self._most
-                    request = ItemsRequest(run.site, run.router, self._name, limit, MORE_ITEMS)
+                    request = ItemsRequest(run.site, run.router, run.name, limit, MORE_ITEMS)
                     run.router.send(request, run.replicas)
                 self._waits_for = RequestFuture(request, self._group)
             return self._waits_for if self._is_open else None

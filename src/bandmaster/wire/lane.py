@@ -21,7 +21,7 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bandmaster.codec import Payload
@@ -98,6 +98,7 @@ class Lane:
 
     Attributes:
         body: The body that was received last.
+        reported: In a worker, the reports of it that the other end has.
     """
 
     def __init__(
@@ -115,8 +116,10 @@ class Lane:
         self._unusable: list[int] = []  # segments of the other end's that could not be opened
         self._news = self._closed_ids, self._returned, self._forked, self._unusable
         self._claims: dict[int, Any] = {}  # on segments that the last body names, until they are taken
+        self._descriptors: list[int] = []  # that came with the last message, and are no segments
         self._why_unopened = ""  # why a segment could not be opened
         self.body: memoryview | None = None
+        self.reported: Mapping[str, Any] = {}
         self._received: list[Any] = []  # at most one message, which lies in the buffer
         self._patience_s: float | None = None
         self._send_flags = _SEND_FLAGS | (0 if self._is_worker else _DONT_WAIT)
@@ -232,6 +235,8 @@ class Lane:
             self.body = body or self.body
             self._received.clear()
             self._claims = {}
+            if ancillary and not n_control:
+                self._descriptors = _descriptors(ancillary)
             if n_control:
                 self._take_control(view[LENGTH_NBYTES : LENGTH_NBYTES + n_control], ancillary, message_flags)
             if len(body):
@@ -258,6 +263,27 @@ class Lane:
             OSError: The other end is gone.
         """
         self.socket.send(message, self._send_flags | _DONT_WAIT)
+
+    def send_socket(self, message: bytes, sock: socket.socket) -> None:
+        """Send a message with a socket, of which the other end makes a lane of its own by `new_caller`.
+
+        Raises:
+            Closed: The other end is gone.
+            OSError: The other end does not read, or the socket cannot be sent; the lane is as it was.
+        """
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [sock.fileno()]))]
+        try:
+            self.socket.sendmsg([message], rights, self._send_flags)
+        except ConnectionError:
+            raise Closed from None
+
+    def new_caller(self) -> Lane:
+        """A lane over the socket that came with the last message."""
+        (fd,) = self._descriptors
+        self._descriptors = []
+        sock = socket.socket(fileno=fd)
+        os.register_at_fork(after_in_child=sock.close)  # else a fork would hide this end
+        return Lane(sock, SegmentWriter(self.writer.kept_name))
 
     def unpack(self, part: Any) -> Payload:
         """The payload that a part of the last body names, in memory of this end's own.

@@ -64,10 +64,11 @@ class LaneClient(Client):
 
     Args:
         how_it_died: Says how a rank ended whose lane broke.
+        first: The number of the first message; no two callers of a worker use the same numbers.
     """
 
-    def __init__(self, how_it_died: Callable[[int], Failure]) -> None:
-        super().__init__(Poller(), itertools.count(1))
+    def __init__(self, how_it_died: Callable[[int], Failure], first: int = 1) -> None:
+        super().__init__(Poller(), itertools.count(first))
         self.processes: dict[int, int] = {}
         self.is_stopped, self._why_closed = False, CLOSED
         self._how_it_died = how_it_died
@@ -366,6 +367,21 @@ class LaneClient(Client):
 
     # --- workers that come and go ---
 
+    def admit(self, rank: int, caller: socket.socket) -> bool:
+        """Have a rank serve a further caller, which has the other end of this socket, by a lane of its own.
+
+        Returns:
+            Whether it was told; if not, it has died, or has not read what it was sent before.
+        """
+        with self.lock:
+            if self.is_stopped or rank in self.deaths or self._queues[rank]:
+                return False
+            try:
+                self._lanes[rank].send_socket(control_message(MessageKind.CALLER), caller)
+            except (Closed, OSError):
+                return False
+            return True
+
     def add(self, rank: int, sock: socket.socket, pid: int) -> None:
         """Reach a rank by a lane from here on, in place of the one that it may have had before it died.
 
@@ -375,18 +391,21 @@ class LaneClient(Client):
             pid: The process of the worker.
         """
         with self.lock:
-            before = self._lanes.pop(rank, None)
-            if before is not None:
-                self._poller.ignore(before.fileno())
-                del self.processes[rank]
-                before.close()
-            self._lanes[rank] = Lane(sock, self._writer, rank, self._buffer)
-            self.processes[rank] = pid
-            self._open[rank], self._requests[rank] = {}, {}
-            self._clear(rank)
-            self._poller.watch(sock.fileno(), partial(self._take, rank))
-            self.deaths.pop(rank, None)
-            self.reports.pop(rank, None)
+            self._add(rank, sock, pid)
+
+    def _add(self, rank: int, sock: socket.socket, pid: int) -> None:
+        before = self._lanes.pop(rank, None)
+        if before is not None:
+            self._poller.ignore(before.fileno())
+            del self.processes[rank]
+            before.close()
+        self._lanes[rank] = Lane(sock, self._writer, rank, self._buffer)
+        self.processes[rank] = pid
+        self._open[rank], self._requests[rank] = {}, {}
+        self._clear(rank)
+        self._poller.watch(sock.fileno(), partial(self._take, rank))
+        self.deaths.pop(rank, None)
+        self.reports.pop(rank, None)
 
     def note_death(self, rank: int, failure: Failure | None = None) -> None:
         """Note the death of a rank that its lane has not told of yet, or that has no lane.
@@ -401,17 +420,20 @@ class LaneClient(Client):
     def close(self, why: str = CLOSED) -> None:
         """Hang up on every worker; threads that wait are told that the workers are gone."""
         with self.lock:
-            if self.is_stopped:
-                return
-            self.is_stopped, self._why_closed = True, why
-            self._is_over.set()
-            for rank, lane in self._lanes.items():
-                if rank not in self.deaths:
-                    self.deaths[rank] = Failure(FailureKind.DIED, why)
-                    self._hang_up(rank)
-                lane.close()
-            self._poller.close()
-            self._writer.close()
+            self._close(why)
+
+    def _close(self, why: str) -> None:
+        if self.is_stopped:
+            return
+        self.is_stopped, self._why_closed = True, why
+        self._is_over.set()
+        for rank, lane in self._lanes.items():
+            if rank not in self.deaths:
+                self.deaths[rank] = Failure(FailureKind.DIED, why)
+                self._hang_up(rank)
+            lane.close()
+        self._poller.close()
+        self._writer.close()
 
     def _read_to_the_end(self, rank: int) -> None:
         """Take what a worker replied before it hung up; nothing is queued for it any more."""

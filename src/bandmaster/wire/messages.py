@@ -55,6 +55,7 @@ class MessageKind:
     ENVIRONMENT = 2  # pickled: variables that have changed
     PAUSE = 3  # nothing: the worker leaves the lane once it has done what came before
     REQUESTS = 4  # pickled: number, method, reply and part of each request; no reply comes to the message itself
+    CALLER = 5  # nothing: with it comes the descriptor of a lane to a further caller
     CANCEL = 6  # pickled: the numbers of requests
     TIMED = 64  # added to that of a call whose reply is to have times
     FENCED = 128  # added to that of a call after whose failure the worker waits, see `contract.Workers.resume`

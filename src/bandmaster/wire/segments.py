@@ -134,13 +134,11 @@ class SegmentWriter:
     Attributes:
         on_close: Called with the number of every segment that is closed; readers have to forget it.
         collected: True, as a collection that is not empty, when `release` has something to do.
-
-    Args:
         kept_name: The name of kept segments in /proc.
     """
 
     def __init__(self, kept_name: str = "bandmaster") -> None:
-        self._kept_name = kept_name
+        self.kept_name = kept_name
         self.on_close: list[Callable[[int], None]] = []
         self._segments: dict[int, Segment] = {}
         self._free: dict[int, Segment] = {}
@@ -260,7 +258,7 @@ class SegmentWriter:
     def _create(self, nbytes: int, is_kept: bool) -> Segment:
         step = max(mmap.PAGESIZE, 1 << nbytes.bit_length() >> SPARE_BITS)  # pages that are not written to cost nothing
         capacity = -(-nbytes // step) * step
-        fd = os.memfd_create(self._kept_name if is_kept else "bandmaster", os.MFD_CLOEXEC)
+        fd = os.memfd_create(self.kept_name if is_kept else "bandmaster", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, capacity)
             memory = MappedFile(fd, capacity, is_private=False)

@@ -37,6 +37,7 @@ from types import FrameType
 from bandmaster.contract import CONSTRUCT
 from bandmaster.errors.failure import IN_DEBUGGER
 from bandmaster.platform.limits import start_thread
+from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.proc import descriptors, pids
 from bandmaster.wire.stacks import TASKS, can_tell_of_tasks, readable, tells_of_tasks
 
@@ -369,6 +370,9 @@ class StatusPage:
                     self._signal_again()
                     return
                 frame = frame.f_back
+            if (lock := SigintSafeLock.of_main_thread()) is not None:  # the method calls another group
+                lock.defer(self._interrupt)
+                return
             self.running = 0  # so that the call is interrupted only once
             raise Interrupted("the controller cancelled the call")
 

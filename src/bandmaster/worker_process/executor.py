@@ -46,6 +46,7 @@ from bandmaster.roles import Roles
 from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
 from bandmaster.wire.status_page import RUNNING, SINCE, ActivityWords, Interrupted
 from bandmaster.worker import Report, Worker, WorkerContext, load_class, make_worker
+from bandmaster.worker_process.call_path import PATH, earlier, here
 from bandmaster.worker_process.event_loop import EventLoopThread
 from bandmaster.worker_process.item_stream import ItemStream
 from bandmaster.worker_process.kept_rows import with_rows
@@ -87,12 +88,13 @@ class Executor:
         self._context: WorkerContext | None = None
         self._loop: EventLoopThread | None = None
         self._awaited: Coroutine[Any, Any, Any] | None = None
-        self._reported: Mapping[str, Report] = {}
+        self._has_path = False  # whether a call was one of another worker, so that the path has to be set for each
         self._generators: dict[str, Any] = {}  # those that have begun and not ended, by the name of their stream
 
     def prepare(self, context: WorkerContext) -> None:
         """Set the attributes that the worker has before its constructor runs."""
         self._context, self.device = context, context.device
+        here.executor = self
 
     def call(
         self, method: str, reply: int, parts: Arguments, rows: RowReaders = NO_ROWS, is_timed: bool = False
@@ -154,6 +156,9 @@ class Executor:
             _BEFORE_CALLS[method](self, parts)
             return (), {}, None
         args, kwargs = self._arguments(parts, rows)
+        if PATH in kwargs or self._has_path:
+            self._has_path = True
+            earlier.set(kwargs.pop(PATH, ()))
         own = _OWN.get(method)
         if own is not None:
             return (), {}, own(self, *args, **kwargs)
@@ -221,6 +226,13 @@ class Executor:
         if _follows_interruption(error):
             return replace(failure, kind=FailureKind.CANCELLED, summary="interrupted by the controller")
         return failure
+
+    def words(self, method: str | None = None) -> str:
+        """A method of the worker with its rank; by default that which runs alone, or ""."""
+        index = self.activity.words[RUNNING]
+        name = method or next((name for name, n in self.activity.indices.items() if index and n == index), "")
+        assert self._context is not None, "it was set before the first call"
+        return f"{type(self.worker).__name__}.{name} on rank {self._context.rank}" if name else ""
 
     # --- calls that are no methods of the worker ---
 
@@ -346,13 +358,10 @@ class Executor:
         """Tell where the coroutine of the running call waits, and of the other tasks: two texts, as JSON."""
         return '["", ""]' if self._loop is None else self._loop.told(self._awaited)
 
-    def new_reports(self) -> Mapping[str, Report] | None:
-        """The reports of the worker; None if they are the same as when this was called last."""
-        reports = self._reported if self.worker is None else self.worker.__bandmaster_reports__
-        if reports == self._reported:
-            return None
-        self._reported = reports
-        return reports
+    @property
+    def reports(self) -> Mapping[str, Report]:
+        """The reports of the worker."""
+        return {} if self.worker is None else self.worker.__bandmaster_reports__
 
     def close(self) -> None:
         """Stop the event loop and drop the worker."""

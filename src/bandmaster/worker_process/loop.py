@@ -27,7 +27,7 @@ from bandmaster.wire.messages import (
 from bandmaster.wire.segment_reader import NO_ROWS, RowReader, RowReaders
 from bandmaster.wire.status_page import StatusPage
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.requests import Requests, reply
+from bandmaster.worker_process.requests import Requests, new_reports, reply
 
 FENCE_LOOK_S, FENCE_MOST_S = 0.001, 0.05  # between two looks whether the worker may go on, at first and at most
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Loop:
     ``lane.body`` is the body of the message that has no reply yet, None between calls.
 
     Attributes:
-        lane: The lane to the controller.
+        lane: The lane that the last message came by: that of the controller, or of a worker that calls this one.
 
     Args:
         lane: The lane to the controller.
@@ -50,6 +50,7 @@ class Loop:
 
     def __init__(self, lane: Lane, executor: Executor, page: StatusPage) -> None:
         self.lane, self._executor, self._page = lane, executor, page
+        self._controller = lane
         self._error: BaseException | None = None  # raised outside of a method, and not handled yet
         self._failed = 0  # number of a failed call that other ranks may still run
         self._requests: Requests | None = None  # once there was one
@@ -67,7 +68,9 @@ class Loop:
                     try:
                         return self._run()
                     except Closed:
-                        return False
+                        if self.lane is self._controller:
+                            return False
+                        self.lane = self._controller  # the requests hang up on the other caller
                     except (Exception, KeyboardInterrupt) as error:
                         self._page.running = 0  # a plain assignment: a call could be interrupted by another exception
                         self._error = error
@@ -76,9 +79,11 @@ class Loop:
 
     def next_message(self) -> memoryview | None:
         """Wait for the next message; None ends `run`."""
-        lane = self.lane
         if self._requests is not None:
-            return self._requests.next_message()
+            self.lane = self._controller  # at whose end this ends
+            self.lane, handed = self._requests.next_message()
+            return handed
+        lane = self.lane
         while True:
             lane.wait_at_most(TELL_S if lane.has_leases else None)
             message = lane.receive()
@@ -87,17 +92,18 @@ class Loop:
             lane.tell()
 
     def _run(self) -> bool:
-        lane, executor = self.lane, self._executor
+        executor = self._executor
         if self._error is not None:
             self._reply_with_the_error()
         if self._failed:
             self._wait_at_the_fence()
         while (message := self.next_message()) is not None:
+            lane = self.lane
             kind, number = header_of(message)
             if kind == MessageKind.PAUSE:
                 return False
-            if kind == MessageKind.REQUESTS:  # from here on, the requests say which message is next
-                self._requests = Requests(lane, executor)
+            if kind in (MessageKind.REQUESTS, MessageKind.CALLER):  # from here on, the requests say which is next
+                self._requests = Requests(executor, lane)
                 self._requests.take(message)
                 continue
             if kind == MessageKind.ENVIRONMENT:
@@ -106,7 +112,7 @@ class Loop:
                 continue
             outcome = self._called(kind, number, message)
             times = executor.times
-            if (reports := executor.new_reports()) is not None:
+            if (reports := new_reports(executor, lane)) is not None:
                 lane.send(reply_message(0, ReplyKind.REPORT, reports))
             if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
                 lane.send(reply_message(number, ReplyKind.VALUE, outcome.head, times))  # the common case

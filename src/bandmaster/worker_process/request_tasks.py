@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload
 from bandmaster.contract import FIRST_ITEMS, MORE_ITEMS, Reply, Rows
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.wire.segment_reader import NO_ROWS
+from bandmaster.worker_process.call_path import RunningRequest
+from bandmaster.worker_process.call_path import request as of_task
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.item_stream import ItemStream
 
@@ -27,12 +29,14 @@ class ReceivedRequest(NamedTuple):
         method: Name of the method.
         reply: What happens to its value, a `Reply`.
         arguments: Its arguments.
+        caller: Whoever it came from.
     """
 
     number: int
     method: str
     reply: int
     arguments: Payload
+    caller: Any = None
 
 
 class RequestTasks:
@@ -40,15 +44,16 @@ class RequestTasks:
 
     Args:
         executor: Has the worker.
-        ended: Called on the event loop with number and outcome of each request that has ended.
+        ended: Called on the event loop with each request that has ended, and its outcome.
     """
 
-    def __init__(self, executor: Executor, ended: Callable[[int, Outcome], object]) -> None:
+    def __init__(self, executor: Executor, ended: Callable[[ReceivedRequest, Outcome], object]) -> None:
         self._executor, self._ended = executor, ended
         self._loop = executor.event_loop()
         self._n_started = self._n_ended = 0  # each is counted by one thread
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._running: dict[int, tuple[str, float]] = {}  # method, and since when
+        self._running: dict[int, tuple[ReceivedRequest, float]] = {}  # and since when
+        self._taking: dict[int, tuple[ReceivedRequest, float]] = {}  # those for items, which are not shown
         self._cancelled: set[int] = set()
 
     @property
@@ -68,10 +73,10 @@ class RequestTasks:
     def _start(self, requests: Sequence[ReceivedRequest], given_up: Collection[int]) -> None:
         for request in requests:
             if request.number in given_up:
-                self._ended(request.number, _CANCELLED)
+                self._ended(request, _CANCELLED)
                 continue
-            if request.method not in (FIRST_ITEMS, MORE_ITEMS):
-                self._running[request.number] = request.method, monotonic()
+            known = self._taking if request.method in (FIRST_ITEMS, MORE_ITEMS) else self._running
+            known[request.number] = request, monotonic()
             self._tasks[request.number] = self._loop.loop.create_task(self._run(request))
         self._show()
 
@@ -85,10 +90,13 @@ class RequestTasks:
 
     async def _run(self, request: ReceivedRequest) -> None:
         executor, method = self._executor, request.method
+        running = RunningRequest(method)
+        of_task.set(running)
         try:
             args, kwargs, value = executor.begun(method, [request.arguments], NO_ROWS)
             if isinstance(value, ItemStream):
-                self._running[request.number] = value.method, monotonic()
+                running.method = value.method
+                self._running[request.number] = request._replace(method=value.method), monotonic()
                 self._show()
                 encode = partial(executor.encoded, reply=Reply.RETURN)
                 value = value.run(encode, request.reply != Reply.DROP)
@@ -99,6 +107,7 @@ class RequestTasks:
             outcome = value if isinstance(value, Failure) else executor.encoded(value, request.reply)
         except BaseException as error:  # the user's code may raise anything
             outcome = executor.failure(error)
+        running.is_over = True
         self._end(request.number, outcome)
 
     def _has_ended(self, number: int, _: object) -> None:
@@ -108,11 +117,15 @@ class RequestTasks:
 
     def _end(self, number: int, outcome: Outcome) -> None:
         del self._tasks[number]
-        self._running.pop(number, None)  # one for items is not shown
+        request, _ = (self._running if number in self._running else self._taking).pop(number)
         if number in self._cancelled:
             self._cancelled.remove(number)
             outcome = _CANCELLED
-        self._ended(number, outcome)
+        self._ended(request, outcome)
+
+    def numbers_of(self, caller: object) -> list[int]:
+        """The requests of a caller that run; on the event loop."""
+        return [number for number, (request, _) in self._running.items() if request.caller is caller]
 
     def count(self, n: int) -> None:
         """Count requests whose replies were sent, on the event loop."""
@@ -120,5 +133,6 @@ class RequestTasks:
         self._n_ended += n
 
     def _show(self) -> None:
-        method, since = next(iter(self._running.values()), ("", 0.0))
+        first, since = next(iter(self._running.values()), (None, 0.0))
+        method = "" if first is None else first.method
         self._executor.activity.show(method, since, max(0, len(self._running) - 1))

@@ -6,24 +6,25 @@
     message of requests ──► a task for each
     message to cancel   ──► cancels that task
     any other message   ──► waits until no request runs ─────────► runs it and replies; then the event loop reads on
-    replies, small ones many in one message ──► caller
+    replies, small ones many in one message ──► the caller
 
-One thread has the lane at a time: the event loop, while it reads; the main thread, while it runs a call that is no
-request, and so runs alone. Messages behind such a call wait with it, but for those that cancel, and those for items of
-generators that run: the call waits until they have ended.
+One thread has the lanes at a time: the event loop, while it reads; the main thread, while it runs a call that is no
+request, and so runs alone. Messages behind such a call wait with it, those of other callers too, but for those that
+cancel, and those for items of generators that run: the call waits until they have ended. Each caller has a lane of its
+own: the controller from the start, and workers that were given the group.
 """
 
 from __future__ import annotations
 
 import select
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from bandmaster.codec import Payload, encode
-from bandmaster.contract import MORE_ITEMS, Rows
+from bandmaster.contract import MORE_ITEMS, Report, Rows
 from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
@@ -45,117 +46,180 @@ from bandmaster.worker_process.request_tasks import Outcome, ReceivedRequest, Re
 REPLY_NBYTES = 64  # of a small reply among several, without its content
 REPORT_NBYTES = 16 * 1024  # of a report, also of many roles
 _Reply = tuple[int, int, Any]  # a small one: number, kind, and what the kind says
+_Handed = tuple[Lane, memoryview | Closed]
 
 
 class Requests:
-    """The requests of the caller at the other end of a lane, and the messages that wait for them.
+    """The requests of callers, and the messages that wait for them.
+
+    Attributes:
+        executor: Runs the calls.
+        loop: The event loop.
+        is_reading: Whether it has the lanes.
 
     Args:
-        lane: The lane.
         executor: Runs the calls.
+        lane: The lane of the controller, from which the main thread gets the messages that are for no request; None
+            where there is no such thread, and so no such message.
     """
 
-    def __init__(self, lane: Lane, executor: Executor) -> None:
-        self._lane, self._executor, self._loop = lane, executor, executor.event_loop().loop
+    def __init__(self, executor: Executor, lane: Lane | None = None) -> None:
+        self.executor, self.loop = executor, executor.event_loop().loop
         self._tasks = RequestTasks(executor, self._ended)
-        self._is_reading = False  # whether the event loop has the lane
-        self._handed: SimpleQueue[memoryview | Closed] = SimpleQueue()  # to the main thread, with the lane
-        self._aside: deque[Any] = deque()  # messages that wait until no request runs
+        self.is_reading = lane is None
+        self._handed: SimpleQueue[_Handed] = SimpleQueue()  # to the main thread, with the lanes
+        self._aside: deque[tuple[_Caller, Any]] = deque()  # messages that wait until no request runs
         self._given_up: set[int] = set()  # requests that were cancelled, perhaps among these
-        self._replies: list[_Reply] = []  # that have not been sent
-        self._unsent: deque[Callable[[], object]] = deque()  # what sends the others, once the caller reads
-        self._is_telling = False
+        self._callers: list[_Caller] = []
+        self._controller = None if lane is None else self._added(lane)
 
     # --- the main thread ---
 
-    def next_message(self) -> memoryview:
-        """Let the event loop read, and wait for the next message that is for no request and may begin.
+    def next_message(self) -> tuple[Lane, memoryview]:
+        """Let the event loop read, and wait for the next message that is for no request and may begin; and its lane.
 
         Raises:
-            Closed: The other end is gone.
+            Closed: The controller is gone.
         """
-        self._loop.call_soon_threadsafe(self._read_on)
-        handed = self._handed.get()
+        self.loop.call_soon_threadsafe(self._read_on)
+        lane, handed = self._handed.get()
         if isinstance(handed, Closed):
             raise handed
-        return handed
+        return lane, handed
+
+    def take(self, message: memoryview) -> None:
+        """Take a message with requests or a caller. The main thread takes the first: the event loop reads none."""
+        assert self._controller is not None, "the main thread has its lane"
+        self._take(self._controller, message)
+
+    def add(self, lane: Lane) -> None:
+        """Serve one more caller. The event loop calls this while it has the lanes, and else the main thread."""
+        caller = self._added(lane)
+        if self.is_reading:
+            self.loop.add_reader(lane.fileno(), self._read, caller)
+
+    def _added(self, lane: Lane) -> _Caller:
+        caller = _Caller(lane, self)
+        self._callers.append(caller)
+        return caller
 
     # --- reading, on the event loop ---
 
-    def take(self, message: memoryview) -> None:
-        """Start the requests of a message. The main thread takes the first message, when the event loop reads none."""
-        unpack = self._lane.unpack
-        requests = [
-            ReceivedRequest(number, method, how, unpack(part)) for number, method, how, part in read_content(message)
-        ]
-        self._tasks.start(requests, frozenset(self._given_up))
-        self._lane.body = None
+    def close(self) -> None:
+        """Hang up on all callers."""
+        for caller in list(self._callers):
+            self._drop(caller)
+
+    def _take(self, caller: _Caller, message: memoryview) -> None:
+        lane = caller.lane
+        if header_of(message)[0] == MessageKind.CALLER:
+            self.add(lane.new_caller())
+        else:
+            requests = [
+                ReceivedRequest(number, method, how, lane.unpack(part), caller)
+                for number, method, how, part in read_content(message)
+            ]
+            self._tasks.start(requests, frozenset(self._given_up))
+        lane.body = None
 
     def _read_on(self) -> None:
-        if self._is_reading or not self._handed.empty():  # a signal handler has raised in the main thread
+        if self.is_reading or not self._handed.empty():  # a signal handler has raised in the main thread
             return
-        self._is_reading = True
-        self._loop.add_reader(self._lane.fileno(), self._read)
+        self.is_reading = True
+        for caller in self._callers:
+            self.loop.add_reader(caller.lane.fileno(), self._read, caller)
         self._go_on()
 
-    def _read(self) -> None:
-        lane = self._lane
+    def _read(self, caller: _Caller) -> None:
+        lane = caller.lane
         try:
-            while self._is_reading and (message := lane.receive(block=False)) is not None:
+            while self.is_reading and (message := lane.receive(block=False)) is not None:
                 kind = header_of(message)[0]
                 if kind == MessageKind.CANCEL:
-                    self._cancel(read_content(message))
-                elif kind == MessageKind.REQUESTS and not (self._aside and read_content(message)[0][1] != MORE_ITEMS):
-                    self.take(message)
+                    self._cancel(caller, read_content(message))
+                elif kind == MessageKind.CALLER or (kind == MessageKind.REQUESTS and self._may_begin(message)):
+                    self._take(caller, message)
                 elif self._aside or not self._tasks.is_idle:
-                    self._aside.append(lane.set_aside())
+                    self._aside.append((caller, lane.set_aside()))
                 else:
-                    self._hand(message)
+                    self._hand(lane, message)
         except Closed as closed:
-            self._hand(closed)
-        if lane.has_leases and not self._is_telling:
-            self._is_telling = True
-            self._loop.call_later(TELL_S, self._tell)
+            if caller is self._controller:
+                self._hand(lane, closed)
+            else:
+                self._drop(caller)
+            return
+        caller.tell_of_leases()
 
-    def _cancel(self, numbers: Any) -> None:
+    def _may_begin(self, message: memoryview) -> bool:
+        """Whether requests may begin, as none waits before them, or as they are for items of generators that run."""
+        return not self._aside or read_content(message)[0][1] == MORE_ITEMS
+
+    def _cancel(self, caller: _Caller, numbers: Any) -> None:
         self._tasks.cancel(numbers)
         if self._aside:  # they may be among these
             self._given_up.update(numbers)
-        self._lane.body = None
+        caller.lane.body = None
+
+    def _drop(self, caller: _Caller) -> None:
+        """Hang up on a caller that is gone, and cancel its requests."""
+        self._callers.remove(caller)
+        caller.close()
+        self._aside = deque([aside for aside in self._aside if aside[0] is not caller])
+        self._tasks.cancel(self._tasks.numbers_of(caller))
+        self._go_on()
 
     def _go_on(self) -> None:
         """Take up what was set aside, as far as it may begin."""
-        while self._aside and self._is_reading:
-            is_request = header_of(self._aside[0][0])[0] == MessageKind.REQUESTS
+        while self._aside and self.is_reading:
+            caller, (body, _) = self._aside[0]
+            is_request = header_of(body)[0] == MessageKind.REQUESTS
             if not (is_request or self._tasks.is_idle):
                 return
-            message = self._lane.take_up(self._aside.popleft())
+            message = caller.lane.take_up(self._aside.popleft()[1])
             if is_request:
-                self.take(message)
+                self._take(caller, message)
             else:
-                self._hand(message)
+                self._hand(caller.lane, message)
         if not self._aside:
             self._given_up.clear()
 
-    def _hand(self, message: memoryview | Closed) -> None:
-        """Give the lane to the main thread, with the message that it runs."""
-        self._loop.remove_reader(self._lane.fileno())
-        self._is_reading = False
-        self._handed.put(message)
-
-    def _tell(self) -> None:
-        """Tell of leases that have ended, as long as there are any."""
-        self._is_telling = self._lane.has_leases
-        if self._is_telling:
-            if self._is_reading:
-                self._lane.tell()
-            self._loop.call_later(TELL_S, self._tell)
+    def _hand(self, lane: Lane, message: memoryview | Closed) -> None:
+        """Give the lanes to the main thread, with the message that it runs."""
+        for caller in self._callers:
+            self.loop.remove_reader(caller.lane.fileno())
+        self.is_reading = False
+        self._handed.put((lane, message))
 
     # --- replies, on the event loop ---
 
-    def _ended(self, number: int, outcome: Outcome) -> None:
+    def _ended(self, request: ReceivedRequest, outcome: Outcome) -> None:
+        request.caller.reply(request.number, outcome)
+
+    def have_ended(self, n: int) -> None:
+        """Count requests whose replies were sent, or never will be."""
+        self._tasks.count(n)
+        self._go_on()
+
+
+class _Caller:
+    """One caller of a worker, on its event loop: its lane, and the replies to its requests that were not sent.
+
+    Args:
+        lane: The lane.
+        requests: The requests of all callers.
+    """
+
+    def __init__(self, lane: Lane, requests: Requests) -> None:
+        self.lane, self._requests, self._loop = lane, requests, requests.loop
+        self._replies: list[_Reply] = []
+        self._unsent: deque[tuple[int, Callable[[], object]]] = deque()  # how many, and what sends them
+        self._is_telling = self._is_gone = False
+
+    def reply(self, number: int, outcome: Outcome) -> None:
+        """Reply to a request soon: small replies of one round of the event loop go in one message."""
         n_before = len(self._replies)
-        if (reports := self._executor.new_reports()) is not None:
+        if (reports := new_reports(self._requests.executor, self.lane)) is not None:
             self._replies.append((0, ReplyKind.REPORT, reports))
         if isinstance(outcome, Payload) and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
             self._replies.append((number, ReplyKind.VALUE, outcome.head))
@@ -164,7 +228,7 @@ class Requests:
         elif isinstance(outcome, Failure) and (encoded := encode(outcome)).nbytes <= INLINE_NBYTES:
             self._replies.append((number, ReplyKind.FAILURE, inline(encoded)))
         else:
-            self._unsent.append(partial(self._send_large, number, outcome))
+            self._unsent.append((1, partial(self._send_large, number, outcome)))
             self._loop.call_soon(self._send_rest)
         if self._replies and not n_before:
             self._loop.call_soon(self._flush)
@@ -172,33 +236,57 @@ class Requests:
     def _flush(self) -> None:
         """Send the replies of the requests that have ended in this round of the event loop."""
         replies, self._replies = self._replies, []
-        self._unsent.extend(partial(self._send_several, some) for some in as_fit(replies, _nbytes_of))
+        for some in as_fit(replies, _nbytes_of):
+            n = len([kind for _, kind, _ in some if kind != ReplyKind.REPORT])
+            self._unsent.append((n, partial(self.lane.send_beside, several_replies(some))))
         self._send_rest()
 
     def _send_rest(self) -> None:
         """Send replies, as far as the caller reads."""
-        fd = self._lane.fileno()
+        n_sent = 0
         while self._unsent:
+            n, send = self._unsent[0]
             try:
-                self._unsent[0]()
+                if not self._is_gone:
+                    send()
             except BlockingIOError:
-                self._loop.add_writer(fd, self._send_rest)
-                return
+                self._loop.add_writer(self.lane.fileno(), self._send_rest)
+                break
             except (OSError, Closed):  # the caller is gone, as the next read tells
                 pass
             self._unsent.popleft()
-        self._loop.remove_writer(fd)
-        self._go_on()
-
-    def _send_several(self, replies: Sequence[_Reply]) -> None:
-        self._lane.send_beside(several_replies(replies))
-        self._tasks.count(len([kind for _, kind, _ in replies if kind != ReplyKind.REPORT]))
+            n_sent += n
+        else:
+            if not self._is_gone:
+                self._loop.remove_writer(self.lane.fileno())
+        if n_sent:
+            self._requests.have_ended(n_sent)
 
     def _send_large(self, number: int, outcome: Outcome) -> None:
-        if not select.select((), (self._lane.fileno(),), (), 0)[1]:
+        if not select.select((), (self.lane.fileno(),), (), 0)[1]:
             raise BlockingIOError
-        reply(self._lane, number, [outcome])
-        self._tasks.count(1)
+        reply(self.lane, number, [outcome])
+
+    def tell_of_leases(self) -> None:
+        """Tell of leases that have ended, as long as there are any, and while the event loop has the lane."""
+        if self.lane.has_leases and not self._is_telling:
+            self._is_telling = True
+            self._loop.call_later(TELL_S, self._tell)
+
+    def _tell(self) -> None:
+        self._is_telling = False
+        if not self._is_gone:
+            if self._requests.is_reading:
+                self.lane.tell()
+            self.tell_of_leases()
+
+    def close(self) -> None:
+        """Hang up; replies are dropped."""
+        self._loop.remove_reader(self.lane.fileno())
+        self._loop.remove_writer(self.lane.fileno())
+        self._is_gone = True
+        self.lane.close()
+        self._send_rest()
 
 
 def _nbytes_of(small: _Reply) -> int:
@@ -209,6 +297,15 @@ def _nbytes_of(small: _Reply) -> int:
     if isinstance(content, bytes):
         return REPLY_NBYTES + len(content)
     return REPLY_NBYTES + (INLINE_NBYTES if content else 0)
+
+
+def new_reports(executor: Executor, lane: Lane) -> Mapping[str, Report] | None:
+    """The reports of the worker; None if the other end of a lane has them already."""
+    reports = executor.reports
+    if reports == lane.reported:
+        return None
+    lane.reported = reports
+    return reports
 
 
 def reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | None], times: bytes | None = None) -> None:

@@ -1,0 +1,235 @@
+"""`Door`: the controller's side of groups that were given to workers: it hands out lanes, and relays calls."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, NamedTuple
+
+from bandmaster.callers.reached import DIED, READY, SHUT, Asked
+from bandmaster.calls.future import Future
+from bandmaster.contract import Workers
+from bandmaster.errors import BandmasterError, ClosedError, UsageError
+from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.platform.forks import n_forks
+from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.wire.lane import Lane, set_buffer
+from bandmaster.wire.lanes import LaneClient
+from bandmaster.wire.segment_reader import RowReaders
+from bandmaster.wire.segments import SegmentWriter
+from bandmaster.worker_process.call_path import PATH, conflict, refusal
+from bandmaster.worker_process.executor import Arguments, Executor
+from bandmaster.worker_process.requests import Requests
+
+OPTIONS = "bandmaster.options"  # the keyword with the options of a relayed call
+QUESTION_NBYTES = 4096
+LOOK_AGAIN_S = 0.05  # for a rank that is dead, or does not read
+_PEER = struct.Struct("3i")  # pid, uid and gid, as SO_PEERCRED has them
+
+
+class GivenGroup(NamedTuple):
+    """A group that was given to workers.
+
+    Attributes:
+        name: Its name.
+        method: Returns a registered method by its name, as the group has it.
+        workers: Returns its workers; raises ClosedError if it was closed.
+        renewed: Returns the ranks that are being replaced.
+    """
+
+    name: str
+    method: Callable[[str], Any]
+    workers: Callable[[], Workers]
+    renewed: Callable[[], frozenset[int]]
+
+
+class Door:
+    """The door of this process: one socket, by which workers of this host reach the groups that they were given.
+
+    Its thread exists as long as there is such a group. It accepts processes of the same user alone.
+
+    Attributes:
+        address: Its address, an abstract name.
+    """
+
+    _open: ClassVar[Door | None] = None
+    _opening = SigintSafeLock()
+    _addresses: ClassVar[set[tuple[int, str]]] = set()  # of all that there were, with the number of forks
+
+    def __init__(self) -> None:
+        self.address = f"bandmaster-door-{os.getpid()}-{secrets.token_hex(8)}"
+        self._n_forks = n_forks()
+        self._groups: dict[str, GivenGroup] = {}
+        self._relay = _Relay(self._groups)
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listening.bind(f"\0{self.address}")
+        self._listening.listen(socket.SOMAXCONN)
+        self._listening.setblocking(False)
+        self._loop = self._relay.event_loop().loop
+        self._requests = Requests(self._relay)
+        self._waiting: set[socket.socket] = set()  # for a rank
+        self._relay.event_loop().run(self._loop.add_reader, self._listening.fileno(), self._accept)
+
+    @classmethod
+    def give(cls, key: str, group: GivenGroup) -> str:
+        """Let workers reach a group by a key. Returns the address of the door."""
+        with cls._opening:
+            door = cls._open
+            if door is None or door._n_forks != n_forks():
+                door = cls._open = cls()
+                cls._addresses.add((n_forks(), door.address))
+            door._groups[key] = group
+            return door.address
+
+    @classmethod
+    def here(cls, address: str, key: str) -> GivenGroup | None:
+        """The group of this process that was given by a key; None if it is of another one. Raises ClosedError."""
+        if (n_forks(), address) not in cls._addresses:
+            return None
+        door = cls._open
+        return _found(key, door._groups if door is not None else {})
+
+    @classmethod
+    def take_back(cls, key: str) -> None:
+        """Refuse a group from here on, as it was closed; the door of the last group ends."""
+        with cls._opening:
+            door = cls._open
+            if door is None or door._groups.pop(key, None) is None or door._groups:
+                return
+            cls._open = None
+        door._relay.event_loop().run(door._hang_up)
+        door._relay.close()
+
+    # --- on its event loop ---
+
+    def _hang_up(self) -> None:
+        self._loop.remove_reader(self._listening.fileno())
+        self._listening.close()
+        self._requests.close()
+        for sock in list(self._waiting):
+            self._release(sock)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # there is no descriptor for it: the worker asks again
+            sock, _ = self._listening.accept()
+            _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            if user != os.getuid():
+                sock.close()
+                return
+            self._loop.add_reader(sock.fileno(), self._asked, sock)
+
+    def _asked(self, sock: socket.socket) -> None:
+        self._loop.remove_reader(sock.fileno())
+        try:
+            set_buffer(sock)
+            question: Asked = pickle.loads(sock.recv(QUESTION_NBYTES))
+        except (OSError, EOFError):
+            sock.close()
+            return
+        if question.group:
+            self._waiting.add(sock)
+            self._hand_out(sock, question, has_told=False)
+        else:
+            _say(sock, READY, os.getpid())
+            self._requests.add(Lane(sock, SegmentWriter()))
+
+    def _hand_out(self, sock: socket.socket, question: Asked, has_told: bool) -> None:
+        """Make a socket a lane to a rank, as soon as the rank lives."""
+        if not _is_there(sock):
+            self._release(sock)
+            return
+        try:
+            group = self._relay.group(question.group)
+            workers = group.workers()
+        except ClosedError as error:
+            _say(sock, SHUT, str(error))
+            self._release(sock)
+            return
+        workers.check()
+        failure = workers.deaths.get(question.rank)
+        if failure is not None and not has_told:
+            _say(sock, DIED, failure)
+        lives = failure is None and question.rank not in group.renewed()
+        assert isinstance(workers, LaneClient), "others are not reached directly"
+        if lives and workers.admit(question.rank, sock):
+            _say(sock, READY, workers.processes[question.rank])
+            self._release(sock)
+        else:
+            self._loop.call_later(LOOK_AGAIN_S, self._hand_out, sock, question, has_told or failure is not None)
+
+    def _release(self, sock: socket.socket) -> None:
+        self._waiting.discard(sock)
+        sock.close()
+
+
+class _Relay(Executor):
+    """Makes the calls of groups that workers ask the controller for: those that are for several ranks.
+
+    The name of a method has the key of its group before it.
+
+    Args:
+        groups: The groups, by key.
+    """
+
+    def __init__(self, groups: Mapping[str, GivenGroup]) -> None:
+        super().__init__()
+        self._groups = groups
+
+    def group(self, key: str) -> GivenGroup:
+        """A group. Raises ClosedError if it was closed."""
+        return _found(key, self._groups)
+
+    def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
+        """Make a call, and return the coroutine that waits for its value."""
+        args, kwargs = self._arguments(parts, rows)
+        key, _, name = method.rpartition("/")
+        options, path = kwargs.pop(OPTIONS), kwargs.pop(PATH)
+        group = self.group(key)
+        made = group.method(name)
+        made = made.options(**options) if options else made
+        for record in group.workers().records if path else ():
+            step = conflict(path, record.pid, is_alone=True)
+            if step is not None:
+                raise UsageError(refusal(path, step, name))
+        made.beside = ((PATH, path),) if path else ()
+        return (), {}, _value_of(made.submit(*args, **kwargs))
+
+    def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
+        """Describe an exception; the caller gets those of this library as they are."""
+        relayed = isinstance(error, BandmasterError)
+        return Failure.of(error, FailureKind.RELAYED) if relayed else super().failure(error, kind)
+
+
+def _found(key: str, groups: Mapping[str, GivenGroup]) -> GivenGroup:
+    group = groups.get(key)
+    if group is None:
+        raise ClosedError(f"group {key.partition(':')[2]!r} was closed; its workers cannot be called any more")
+    return group
+
+
+async def _value_of(future: Future[Any]) -> Any:
+    try:
+        return await future
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def _say(sock: socket.socket, answer: str, said: Any) -> None:
+    with suppress(OSError):  # the worker is gone
+        sock.send(pickle.dumps((answer, said)), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+def _is_there(sock: socket.socket) -> bool:
+    """Whether the other end of a socket was not closed."""
+    try:
+        return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False

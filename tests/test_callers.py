@@ -1,0 +1,565 @@
+"""Groups as arguments: a worker that was given a group calls it, and gets what the controller would get."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import bandmaster as bm
+from bandmaster import Dispatch, Mesh, Only, Route, TransferProtocol, register
+
+DEADLINE = 20.0  # of whatever must end
+
+
+class Rollout(bm.Worker):
+    def __init__(self):
+        self.inside, self.cancelled, self.version = 0, 0, 0
+
+    @register(Dispatch.REQUEST, concurrency=64)
+    async def chat(self, prompt, factor=2):
+        return self.rank, prompt * factor
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def hold(self, folder):
+        """Show that it has begun, and stay until the file "gate" is there."""
+        self.inside += 1
+        try:
+            (folder / f"begun {self.rank}").touch()
+            while not (folder / "gate").exists():
+                await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            (folder / f"cancelled {self.rank}").touch()
+            raise
+        finally:
+            self.inside -= 1
+        return self.rank
+
+    @register(Dispatch.REQUEST)
+    def plain(self, value):
+        return self.rank, value, self.inside
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @register(Dispatch.REQUEST, concurrency=2)
+    async def fail(self, word):
+        raise ValueError(word)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, version):
+        self.version = version
+        return self.rank, self.inside
+
+    @register(Dispatch.DP_PROTO)
+    def double(self, rows):
+        return rows * 2
+
+    @register(Dispatch.DP_PROTO, blocking=False)
+    def later(self, rows):
+        return rows * 2
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_on(self, rank):
+        if self.rank == rank:
+            raise ValueError(f"rank {rank}")
+
+    @register(Dispatch.DP_PROTO)
+    def items(self, rows):
+        yield from rows
+
+    def unregistered(self):
+        pass
+
+    def on_replace(self, rank, state):
+        pass
+
+
+class Agent(bm.Worker):
+    def __init__(self, rollout=None):
+        self.rollout = rollout
+
+    @register(Dispatch.ONE_TO_ALL)
+    def do(self, function, *args):
+        return function(self.rollout, *args)
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def await_(self, function, *args):
+        return await function(self.rollout, *args)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def with_group(self, group, prompt):
+        return group.chat(prompt).result()[1]
+
+
+@pytest.fixture(scope="module")
+def pools(backend):
+    with bm.ResourcePool([2], backend=backend) as first, bm.ResourcePool([2], backend=backend) as second:
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def rollout(pools):
+    return bm.WorkerGroup(pools[0], Rollout)
+
+
+@pytest.fixture(scope="module")
+def agents(pools, rollout):
+    return warm(rollout, bm.WorkerGroup(pools[1], Agent, rollout))
+
+
+def warm(rollout, agents):
+    """Have all event loops and connections made, which last as long as the groups."""
+
+    async def ask(group):
+        return await group.chat("a"), await group.load.submit(0)
+
+    rollout.chat.all("").result(DEADLINE)
+    agents.await_(ask)
+    return agents
+
+
+@pytest.fixture
+def own(backend):
+    """Two groups of this test alone: one agent, and two replicas."""
+    with bm.ResourcePool([2], backend=backend) as first, bm.ResourcePool([1], backend=backend) as second:
+        rollout = bm.WorkerGroup(first, Rollout)
+        yield rollout, warm(rollout, bm.WorkerGroup(second, Agent, rollout))
+
+
+@pytest.fixture
+def is_in_process(backend):
+    return backend == "inprocess"
+
+
+def wait_for(path):
+    deadline = time.monotonic() + DEADLINE
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} has not come"
+        time.sleep(0.001)
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+def test_workers_send_requests_to_the_replicas(agents):
+    async def many(rollout):
+        return await asyncio.gather(*[rollout.chat(str(n)) for n in range(200)])
+
+    for found in agents.await_(many):
+        assert [value for _, value in found] == [str(n) * 2 for n in range(200)]
+        assert {rank for rank, _ in found} == {0, 1}
+
+
+@pytest.mark.parametrize("n", [10, 100_000])
+def test_large_values_go_both_ways(agents, n):
+    def both(rollout, array):
+        return rollout.chat(array, factor=3).result()[1]
+
+    for found in agents.do(both, np.arange(n)):
+        assert np.array_equal(found, np.arange(n) * 3)
+
+
+def test_calls_of_all_ranks_are_split_and_joined_as_from_the_controller(agents):
+    def calls(rollout, rows):
+        later = rollout.later(rows)
+        return rollout.double(rows), later.result(), rollout.double.submit(rows).result(), rollout.load(3)
+
+    for doubled, later, submitted, loaded in agents.do(calls, np.arange(5)):
+        assert all(np.array_equal(found, np.arange(5) * 2) for found in (doubled, later, submitted))
+        assert loaded == [(0, 0), (1, 0)]
+
+
+def test_requests_of_plain_methods_run_alone(agents):
+    async def both(rollout):
+        return await asyncio.gather(*[rollout.plain(n) for n in range(20)], *[rollout.chat("a") for _ in range(20)])
+
+    for found in agents.await_(both):
+        assert [(value, inside) for _, value, inside in found[:20]] == [(n, 0) for n in range(20)]
+
+
+def test_a_group_may_be_an_argument_of_any_call(agents, rollout):
+    assert agents.with_group(rollout, "ab") == ["abab", "abab"]
+
+
+def test_workers_that_were_given_it_twice_have_it_once(agents, rollout):
+    def is_same(held, given):
+        return held is given
+
+    assert agents.do(is_same, rollout) == [True, True]
+
+
+def test_it_says_what_it_is(agents):
+    def seen(rollout):
+        return rollout.name, rollout.world_size, rollout.mesh, "chat" in dir(rollout), repr(rollout)
+
+    for name, size, mesh, has_chat, text in agents.do(seen):
+        assert (name, size, mesh, has_chat) == ("Rollout", 2, Mesh(dp=2), True)
+        assert "Rollout" in text and "2 ranks" in text
+
+
+# --- options and mistakes -----------------------------------------------------------------------------------------
+
+
+def test_keys_and_numbers_choose_the_replica(agents):
+    async def chosen(rollout):
+        keyed = [(await rollout.chat.options(key="k")("a"))[0] for _ in range(4)]
+        return keyed, (await rollout.chat.options(replica=1)("a"))[0]
+
+    for keyed, first in agents.await_(chosen):
+        assert len(set(keyed)) == 1 and first == 1
+
+
+def test_all_asks_each_replica(agents):
+    def every(rollout):
+        return rollout.chat.all("a").result()
+
+    assert agents.do(every) == [[(0, "aa"), (1, "aa")]] * 2
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda rollout: rollout.chat(), bm.ArgumentError, "prompt"),
+        (lambda rollout: rollout.double(), bm.ArgumentError, "rows"),
+        (lambda rollout: rollout.chat.options(replica=2), bm.UsageError, "from 0 to 1"),
+        (lambda rollout: rollout.double(3), bm.BatchError, "rows"),
+        (lambda rollout: rollout.items([1]), bm.UsageError, "yields|generator"),
+        (lambda rollout: rollout.unregistered(), AttributeError, "unregistered"),
+        (lambda rollout: rollout.close(), AttributeError, "for the controller"),
+        (lambda rollout: rollout.caht("a"), AttributeError, "chat"),
+    ],
+)
+def test_mistakes_are_errors_in_the_worker(agents, call, error, words, is_in_process):
+    def raised(rollout):
+        try:
+            call(rollout)
+        except Exception as why:
+            return type(why), str(why)
+
+    for kind, text in agents.do(raised):
+        assert issubclass(kind, error), (kind, text)
+        if not is_in_process or error is not bm.UsageError:
+            assert any(word in text for word in words.split("|")), text
+
+
+@pytest.mark.parametrize("method, rank", [("fail", None), ("fail_on", 1)])
+def test_errors_name_the_rank_of_the_called_group(agents, method, rank):
+    def raised(rollout, method, argument):
+        try:
+            made = getattr(rollout, method)(argument)
+            made.result()
+        except bm.RemoteError as error:
+            return error.method, list(error.failures), type(error.__cause__ or error.root_cause)
+
+    argument = "word" if rank is None else rank
+    for name, ranks, _ in agents.do(raised, method, argument):
+        assert name == f"Rollout.{method}"
+        assert ranks == [rank] if rank is not None else ranks[0] in (0, 1)
+
+
+def test_an_error_that_a_method_lets_through_is_known_in_the_controller(agents):
+    with pytest.raises(bm.RemoteError, match=r"Rollout\.fail failed on rank"):
+        agents.do(lambda rollout: rollout.fail("word").result())
+
+
+# --- order --------------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_the_controller_wait_for_requests_of_workers(agents, rollout, tmp_path, is_in_process):
+    if is_in_process:
+        pytest.skip("calls of the controller run in its own thread")
+
+    async def hold(group, folder):
+        return await asyncio.gather(*[group.hold(folder) for _ in range(2)])
+
+    held = agents.await_.submit(hold, tmp_path)
+    wait_for(tmp_path / "begun 0")
+    wait_for(tmp_path / "begun 1")
+    loaded = rollout.load.submit(1)
+    assert not loaded.done()
+    (tmp_path / "gate").touch()
+    assert loaded.result(DEADLINE) == [(0, 0), (1, 0)]
+    assert [sorted(ranks) for ranks in held.result(DEADLINE)] == [[0, 1]] * 2
+
+
+class Pair(bm.Worker):
+    def __init__(self):
+        self.log = []
+
+    @register(TransferProtocol(Route("dp"), Only(tp=-1)), concurrency=64)
+    async def note(self, value):
+        self.log.append(value)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take(self):
+        return self.log
+
+
+def test_ranks_of_one_replica_get_the_requests_of_all_callers_in_one_order(backend, pools):
+    async def notes(group, n):
+        return await asyncio.gather(*[group.note((n, i)) for i in range(30)])
+
+    with bm.ResourcePool([2], backend=backend) as pool:
+        pair = bm.WorkerGroup(pool, Pair, mesh=Mesh(dp=1, tp=2))
+        agents = bm.WorkerGroup(pools[1], Agent, pair)
+        others = agents.await_.submit(notes, "worker")
+        own = [pair.note(("controller", i)) for i in range(30)]
+        assert others.result(DEADLINE) == [[1] * 30] * 2 and [future.result(DEADLINE) for future in own] == [1] * 30
+        first, second = pair.take()
+        assert first == second and len(first) == 90
+        agents.close()
+
+
+def test_a_role_is_an_argument_as_well(backend, agents):
+    with bm.ResourcePool([2], backend=backend) as pool:
+        roles = bm.colocate(pool, actor=Rollout, critic=Rollout)
+        assert agents.with_group(roles.critic, "a") == ["aa", "aa"]
+        assert agents.do(lambda _, group: group.load(1), roles.actor) == [[(0, 0), (1, 0)]] * 2
+
+
+# --- ends ---------------------------------------------------------------------------------------------------------
+
+
+def test_cancelling_the_caller_cancels_its_requests(own, tmp_path, is_in_process):
+    if is_in_process:
+        pytest.skip("a call has ended when it was submitted")
+    rollout, agents = own
+
+    async def hold(group, folder):
+        return await group.hold.options(replica=0)(folder)
+
+    held = agents.await_.submit(hold, tmp_path)
+    wait_for(tmp_path / "begun 0")
+    assert held.cancel()
+    wait_for(tmp_path / "cancelled 0")
+    with pytest.raises(bm.CallCancelled):
+        held.result(DEADLINE)
+    assert agents.with_group(rollout, "a") == ["aa"]
+
+
+def test_a_thread_that_waits_for_a_request_can_be_interrupted(own, tmp_path, is_in_process):
+    if is_in_process:
+        pytest.skip("a call has ended when it was submitted")
+    rollout, agents = own
+    held = agents.do.submit(lambda group, folder: group.hold(folder).result(), tmp_path)
+    wait_for(tmp_path / "begun 0")
+    assert held.cancel()
+    with pytest.raises(bm.CallCancelled):
+        held.result(DEADLINE)
+    assert rollout.healthy and agents.healthy
+    assert agents.with_group(rollout, "a") == ["aa"]
+    (tmp_path / "gate").touch()
+
+
+def test_a_deadline_holds_in_a_worker(own, tmp_path):
+    _, agents = own
+
+    async def late(group, folder):
+        try:
+            await group.hold.options(timeout=0.1)(folder)
+        except bm.CallTimeout as error:
+            return error.method
+
+    assert agents.await_(late, tmp_path) == ["Rollout.hold"]
+    wait_for(tmp_path / "cancelled 0")
+
+
+def test_requests_of_a_caller_that_dies_are_cancelled(own, tmp_path, is_in_process):
+    if is_in_process:
+        pytest.skip("workers share the process of the controller")
+    rollout, agents = own
+
+    async def hold(group, folder):
+        return await group.hold.options(replica=0)(folder)
+
+    held = agents.await_.submit(hold, tmp_path)
+    wait_for(tmp_path / "begun 0")
+    os.kill(agents.workers[0].pid, signal.SIGKILL)
+    wait_for(tmp_path / "cancelled 0")
+    with pytest.raises(bm.WorkerDied, match="SIGKILL"):
+        held.result(DEADLINE)
+    assert rollout.load(2) == [(0, 0), (1, 0)]
+
+
+def test_callers_hear_which_replica_has_died_and_use_the_other_one_until_it_is_replaced(own, is_in_process):
+    if is_in_process:
+        pytest.skip("workers share the process of the controller")
+    rollout, agents = own
+
+    async def die(group):
+        try:
+            await group.die.options(replica=1)()
+        except bm.WorkerDied as error:
+            said = str(error)
+        return said, [(await group.chat("a"))[0] for _ in range(10)]
+
+    async def ranks(group):
+        return {(await group.chat.options(timeout=5)("a"))[0] for _ in range(10)}
+
+    ((said, others),) = agents.await_(die)
+    assert "rank 1" in said and "SIGKILL" in said
+    assert others == [0] * 10
+    rollout.replace(1)
+
+    async def until_both(group):
+        while len(await both(group)) < 2:
+            await asyncio.sleep(0.01)
+
+    async def both(group):
+        return {rank for rank, _ in await asyncio.gather(*[group.chat("a") for _ in range(8)])}
+
+    assert agents.await_.options(timeout=DEADLINE)(until_both) == [None]
+
+
+def test_callers_of_a_restarted_group_go_on(own, is_in_process):
+    if is_in_process:
+        pytest.skip("the controller calls its own group")
+    rollout, agents = own
+    assert agents.with_group(rollout, "a") == ["aa"]
+    rollout.restart()
+
+    async def until_it_answers(group):
+        while True:
+            try:
+                return (await group.chat("b"))[1], await group.load.submit(4)
+            except bm.WorkerDied:
+                await asyncio.sleep(0.01)
+
+    assert agents.await_.options(timeout=DEADLINE)(until_it_answers) == [("bb", [(0, 0), (1, 0)])]
+
+
+def test_callers_of_a_closed_group_get_closed_error_at_once(own, tmp_path, is_in_process):
+    rollout, agents = own
+
+    def closed(group, method):
+        try:
+            return getattr(group, method)(1).result()
+        except bm.ClosedError as error:
+            return str(error)
+
+    async def held(group, folder):
+        try:
+            return await group.hold(folder)
+        except bm.ClosedError as error:
+            return str(error)
+        return "no error"
+
+    assert agents.with_group(rollout, "a") == ["aa"]
+    waiting = None if is_in_process else agents.await_.submit(held, tmp_path)
+    if waiting is not None:
+        wait_for(tmp_path / "begun 0")
+    rollout.close()
+    assert waiting is None or "Rollout" in waiting.result(DEADLINE)[0]
+    for method in ("chat", "load"):
+        assert "Rollout" in agents.do(closed, method)[0]
+
+
+def test_several_groups_and_threads_call_at_the_same_time(backend, pools, rollout):
+    def from_threads(group):
+        found = []
+
+        def ask():
+            found.extend(group.chat(n).result()[1] for n in range(20))
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sorted(found)
+
+    with bm.ResourcePool([1], backend=backend) as pool:
+        first, second = bm.WorkerGroup(pools[1], Agent, rollout), bm.WorkerGroup(pool, Agent, rollout)
+        futures = [first.do.submit(from_threads), second.do.submit(from_threads)]
+        for future in futures:
+            for found in future.result(DEADLINE):
+                assert found == sorted([2 * n for n in range(20)] * 4)
+        assert rollout.load(9) == [(0, 0), (1, 0)]
+        first.close()
+
+
+# --- calls that would wait for themselves -------------------------------------------------------------------------
+
+
+class Ring(bm.Worker):
+    """A worker that asks the next group, which may ask the first one in turn."""
+
+    def __init__(self):
+        self.next = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def set(self, group):
+        self.next = group
+
+    @register(Dispatch.ONE_TO_ALL)
+    def alone(self, *methods):
+        return self.ask(methods).result() if methods else self.rank
+
+    @register(Dispatch.REQUEST)
+    def plain(self, *methods):
+        return self.ask(methods).result() if methods else self.rank
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def beside(self, *methods):
+        return await self.ask(methods) if methods else self.rank
+
+    def ask(self, methods):
+        return getattr(self.next, methods[0]).submit(*methods[1:])
+
+
+@pytest.fixture(scope="module")
+def ring(backend, is_local):
+    if not is_local:
+        pytest.skip("such calls run in one thread")
+    with bm.ResourcePool([1], backend=backend) as first, bm.ResourcePool([1], backend=backend) as second:
+        rings = bm.WorkerGroup(first, Ring, name="first"), bm.WorkerGroup(second, Ring, name="second")
+        rings[0].set(rings[1])
+        rings[1].set(rings[0])
+        for one in rings:
+            one.beside("beside").result(DEADLINE)
+            one.beside("alone").result(DEADLINE)
+        yield rings[0]
+
+
+@pytest.fixture(scope="module")
+def is_local(backend):
+    return backend != "inprocess"
+
+
+@pytest.mark.parametrize("first", ["alone", "plain"])
+@pytest.mark.parametrize("second", ["alone", "plain", "beside"])
+@pytest.mark.parametrize("third", ["alone", "plain", "beside"])
+def test_a_call_that_would_wait_for_itself_is_refused_and_named(ring, first, second, third):
+    future = getattr(ring, first).submit(second, third)
+    with pytest.raises(bm.RemoteError, match=rf"Ring.{first} on rank 0 waits for Ring.{second} on rank 0"):
+        future.result(DEADLINE)
+    assert ring.alone() == [0]
+
+
+def test_requests_that_run_beside_each_other_may_ask_in_a_ring(ring):
+    assert ring.beside("beside", "beside", "beside", "beside").result(DEADLINE) == 0
+    with pytest.raises(bm.RemoteError, match="waits for"):
+        ring.beside("beside", "alone").result(DEADLINE)
+
+
+def test_a_worker_may_ask_another_rank_of_its_own_group(pools):
+    class Peers(bm.Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def ask(self, own, rank):
+            return own.who.options(replica=rank)().result() if rank is not None else own.who().result()
+
+        @register(Dispatch.REQUEST, concurrency=4)
+        async def who(self):
+            return self.rank
+
+    with bm.ResourcePool([2], backend="local") as pool:
+        peers = bm.WorkerGroup(pool, Peers)
+        with pytest.raises(bm.RemoteError, match=r"Peers.ask on rank 0, which calls Peers.who on the same worker"):
+            peers.ask.options(timeout=DEADLINE)(peers, 0)
