@@ -73,7 +73,8 @@ class CalledGroup:
     one rank; all other calls go by way of the controller. A method of a worker can wait for calls of other groups, but
     not for a call that waits for that method.
 
-    The group belongs to its controller: it cannot be closed, restarted or resized here, and has no streams.
+    The group belongs to its controller: it cannot be closed, restarted or resized here. Its streams are those of
+    requests to replicas of one rank.
 
     Attributes:
         name: The group's name.
@@ -158,6 +159,8 @@ class DirectMethod(RequestMethod[Any, Any]):
         router, request, target = super()._made(args, kwargs)
         workers = router.workers
         assert isinstance(workers, ReachedWorkers), "the group has such ones"
+        if target.min_version is not None:
+            workers.reach_all()  # so that they tell their versions
         found = {rank: conflict(path, pid, router.is_exclusive) for rank, pid in workers.pids(path).items()}
         steps = {rank: step for rank, step in found.items() if step is not None}
         if steps:

@@ -153,7 +153,8 @@ class HostRanks:
         self._since = 0.0  # when the first of these replies came
         self._failed: dict[int, tuple[int, Any]] = {}  # by rank, number and ticket of the call that it has failed last
         self._told: Mapping[int, Failure] = {}  # the deaths that the controller was told of
-        self._reported: dict[int, object] = {}  # what it was told that the workers have reported, by rank
+        self._reported: dict[int, object] = {}  # the reports that it was told of, by rank
+        self._n_reported = 0
 
     # --- calls ---
 
@@ -286,7 +287,7 @@ class HostRanks:
             ticket = self._open[rank].pop(number, None)
             if ticket is not None:
                 self._add([rank], *self._reply(rank, number, ticket))
-        said = self._reports() if self.workers.reports else []
+        said = self._new_reports() if self.workers.reports.n_taken != self._n_reported else []
         large: dict[int, Payload] = {}
         is_flushed = is_flushed or time.monotonic() - self._since >= PATIENCE_S
         for number, unsent in list(self._unsent.items()):
@@ -299,9 +300,10 @@ class HostRanks:
                 del self._n_missing[number]
         return said, large
 
-    def _reports(self) -> list[tuple[tuple[int, ...], bytes]]:
-        """The reports that have come since this was called last, as messages to the controller. Replies follow them."""
+    def _new_reports(self) -> list[tuple[tuple[int, ...], bytes]]:
+        """The reports that have come since this was called last, as messages to the controller."""
         found: list[tuple[tuple[int, ...], bytes]] = []
+        self._n_reported = self.workers.reports.n_taken
         for rank, report in list(self.workers.reports.items()):
             if self._reported.get(rank) is not report:
                 self._reported[rank] = report
@@ -338,7 +340,8 @@ class HostRanks:
     @property
     def has_news(self) -> bool:
         """Whether there may be something to send."""
-        return bool(self._done or self._unsent) or self.workers.deaths != self._told
+        is_told = self.workers.deaths == self._told and self.workers.reports.n_taken == self._n_reported
+        return bool(self._done or self._unsent) or not is_told
 
     @property
     def due_s(self) -> float | None:

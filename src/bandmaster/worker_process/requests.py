@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import select
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -70,6 +70,7 @@ class Requests:
         self._handed: SimpleQueue[_Handed] = SimpleQueue()  # to the main thread, with the lanes
         self._aside: deque[tuple[_Caller, Any]] = deque()  # messages that wait until no request runs
         self._given_up: set[int] = set()  # requests that were cancelled, perhaps among these
+        self._versions: Mapping[str, int | None] = {}  # that the callers were told of
         self._callers: list[_Caller] = []
         self._controller = None if lane is None else self._added(lane)
 
@@ -95,6 +96,7 @@ class Requests:
     def add(self, lane: Lane) -> None:
         """Serve one more caller. The event loop calls this while it has the lanes, and else the main thread."""
         caller = self._added(lane)
+        self.loop.call_soon_threadsafe(caller.report)
         if self.is_reading:
             self.loop.add_reader(lane.fileno(), self._read, caller)
 
@@ -128,6 +130,7 @@ class Requests:
         self.is_reading = True
         for caller in self._callers:
             self.loop.add_reader(caller.lane.fileno(), self._read, caller)
+        self._tell_versions()  # of the call that the main thread has run
         self._go_on()
 
     def _read(self, caller: _Caller) -> None:
@@ -195,6 +198,15 @@ class Requests:
 
     def _ended(self, request: ReceivedRequest, outcome: Outcome) -> None:
         request.caller.reply(request.number, outcome)
+        self._tell_versions()
+
+    def _tell_versions(self) -> None:
+        """Tell all callers of a new version: their requests may wait for it. The load goes along with replies."""
+        versions = {role: report.version for role, report in self.executor.reports.items()}
+        if versions != self._versions:
+            self._versions = versions
+            for caller in self._callers:
+                caller.report()
 
     def have_ended(self, n: int) -> None:
         """Count requests whose replies were sent, or never will be."""
@@ -216,21 +228,27 @@ class _Caller:
         self._unsent: deque[tuple[int, Callable[[], object]]] = deque()  # how many, and what sends them
         self._is_telling = self._is_gone = False
 
+    def report(self) -> None:
+        """Tell the caller soon what the worker has reported, unless it knows."""
+        if (reports := new_reports(self._requests.executor, self.lane)) is not None:
+            self._add(0, ReplyKind.REPORT, reports)
+
     def reply(self, number: int, outcome: Outcome) -> None:
         """Reply to a request soon: small replies of one round of the event loop go in one message."""
-        n_before = len(self._replies)
-        if (reports := new_reports(self._requests.executor, self.lane)) is not None:
-            self._replies.append((0, ReplyKind.REPORT, reports))
+        self.report()
         if isinstance(outcome, Payload) and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
-            self._replies.append((number, ReplyKind.VALUE, outcome.head))
+            self._add(number, ReplyKind.VALUE, outcome.head)
         elif outcome is None:
-            self._replies.append((number, ReplyKind.NOTHING, None))
+            self._add(number, ReplyKind.NOTHING, None)
         elif isinstance(outcome, Failure) and (encoded := encode(outcome)).nbytes <= INLINE_NBYTES:
-            self._replies.append((number, ReplyKind.FAILURE, inline(encoded)))
+            self._add(number, ReplyKind.FAILURE, inline(encoded))
         else:
             self._unsent.append((1, partial(self._send_large, number, outcome)))
             self._loop.call_soon(self._send_rest)
-        if self._replies and not n_before:
+
+    def _add(self, *reply: Any) -> None:
+        self._replies.append(reply)
+        if len(self._replies) == 1:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
