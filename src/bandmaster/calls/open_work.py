@@ -118,6 +118,7 @@ class OpenWork:
         loads: How busy replicas are with the requests of all methods; kept by routers, by the submitter and the ranks.
         outgoing: The router that has requests which are about to be sent; None if there are none.
         renewed: The ranks that are being replaced, and get no requests.
+        died: The ranks that have died as a reply says, and when it came; `Workers.deaths` may not say so yet.
         sending: Held while requests are sent, and calls beside them, so that all ranks get them in one order.
     """
 
@@ -130,6 +131,7 @@ class OpenWork:
         self.loads: dict[tuple[object, frozenset[int]], Any] = {}
         self.outgoing: Routes | None = None
         self.renewed: frozenset[int] = frozenset()
+        self.died: dict[int, float] = {}
         self.sending = SigintSafeLock()
 
     # --- WAITING ---
@@ -281,6 +283,7 @@ class OpenWork:
             yield
         finally:
             self.renewed = frozenset()
+            self.died = {other: moment for other, moment in self.died.items() if other != rank}
             for router in list(self.routers.values()):
                 router.advance()
 

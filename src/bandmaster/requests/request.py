@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from bandmaster.calls.future import Future
@@ -104,6 +104,9 @@ class SendsRequests(Protocol):
 
     def has_ended(self, request: Request) -> None:
         """Free the places of a request."""
+
+    def note_deaths(self, ranks: Iterable[int]) -> None:
+        """Note that ranks have died, as replies say."""
 
     @property
     def is_lost(self) -> bool:
@@ -217,6 +220,7 @@ class Request(WatchedResult):
             return False
         if self.router.is_lost:
             return False
+        self.router.note_deaths(died)
         with _SENDING_AGAIN:
             if self.tickets is not sent:  # by another thread, which has received the reply of another rank
                 return True
@@ -309,7 +313,9 @@ class Request(WatchedResult):
                     except BaseException as error:  # the user's objects may raise anything as they are unpickled
                         failures[rank] = Failure.unreadable(error, was_interrupted=True)
         if failures:
-            lost = self._lost if any(map(_has_died, failures.values())) else {}
+            died = [rank for rank, failure in failures.items() if _has_died(failure)]
+            self.router.note_deaths(died)
+            lost = self._lost if died else {}
             return Done(error_of(self.site, {**lost, **failures}))
         return Done(value=values if self.is_listed else values[0])
 

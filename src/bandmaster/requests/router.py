@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -30,6 +30,7 @@ from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.request import Replica, ReplicaLoad, Request
 from bandmaster.requests.target import Target
 
+TOLD_S = 0.5  # after which a death is known, or the rank was replaced
 STACKS_FRESH_S = 0.5  # stacks that were read so long ago are shown again
 MOST_KEYS = 100_000  # whose replicas are known; the one that was used longest ago is forgotten first
 
@@ -136,8 +137,8 @@ class Router:
         candidates: Sequence[Replica] = self.replicas
         if target.replica is not None:
             candidates = (self.replicas[target.replica],)
-        if renewed or self.workers.deaths:
-            lost = renewed.union(self.workers.deaths)
+        if renewed or self.workers.deaths or self._work.died:
+            lost = renewed.union(self.workers.deaths, self._just_died())
             alive = [replica for replica in candidates if lost.isdisjoint(replica.ranks)]
             if not alive and any(not renewed.isdisjoint(replica.ranks) for replica in candidates):
                 return None
@@ -150,6 +151,16 @@ class Router:
         if target.key is not None:
             best = self._best_for(target, best, candidates)
         return self._with_place(best)
+
+    def note_deaths(self, ranks: Iterable[int]) -> None:
+        """Note that ranks have died, as replies from another host say, before its agent tells of deaths."""
+        untold = [rank for rank in ranks if rank not in self.workers.deaths]
+        self._work.died = {**self._work.died, **dict.fromkeys(untold, time.monotonic())}
+
+    def _just_died(self) -> Sequence[int]:
+        since = time.monotonic() - TOLD_S
+        self._work.died = {rank: moment for rank, moment in self._work.died.items() if moment > since}
+        return list(self._work.died)
 
     def _best_for(self, target: Target, least_busy: Replica, candidates: Sequence[Replica]) -> Replica:
         """The replica of a key, or the least busy one if that is much less busy."""
