@@ -1,0 +1,28 @@
+"""The program examples/agent_loop.py: agents that call a policy and a tool learn to play."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def program():
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    module = importlib.import_module("agent_loop")
+    cloudpickle.register_pickle_by_value(module)
+    yield module
+    cloudpickle.unregister_pickle_by_value(module)
+    del sys.modules["agent_loop"]
+    sys.path.pop(0)
+
+
+@pytest.mark.backends("local")
+def test_agents_learn_to_ask_and_to_go_there(program, backend):
+    rewards, weights = program.learn(steps=9, n_episodes=150, backend=backend)
+    assert rewards[0] < -0.2 and np.mean(rewards[-3:]) > 0.4
+    chances = program.probabilities(weights)
+    assert chances[program.IS_LEFT].argmax() == program.LEFT and chances[program.IS_RIGHT].argmax() == program.RIGHT
