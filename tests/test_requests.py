@@ -143,6 +143,11 @@ class Engine(bm.Worker):
         while not (folder / "gate").exists():
             await asyncio.sleep(0.001)
 
+    @register(Dispatch.REQUEST, concurrency=1)
+    async def narrow(self, folder):
+        await self.hold(folder)
+        return self.rank
+
     @register(Dispatch.ONE_TO_ALL)
     def load(self, version, only=None):
         if only is None or self.rank in only:
@@ -361,9 +366,9 @@ def test_open_requests_count_for_all_methods(make_group, gate):
     held = [group.hold.options(replica=0)(gate.folder) for _ in range(3)]
     assert [group.chat().result(DEADLINE) for _ in range(3)] == [1, 1, 1]
     assert [group.score().result(DEADLINE) for _ in range(3)] == [1, 1, 1]
+    narrow = [group.narrow(gate.folder) for _ in range(2)]  # the second one has no place on the least busy replica
     gate.open()
-    for future in held:
-        future.result(DEADLINE)
+    assert [future.result(DEADLINE) for future in (*held, *narrow)] == [None, None, None, 1, 0]
 
 
 def test_a_replica_that_reports_the_load_of_others_gets_fewer(make_group):

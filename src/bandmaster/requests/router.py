@@ -135,6 +135,7 @@ class Router:
         """The replica for a request; None if it has to wait."""
         renewed = self._work.renewed
         candidates: Sequence[Replica] = self.replicas
+        is_alive = True
         if target.replica is not None:
             candidates = (self.replicas[target.replica],)
         if renewed or self.workers.deaths or self._work.died:
@@ -142,12 +143,16 @@ class Router:
             alive = [replica for replica in candidates if lost.isdisjoint(replica.ranks)]
             if not alive and any(not renewed.isdisjoint(replica.ranks) for replica in candidates):
                 return None
-            candidates = alive or candidates  # if all are dead, the request says how one has died
-        if target.min_version is not None and not self.is_lost:
+            is_alive, candidates = (
+                bool(alive),
+                alive or candidates,
+            )  # if all are dead, the request says how one has died
+        if target.min_version is not None and is_alive:
             candidates = [replica for replica in candidates if self._version(replica) >= target.min_version]
             if not candidates:
                 return None
-        best = min(candidates, key=self._busy)
+        free = [replica for replica in candidates if len(replica.open) < self.concurrency]
+        best = min(free or candidates, key=self._busy if self.workers.reports else _n_open)
         if target.key is not None:
             best = self._best_for(target, best, candidates)
         return self._with_place(best)
@@ -388,6 +393,10 @@ def _take(batch: Sequence[Request], rank: int, tickets: Sequence[Ticket]) -> Non
     for request, ticket in zip(batch, tickets, strict=True):
         request.tickets[rank] = ticket
         ticket.on_done = request.replied
+
+
+def _n_open(replica: Replica) -> int:
+    return len(replica.load.open)
 
 
 def _overtakes(request: Request) -> bool:
