@@ -17,6 +17,8 @@ import heapq
 import json
 import os
 import pickle
+import random
+import signal
 import socket
 import statistics
 import subprocess
@@ -258,6 +260,93 @@ PEERS: dict[str, tuple[str, Callable[[int], dict[str, float]]]] = {  # the modul
 }
 
 
+# --- routes -------------------------------------------------------------------------------------------------------
+
+N_REPLICAS, N_EPISODES, PLACES, SLOWER = 4, 64, 8, 3.0
+HIT_S, MISS_S, MEAN_COST_S = 0.004, 0.04, 0.04
+
+
+def routes(n: int) -> dict[str, float]:
+    """How well ``n`` requests are routed to 4 local replicas: shares of hits, and ratios of times."""
+    import bandmaster as bm
+
+    class Engine(bm.Worker):
+        def __init__(self) -> None:
+            self.known: set[int] = set()
+
+        @bm.register(bm.Dispatch.REQUEST, concurrency=1000, is_idempotent=True)
+        async def answer(self, episode: int) -> bool:
+            is_hit = episode in self.known
+            self.known.add(episode)
+            await asyncio.sleep(HIT_S if is_hit else MISS_S)
+            return is_hit
+
+        @bm.register(bm.Dispatch.REQUEST, concurrency=PLACES)
+        async def work(self, cost_s: float) -> float:
+            begun = time.monotonic()
+            await asyncio.sleep(cost_s * (SLOWER if self.rank == 0 else 1.0))
+            return begun
+
+        def on_replace(self, rank: int, state: object) -> None: ...
+
+    with bm.ResourcePool([N_REPLICAS], backend="local") as pool:
+        group = bm.WorkerGroup(pool, Engine)
+        found = {"hits": asyncio.run(_hits(group, n // N_EPISODES)), "hits_lost": 0.0}
+        found["hits_lost"] = asyncio.run(_hits(group, n // N_EPISODES, is_lost=True))
+        for name, is_routed in (("in_turn", False), ("routed", True)):
+            found[name] = asyncio.run(_waiting(group, n // 2, is_routed))
+    return found
+
+
+async def _hits(group: Any, n_turns: int, is_lost: bool = False) -> float:
+    """The share of turns that find their cache, without the first of each episode; from the death of a replica on."""
+    told: list[bool] = []
+
+    async def episode(number: int) -> None:
+        ask = group.answer.options(key=number, retries=3)
+        await ask(number)
+        for _ in range(n_turns):
+            told.append(await ask(number))
+
+    async def lose() -> None:
+        while len(told) < N_EPISODES * n_turns // 4:
+            await asyncio.sleep(0.001)
+        told.clear()
+        os.kill(group.workers[1].pid, signal.SIGKILL)
+        await asyncio.to_thread(_replace, group)
+
+    first = N_EPISODES if is_lost else 0
+    await asyncio.gather(*map(episode, range(first, first + N_EPISODES)), *([lose()] if is_lost else []))
+    return sum(told) / len(told)
+
+
+def _replace(group: Any) -> None:
+    while group.healthy:
+        time.sleep(0.001)
+    group.replace(1)
+
+
+def _costs(n: int) -> list[float]:
+    """Seconds of each request: a Pareto distribution with shape 2.5, the same every time."""
+    rng = random.Random(0)
+    return [rng.paretovariate(2.5) * MEAN_COST_S * 0.6 for _ in range(n)]
+
+
+async def _waiting(group: Any, n: int, is_routed: bool) -> float:
+    """The 99th percentile of the seconds until requests begin that come at 70 % of what the replicas can do."""
+    costs, loop = _costs(n), asyncio.get_running_loop()
+    start, rate = loop.time(), 0.7 * PLACES * (N_REPLICAS - 1 + 1 / SLOWER) / statistics.mean(costs)
+
+    async def one(number: int) -> float:
+        due = start + number / rate
+        await asyncio.sleep(due - loop.time())
+        method = group.work if is_routed else group.work.options(replica=number % N_REPLICAS)
+        begun: float = await method(costs[number])
+        return begun - due
+
+    return sorted(await asyncio.gather(*map(one, range(n))))[int(0.99 * n)]
+
+
 # --- the table ----------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +362,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="tiny: does it work at all?")
     parser.add_argument("--peer", choices=[*PEERS, "maps"], help="measure one peer in this process, and print JSON")
+    parser.add_argument(
+        "--routes", action="store_true", help="measure only the routes, in this process, and print JSON"
+    )
     options = parser.parse_args()
+    if options.routes:
+        print(json.dumps(routes(N_EPISODES * (5 if options.smoke else 40))))
+        return
     n = 500 if options.smoke else 20_000
     if options.peer == "maps":
         print(json.dumps(maps("local", options.smoke)))
@@ -286,17 +381,9 @@ def main() -> None:
         for peer in PEERS:
             python = _python_of(peer)
             if python is not None:
-                smoke = ["--smoke"] if options.smoke else []
-                command = [python, __file__, "--peer", peer, *smoke]
-                run = subprocess.run(command, capture_output=True, text=True, check=False)
-                if run.returncode:
-                    sys.exit(f"{peer} failed:\n{run.stderr}")
-                rounds[peer].append(json.loads(run.stdout.splitlines()[-1]))
-    medians = {
-        peer: {name: statistics.median(one[name] for one in found) for name in found[0]}
-        for peer, found in rounds.items()
-        if found
-    }
+                rounds[peer].append(_run(python, ["--peer", peer], options.smoke))
+    routed = [_run(sys.executable, ["--routes"], options.smoke) for _ in range(1 if options.smoke else options.rounds)]
+    medians = {peer: _medians(found) for peer, found in rounds.items() if found}
     print("\n".join(f"{name:18} {fact}" for name, fact in machine.facts().items()))
     header = ["peer", "no-ops/s", "x floor", "1,000 sleeps", "one at a time", "p99", "x blocking no-op of 1 rank"]
     print(as_text([header, *[_row(peer, found, medians["floor"]) for peer, found in medians.items()]]))
@@ -305,6 +392,31 @@ def main() -> None:
     ratios = [maps("local", options.smoke) for _ in range(1 if options.smoke else options.rounds)]
     for what in ratios[0]:
         print(f"map of {what}: {statistics.median(one[what] for one in ratios):.2f} x the best schedule")
+    print()
+    print(as_text([["routes", "measured", "goal"], *_routes(_medians(routed))]))
+
+
+def _run(python: str, arguments: list[str], is_smoke: bool) -> dict[str, float]:
+    """What this program prints in a process of its own."""
+    command = [python, __file__, *arguments, *(["--smoke"] if is_smoke else [])]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        sys.exit(f"{' '.join(arguments)} failed:\n{run.stderr}")
+    found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def _medians(found: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in found) for name in found[0]}
+
+
+def _routes(found: dict[str, float]) -> list[list[str]]:
+    waits = f"{figure(found['routed'], 's')} = {found['routed'] / found['in_turn']:.2f} x in turn"
+    return [
+        ["turns of a key that find their cache", f"{found['hits']:.1%}", ">= 95 %"],
+        ["as a replica is lost and replaced", f"{found['hits_lost']:.1%}", ">= 80 %"],
+        ["wait, p99, one of 4 replicas 3 x slower", waits, "<= 0.5 x"],
+    ]
 
 
 def _row(peer: str, found: dict[str, float], floor: dict[str, float]) -> list[str]:

@@ -130,6 +130,7 @@ def test_requests_are_compared():
     assert done.returncode == 0, done.stdout + done.stderr
     for peer in ("floor", "bandmaster local", "bandmaster ray", "plain ray"):
         assert f"\n{peer} " in done.stdout, done.stdout
+    assert "\nas a replica is lost and replaced " in done.stdout, done.stdout
 
 
 @pytest.mark.slow

@@ -83,6 +83,24 @@ class Rollout(bm.Worker):
     def on_replace(self, rank, state):
         pass
 
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def tokens(self, n):
+        self.inside += 1
+        try:
+            for number in range(n):
+                await asyncio.sleep(0)
+                yield self.rank, number
+        finally:
+            self.inside -= 1
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def upgrade(self, version):
+        bm.report(self, version=version)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def upgrade_all(self, version):
+        bm.report(self, version=version)
+
 
 class Agent(bm.Worker):
     def __init__(self, rollout=None):
@@ -273,6 +291,36 @@ def test_an_error_that_a_method_lets_through_is_known_in_the_controller(agents):
 
 
 # --- order --------------------------------------------------------------------------------------------------------
+
+
+async def _read(group):
+    stream = group.tokens.options(replica=1).stream(10**9)
+    firsts = [await anext(stream) for _ in range(20)]
+    stream.close()
+    return firsts, [item async for item in group.tokens.options(replica=0, maxsize=3).stream(20)]
+
+
+def test_a_worker_iterates_over_the_items_of_a_replica(agents, rollout):
+    for firsts, items in agents.await_(_read):
+        assert (firsts, items) == ([(1, number) for number in range(20)], [(0, number) for number in range(20)])
+    assert [inside for _, inside in rollout.load(0)] == [0, 0]
+    assert agents.do(lambda group: [number for _, number in group.tokens.stream(5)]) == [[0, 1, 2, 3, 4]] * 2
+
+
+async def _ask_the_newest(group, version):
+    return (await group.chat.options(min_version=version, timeout=DEADLINE)("a"))[1]
+
+
+def test_workers_hear_of_versions_that_others_have_made(own, is_in_process):
+    rollout, agents = own
+    rollout.upgrade_all(1)
+    assert agents.await_(_ask_the_newest, 1) == ["aa"]
+    if is_in_process:
+        pytest.skip("a call has ended when it was submitted")
+    for version, upgrade in ((2, rollout.upgrade.all), (3, rollout.upgrade_all)):
+        asked = agents.await_.submit(_ask_the_newest, version)
+        upgraded = upgrade(version)
+        assert asked.result(DEADLINE) == ["aa"] and (version == 3 or upgraded.result(DEADLINE))
 
 
 def test_calls_of_the_controller_wait_for_requests_of_workers(agents, rollout, tmp_path, is_in_process):

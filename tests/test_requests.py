@@ -1,6 +1,7 @@
 """Requests: each goes to one replica, many run beside each other, and each is answered exactly once."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import resource
@@ -11,6 +12,7 @@ import weakref
 from collections import Counter
 
 import numpy as np
+import psutil
 import pytest
 
 import bandmaster as bm
@@ -68,6 +70,10 @@ class Rollout(bm.Worker):
         return threading.Lock()
 
     @register(Dispatch.REQUEST)
+    async def yields(self):
+        yield 1
+
+    @register(Dispatch.REQUEST)
     def plain(self, value):
         return self.rank, value, self.inside
 
@@ -82,6 +88,25 @@ class Rollout(bm.Worker):
     @register(Dispatch.REQUEST, concurrency=8)
     async def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
+
+    @register(Dispatch.REQUEST, concurrency=8, is_idempotent=True)
+    async def die_once(self, path):
+        """Return the rank of the first worker that does not die of it."""
+        if not path.exists():
+            path.write_text(str(self.rank))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.rank
+
+    @register(Dispatch.REQUEST, concurrency=8, is_idempotent=True)
+    async def die_again(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @register(Dispatch.REQUEST, concurrency=64, is_idempotent=True)
+    async def die_at(self, folder, n):
+        await asyncio.sleep(0)
+        if n == 100:
+            await self.die_once(folder / "once")
+        return self.rank, n
 
     def on_replace(self, rank, state):
         pass
@@ -100,6 +125,53 @@ class Rollout(bm.Worker):
     def take_counts(self):
         counts, self.most, self.cancelled, self.inside = (self.most, self.cancelled), 0, 0, 0
         return counts
+
+
+class Engine(bm.Worker):
+    def __init__(self, version=None):
+        bm.report(self, version=version)
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def chat(self):
+        return self.rank
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def score(self):
+        return self.rank
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def claim(self, load):
+        bm.report(self, load=load)
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def upgrade(self, version):
+        bm.report(self, version=version)
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def hold(self, folder):
+        while not (folder / "gate").exists():
+            await asyncio.sleep(0.001)
+
+    @register(Dispatch.REQUEST, concurrency=1)
+    async def narrow(self, folder):
+        await self.hold(folder)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, version, only=None):
+        if only is None or self.rank in only:
+            bm.report(self, version=version)
+
+    @register(Dispatch.REQUEST)
+    async def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wrong(self, **reported):
+        bm.report(self, **reported)
+
+    def on_replace(self, rank, state):
+        pass
 
 
 class Ordered(bm.Worker):
@@ -295,6 +367,110 @@ def test_those_that_wait_for_a_place_get_it_in_their_order(make_group):
     assert group.take() == [list(range(20))]
 
 
+# --- what replicas report ------------------------------------------------------------------------------------------
+
+
+def test_open_requests_count_for_all_methods(make_group, gate):
+    group = make_group(2, Engine)
+    held = [group.hold.options(replica=0)(gate.folder) for _ in range(3)]
+    assert [group.chat().result(DEADLINE) for _ in range(3)] == [1, 1, 1]
+    assert [group.score().result(DEADLINE) for _ in range(3)] == [1, 1, 1]
+    narrow = [group.narrow(gate.folder) for _ in range(2)]  # the second one has no place on the least busy replica
+    gate.open()
+    assert [future.result(DEADLINE) for future in (*held, *narrow)] == [None, None, None, 1, 0]
+
+
+def test_a_replica_that_reports_the_load_of_others_gets_fewer(make_group):
+    group = make_group(2, Engine)
+    group.claim.options(replica=0)(4.5).result(DEADLINE)
+
+    async def main():
+        return Counter(await asyncio.gather(*[group.chat() for _ in range(10)]))
+
+    assert asyncio.run(main()) == {0: 3, 1: 7}
+    group.claim.options(replica=0)(0).result(DEADLINE)
+    assert asyncio.run(main()) == {0: 5, 1: 5}
+
+
+def test_requests_go_to_replicas_that_have_the_version(make_group):
+    group = make_group(3, Engine)
+    newest = group.chat.options(min_version=7)
+    with pytest.raises(
+        bm.CallTimeout, match="no replica has version 7 of its weights: replica 0 none, replica 1 none, re"
+    ):
+        newest.options(timeout=0.05)()
+    group.load(7, [1])
+    assert {newest().result(DEADLINE) for _ in range(6)} == {1}
+    group.upgrade.options(replica=2)(8).result(DEADLINE)
+
+    async def main():
+        return Counter(await asyncio.gather(*[newest() for _ in range(8)]))
+
+    assert asyncio.run(main()) == {1: 4, 2: 4}
+    with pytest.raises(bm.CallTimeout, match=r"no replica has version 9 .*: replica 0 none, replica 1 7, replica 2 8"):
+        group.chat.options(min_version=9, timeout=0.05)()
+
+
+def test_all_ranks_of_a_replica_need_the_version(make_group):
+    group = make_group(bm.Mesh(dp=2, tp=2), Engine)
+    group.load(3)
+    group.load(4, [0, 2, 3])
+    assert {group.chat.options(min_version=4)().result(DEADLINE) for _ in range(4)} == {2}
+
+
+def test_a_request_waits_for_its_version(make_group):
+    group = make_group(2, Engine, 1)
+
+    async def main():
+        newest = [asyncio.ensure_future(awaited(group.chat.options(min_version=2)())) for _ in range(4)]
+        assert await group.chat.options(min_version=1)() in (0, 1), "they hold up no others"
+        assert not any(task.done() for task in newest)
+        await asyncio.to_thread(group.load, 2)
+        return await asyncio.gather(*newest)
+
+    assert {*asyncio.run(asyncio.wait_for(main(), DEADLINE))} <= {0, 1}
+    found = []
+    thread = threading.Thread(target=lambda: found.append(group.chat.options(min_version=3)().result(DEADLINE)))
+    thread.start()
+    group.load(3)
+    thread.join(DEADLINE)
+    assert found in ([0], [1])
+
+
+@pytest.mark.backends("local", "ray")
+def test_a_replica_that_was_replaced_has_no_version_yet(make_group):
+    group = make_group(2, Engine)
+    group.load(5)
+    with pytest.raises(bm.WorkerDied):
+        group.die.options(replica=1)().result(DEADLINE)
+    group.replace(1)
+    assert {group.chat.options(min_version=5)().result(DEADLINE) for _ in range(4)} == {0}
+
+
+def test_roles_report_for_themselves(make_pool):
+    group = bm.colocate(make_pool([2]), first=Engine, second=Engine)
+    group.first.load(1)
+    group.second.load(2)
+    assert group.second.chat.options(min_version=2)().result(DEADLINE) in (0, 1)
+    with pytest.raises(bm.CallTimeout, match="replica 0 1, replica 1 1"):
+        group.first.chat.options(min_version=2, timeout=0.05)()
+
+
+@pytest.mark.parametrize(
+    ("reported", "message"),
+    [
+        ({"load": -1}, "load must be a non-negative number of requests, got -1"),
+        ({"load": float("nan")}, "load must be a non-negative number"),
+        ({"version": 1.5}, "version must be a whole number, got 1.5"),
+    ],
+)
+def test_bad_reports(make_group, reported, message):
+    with pytest.raises(bm.RemoteError, match=message):
+        make_group(1, Engine).wrong(**reported)
+    with pytest.raises(bm.UsageError, match="report takes the worker itself"):
+        bm.report(3, load=1)
+
+
 # --- overlap ------------------------------------------------------------------------------------------------------
 
 
@@ -462,13 +638,29 @@ def test_mistakes_are_errors_before_anything_is_sent(group, send, message):
         send(group)
 
 
+def test_those_that_are_never_sent_again(group):
+    with pytest.raises(bm.UsageError, match=r"chat.all\(...\), which goes to all replicas, is never sent again"):
+        group.chat.options(retries=1).all("a")
+    with pytest.raises(
+        bm.UsageError, match=r"yields.stream\(...\), whose items may have been read, is never sent again"
+    ):
+        group.yields.options(retries=2).stream()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"replica": 2}, "replica must be a whole number from 0 to 1, as there are 2 replicas, got 2"),
         ({"spill": -1}, "spill must be a whole number of 0 or more, got -1"),
+        ({"retries": -1}, "retries must be a whole number of 0 or more, got -1"),
+        ({"retries": True}, "retries must be a whole number of 0 or more, got True"),
+        ({"retries": 1, "replica": 0}, "retries=1 sends a request to another replica, but replica=0 allows one"),
+        ({"min_version": 1.0}, "min_version must be a whole number or None, got 1.0"),
         ({"key": []}, "key must be hashable, got list"),
-        ({"pull": 1}, "a request has no option 'pull'; its options are timeout, key, replica and spill"),
+        (
+            {"pull": 1},
+            "a request has no option 'pull'; its options are timeout, key, .* and min_version",
+        ),
         ({"timeout": -1}, "timeout must be a non-negative number"),
     ],
 )
@@ -610,6 +802,59 @@ def test_a_dead_replica_fails_its_requests_and_gets_no_more(make_group, gate):
     assert group.chat.all("a").result(DEADLINE) == [(rank, "aa") for rank in range(3)]
 
 
+@pytest.mark.backends("local", "ray")
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_requests_that_are_sent_again(make_group, tmp_path, is_awaited):
+    group = make_group(4, Rollout)
+
+    def ask(future):
+        return asyncio.run(asyncio.wait_for(awaited(future), DEADLINE)) if is_awaited else future.result(DEADLINE)
+
+    answered = ask(group.die_once.options(retries=1)(tmp_path / "once"))
+    first = int((tmp_path / "once").read_text())
+    assert answered != first
+    with pytest.raises(bm.WorkerDied) as caught:
+        ask(group.die.options(retries=5)())
+    (second,) = caught.value.failures
+    assert second != first, "it had begun, and is not idempotent"
+    with pytest.raises(bm.WorkerDied, match=r"die_again lost its process on rank .*, and on rank .: ") as caught:
+        ask(group.die_again.options(retries=1)())
+    assert sorted([first, second, *caught.value.failures]) == [0, 1, 2, 3]
+
+
+@pytest.mark.backends("local")  # the process has to be one of this host
+def test_a_request_that_was_never_sent_is_sent_again(make_group):
+    group = make_group(2, Rollout)
+    group.chat.all("").result(DEADLINE)
+
+    async def main(**options):
+        held = group.chat.options(replica=0)("held")
+        future = group.chat.options(**options)("a")  # it goes to rank 1 when this round of the event loop has ended
+        process = psutil.Process(group.workers[1].pid)
+        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.wait(DEADLINE)
+        return (await held, await future)[1]
+
+    assert asyncio.run(asyncio.wait_for(main(retries=1), DEADLINE)) == (0, "aa")
+    group.replace(1)
+    with pytest.raises(bm.WorkerDied, match="rank 1"):
+        asyncio.run(asyncio.wait_for(main(), DEADLINE))
+
+
+@pytest.mark.backends("local", "ray")
+def test_many_are_answered_once_although_a_replica_dies(make_group, tmp_path):
+    group = make_group(3, Rollout)
+
+    async def main():
+        ask = group.die_at.options(retries=1)
+        return await asyncio.gather(*[ask(tmp_path, n) for n in range(300)])
+
+    found = asyncio.run(asyncio.wait_for(main(), DEADLINE))
+    died = int((tmp_path / "once").read_text())
+    assert [value for _, value in found] == list(range(300)) and len({rank for rank, _ in found} - {died}) == 2
+
+
 def test_requests_go_on_after_a_restart(make_group):
     group = make_group(2, Rollout)
     assert group.chat("a").result(DEADLINE)[1] == "aa"
@@ -703,9 +948,10 @@ def _generator(self):
     ("make", "message"),
     [
         (lambda: register(Dispatch.REQUEST, concurrency=0), "concurrency must be a whole number of 1 or more, got 0"),
+        (lambda: register(Dispatch.DP_PROTO, is_idempotent=True), "is_idempotent=True is for requests"),
         (lambda: register(Dispatch.DP_PROTO, concurrency=2), "concurrency=2 is for requests, which go to one replica"),
         (lambda: register(Dispatch.REQUEST, concurrency=2)(_plain), "only async methods run beside each other"),
-        (lambda: register(Dispatch.REQUEST)(_generator), "_generator is a generator, but a request has one value"),
+        (lambda: register(Dispatch.REQUEST)(_generator), "_generator is a generator, .*; write async def"),
         (lambda: register(Dispatch.REQUEST, execute_mode=bm.Execute.RANK_ZERO), "remove execute_mode= and arguments="),
         (lambda: Route(), "Route requires at least one axis"),
         (lambda: TransferProtocol(Route("dp"), bm.Gather()), r"so that Route\('dp'\) collects with Only\(\)"),

@@ -46,6 +46,10 @@ class Holder(rl.HoldsWeights):
         }
         return {name: tensor.clone() for name, tensor in whole.items()}, self.weights_version
 
+    @register(Dispatch.REQUEST)
+    async def ask(self):
+        return self.weights_version
+
     @register(Dispatch.ONE_TO_ALL)
     def change(self):
         with torch.no_grad():
@@ -87,7 +91,8 @@ def test_weights_come_from_any_layout_to_any_layout(trainer, target):
             assert_alike(weights, expected)
             assert version == "a"
         trainer.change()
-        assert sync.submit(version="b").result() == [None] * 3
+        assert sync.submit(version=7).result() == [None] * 3
+        assert rollout.ask.options(min_version=7, timeout=DEADLINE_S)().result() == 7, "the workers have reported it"
         assert_alike(rollout.seen()[2][0], trainer.seen()[0][0])
 
 

@@ -52,7 +52,7 @@ from bandmaster.plan.transfer import (
 from bandmaster.platform.version import VERSION
 from bandmaster.pool import ResourcePool, merge_resource_pool, split_resource_pool
 from bandmaster.registration import register
-from bandmaster.worker import ClassWithInitArgs, Worker
+from bandmaster.worker import ClassWithInitArgs, Worker, report
 
 if TYPE_CHECKING:
     from bandmaster.flow.stream import Stream
@@ -151,6 +151,7 @@ __all__ = [
     "plan",
     "register",
     "register_batch_type",
+    "report",
     "set_default_options",
     "split_resource_pool",
     "trace",

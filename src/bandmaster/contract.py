@@ -1,4 +1,4 @@
-"""The waist: what a backend is (5 methods), and what the running workers of a group are (11 methods, 4 facts).
+"""The waist: what a backend is (5 methods), and what the running workers of a group are (11 methods, 5 facts).
 
 The core plans calls and never sees a socket. A backend carries payloads and never sees an axis or a protocol::
 
@@ -25,6 +25,7 @@ from bandmaster.plan.columns import RowFacts as RowFacts
 from bandmaster.plan.columns import facts_of
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.placement import Node, Request
+from bandmaster.worker import Report as Report
 from bandmaster.worker import WorkerContext
 
 CLOSED = "the group was closed"
@@ -43,6 +44,10 @@ OPEN_STREAM = "bandmaster.open"  # as `NEXT`, of a generator method: to its argu
 NEXT = "bandmaster.next"  # the next item of a stream, by the stream's name; no value where there is none any more
 CLOSE_STREAM = "bandmaster.close"  # close the generator of a stream, by the stream's name
 STREAM, METHOD = "bandmaster.stream", "bandmaster.method"  # the keywords that `OPEN_STREAM` adds
+OPEN_ITEMS = "bandmaster.items"  # a request that runs an async generator, whose name and stream are added as above
+FIRST_ITEMS = "bandmaster.first"  # a request for the items that are there: by stream, and how many may be made
+MORE_ITEMS = "bandmaster.more"  # the same; it overtakes calls, which wait for the request that runs the generator
+MAXSIZE = "bandmaster.maxsize"  # the keyword that `OPEN_ITEMS` adds as well: how many items may be made
 RUN = "bandmaster.run"  # a function that is called with the executor, and its further arguments
 
 
@@ -311,6 +316,24 @@ class WorkerCall(NamedTuple):
     is_fenced: bool = False
 
 
+class Reports(dict[int, Mapping[str, Report]]):
+    """The reports of the workers by rank, and for each by the prefix of its role in a colocated group, "" in others.
+
+    Attributes:
+        on_change: Called by the thread that receives a report; it must not block.
+        n_taken: The number of reports that have come.
+    """
+
+    on_change: Callable[[], object] = bool
+    n_taken = 0
+
+    def take(self, rank: int, reports: Mapping[str, Report]) -> None:
+        """Take all reports of a rank in place of those before."""
+        self[rank] = reports
+        self.n_taken += 1
+        self.on_change()
+
+
 class Ticket:
     """Base class of backends' tickets: one rank's part of a call, and in time its reply.
 
@@ -338,11 +361,16 @@ class Workers(Protocol):
 
     Attributes:
         deaths: The ranks whose processes are known to have ended, and how. It only grows, but for `replace`.
+        reports: What the workers have reported of themselves, as far as it has come with their replies.
         ranks_are_own: Whether a worker is called by the rank that its context says; not so where a group was attached
             to some workers of another.
     """
 
     ranks_are_own: bool
+
+    @property
+    def reports(self) -> Reports:
+        """The reports of the workers, as far as they have come with their replies."""
 
     @property
     def deaths(self) -> Mapping[int, Failure]:
@@ -387,7 +415,7 @@ class Workers(Protocol):
         """
 
     def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
-        """Send requests to a rank, behind the calls that were sent before.
+        """Send requests to a rank, behind the calls that were sent before, or only `MORE_ITEMS`.
 
         They run beside each other, and end in any order. A later call of the rank begins when all have ended. A request
         of a ticket is cancelled by `interrupt`. Waits for nothing.

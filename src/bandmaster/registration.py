@@ -131,7 +131,12 @@ if TYPE_CHECKING:
 
 @overload
 def register(  # type: ignore[overload-overlap]
-    dispatch_mode: _REQUEST, *, arguments: _Rules = ..., concurrency: int = ..., mesh: str | None = ...
+    dispatch_mode: _REQUEST,
+    *,
+    arguments: _Rules = ...,
+    concurrency: int = ...,
+    is_idempotent: bool = ...,
+    mesh: str | None = ...,
 ) -> _OwnLater: ...
 @overload
 def register(
@@ -202,6 +207,7 @@ def register(
     arguments: Mapping[str, Outgoing] | None = None,
     mesh: str | None = None,
     concurrency: int = 1,
+    is_idempotent: bool = False,
 ) -> Any:
     """Make a method of a worker class callable on the whole worker group.
 
@@ -223,6 +229,8 @@ def register(
         concurrency: Most requests of the method that a replica runs at a time, for a protocol with a `Route`; further
             ones wait in the caller. More than 1 is for async methods, which run beside each other on the event loop of
             the worker. A method that is not async runs alone.
+        is_idempotent: Whether a request may be run twice: with `RequestMethod.options(retries=n)`, it is sent again if
+            its replica has died, also when that may have begun it.
 
     Returns:
         A decorator that marks the method and returns it unchanged.
@@ -252,8 +260,14 @@ def register(
         raise ProtocolError(f"mesh of register must be the name of one of the group's meshes, got {mesh!r}")
     if mesh is not None and (isinstance(protocol, Custom) or execute_mode is Execute.RANK_ZERO):
         raise ProtocolError("a custom dispatch_fn, and a method of rank 0 alone, use no axes of a mesh; remove mesh=")
-    registration = Registration(protocol, execute_mode, blocking, dict(arguments or {}), mesh, concurrency)
+    registration = Registration(
+        protocol, execute_mode, blocking, dict(arguments or {}), mesh, concurrency, is_idempotent
+    )
     if not registration.is_request:
+        if is_idempotent:
+            raise ProtocolError(
+                "is_idempotent=True is for requests, which may be sent again; use Dispatch.REQUEST, or leave it out"
+            )
         if concurrency != 1:
             raise ProtocolError(
                 f"concurrency={concurrency!r} is for requests, which go to one replica; a call of all ranks runs "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload, decode
 from bandmaster.plan.mesh import Mesh
-from bandmaster.worker import Worker, WorkerContext, load_class, make_worker
+from bandmaster.worker import Report, Worker, WorkerContext, load_class, make_worker
 
 SEPARATOR = "/"  # in "role/method", the name of a role's method in a call
 
@@ -48,6 +48,12 @@ class Roles(Worker):
         """Release the workers. They refer to each other, so clearing the dict frees them without garbage collection."""
         if isinstance(self.roles, dict):
             self.roles.clear()
+
+    @property
+    def __bandmaster_reports__(self) -> Mapping[str, Report]:  # type: ignore[override]  # here it is computed
+        """The reports of the roles, by the prefix of their methods."""
+        all_of_them = [(name, worker.__bandmaster_reports__) for name, worker in self.roles.items()]
+        return {name + SEPARATOR: reports[""] for name, reports in all_of_them if reports}
 
     def __getattr__(self, name: str) -> Any:
         role, separator, method = name.partition(SEPARATOR)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from bandmaster.errors import ProtocolError, UsageError
 from bandmaster.plan.mesh import Mesh
@@ -55,6 +55,7 @@ class Worker:
     device: str
     coordinates: dict[str, int]
     roles: Mapping[str, Any] = MappingProxyType({})
+    __bandmaster_reports__: Mapping[str, Report] = MappingProxyType({})  # by the prefix of the role's methods
 
     if TYPE_CHECKING:  # read-only, as they are on a group: a typed group has both as bases
 
@@ -76,6 +77,59 @@ class Worker:
 
     def __init__(self) -> None:
         """Do nothing: the attributes are already set."""
+
+
+class Report(NamedTuple):
+    """Load and version of a worker, as far as it has reported them.
+
+    Attributes:
+        load: How busy it is, in requests; None if it has not said so.
+        version: The version of its weights; None if it has not said so.
+    """
+
+    load: float | None = None
+    version: int | None = None
+
+
+def report(worker: Worker, /, *, load: float | None = None, version: int | None = None) -> None:
+    """Tell all callers how busy a worker is, or which version of its weights it has; called in the worker.
+
+    The next reply of the worker carries what has changed. Callers send requests to the replicas that are least busy,
+    and those with ``options(min_version=...)`` to replicas that have the version.
+
+    Args:
+        worker: The worker itself.
+        load: The number of requests that it has, of all callers together, such as those that wait or run in an engine.
+            Callers that have more than that on it count their own. It counts for a few seconds.
+        version: The version of its weights, which grows. It counts until the worker reports another one.
+
+    Raises:
+        UsageError: ``worker`` is no worker, or a value is invalid.
+
+    Example:
+        >>> import asyncio, bandmaster as bm
+        >>> class Rollout(bm.Worker):
+        ...     @bm.register(bm.Dispatch.ONE_TO_ALL)
+        ...     def load(self, version):
+        ...         bm.report(self, version=version)
+        ...     @bm.register(bm.Dispatch.REQUEST, concurrency=100)
+        ...     async def chat(self, prompt):
+        ...         return prompt.upper()
+        >>> with bm.ResourcePool([2], backend="inprocess") as pool:
+        ...     rollout = bm.WorkerGroup(pool, Rollout)
+        ...     _ = rollout.load(7)
+        ...     rollout.chat.options(min_version=7)("new").result()
+        'NEW'
+    """
+    if not isinstance(worker, Worker):
+        raise UsageError(f"report takes the worker itself, as in report(self, version=7), got {type(worker).__name__}")
+    if load is not None and (not isinstance(load, int | float) or isinstance(load, bool) or not load >= 0):
+        raise UsageError(f"load must be a non-negative number of requests, got {load!r}")
+    if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+        raise UsageError(f"version must be a whole number, got {version!r}")
+    before = worker.__bandmaster_reports__.get("", Report())
+    reported = Report(before.load if load is None else load, before.version if version is None else version)
+    worker.__bandmaster_reports__ = {"": reported}
 
 
 T = TypeVar("T")
@@ -204,6 +258,7 @@ class Registration:
         arguments: Dispatch rules of single arguments, by parameter name.
         mesh: Name of the mesh that has the axes; None for the group's ``mesh``.
         concurrency: Most requests of the method that a replica runs at a time.
+        is_idempotent: Whether a request that a worker may have begun may be sent again.
     """
 
     protocol: TransferProtocol[Any, Any] | Custom
@@ -212,6 +267,7 @@ class Registration:
     arguments: Mapping[str, Outgoing] = field(default_factory=dict)
     mesh: str | None = None
     concurrency: int = 1
+    is_idempotent: bool = False
 
     @property
     def is_request(self) -> bool:
@@ -259,9 +315,13 @@ def _function_of(method: Any) -> Any:
 
 
 def _check_request(method: Callable[..., Any], registration: Registration) -> None:
-    name, is_async = method.__qualname__, inspect.iscoroutinefunction(method)
-    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        raise ProtocolError(f"{name} is a generator, but a request has one value; return a list, or split rows")
+    name = method.__qualname__
+    if inspect.isgeneratorfunction(method):
+        raise ProtocolError(
+            f"{name} is a generator, but the items of a request are made on the event loop of its worker; write async "
+            "def"
+        )
+    is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
     if registration.concurrency > 1 and not is_async:
         raise ProtocolError(
             f"{name} is registered with concurrency={registration.concurrency}, but only async methods run beside "

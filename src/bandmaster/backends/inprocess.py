@@ -21,12 +21,22 @@ from typing import Any
 from bandmaster import contract
 from bandmaster.backends.machine import MachineBackend
 from bandmaster.codec import Payload
-from bandmaster.contract import CLOSED, Kept, KeptCopy, Launch, Rows, WorkerCall, WorkerRecord
+from bandmaster.contract import (
+    CLOSED,
+    MORE_ITEMS,
+    Kept,
+    KeptCopy,
+    Launch,
+    Reports,
+    Rows,
+    WorkerCall,
+    WorkerRecord,
+)
 from bandmaster.errors import UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.locks import check_not_held, run_if_free
 from bandmaster.wire.segment_reader import RowReader, RowReaders
-from bandmaster.worker import Worker
+from bandmaster.worker import Report, Worker
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.request_tasks import ReceivedRequest, RequestTasks
 
@@ -85,6 +95,7 @@ class InProcessWorkers:
 
     Attributes:
         deaths: The ranks whose objects were discarded, and why.
+        reports: What the workers have reported of themselves.
         arrivals: Always None: a call has run by the time it is sent.
         ranks_are_own: True.
 
@@ -104,6 +115,7 @@ class InProcessWorkers:
         here = range(len(launch.slots)) if ranks is None else ranks
         self._executors = {rank: self._executor(rank) for rank in here}
         self.deaths: dict[int, Failure] = {}
+        self.reports = Reports()
         self.arrivals: int | None = None
         self._is_stopped = False
         self._running = threading.RLock()  # held while a method or a constructor runs
@@ -149,6 +161,10 @@ class InProcessWorkers:
         if (requests := self._requests.get(rank)) is not None:
             requests.wait_until_idle()
         outcome = executor.call(call.method, call.reply, parts, rows, call.is_timed)
+        if executor.reports != self.reports.get(rank, {}):
+            self.reports.take(rank, executor.reports)
+            with self._news:
+                self._news.notify_all()
         ticket = InProcessTicket(_received(outcome))
         if executor.times is not None:
             ticket.times = executor.times, time.monotonic_ns()
@@ -159,16 +175,20 @@ class InProcessWorkers:
     ) -> None:
         """Run requests on the event loop of a rank; see `contract.Workers.request`."""
         self._check_idle()
-        with self._running:
+        with (
+            contextlib.nullcontext() if requests[0].method == MORE_ITEMS else self._running
+        ):  # which a call that waits holds
             if rank in self.deaths:
                 take(dead := [InProcessTicket(self.deaths[rank]) for _ in requests])
                 for ticket in dead:
+                    ticket.is_dropped = True
                     ticket.tell()
                 with self._news:
                     self._news.notify_all()
                 return
             if rank not in self._requests:
-                self._requests[rank] = InProcessRequests(self._executors[rank], self._news)
+                take_reports = partial(self.reports.take, rank)
+                self._requests[rank] = InProcessRequests(self._executors[rank], self._news, take_reports)
             self._requests[rank].start(requests, take)
 
     def wait(self, tickets: Sequence[Any], timeout_s: float | None) -> list[Any]:
@@ -200,6 +220,7 @@ class InProcessWorkers:
         """Discard the object of a rank. The next `CONSTRUCT` call makes a new one."""
         self._discard([rank], "ended by the controller, because it is being replaced")
         self._executors[rank] = self._executor(rank)
+        self.reports.pop(rank, None)
         del self.deaths[rank]
 
     def stacks(self, tickets: Mapping[int, Any]) -> dict[int, str]:
@@ -249,13 +270,14 @@ class InProcessTicket(contract.Ticket):
     Attributes:
         outcome: The encoded value, the failure, or None for a value that was dropped.
         is_done: Whether it has its outcome.
+        is_dropped: Whether it was never run, and will not be.
     """
 
-    __slots__ = ("is_done", "outcome")
+    __slots__ = ("is_done", "is_dropped", "outcome")
 
     def __init__(self, outcome: Payload | Kept | Failure | None, is_done: bool = True) -> None:
         super().__init__()
-        self.outcome, self.is_done = outcome, is_done
+        self.outcome, self.is_done, self.is_dropped = outcome, is_done, False
 
     def tell(self) -> None:
         """Call `on_done`, if it is set."""
@@ -269,10 +291,18 @@ class InProcessRequests:
     Args:
         executor: Has the worker.
         news: Notified when a request has ended.
+        take_reports: Called with what the worker has reported.
     """
 
-    def __init__(self, executor: Executor, news: threading.Condition) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        news: threading.Condition,
+        take_reports: Callable[[Mapping[str, Report]], object],
+    ) -> None:
         self._tasks = RequestTasks(executor, self._ended)
+        self._executor, self._take_reports = executor, take_reports
+        self._reported: Mapping[str, Report] = {}
         self._news = news
         self._numbers = itertools.count()
         self._open: dict[int, InProcessTicket] = {}
@@ -301,6 +331,9 @@ class InProcessRequests:
 
     def _ended(self, request: ReceivedRequest, outcome: Payload | Rows | Failure | None) -> None:
         self._tasks.count(1)
+        if (reports := self._executor.reports) != self._reported:
+            self._reported = reports
+            self._take_reports(reports)
         self._end(request.number, _received(outcome))
 
     def _end(self, number: int, outcome: Payload | Kept | Failure | None) -> None:

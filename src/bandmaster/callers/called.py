@@ -22,7 +22,8 @@ from bandmaster.plan.transfer import Only, Route, TransferProtocol
 from bandmaster.platform.forks import n_forks
 from bandmaster.requests.method import RequestMethod
 from bandmaster.requests.request import Request
-from bandmaster.requests.router import Router, Target
+from bandmaster.requests.router import Router
+from bandmaster.requests.target import Target
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.worker import Registration, Worker, registrations
 from bandmaster.worker_process.call_path import PATH, Step, conflict, path_of_this_call, refusal
@@ -78,7 +79,8 @@ class CalledGroup:
     one rank; all other calls go by way of the controller. A method of a worker can wait for calls of other groups, but
     not for a call that waits for that method.
 
-    The group belongs to its controller: it cannot be closed, restarted or resized here, and has no streams.
+    The group belongs to its controller: it cannot be closed, restarted or resized here. Its streams are those of
+    requests to replicas of one rank.
 
     Attributes:
         name: The group's name.
@@ -112,12 +114,15 @@ class CalledGroup:
         here = Door.here(self._reference.door, self._reference.key)
         if here is not None:
             return here.method(spec.name)
-        if spec.is_generator:
-            raise UsageError(f"{spec.label} yields items, which workers cannot iterate over; return a list")
         protocol: Any = spec.registration.protocol
         is_request = spec.registration.is_request
         if is_request and self._reference.is_direct and all(len(r) == 1 for r in replicas(spec.mesh, protocol)):
             return DirectMethod(self, self._submitter, spec)
+        if spec.is_generator:
+            raise UsageError(
+                f"{spec.label} yields items, over which workers can iterate only if it is registered with a Route to "
+                "replicas of one rank; return a list"
+            )
         relayed = replace(
             spec,
             function=_is_awaited,
@@ -180,6 +185,8 @@ class DirectMethod(CalledMethod):
     def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request, Target]:
         """The router, the request and its target; the request avoids the ranks that wait for this very call."""
         router, request, target = super()._made(args, kwargs)
+        if target.min_version is not None and isinstance(router.workers, ReachedWorkers):
+            router.workers.reach_all()  # so that they tell their versions
         path = path_of_this_call()
         steps = self._conflicts(router, path)
         free = [n for n, replica in enumerate(router.replicas) if steps.keys().isdisjoint(replica.ranks)]

@@ -106,11 +106,15 @@ class ReachedWorkers(LaneClient):
     def pids(self, path: Sequence[Step]) -> Mapping[int, int]:
         """The processes of the ranks, among which there may be one that waits for a call with this path."""
         if len(path) > 1 or (path and self._is_own is None):
-            self._reach(list(self._open))
+            self.reach_all()
             self._is_own = os.getpid() in self.processes.values()
         return dict(self.processes) if len(path) > 1 or self._is_own else {}
 
     # --- lanes ---
+
+    def reach_all(self) -> None:
+        """Have lanes to all ranks."""
+        self._reach(list(self._open))
 
     def _reach(self, ranks: Sequence[int]) -> None:
         """Have lanes to ranks."""

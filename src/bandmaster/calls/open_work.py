@@ -99,6 +99,9 @@ class Routes(InParts, Protocol):
     def advance(self) -> None:
         """Send the requests that waited for a place, as far as there are any."""
 
+    def wake(self) -> None:
+        """Have a request that waits be sent, if it can be now. Any thread may call this; it does not block."""
+
     def flush(self) -> None:
         """Send the requests that are about to be sent."""
 
@@ -112,8 +115,10 @@ class OpenWork:
     Attributes:
         waiting: The calls that are not sent yet, because rows that they, or calls before them, take are missing.
         routers: Those of the methods whose calls are requests, by submitter and method.
+        loads: How busy replicas are with the requests of all methods; kept by routers, by the submitter and the ranks.
         outgoing: The router that has requests which are about to be sent; None if there are none.
         renewed: The ranks that are being replaced, and get no requests.
+        died: The ranks that have died as a reply says, and when it came; `Workers.deaths` may not say so yet.
         sending: Held while requests are sent, and calls beside them, so that all ranks get them in one order.
     """
 
@@ -123,8 +128,10 @@ class OpenWork:
         self._in_parts: WeakValueDictionary[int, InParts] = WeakValueDictionary()
         self._is_advancing = False
         self.routers: dict[tuple[object, str], Routes] = {}
+        self.loads: dict[tuple[object, frozenset[int]], Any] = {}
         self.outgoing: Routes | None = None
         self.renewed: frozenset[int] = frozenset()
+        self.died: dict[int, float] = {}
         self.sending = SigintSafeLock()
 
     # --- WAITING ---
@@ -276,6 +283,7 @@ class OpenWork:
             yield
         finally:
             self.renewed = frozenset()
+            self.died = {other: moment for other, moment in self.died.items() if other != rank}
             for router in list(self.routers.values()):
                 router.advance()
 
@@ -320,6 +328,11 @@ class OpenWork:
         for call in list(self._sent):
             if not (call.has_ended or call.is_watched):
                 call.read_in_background()
+
+    def wake_requests(self) -> None:
+        """Have requests that wait be sent, if they can be now. Any thread may call this; it does not block."""
+        for router in list(self.routers.values()):
+            router.wake()
 
     def wait_for_requests(self, deadline: Deadline) -> None:
         """Wait until all requests are over; raises `CallTimeout` if one took too long."""

@@ -154,6 +154,8 @@ class HostRanks:
         self._since = 0.0  # when the first of these replies came
         self._failed: dict[int, tuple[int, Any]] = {}  # by rank, number and ticket of the call that it has failed last
         self._told: Mapping[int, Failure] = {}  # the deaths that the controller was told of
+        self._reported: dict[int, object] = {}  # the reports that it was told of, by rank
+        self._n_reported = 0
 
     # --- calls ---
 
@@ -290,7 +292,7 @@ class HostRanks:
             ticket = self._open[rank].pop(number, None)
             if ticket is not None:
                 self._add([rank], *self._reply(rank, number, ticket))
-        said: list[tuple[tuple[int, ...], bytes]] = []
+        said = self._new_reports() if self.workers.reports.n_taken != self._n_reported else []
         large: dict[int, Payload] = {}
         is_flushed = is_flushed or time.monotonic() - self._since >= PATIENCE_S
         for number, unsent in list(self._unsent.items()):
@@ -302,6 +304,16 @@ class HostRanks:
             if is_whole:
                 del self._n_missing[number]
         return said, large
+
+    def _new_reports(self) -> list[tuple[tuple[int, ...], bytes]]:
+        """The reports that have come since this was called last, as messages to the controller."""
+        found: list[tuple[tuple[int, ...], bytes]] = []
+        self._n_reported = self.workers.reports.n_taken
+        for rank, report in list(self.workers.reports.items()):
+            if self._reported.get(rank) is not report:
+                self._reported[rank] = report
+                found.append(((rank,), reply_message(0, ReplyKind.REPORT, report)[4:]))
+        return found
 
     def _reply(self, rank: int, number: int, ticket: Any) -> tuple[bytes, Mapping[int, Payload]]:
         """The reply of a rank, and the large payload that it names."""
@@ -333,7 +345,8 @@ class HostRanks:
     @property
     def has_news(self) -> bool:
         """Whether there may be something to send."""
-        return bool(self._done or self._unsent) or self.workers.deaths != self._told
+        is_told = self.workers.deaths == self._told and self.workers.reports.n_taken == self._n_reported
+        return bool(self._done or self._unsent) or not is_told
 
     @property
     def due_s(self) -> float | None:

@@ -457,6 +457,7 @@ class AgentWorkers(Client):
             agent.groups[self.name] = self
             self._agents[rank], self.records[rank] = agent, record._replace(channel="link")
             self.deaths.pop(rank, None)
+            self.reports.pop(rank, None)
         if rank == 0:
             self._rendezvous = rendezvous
             self._announce(but=agent)

@@ -3,6 +3,7 @@
 ::
 
     RequestMethod ──► Request ──► Router: a replica for it, or it waits ──► Workers.request ──► ranks
+    RequestStream ──► GeneratorRequest, and then ItemsRequest after ItemsRequest to the same replica
     Future        ◄── Request ◄── replies, read by the thread that waits, or by LoopReader in an event loop
 
     RequestMethod.map ──► parts (pure) ──► MapSource, fed by `flow`: the next request when one has ended ──► Router

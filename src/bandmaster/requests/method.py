@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypedDict, TypeVar
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import CallOptions
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
+from bandmaster.contract import MAXSIZE, METHOD, STREAM
 from bandmaster.errors import UsageError
 from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.plan.binding import bind
 from bandmaster.requests.arguments import Arguments
 from bandmaster.requests.parts import MapOptions
 from bandmaster.requests.request import Request, RequestFuture
-from bandmaster.requests.router import ANY, Router, Target
+from bandmaster.requests.router import Router
+from bandmaster.requests.stream import GeneratorRequest, RequestStream
+from bandmaster.requests.target import ANY, Target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,6 +37,9 @@ class RequestOptions(TypedDict, total=False):
     key: Hashable
     replica: int | None
     spill: int
+    maxsize: int
+    retries: int
+    min_version: int | None
 
 
 class RequestMethod(Generic[P, G]):
@@ -76,7 +82,9 @@ class RequestMethod(Generic[P, G]):
         Raises:
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
             CallTimeout: No place became free within the request's ``timeout``. It was not sent.
+            UsageError: The method yields items; use `stream`.
         """
+        self._check_has_value()
         return self._sent(*self._made(args, kwargs))
 
     submit = __call__
@@ -89,7 +97,10 @@ class RequestMethod(Generic[P, G]):
 
         Raises:
             ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
+            UsageError: The method yields items, or ``retries`` is set.
         """
+        self._check_has_value()
+        self._check_no_retries(f"{self._spec.name}.all(...)", "which goes to all replicas")
         router, request, _ = self._made(args, kwargs)
         request.is_listed = True
         return self._sent(router, request, Target(is_all=True))
@@ -168,40 +179,52 @@ class RequestMethod(Generic[P, G]):
                 `CallTimeout`; None sets no limit. ``key``: a hashable value, for example of a conversation; requests
                 with equal keys go to one replica, whose caches then know it, unless that replica has more than
                 ``spill`` (16) open requests more than the least busy one. ``replica``: the number of the replica.
+                ``maxsize``: most items of a `stream` that are made before they are taken, 16 by default.
+                ``retries``: how often a request is sent again, to another replica, because its replica has died; one
+                that a worker may have begun is sent again only if the method is registered with
+                ``is_idempotent=True``. ``min_version``: the version of its weights that a replica must have reported at
+                least, see `report`; as long as none has, the request waits.
 
         Raises:
             UsageError: An option is unknown, or its value is invalid.
         """
         limits = {name: value for name, value in options.items() if name == "timeout"}
         chosen: Mapping[str, Any] = {name: value for name, value in options.items() if name != "timeout"}
-        unknown = [name for name in chosen if name not in ("key", "replica", "spill")]
-        if unknown:
-            raise UsageError(f"a request has no option {unknown[0]!r}; its options are timeout, key, replica and spill")
         base = self._submitter.options_but(self._options, limits)
-        target = replace(self._target, **chosen)
-        n = len(Router.of(self._submitter, self._spec).replicas)
-        for name, value, most in (("replica", target.replica, n - 1), ("spill", target.spill, None)):
-            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            if value is not None and not (is_number and (most is None or value <= most)):
-                up_to = f"from 0 to {most}, as there are {n} replicas" if most is not None else "of 0 or more"
-                raise UsageError(f"{name} must be a whole number {up_to}, got {value!r}")
-        try:
-            hash(target.key)
-        except TypeError:
-            raise UsageError(
-                f"key must be hashable, got {type(target.key).__name__}; pass a string or a number"
-            ) from None
+        target = self._target.but(chosen, len(Router.of(self._submitter, self._spec).replicas))
         return type(self)(self._group, self._submitter, self._spec, base, target)
 
-    def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Refuse: a request has one value.
+    def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> RequestStream[Any]:
+        """Send a request to one replica, and return an iterator over the items that the method yields there.
+
+        Iterate with ``async for`` or ``for``. The request has its place until the stream ends.
 
         Raises:
-            UsageError: Always.
+            ArgumentError: The arguments do not match the method's signature, or one of them cannot be pickled.
+            CallTimeout: No place became free within the request's ``timeout``. It was not sent.
+            UsageError: The method does not yield, or ``retries`` is set.
+
+        Example:
+            >>> import bandmaster as bm
+            >>> class Rollout(bm.Worker):
+            ...     @bm.register(bm.Dispatch.REQUEST, concurrency=100)
+            ...     async def tokens(self, prompt):
+            ...         for token in prompt.split():
+            ...             yield token
+            >>> with bm.ResourcePool([2], backend="inprocess") as pool:
+            ...     rollout = bm.WorkerGroup(pool, Rollout)
+            ...     list(rollout.tokens.stream("to be or not"))
+            ['to', 'be', 'or', 'not']
         """
-        raise UsageError(
-            f"{self._spec.label} is a request, which has one value and no stream; await {self._spec.name}(...)"
-        )
+        spec, most = self._spec, self._target.maxsize
+        if not spec.is_generator:
+            raise UsageError(f"{spec.label} has one value and no stream, as it does not yield; call {spec.name}(...)")
+        self._check_no_retries(f"{spec.name}.stream(...)", "whose items may have been read")
+        router, run, target = self._made(args, kwargs)
+        assert isinstance(run, GeneratorRequest), "the method yields"
+        stream: RequestStream[Any] = RequestStream(run, most, self._group)
+        self._sent(router, run, target)
+        return stream
 
     @property
     def runs_beside(self) -> bool:
@@ -212,7 +235,13 @@ class RequestMethod(Generic[P, G]):
         """The router of the method, a request for it that was not sent, and the choice of its replica."""
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)
-        request = Request(site, Arguments.of(self._arguments(args, kwargs), self._spec.label), router)
+        arguments, spec = self._arguments(args, kwargs), self._spec
+        if spec.is_generator:
+            name = secrets.token_hex(8)
+            arguments = arguments.beside(((STREAM, name), (METHOD, router.method), (MAXSIZE, self._target.maxsize)))
+            request: Request = GeneratorRequest(site, Arguments.of(arguments, spec.label), router, name)
+        else:
+            request = Request(site, Arguments.of(arguments, spec.label), router)
         if request.arguments is not None and request.arguments.rows is not None:
             request.parents = [value for _, value in request.arguments.rows.items if not value.done()]
         return router, request, self._target
@@ -227,6 +256,14 @@ class RequestMethod(Generic[P, G]):
             request.cancel()
             raise
         return future
+
+    def _check_has_value(self) -> None:
+        if self._spec.is_generator:
+            raise UsageError(f"{self._spec.label} yields items: iterate over {self._spec.name}.stream(...)")
+
+    def _check_no_retries(self, what: str, why: str) -> None:
+        if self._target.retries:
+            raise UsageError(f"{what}, {why}, is never sent again; leave out retries={self._target.retries}")
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentGroup:
         spec = self._spec

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from bandmaster.calls.future import Future
@@ -11,42 +13,78 @@ from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.result import Done, Result, RowsResult, late, wait_for_all
 from bandmaster.codec import Payload, decode
-from bandmaster.contract import Reply, Ticket, Workers
+from bandmaster.contract import Reply, Report, Ticket, Workers
 from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, RowsLost
-from bandmaster.errors.failure import Failure
+from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.arguments import Arguments
+from bandmaster.requests.target import ANY, Target
 from bandmaster.rows.kept import KeptPart, KeptRows
 
 if TYPE_CHECKING:
     import asyncio
+    from typing import TypeGuard
 
     from bandmaster.requests.reader import LoopReader
 
+_SENDING_AGAIN = threading.Lock()  # held for a moment
+LOAD_FRESH_S = 5.0  # a load that was reported longer ago does not count
 LOOK_AROUND_S = 5.0  # another thread may cancel a request while this one waits for it
 T = TypeVar("T")
 
 
+class ReplicaLoad:
+    """The load of a replica: the open requests of all methods of this caller, and the load that it reports.
+
+    Attributes:
+        open: The requests of all methods that it was sent, or is about to be, and that have not ended.
+    """
+
+    def __init__(self) -> None:
+        self.open: dict[Request, None] = {}
+        self._report: Report | None = None
+        self._others, self._since = 0.0, 0.0  # the requests of other callers, when the report came
+
+    def estimate(self, report: Report | None) -> float:
+        """The number of its requests, of all callers."""
+        n = len(self.open)
+        if report is None or report.load is None:  # as most often
+            return n
+        if report is not self._report:
+            self._report, self._others, self._since = report, max(0.0, report.load - n), time.monotonic()
+        return n + self._others if time.monotonic() - self._since < LOAD_FRESH_S else n
+
+
 class Replica:
-    """One replica of the ranks of a group.
+    """One replica of the ranks of a group, for one method.
 
     Attributes:
         ranks: Its ranks, the one that returns the value first.
-        open: The requests that it was sent, or is about to be, and that have not ended.
+        load: How busy it is with all methods.
+        open: The requests of the method that it was sent, or is about to be, and that have not ended.
         outbox: Of these, those that are not sent.
     """
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: tuple[int, ...], load: ReplicaLoad) -> None:
+        self.ranks, self.load = ranks, load
         self.open: dict[Request, None] = {}
         self.outbox: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        """Note a request that is open here."""
+        self.open[request] = self.load.open[request] = None
+
+    def remove(self, request: Request) -> None:
+        """Free the place of a request."""
+        self.open.pop(request, None)
+        self.load.open.pop(request, None)
 
 
 class SendsRequests(Protocol):
     """The router of a method, as far as its requests know it; see `bandmaster.requests.router`."""
 
     workers: Workers
-    concurrency: int
+    is_idempotent: bool
     replicas: tuple[Replica, ...]
 
     @property
@@ -56,8 +94,27 @@ class SendsRequests(Protocol):
     def advance(self) -> None:
         """Send what can be sent."""
 
+    def advance_in(self, reader: LoopReader) -> None:
+        """Send requests that wait for a place, now and later, in the event loop of a reader."""
+
+    def send(self, request: Request, chosen: Sequence[Replica]) -> None:
+        """Send a request to some replicas."""
+
+    def why_waiting(self, target: Target) -> str:
+        """The reason why requests wait for a place, and what to do."""
+
     def has_ended(self, request: Request) -> None:
         """Free the places of a request."""
+
+    def note_deaths(self, ranks: Iterable[int]) -> None:
+        """Note that ranks have died, as replies say."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all replicas have died."""
+
+    def send_again(self, request: Request, replicas: Sequence[Replica]) -> None:
+        """Have a request wait for a place again, as its replica has died."""
 
     def stacks(self, tickets: Mapping[int, Ticket]) -> Mapping[int, str]:
         """The Python stacks of ranks."""
@@ -82,10 +139,12 @@ class Request(RowsResult):
     ::
 
         WAITING for a place ── a replica is chosen ──► SENT ── its ranks have replied ──► is_done ── first wait ──► DONE
+                  ▲─────── it has died, and `Target.retries` allows it ── ┘
 
     Attributes:
         arguments: Its arguments, until its result was made.
         parents: The futures of the rows that it takes, as far as these may be missing.
+        target: Where it may go, and how often.
         router: The router that has chosen its replica, or will.
         replicas: The replicas that run it; empty as long as it waits for a place.
         tickets: The ticket of each rank, once it is sent.
@@ -93,11 +152,17 @@ class Request(RowsResult):
         avoids: Ranks that it must not go to, though not all.
         is_listed: Whether its value is the list of the values of all its replicas.
         source: The map that it is a part of, which is told of its end; None if it is no part.
+        asks_for: What it asks the ranks for in place of the method of its router, as `bandmaster.contract` names it.
+        has_place: Whether it takes a place of the method on its replica.
+        first: A request that is sent right behind it.
         waiters: The futures of event loops that wait for it, with their readers.
         outcome: None; workers look at it as at that of a ticket.
     """
 
     outcome = None
+    asks_for: str | None = None
+    has_place = True
+    first: Request | None = None
 
     def __init__(
         self,
@@ -117,6 +182,9 @@ class Request(RowsResult):
         self.is_done = self.is_listed = False
         self.avoids: frozenset[int] = frozenset()
         self.waiters: list[tuple[LoopReader, asyncio.Future[None]]] = []
+        self.target = ANY
+        self._lost: dict[int, Failure] = {}  # the ranks to which it was sent before, and how they have died
+        self._n_sent_again = 0
         self._why: BaseException | None = None
         self._was_interrupted = False  # as its value was decoded
 
@@ -174,23 +242,36 @@ class Request(RowsResult):
         if not self.has_rows:
             return late(self, timeout_s, "takes its rows")
         if not self.replicas:
-            n = len(self.router.replicas)
-            return CallTimeout(
-                self.site.method,
-                (),
-                timeout_s,
-                what_next=f"each of the {n} replicas runs {self.router.concurrency} requests of the method, as its "
-                "concurrency says; give it more, or send fewer at a time",
-            )
+            return CallTimeout(self.site.method, (), timeout_s, what_next=self.router.why_waiting(self.target))
         return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks())
 
     # --- its end; any thread ---
 
     def replied(self) -> None:
         """Note that a rank has replied; the thread that has received the reply calls this, and holds a lock."""
-        tickets = list(self.tickets.values())
-        if len(tickets) == self.n_ranks and all(ticket.is_done for ticket in tickets):
+        sent = self.tickets
+        tickets = list(sent.values())
+        has_replied = tickets and len(tickets) == self.n_ranks and all(ticket.is_done for ticket in tickets)
+        if has_replied and not (self.target.retries and self._is_sent_again(sent)):
             self.end()
+
+    def _is_sent_again(self, sent: dict[int, Ticket]) -> bool:
+        """Whether its ranks have died, so that it was given back to its router to be sent to others."""
+        died = {rank: outcome for rank, ticket in sent.items() if _has_died(outcome := self.workers.fetch(ticket))}
+        may_be_sent = self.router.is_idempotent or all(ticket.is_dropped for ticket in sent.values())
+        if not (died and may_be_sent) or self.is_cancelled or self._n_sent_again == self.target.retries:
+            return False
+        if self.router.is_lost:
+            return False
+        self.router.note_deaths(died)
+        with _SENDING_AGAIN:
+            if self.tickets is not sent:  # by another thread, which has received the reply of another rank
+                return True
+            replicas, self.tickets, self.replicas = self.replicas, {}, ()
+            self._n_sent_again += 1
+            self._lost.update(died)
+        self.router.send_again(self, replicas)
+        return True
 
     def end(self) -> None:
         """Tell those who wait that it is done. It may be called again."""
@@ -280,7 +361,7 @@ class Request(RowsResult):
         if self.is_cancelled:
             return Done(CallCancelled(f"{self.site.method} was cancelled; make the request again"))
         if self._why is not None:
-            return Done(self._why)
+            return Done(error_of(self.site, self._lost) if self._lost else self._why)
         values: list[Any] = []
         failures: dict[int, Failure] = {}
         for replica in self.replicas:
@@ -299,7 +380,10 @@ class Request(RowsResult):
                     except BaseException as error:  # the user's objects may raise anything as they are unpickled
                         failures[rank] = self._unreadable(error)
         if failures:
-            return Done(error_of(self.site, failures))
+            died = [rank for rank, failure in failures.items() if _has_died(failure)]
+            self.router.note_deaths(died)
+            lost = self._lost if died else {}
+            return Done(error_of(self.site, {**lost, **failures}))
         if self.keeps_rows:
             self._rows = values[0]
             return Done(is_here=False)
@@ -319,6 +403,10 @@ class Request(RowsResult):
         """The failure of a value that raised when it was decoded; raises the error again if Ctrl-C caused it."""
         before, self._was_interrupted = self._was_interrupted, isinstance(error, KeyboardInterrupt)
         return Failure.unreadable(error, before)
+
+
+def _has_died(outcome: object) -> TypeGuard[Failure]:
+    return isinstance(outcome, Failure) and outcome.kind is FailureKind.DIED
 
 
 class _News:
@@ -362,6 +450,8 @@ class RequestFuture(Future[T]):
             timeout_s = request.site.limits().timeout
             reader = LoopReader.of_this_loop()
             waiter = reader.add(request)
+            if request.target.retries or not request.is_sent:
+                request.router.advance_in(reader)
             timer = None if timeout_s is None else reader.loop.call_later(timeout_s, reader.tell, waiter)
             try:
                 yield from waiter

@@ -8,47 +8,30 @@ round has ended, so that all requests of the round go in one message.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import Reply, Ticket, WorkerCall, Workers
+from bandmaster.contract import MORE_ITEMS, Reply, Ticket, WorkerCall, Workers
 from bandmaster.errors import ResourceError
 from bandmaster.plan.rows import replicas
 from bandmaster.platform.deadline import Deadline
-from bandmaster.requests.request import HasParts, Replica, Request
+from bandmaster.requests.request import HasParts, Replica, ReplicaLoad, Request
+from bandmaster.requests.target import Target
 
+TOLD_S = 0.5  # after which a death is known, or the rank was replaced
 STACKS_FRESH_S = 0.5  # stacks that were read so long ago are shown again
 MOST_KEYS = 100_000  # whose replicas are known; the one that was used longest ago is forgotten first
-
-
-@dataclass(frozen=True)
-class Target:
-    """The choice of the replica of a request.
-
-    Attributes:
-        key: Requests with equal keys go to one replica, as long as it is not much busier than others; None for no key.
-        replica: The number of the replica; None for the one with the fewest open requests.
-        spill: How many open requests more than the least busy one the replica of a key may have.
-        is_all: Whether all replicas get it, whether or not they have a place for it.
-    """
-
-    key: Hashable = None
-    replica: int | None = None
-    spill: int = 16
-    is_all: bool = False
-
-
-ANY = Target()
 
 
 class Router:
@@ -58,6 +41,7 @@ class Router:
         workers: The workers of the group; after a restart, it has another router.
         method: The workers' name of the method.
         is_exclusive: Whether the method is not async, so that it runs alone.
+        is_idempotent: Whether requests that a worker may have begun may be sent again.
         concurrency: Most requests of the method that a replica runs at a time.
         replicas: The replicas.
         waiting: The requests that wait for a place.
@@ -67,9 +51,15 @@ class Router:
     def __init__(self, submitter: Submitter, spec: MethodSpec, workers: Workers) -> None:
         protocol: Any = spec.registration.protocol
         self.workers, self.method = workers, submitter.worker_method(spec.name)
-        self.is_exclusive, self.concurrency = not spec.is_async, spec.registration.concurrency
-        self.replicas = tuple(map(Replica, replicas(spec.mesh, protocol)))
-        self.waiting: deque[tuple[Request, Target]] = deque()
+        self.is_exclusive, self.concurrency = not (spec.is_async or spec.is_generator), spec.registration.concurrency
+        self.is_idempotent = spec.registration.is_idempotent
+        self._role = self.method.removesuffix(spec.name)
+        loads = submitter.work.loads
+        self.replicas = tuple(
+            Replica(ranks, loads.setdefault((submitter, frozenset(ranks)), ReplicaLoad()))
+            for ranks in replicas(spec.mesh, protocol)
+        )
+        self.waiting: deque[Request] = deque()
         self.sources: dict[HasParts, None] = {}
         self.site: CallSite = submitter.site(spec.name)
         self._work: OpenWork = submitter.work
@@ -89,6 +79,7 @@ class Router:
         if not isinstance(router, Router) or router.workers is not workers:
             router = routers[submitter, spec.name] = cls(submitter, spec, workers)
             submitter.work.add_in_parts(router)
+            workers.reports.on_change = submitter.work.wake_requests
         return router
 
     # --- choosing ---
@@ -101,41 +92,59 @@ class Router:
             ResourceError: The system allows no more threads or descriptors.
         """
         loop, parents = _running_loop(), request.parents
-        self._work.read_in_background()
-        with self._lock:
-            is_chosen = self._put_or_wait(request, target)
-            if loop is None:
-                self._flush_all()
+        is_chosen = self._put_or_wait(request, target, is_flushed=loop is None)
         if parents:
             request.read_in_background()
             for parent in parents:
                 parent.add_done_callback(lambda _: request.nudge())
-        elif loop is not None and is_chosen:
+            return
+        if loop is None:
+            if not is_chosen:
+                self._wait_for_place(request)
+            return
+        if is_chosen:
             self._flush_soon(loop)
-        elif loop is not None:
+        if not is_chosen or target.retries:  # it waits for a place, or may have to later
             from bandmaster.requests.reader import LoopReader
 
             reader = LoopReader.of(loop)
             reader.add(request)
-            self._readers[reader] = None
-            self.advance()  # a place may have become free meanwhile
-        elif not is_chosen:
-            self._wait_for_place(request)
+            self.advance_in(reader)
+
+    def advance_in(self, reader: Any) -> None:
+        """Send requests that wait for a place, now and later, when the event loop of a reader learns of a free one."""
+        self._readers[reader] = None  # first: a place may become free meanwhile
+        if self.waiting:
+            self.advance()
+
+    def send(self, request: Request, chosen: Sequence[Replica]) -> None:
+        """Send a request to some replicas, whether or not they have a place: now, or at the end of this round."""
+        loop = _running_loop()
+        with self._lock:
+            self._flush_others()
+            self._put(request, chosen)
+            if loop is None:
+                self._flush_all()
+        if loop is not None:
+            self._flush_soon(loop)
 
     def put(self, request: Request, target: Target) -> bool:
         """Choose a replica for a request, which `flush` then sends, or have it wait for one; False if it has to."""
+        return self._put_or_wait(request, target, is_flushed=False)
+
+    def _put_or_wait(self, request: Request, target: Target, is_flushed: bool) -> bool:
+        request.target = target
         self._work.read_in_background()
         with self._lock:
-            return self._put_or_wait(request, target)
-
-    def _put_or_wait(self, request: Request, target: Target) -> bool:
-        self._flush_others()
-        chosen = None if self.waiting and not target.is_all else self._choose(request, target)
-        if chosen is None:
-            self.waiting.append((request, target))
-        else:
-            self._put(request, chosen)
-        return chosen is not None
+            self._flush_others()
+            chosen = None if self.waiting and not target.is_all else self._choose(request)
+            if chosen is None:
+                self.waiting.append(request)
+            else:
+                self._put(request, chosen)
+            if is_flushed:
+                self._flush_all()
+            return chosen is not None
 
     def _wait_for_place(self, request: Request) -> None:
         timeout_s = request.site.limits().timeout
@@ -143,37 +152,81 @@ class Router:
             assert timeout_s is not None, "only a deadline ends the wait early"
             raise request.late(timeout_s)
 
-    def _choose(self, request: Request, target: Target) -> Sequence[Replica] | None:
+    def _choose(self, request: Request) -> Sequence[Replica] | None:
         """The replicas for a request; None if it has to wait."""
+        target = request.target
         if not request.has_rows:
             return None
         if target.is_all:
             return self.replicas
         renewed = self._work.renewed
-        if target.replica is not None:
-            chosen = self.replicas[target.replica]
-            return self._with_place(chosen) if renewed.isdisjoint(chosen.ranks) else None
         candidates: Sequence[Replica] = self.replicas
+        if target.replica is not None:
+            candidates = (self.replicas[target.replica],)
         if request.avoids:
             candidates = [replica for replica in candidates if request.avoids.isdisjoint(replica.ranks)]
-        if renewed or self.workers.deaths:
-            lost = renewed.union(self.workers.deaths)
+        is_alive = True
+        if renewed or self.workers.deaths or self._work.died:
+            lost = renewed.union(self.workers.deaths, self._just_died())
             alive = [replica for replica in candidates if lost.isdisjoint(replica.ranks)]
-            candidates = alive or candidates  # if all are dead, the request says how one has died
-        best = min(candidates, key=_busy)
+            if not alive and any(not renewed.isdisjoint(replica.ranks) for replica in candidates):
+                return None
+            is_alive, candidates = (
+                bool(alive),
+                alive or candidates,
+            )  # if all are dead, the request says how one has died
+        if target.min_version is not None and is_alive:
+            candidates = [replica for replica in candidates if self._version(replica) >= target.min_version]
+            if not candidates:
+                return None
+        free = [replica for replica in candidates if len(replica.open) < self.concurrency]
+        best = min(free or candidates, key=self._busy if self.workers.reports else _n_open)
         if target.key is not None:
             best = self._best_for(target, best, candidates)
         return self._with_place(best)
 
+    def note_deaths(self, ranks: Iterable[int]) -> None:
+        """Note that ranks have died, as replies from another host say, before its agent tells of deaths."""
+        untold = [rank for rank in ranks if rank not in self.workers.deaths]
+        self._work.died = {**self._work.died, **dict.fromkeys(untold, time.monotonic())}
+
+    def _just_died(self) -> Sequence[int]:
+        since = time.monotonic() - TOLD_S
+        self._work.died = {rank: moment for rank, moment in self._work.died.items() if moment > since}
+        return list(self._work.died)
+
     def _best_for(self, target: Target, least_busy: Replica, candidates: Sequence[Replica]) -> Replica:
         """The replica of a key, or the least busy one if that is much less busy."""
         found = self._of_key.pop(target.key, least_busy)
-        if found not in candidates or _busy(found) > _busy(least_busy) + target.spill:
+        if found not in candidates or self._busy(found) > self._busy(least_busy) + target.spill:
             found = least_busy
         self._of_key[target.key] = found
         if len(self._of_key) > MOST_KEYS:
             self._of_key.popitem(last=False)
         return found
+
+    def _busy(self, replica: Replica) -> float:
+        reports = self.workers.reports.get(replica.ranks[0])
+        return replica.load.estimate(reports.get(self._role) if reports else None)
+
+    def _version(self, replica: Replica) -> float:
+        """The version of its weights that all its ranks have reported at least."""
+        reports = [self.workers.reports.get(rank, {}).get(self._role) for rank in replica.ranks]
+        return min([-math.inf if one is None or one.version is None else one.version for one in reports])
+
+    def why_waiting(self, target: Target) -> str:
+        """The reason why requests wait for a place, and what to do."""
+        n, versions = len(self.replicas), list(map(self._version, self.replicas))
+        if target.min_version is not None and max(versions) < target.min_version:
+            told = [f"replica {i} {'none' if found == -math.inf else found}" for i, found in enumerate(versions)]
+            return (
+                f"no replica has version {target.min_version} of its weights: {', '.join(told)}; have the workers load "
+                "it, and tell so by report(self, version=...)"
+            )
+        return (
+            f"each of the {n} replicas runs {self.concurrency} requests of the method, as its concurrency says; give "
+            "it more, or send fewer at a time"
+        )
 
     def _with_place(self, replica: Replica) -> Sequence[Replica] | None:
         return (replica,) if len(replica.open) < self.concurrency else None
@@ -181,7 +234,7 @@ class Router:
     @property
     def can_advance(self) -> bool:
         """Whether a request that waits can be sent."""
-        return self._has_place and any(self._choose(*waiting) is not None for waiting in list(self.waiting))
+        return self._has_place and any(self._choose(request) is not None for request in list(self.waiting))
 
     @property
     def _has_place(self) -> bool:
@@ -195,12 +248,12 @@ class Router:
             self._work.read_in_background()
         with self._lock:
             while self.can_advance:  # again, if a place became free as none seemed to wait
-                kept: list[tuple[Request, Target]] = []
+                kept: list[Request] = []
                 while self._has_place:
-                    request, target = self.waiting.popleft()
-                    chosen = self._choose(request, target)
+                    request = self.waiting.popleft()
+                    chosen = self._choose(request)
                     if chosen is None:
-                        kept.append((request, target))
+                        kept.append(request)
                     else:
                         self._put(request, chosen)
                 self.waiting.extendleft(reversed(kept))
@@ -216,8 +269,11 @@ class Router:
     def _put(self, request: Request, chosen: Sequence[Replica]) -> None:
         request.replicas = chosen  # first: another thread may send it as soon as it is in an outbox
         for replica in chosen:
-            replica.open[request] = None
+            if request.has_place:
+                replica.add(request)
             replica.outbox.append(request)
+        if request.first is not None:
+            self._put(request.first, chosen)
 
     def flush(self) -> None:
         """Send the requests in the outboxes."""
@@ -248,10 +304,18 @@ class Router:
                 request.end()
                 continue
             try:
-                ranks, label = replica.ranks[:1], request.site.method
-                calls[request] = arguments.call(self.workers, ranks, self.method, request.reply, label)
+                ranks, label, method = replica.ranks[:1], request.site.method, request.asks_for or self.method
+                calls[request] = arguments.call(self.workers, ranks, method, request.reply, label)
             except Exception as error:  # rows were lost, there is no memory, or the group was closed
                 request.fail(error)
+        for _, some in groupby(calls, _overtakes):
+            self._send(replica, {request: calls[request] for request in some})
+        for request in calls:
+            if request.is_cancelled:  # meanwhile
+                self.workers.interrupt({rank: request.tickets[rank] for rank in request.missing})
+
+    def _send(self, replica: Replica, calls: Mapping[Request, WorkerCall]) -> None:
+        """Send requests to the ranks of a replica, in one message to each unless they run alone."""
         batch = list(calls)
         try:
             for rank in replica.ranks:
@@ -266,9 +330,6 @@ class Router:
         except Exception as error:  # there is no memory, or the group was closed
             for request in batch:
                 request.fail(error)
-        for request in batch:
-            if request.is_cancelled:  # meanwhile
-                self.workers.interrupt({rank: request.tickets[rank] for rank in request.missing})
 
     def _call(self, request: Request, rank: int, call: WorkerCall) -> None:
         tickets: dict[int, Any] = {}
@@ -290,21 +351,36 @@ class Router:
     def has_ended(self, request: Request) -> None:
         """Free the places of a request, for which another may have waited. Any thread calls this; it does not block."""
         for replica in request.replicas:
-            replica.open.pop(request, None)
+            replica.remove(request)
+        self.wake()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all replicas have died."""
+        deaths = self.workers.deaths
+        return all(any(rank in deaths for rank in replica.ranks) for replica in self.replicas)
+
+    def send_again(self, request: Request, replicas: Sequence[Replica]) -> None:
+        """Have a request wait for a place again, as its replica has died. Any thread calls this; it does not block."""
+        for replica in replicas:
+            replica.remove(request)
+        self.waiting.appendleft(request)
+        self.wake()
+
+    def wake(self) -> None:
+        """Have a request that waits be sent, if it can be now. Any thread calls this; it does not block."""
         if self.waiting:  # a thread that waits for a place looks by itself
             for reader in list(self._readers):
                 if not reader.call(self.advance):
                     self._readers.pop(reader, None)
             if not self._readers:
-                any(waiting.nudge() for waiting, _ in list(self.waiting))  # one is enough
+                any(waiting.nudge() for waiting in list(self.waiting))  # one is enough
 
     def withdraw(self, request: Request) -> None:
         """Take back a request that waits for a place."""
         with self._lock:
-            for waiting in self.waiting:
-                if waiting[0] is request:
-                    self.waiting.remove(waiting)
-                    return
+            if request in list(self.waiting):
+                self.waiting.remove(request)
 
     def wait_until_over(self, deadline: Deadline) -> None:
         """Wait until no request is open.
@@ -322,8 +398,7 @@ class Router:
                     raise request.late(deadline.timeout_s or 0.0)
 
     def _open(self) -> list[Request]:
-        waiting = [request for request, _ in list(self.waiting)]
-        return [*(request for replica in self.replicas for request in list(replica.open)), *waiting]
+        return [*(request for replica in self.replicas for request in list(replica.open)), *list(self.waiting)]
 
     @property
     def is_ended(self) -> bool:
@@ -345,8 +420,12 @@ def _take(batch: Sequence[Request], rank: int, tickets: Sequence[Ticket]) -> Non
         ticket.on_done = request.replied
 
 
-def _busy(replica: Replica) -> int:
-    return len(replica.open)
+def _n_open(replica: Replica) -> int:
+    return len(replica.load.open)
+
+
+def _overtakes(request: Request) -> bool:
+    return request.asks_for == MORE_ITEMS
 
 
 def _running_loop() -> Any:

@@ -26,7 +26,8 @@ from bandmaster.plan.arguments import Share, to_ranks
 from bandmaster.requests.arguments import Arguments
 from bandmaster.requests.parts import MapOptions, Parts
 from bandmaster.requests.request import Request
-from bandmaster.requests.router import Router, Target
+from bandmaster.requests.router import Router
+from bandmaster.requests.target import Target
 
 
 @dataclass(frozen=True, eq=False)

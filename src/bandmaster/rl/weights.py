@@ -34,6 +34,7 @@ from bandmaster import (
     Worker,
     concat,
     register,
+    report,
 )
 from bandmaster.rl.checksums import checksums
 from bandmaster.rl.exchange import fill, pack
@@ -61,7 +62,8 @@ class HoldsWeights(Worker):
     """Base class of workers whose weights `WeightSync` moves.
 
     Attributes:
-        weights_version: The version of the weights of the last sync; None before the first.
+        weights_version: The version of the weights of the last sync; None before the first. If it is a whole number,
+            the worker reports it, for requests with ``options(min_version=...)``; see `bandmaster.report`.
     """
 
     weights_version: Any = None
@@ -202,6 +204,8 @@ class HoldsWeights(Worker):
             local_tensor(weights[name]).detach().copy_(tensor)
         if staged:
             self.weights_version = version
+            if type(version) is int:
+                report(self, version=version)
         self._staged = None
 
     def _at(self, rank: int) -> str:

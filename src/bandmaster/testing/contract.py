@@ -317,6 +317,28 @@ class BackendContract:
             assert second.result() == 0
             assert group.count()[0][1] <= 1  # none if it had not begun
 
+    def test_items_of_a_request_are_read_until_its_stream_is_closed(self) -> None:
+        """They are those of one replica, in order; a call waits for the streams, and does not hold up their items."""
+        with self.group(2, Asked) as group:
+            for n in (SMALL, LARGE):
+                repeat = group.repeat.options(replica=1, maxsize=3)
+                with repeat.stream(np.full(n, 5), 10**6) as endless, repeat.stream(np.full(n, 7), 8) as stream:
+                    counted = [group.count.submit()] if self.has_processes else []
+                    assert [int(array[-1]) for array in stream] == [7] * 8
+                    assert [int(next(endless)[0]) for _ in range(8)] == [5] * 8
+                assert [*counted, group.count.submit()][0].result() == [(0, 0), (0, 2)]
+
+    def test_what_workers_report_comes_with_their_replies(self) -> None:
+        """Requests that need a version go to the replicas that have it, and wait as long as there are none."""
+        with self.group(2, Asked) as group:
+            with pytest.raises(CallTimeout, match="no replica has version 5 of its weights"):
+                group.meet.options(min_version=5, timeout=0.05)(1, 0)
+            group.upgrade.options(replica=1)(5).result()
+            assert {group.meet.options(min_version=5)(1, 0).result()[0] for _ in range(4)} == {1}
+            group.upgrade_all(6)
+            for replica in (0, 1):
+                assert group.meet.options(min_version=6, replica=replica)(1, 0).result() == (replica, 0)
+
     def test_a_replica_that_dies_fails_its_requests_alone(self) -> None:
         """They raise `WorkerDied`, which names the rank; requests to other replicas go on, and later ones go there."""
         self._needs_processes()

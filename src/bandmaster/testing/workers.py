@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 
 from bandmaster.plan.transfer import Broadcast, Dispatch, Execute, Gather, TransferProtocol
 from bandmaster.registration import register
-from bandmaster.worker import Worker
+from bandmaster.worker import Worker, report
 
 
 class Echo(Worker):
@@ -91,9 +92,28 @@ class Asked(Worker):
         return self.rank
 
     @register(Dispatch.REQUEST, concurrency=8)
+    async def repeat(self, value: Any, n: int) -> AsyncIterator[Any]:
+        """Yield a value n times."""
+        try:
+            for _ in range(n):
+                yield value
+        finally:
+            self.n_cancelled += 1
+
+    @register(Dispatch.REQUEST, concurrency=8)
     async def open(self) -> None:
         """Let the requests of `hold` go on."""
         self.opened.set()
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def upgrade(self, version: int) -> None:
+        """Report a version."""
+        report(self, version=version)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def upgrade_all(self, version: int) -> None:
+        """Report a version."""
+        report(self, version=version)
 
     @register(Dispatch.REQUEST, concurrency=8)
     async def end(self) -> None:
@@ -102,7 +122,7 @@ class Asked(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def count(self) -> tuple[int, int]:
-        """Return how many requests have come to `meet`, and how many of `hold` were cancelled; count anew."""
+        """Return how many requests have come to `meet`, and how many of `hold` were cancelled or of `repeat` ended."""
         counted, self.inside, self.n_cancelled = (self.inside, self.n_cancelled), 0, 0
         return counted
 

@@ -32,7 +32,7 @@ from bandmaster.wire.messages import (
 )
 from bandmaster.wire.poller import Poller
 
-_VALUE, _SEVERAL, _TIMED = ReplyKind.VALUE, ReplyKind.SEVERAL, ReplyKind.TIMED
+_VALUE, _SEVERAL, _REPORT, _TIMED = ReplyKind.VALUE, ReplyKind.SEVERAL, ReplyKind.REPORT, ReplyKind.TIMED
 
 
 class MessageTicket(contract.Ticket):
@@ -73,6 +73,7 @@ class Client:
 
     Attributes:
         deaths: The ranks whose processes have ended, and how.
+        reports: What the workers have reported of themselves.
         lock: Guards all state.
 
     Args:
@@ -82,6 +83,7 @@ class Client:
 
     def __init__(self, poller: Poller, numbers: Iterator[int]) -> None:
         self.deaths: dict[int, Failure] = {}
+        self.reports = contract.Reports()
         self.lock = poller.lock
         self._poller, self._numbers = poller, numbers
         self._open: dict[int, dict[int, MessageTicket]] = {}  # by rank and number, in the order in which they were sent
@@ -94,6 +96,7 @@ class Client:
         """The ranks that have not died; the tickets of the others say so."""
         for rank in self.deaths.keys() & set(ranks):
             tickets[rank] = MessageTicket(number)
+            tickets[rank].is_dropped = True
             self._finish(tickets[rank], self.deaths[rank])
         return [rank for rank in ranks if rank not in self.deaths]
 
@@ -106,6 +109,8 @@ class Client:
         self._requests[rank].update({ticket.number: ticket for ticket in tickets})
         if rank not in self.deaths:
             return tickets
+        for ticket in tickets:
+            ticket.is_dropped = True
         self._fail_open(rank, self.deaths[rank])
         return []
 
@@ -161,6 +166,9 @@ class Client:
         times = None
         if kind == _SEVERAL:
             return self._take_several(ranks[0], read_content(body), receiver)
+        if kind == _REPORT:
+            self.reports.take(ranks[0], read_content(body))
+            return True
         if kind >= _TIMED:
             kind -= _TIMED
             times, body = (bytes(body[-TIMES_NBYTES:]), time.monotonic_ns()), body[:-TIMES_NBYTES]
@@ -186,6 +194,9 @@ class Client:
         """Take replies to requests of a rank."""
         requests = self._requests[rank]
         for number, kind, content in replies:
+            if kind == _REPORT:
+                self.reports.take(rank, content)
+                continue
             ticket = requests.pop(number, None)
             if ticket is not None:
                 self._finish(ticket, Payload(content) if kind == _VALUE else outcome_of(kind, content, receiver))

@@ -21,7 +21,7 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bandmaster.codec import Payload
@@ -99,6 +99,7 @@ class Lane:
 
     Attributes:
         body: The body that was received last.
+        reported: In a worker, the reports of it that the other end has.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Lane:
         self._descriptors: list[int] = []  # that came with the last message, and are no segments
         self._why_unopened = ""  # why a segment could not be opened
         self.body: memoryview | None = None
+        self.reported: Mapping[str, Any] = {}
         self._received: list[Any] = []  # at most one message, which lies in the buffer
         self._patience_s: float | None = None
         self._send_flags = _SEND_FLAGS | (0 if self._is_worker else _DONT_WAIT)

@@ -411,6 +411,7 @@ class LaneClient(Client):
         self._clear(rank)
         self._poller.watch(sock.fileno(), partial(self._take, rank))
         self.deaths.pop(rank, None)
+        self.reports.pop(rank, None)
 
     def note_death(self, rank: int, failure: Failure | None = None) -> None:
         """Note the death of a rank that its lane has not told of yet, or that has no lane.
@@ -457,6 +458,9 @@ class LaneClient(Client):
                 self._hang_up(rank)
 
     def _clear(self, rank: int) -> None:
+        for _, _, tickets in self._queues.get(rank, ()):
+            for ticket in tickets:
+                ticket.is_dropped = True
         self._queues[rank], self._n_beside[rank] = deque(), 0
 
     def _hang_up(self, rank: int) -> None:

@@ -70,6 +70,7 @@ class ReplyKind:
     ROWS = 4  # pickled: the part that names the value's payload, which is kept, and its `RowFacts`
     FAILURE = 3  # pickled: the part that names the payload of a `Failure`
     SEVERAL = 5  # pickled: number, kind, and what the kind says of each of several small replies; its own number is 0
+    REPORT = 6  # pickled: what the worker has reported of itself, `Worker` says how; its own number is 0
     TIMED = 128  # added to the others: the times of the worker are behind what they say
 
 

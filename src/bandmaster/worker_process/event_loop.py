@@ -89,7 +89,7 @@ class EventLoopThread:
         Tasks that wait at the same place are counted. Those that have died are told of as long as nobody has seen why.
         """
         others = [task.get_coro() for task in asyncio.all_tasks(self._loop) if task.get_coro() is not awaited]
-        stacks = Counter(map(_stack, others)).most_common()
+        stacks = Counter(filter(None, map(_stack, others))).most_common()  # none of those that wait for items
         said = [
             f"  in {'another task' if n == 1 else f'{n} other tasks'}:\n{stack}" for stack, n in stacks[:MOST_STACKS]
         ]

@@ -11,9 +11,10 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from time import monotonic, monotonic_ns
 from types import CoroutineType
 from typing import Any
@@ -22,9 +23,13 @@ from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import (
     CLOSE_STREAM,
     CONSTRUCT,
+    FIRST_ITEMS,
     KEPT_FROM_NBYTES,
+    MAXSIZE,
     METHOD,
+    MORE_ITEMS,
     NEXT,
+    OPEN_ITEMS,
     OPEN_STREAM,
     PRELOAD,
     RUN,
@@ -40,9 +45,10 @@ from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.roles import Roles
 from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
 from bandmaster.wire.status_page import RUNNING, SINCE, ActivityWords, Interrupted
-from bandmaster.worker import Worker, WorkerContext, load_class, make_worker
+from bandmaster.worker import Report, Worker, WorkerContext, load_class, make_worker
 from bandmaster.worker_process.call_path import PATH, RunningCall, earlier, here, running
 from bandmaster.worker_process.event_loop import EventLoopThread
+from bandmaster.worker_process.item_stream import ItemStream
 from bandmaster.worker_process.kept_rows import with_rows
 
 END = object()  # in place of an item: the generator has none any more
@@ -252,12 +258,15 @@ class Executor:
 
     def _open_stream(self, /, *args: Any, **kwargs: Any) -> Any:
         """Begin a generator method, and return its first item as `_next_item` does."""
-        stream, method = kwargs.pop(STREAM), kwargs.pop(METHOD)
-        generator = getattr(self.worker, method)(*args, **kwargs)
-        if not isinstance(generator, Generator | AsyncGenerator):
-            raise TypeError(f"a method with yield returned {type(generator).__name__} instead of a generator")
-        self._generators[stream] = generator
+        stream = kwargs.pop(STREAM)
+        self._generators[stream] = self._begun_generator(args, kwargs, Generator | AsyncGenerator)
         return self._next_item(stream)
+
+    def _begun_generator(self, args: Sequence[Any], kwargs: dict[str, Any], kind: Any) -> Any:
+        generator = getattr(self.worker, kwargs.pop(METHOD))(*args, **kwargs)
+        if not isinstance(generator, kind):
+            raise TypeError(f"a method with yield returned {type(generator).__name__} instead of a generator")
+        return generator
 
     def _next_item(self, stream: str) -> Any:
         """The next item of a generator, a coroutine that returns it, or `END`.
@@ -300,6 +309,20 @@ class Executor:
             generator.close()
         return None
 
+    # --- streams of requests, on the event loop ---
+
+    def _open_items(self, /, *args: Any, **kwargs: Any) -> ItemStream:
+        stream, limit, method = kwargs.pop(STREAM), kwargs.pop(MAXSIZE), kwargs[METHOD]
+        generator = self._begun_generator(args, kwargs, AsyncGenerator)
+        made = ItemStream(method, generator, limit, partial(self._generators.pop, stream, None))
+        self._generators[stream] = made
+        return made
+
+    async def _take_items(self, stream: str, limit: int) -> tuple[list[Payload], bool]:
+        """The items of a stream; see `ItemStream.take`. One that is not here has ended."""
+        found = self._generators.get(stream)
+        return ([], True) if found is None else await found.take(limit)
+
     # --- async methods ---
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -339,6 +362,11 @@ class Executor:
         """Tell where the coroutine of the running call waits, and of the other tasks: two texts, as JSON."""
         return '["", ""]' if self._loop is None else self._loop.told(self._awaited)
 
+    @property
+    def reports(self) -> Mapping[str, Report]:
+        """The reports of the worker."""
+        return {} if self.worker is None else self.worker.__bandmaster_reports__
+
     def close(self) -> None:
         """Stop the event loop and drop the worker."""
         if self._loop is not None:
@@ -355,6 +383,9 @@ _OWN: dict[str, Callable[..., Any]] = {
     OPEN_STREAM: Executor._open_stream,
     NEXT: Executor._next_item,
     CLOSE_STREAM: Executor._close_stream,
+    OPEN_ITEMS: Executor._open_items,
+    FIRST_ITEMS: Executor._take_items,
+    MORE_ITEMS: Executor._take_items,
 }
 
 

@@ -26,7 +26,7 @@ from bandmaster.wire.messages import (
 from bandmaster.wire.segment_reader import NO_ROWS
 from bandmaster.wire.status_page import StatusPage
 from bandmaster.worker_process.executor import Executor
-from bandmaster.worker_process.requests import Requests, claimed, reply
+from bandmaster.worker_process.requests import Requests, claimed, new_reports, reply
 
 FENCE_LOOK_S, FENCE_MOST_S = 0.001, 0.05  # between two looks whether the worker may go on, at first and at most
 _log = logging.getLogger(__name__)
@@ -111,6 +111,8 @@ class Loop:
                 continue
             outcome = self._called(kind, number, message)
             times = executor.times
+            if (reports := new_reports(executor, lane)) is not None:
+                lane.send(reply_message(0, ReplyKind.REPORT, reports))
             if type(outcome) is Payload and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
                 lane.send(reply_message(number, ReplyKind.VALUE, outcome.head, times))  # the common case
             else:

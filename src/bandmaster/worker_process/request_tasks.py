@@ -9,11 +9,12 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload
-from bandmaster.contract import Rows
+from bandmaster.contract import FIRST_ITEMS, MORE_ITEMS, Reply, Rows
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.worker_process.call_path import RunningCall, running
 from bandmaster.worker_process.executor import Executor
+from bandmaster.worker_process.item_stream import ItemStream
 
 Outcome = Payload | Rows | Failure | None
 _CANCELLED = Failure(FailureKind.CANCELLED, "cancelled by the caller")
@@ -53,6 +54,7 @@ class RequestTasks:
         self._n_started = self._n_ended = 0  # each is counted by one thread
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._running: dict[int, tuple[ReceivedRequest, float]] = {}  # and since when
+        self._taking: dict[int, tuple[ReceivedRequest, float]] = {}  # those for items, which are not shown
         self._cancelled: set[int] = set()
 
     @property
@@ -74,7 +76,8 @@ class RequestTasks:
             if request.number in given_up:
                 self._ended(request, _CANCELLED)
                 continue
-            self._running[request.number] = request, monotonic()
+            known = self._taking if request.method in (FIRST_ITEMS, MORE_ITEMS) else self._running
+            known[request.number] = request, monotonic()
             self._tasks[request.number] = self._loop.loop.create_task(self._run(request))
         self._show()
 
@@ -94,11 +97,17 @@ class RequestTasks:
             if isinstance(request.parts, OSError):
                 raise request.parts
             args, kwargs, value = executor.begun(method, request.parts, request.rows)
+            if isinstance(value, ItemStream):
+                call.request = value.method
+                self._running[request.number] = request._replace(method=value.method), monotonic()
+                self._show()
+                encode = partial(executor.encoded, reply=Reply.RETURN)
+                value = value.run(encode, request.reply != Reply.DROP)
             if hasattr(value, "__await__"):
                 value = await value
             if executor.after:
                 executor.call_hooks(executor.after, method, args, kwargs)
-            outcome = executor.encoded(value, request.reply)
+            outcome = value if isinstance(value, Failure) else executor.encoded(value, request.reply)
         except BaseException as error:  # the user's code may raise anything
             outcome = executor.failure(error)
         call.is_over = True
@@ -112,7 +121,7 @@ class RequestTasks:
 
     def _end(self, number: int, outcome: Outcome) -> None:
         del self._tasks[number]
-        request, _ = self._running.pop(number)
+        request, _ = (self._running if number in self._running else self._taking).pop(number)
         if number in self._cancelled:
             self._cancelled.remove(number)
             outcome = _CANCELLED
@@ -120,7 +129,8 @@ class RequestTasks:
 
     def numbers_of(self, caller: object) -> list[int]:
         """The requests of a caller that run; on the event loop."""
-        return [number for number, (request, _) in self._running.items() if request.caller is caller]
+        known = [*self._running.items(), *self._taking.items()]
+        return [number for number, (request, _) in known if request.caller is caller]
 
     def count(self, n: int) -> None:
         """Count requests whose replies were sent, on the event loop."""

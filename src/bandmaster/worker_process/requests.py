@@ -10,7 +10,8 @@
 
 One thread has the lanes at a time: the event loop, while it reads; the main thread, while it runs a call that is no
 request, and so runs alone. Messages behind such a call wait with it, those of other callers too, but for those that
-cancel. Each caller has a lane of its own: the controller from the start, and workers that were given the group.
+cancel, and those for items of generators that run: the call waits until they have ended. Each caller has a lane of its
+own: the controller from the start, and workers that were given the group.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import os
 import select
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from bandmaster.codec import Payload, decode, encode
-from bandmaster.contract import Rows
+from bandmaster.contract import MORE_ITEMS, Report, Rows
 from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
@@ -47,6 +48,7 @@ from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.request_tasks import Outcome, ReceivedRequest, RequestTasks
 
 REPLY_NBYTES = 64  # of a small reply among several, without its content
+REPORT_NBYTES = 16 * 1024  # of a report, also of many roles
 _Reply = tuple[int, int, Any]  # a small one: number, kind, and what the kind says
 _Handed = tuple[Lane, memoryview | Closed]
 
@@ -55,6 +57,7 @@ class Requests:
     """The requests of callers, and the messages that wait for them.
 
     Attributes:
+        executor: Runs the calls.
         loop: The event loop.
         is_reading: Whether it has the lanes.
 
@@ -65,12 +68,13 @@ class Requests:
     """
 
     def __init__(self, executor: Executor, lane: Lane | None = None) -> None:
-        self.loop = executor.event_loop().loop
+        self.executor, self.loop = executor, executor.event_loop().loop
         self._tasks = RequestTasks(executor, self._ended)
         self.is_reading = lane is None
         self._handed: SimpleQueue[_Handed] = SimpleQueue()  # to the main thread, with the lanes
         self._aside: deque[tuple[_Caller, Any]] = deque()  # messages that wait until no request runs
         self._given_up: set[int] = set()  # requests that were cancelled, perhaps among these
+        self._versions: Mapping[str, int | None] = {}  # that the callers were told of
         self._callers: list[_Caller] = []
         self._controller = None if lane is None else self._added(lane)
         os.register_at_fork(after_in_child=partial(_close_in_fork, weakref.ref(self)))
@@ -97,6 +101,7 @@ class Requests:
     def add(self, lane: Lane) -> None:
         """Serve one more caller. The event loop calls this while it has the lanes, and else the main thread."""
         caller = self._added(lane)
+        self.loop.call_soon_threadsafe(caller.report)
         if self.is_reading:
             self.loop.add_reader(lane.fileno(), self._read, caller)
 
@@ -134,6 +139,7 @@ class Requests:
         self.is_reading = True
         for caller in self._callers:
             self.loop.add_reader(caller.lane.fileno(), self._read, caller)
+        self._tell_versions()  # of the call that the main thread has run
         self.go_on()
 
     def _read(self, caller: _Caller) -> None:
@@ -143,7 +149,7 @@ class Requests:
                 kind = header_of(message)[0]
                 if kind == MessageKind.CANCEL:
                     self._cancel(caller, read_content(message))
-                elif kind == MessageKind.CALLER or (kind == MessageKind.REQUESTS and not self._aside):
+                elif kind == MessageKind.CALLER or (kind == MessageKind.REQUESTS and self._may_begin(message)):
                     self._take(caller, message)
                 elif self._aside or not self._may_run_alone(caller):
                     self._aside.append((caller, lane.set_aside()))
@@ -156,6 +162,10 @@ class Requests:
                 self._drop(caller)
             return
         caller.tell_of_leases()
+
+    def _may_begin(self, message: memoryview) -> bool:
+        """Whether requests may begin, as none waits before them, or as they are for items of generators that run."""
+        return not self._aside or read_content(message)[0][1][0] == MORE_ITEMS
 
     def _may_run_alone(self, caller: _Caller) -> bool:
         """Whether no request runs, and the lane of a caller is free for the main thread."""
@@ -201,7 +211,16 @@ class Requests:
 
     def _ended(self, request: ReceivedRequest, outcome: Outcome) -> None:
         request.caller.reply(request.number, outcome)
+        self._tell_versions()
         self._tasks.count(1)
+
+    def _tell_versions(self) -> None:
+        """Tell all callers of a new version: their requests may wait for it. The load goes along with replies."""
+        versions = {role: report.version for role, report in self.executor.reports.items()}
+        if versions != self._versions:
+            self._versions = versions
+            for caller in self._callers:
+                caller.report()
 
 
 class _Caller:
@@ -223,18 +242,26 @@ class _Caller:
         """Whether all replies were sent."""
         return not (self._replies or self._unsent)
 
+    def report(self) -> None:
+        """Tell the caller soon what the worker has reported, unless it knows."""
+        if (reports := new_reports(self._requests.executor, self.lane)) is not None:
+            self._add(0, ReplyKind.REPORT, reports)
+
     def reply(self, number: int, outcome: Outcome) -> None:
         """Reply to a request soon: small replies of one round of the event loop go in one message."""
+        self.report()
         if isinstance(outcome, Payload) and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
-            self._replies.append((number, ReplyKind.VALUE, outcome.head))
+            self._add(number, ReplyKind.VALUE, outcome.head)
         elif outcome is None:
-            self._replies.append((number, ReplyKind.NOTHING, None))
+            self._add(number, ReplyKind.NOTHING, None)
         elif isinstance(outcome, Failure) and (encoded := encode(outcome)).nbytes <= INLINE_NBYTES:
-            self._replies.append((number, ReplyKind.FAILURE, inline(encoded)))
+            self._add(number, ReplyKind.FAILURE, inline(encoded))
         else:
             self._unsent.append(partial(self._send_large, number, outcome))
             self._loop.call_soon(self._send_rest)
-            return
+
+    def _add(self, *reply: Any) -> None:
+        self._replies.append(reply)
         if len(self._replies) == 1:
             self._loop.call_soon(self._flush)
 
@@ -321,9 +348,20 @@ def claimed(lane: Lane, content: CallContent, leases: dict[int, Any]) -> tuple[s
 def _nbytes_of(small: _Reply) -> int:
     """The size of a reply among several, at most."""
     content = small[2]
+    if small[1] == ReplyKind.REPORT:
+        return REPORT_NBYTES
     if isinstance(content, bytes):
         return REPLY_NBYTES + len(content)
     return REPLY_NBYTES + (INLINE_NBYTES if content else 0)
+
+
+def new_reports(executor: Executor, lane: Lane) -> Mapping[str, Report] | None:
+    """The reports of the worker; None if the other end of a lane has them already."""
+    reports = executor.reports
+    if reports == lane.reported:
+        return None
+    lane.reported = reports
+    return reports
 
 
 def reply(lane: Lane, number: int, outcomes: list[Payload | Rows | Failure | None], times: bytes | None = None) -> None:

@@ -115,6 +115,7 @@ class ActorWorkers:
         self._here = host_identity()
         self._client = LaneClient(self._how_it_died)
         self.deaths: Mapping[int, Failure] = self._client.deaths
+        self.reports = self._client.reports
         self._has_lane: set[int] = set()  # ranks that are called over their lanes
         self._is_left = False  # whether the user has an actor handle
         self._lock = self._client.lock  # also guards the choice of channel and the order of calls
