@@ -387,8 +387,7 @@ def test_a_bad_call_is_refused_before_anything_is_sent(ledger, call, error, word
 
 IN_THE_CONTROLLER = {
     "Future": (lambda group: group.tell.submit(1), "pass the value of future.result()"),
-    "WorkerGroup": (lambda group: group, "pass the values that the workers need"),
-    "GroupMethod": (lambda group: group.tell, "pass the values that the workers need"),
+    "GroupMethod": (lambda group: group.tell, "pass the group, or the values that the workers need"),
     "ResourcePool": (lambda group: bm.ResourcePool([1], backend="inprocess"), "pass the values that the workers need"),
 }
 

@@ -280,13 +280,13 @@ class _Caller:
                 self._unsent[0]()
             except BlockingIOError:
                 self._loop.add_writer(self.lane.fileno(), self._send_rest)
-                return
+                break
             except (OSError, Closed):  # the caller is gone, as the next read tells
                 pass
             self._unsent.popleft()
-        if not self._is_gone:
+        if not (self._unsent or self._is_gone):
             self._loop.remove_writer(self.lane.fileno())
-            self._requests.go_on()
+        self._requests.go_on()
 
     def _send_large(self, number: int, outcome: Outcome) -> None:
         if not select.select((), (self.lane.fileno(),), (), 0)[1]:
