@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from bandmaster.calls.future import Claim, Future, claims_of
 from bandmaster.calls.options import FLOW_NAMES, CallOptions, FlowOptions, MethodOptions
@@ -161,6 +161,9 @@ class GroupMethod(Generic[P, C, G]):
     def _not_there(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Future[Any]]:
         """The futures among the arguments whose rows are not there."""
         return [value for value in (*args, *kwargs.values()) if type(value) is Future and not value.done()]
+
+    def __reduce__(self) -> NoReturn:
+        self._submitter.__reduce__()
 
     def __repr__(self) -> str:
         return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypedDict, TypeVar
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import CallOptions
@@ -269,6 +269,9 @@ class RequestMethod(Generic[P, G]):
         spec = self._spec
         group = spec.plan(args, kwargs, spec.registration.protocol.outgoing).groups[0]  # type: ignore[union-attr]
         return group.beside(self.beside)
+
+    def __reduce__(self) -> NoReturn:
+        self._submitter.__reduce__()
 
     def __repr__(self) -> str:
         return f"<request method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"
