@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow_on("inprocess", "ray")  # which have the same code
 def groups(backend):
     kept = Groups(backend)
     for mesh in MESHES:
-        kept.of(mesh, is_other=False, roles=())
+        (group,) = kept.of(mesh, is_other=False, roles=())
+        group.ask_rank.all().result()  # so that each rank has its event loop
     kept.give_back(are_well=True)
     yield kept
     kept.close()
