@@ -166,6 +166,10 @@ def wait_for(path):
         time.sleep(0.001)
 
 
+async def hold_on_zero(group, folder):
+    return await group.hold.options(replica=0)(folder)
+
+
 # --- values -------------------------------------------------------------------------------------------------------
 
 
@@ -415,10 +419,7 @@ def test_cancelling_the_caller_cancels_its_requests(own, tmp_path, is_in_process
         pytest.skip("a call has ended when it was submitted")
     rollout, agents = own
 
-    async def hold(group, folder):
-        return await group.hold.options(replica=0)(folder)
-
-    held = agents.await_.submit(hold, tmp_path)
+    held = agents.await_.submit(hold_on_zero, tmp_path)
     wait_for(tmp_path / "begun 0")
     assert held.cancel()
     wait_for(tmp_path / "cancelled 0")
@@ -459,10 +460,7 @@ def test_requests_of_a_caller_that_dies_are_cancelled(own, tmp_path, is_in_proce
         pytest.skip("workers share the process of the controller")
     rollout, agents = own
 
-    async def hold(group, folder):
-        return await group.hold.options(replica=0)(folder)
-
-    held = agents.await_.submit(hold, tmp_path)
+    held = agents.await_.submit(hold_on_zero, tmp_path)
     wait_for(tmp_path / "begun 0")
     os.kill(agents.workers[0].pid, signal.SIGKILL)
     wait_for(tmp_path / "cancelled 0")

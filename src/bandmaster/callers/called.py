@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from bandmaster.callers.door import OPTIONS, Door, GivenGroup
 from bandmaster.callers.reached import ReachedWorkers
@@ -15,7 +15,6 @@ from bandmaster.calls.future import Future
 from bandmaster.calls.spec import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import UsageError, suggestion
-from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import replicas
 from bandmaster.plan.transfer import Only, Route, TransferProtocol
@@ -32,8 +31,10 @@ _ONE = Mesh(dp=1)
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _RELAYED = Registration(TransferProtocol(Route("dp"), Only()), concurrency=1 << 20)
 _called: dict[tuple[int, GroupReference], CalledGroup] = {}  # by the number of forks, too
-_lock = threading.RLock()  # of both; an unpickled class may make groups in turn
 _controllers: dict[tuple[int, str], ReachedWorkers] = {}  # that relay calls
+_lock = threading.RLock()  # of both; an unpickled class may make groups in turn
+K = TypeVar("K")
+V = TypeVar("V", "CalledGroup", ReachedWorkers)
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,17 @@ def reference_to(group: GivenGroup, key: str, prefix: str) -> GroupReference:
 
 def called_group(reference: GroupReference, cls: type[Worker], mesh: Mesh, meshes: Mapping[str, Mesh]) -> CalledGroup:
     """The group of a reference, one in each process."""
-    known = n_forks(), reference
+    return _one_of(_called, (n_forks(), reference), lambda: CalledGroup(reference, cls, mesh, meshes))
+
+
+def _one_of(known: dict[K, V], key: K, make: Callable[[], V]) -> V:
+    """The one of a key, which is made if there is none; those that are over are dropped then."""
     with _lock:
-        if known not in _called:
-            for other in [key for key, group in _called.items() if group.is_over]:
-                del _called[other]
-            _called[known] = CalledGroup(reference, cls, mesh, meshes)
-        return _called[known]
+        if key not in known:
+            for other in [key for key, one in known.items() if one.is_over]:
+                del known[other]
+            known[key] = make()
+        return known[key]
 
 
 class CalledGroup:
@@ -150,11 +155,8 @@ class CalledGroup:
     def _relay(self) -> Submitter:
         """Sends calls to the controller."""
         of = self._reference
-        known = n_forks(), of.door
-        with _lock:
-            for other in [key for key, controller in _controllers.items() if not controller.check()]:
-                del _controllers[other]
-            workers = _controllers.setdefault(known, ReachedWorkers(of.door, "", 1, self.name))
+        key = n_forks(), of.door
+        workers = _one_of(_controllers, key, lambda: ReachedWorkers(of.door, "", 1, self.name))
         return Submitter(lambda: workers, self._cls, _ONE, self.name, f"{of.key}/")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -182,12 +184,14 @@ class CalledMethod(RequestMethod[Any, Any]):
 class DirectMethod(CalledMethod):
     """A method of a group whose requests a worker sends to the replicas itself."""
 
-    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request, Target]:
+    def _made(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Sequence[tuple[str, Any]] = ()
+    ) -> tuple[Router, Request, Target]:
         """The router, the request and its target; the request avoids the ranks that wait for this very call."""
-        router, request, target = super()._made(args, kwargs)
-        if target.min_version is not None and isinstance(router.workers, ReachedWorkers):
-            router.workers.reach_all()  # so that they tell their versions
         path = path_of_this_call()
+        router, request, target = super()._made(args, kwargs, [*beside, (PATH, path)])
+        if target.min_version is not None:
+            _reached(router).reach_all()  # so that they tell their versions
         steps = self._conflicts(router, path)
         free = [n for n, replica in enumerate(router.replicas) if steps.keys().isdisjoint(replica.ranks)]
         if steps and (not free or target.replica not in (None, *free)):
@@ -204,17 +208,12 @@ class DirectMethod(CalledMethod):
 
     def _conflicts(self, router: Router, path: tuple[Step, ...]) -> dict[int, Step]:
         """The ranks that would begin this call only when a call of its path has ended, with that call."""
-        workers = router.workers
-        assert isinstance(workers, ReachedWorkers), "the group has such ones"
-        pids = workers.pids(path)
+        pids = _reached(router).pids(path)
         alone = next((step for step in path if step.is_alone and step.pid in pids.values()), None)
         if alone is not None:  # perhaps on all ranks, which would wait for each other
             return dict.fromkeys(pids, alone)
         found = {rank: conflict(path, pid, router.is_exclusive) for rank, pid in pids.items()}
         return {rank: step for rank, step in found.items() if step is not None}
-
-    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentGroup:
-        return super()._arguments(args, kwargs).beside([(PATH, path_of_this_call())])
 
 
 class RelayedMethod(CalledMethod):
@@ -253,9 +252,16 @@ class RelayedMethod(CalledMethod):
         """
         raise UsageError(f"{self._spec.label}.all(...) is for the controller")
 
-    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentGroup:
-        group = super()._arguments(args, kwargs)
-        return group.beside([(OPTIONS, self._given), (PATH, path_of_this_call())])
+    def _made(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Sequence[tuple[str, Any]] = ()
+    ) -> tuple[Router, Request, Target]:
+        """The request, with what the controller is to know of the call."""
+        return super()._made(args, kwargs, [*beside, (OPTIONS, self._given), (PATH, path_of_this_call())])
+
+
+def _reached(router: Router) -> ReachedWorkers:
+    assert isinstance(router.workers, ReachedWorkers), "the group has such ones"
+    return router.workers
 
 
 async def _is_awaited() -> None:

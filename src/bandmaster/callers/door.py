@@ -158,7 +158,7 @@ class Door:
             self._release(sock)
             return
         try:
-            group = self._relay.group(question.group)
+            group = _found(question.group, self._groups)
             workers = group.workers()
         except ClosedError as error:
             _say(sock, SHUT, str(error))
@@ -195,16 +195,12 @@ class _Relay(Executor):
         super().__init__()
         self._groups = groups
 
-    def group(self, key: str) -> GivenGroup:
-        """A group. Raises ClosedError if it was closed."""
-        return _found(key, self._groups)
-
     def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
         """Make a call, and return the coroutine that waits for its value."""
         args, kwargs = self._arguments(parts, rows)
         key, _, name = method.rpartition("/")
         options, path = kwargs.pop(OPTIONS), kwargs.pop(PATH)
-        group = self.group(key)
+        group = _found(key, self._groups)
         made = group.method(name)
         made = made.options(**options) if options else made
         workers = group.workers()
@@ -224,6 +220,7 @@ class _Relay(Executor):
 
 
 def _found(key: str, groups: Mapping[str, GivenGroup]) -> GivenGroup:
+    """The group of a key. Raises ClosedError if it was closed."""
     group = groups.get(key)
     if group is None:
         raise ClosedError(f"group {key.partition(':')[2]!r} was closed; its workers cannot be called any more")

@@ -103,6 +103,11 @@ class ReachedWorkers(LaneClient):
         """Hang up on the workers, which go on."""
         self.close(why)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the group is known to be closed."""
+        return not self.check()
+
     def pids(self, path: Sequence[Step]) -> Mapping[int, int]:
         """The processes of the ranks, among which there may be one that waits for a call with this path."""
         if len(path) > 1 or (path and self._is_own is None):
@@ -157,9 +162,9 @@ class ReachedWorkers(LaneClient):
         except (ConnectionError, FileNotFoundError):
             sock.close()
             why = (
-                f"group {self._name!r} cannot be reached from {socket.gethostname()}: it was closed, its controller has"
+                "it was closed, its controller has ended, or is on another host, from which groups cannot be called yet"
             )
-            return None, SHUT, f"{why} ended, or is on another host, from which groups cannot be called yet"
+            return None, SHUT, f"group {self._name!r} cannot be reached from {socket.gethostname()}: {why}"
         except OSError as error:
             sock.close()
             raise ResourceError(f"cannot reach rank {rank} of group {self._name!r}: {error}") from error

@@ -231,11 +231,13 @@ class RequestMethod(Generic[P, G]):
         """Whether its requests run beside others."""
         return self._spec.is_async
 
-    def _made(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Router, Request, Target]:
+    def _made(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Sequence[tuple[str, Any]] = ()
+    ) -> tuple[Router, Request, Target]:
         """The router of the method, a request for it that was not sent, and the choice of its replica."""
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)
-        arguments, spec = self._arguments(args, kwargs), self._spec
+        arguments, spec = self._arguments(args, kwargs).beside(beside), self._spec
         if spec.is_generator:
             name = secrets.token_hex(8)
             arguments = arguments.beside(((STREAM, name), (METHOD, router.method), (MAXSIZE, self._target.maxsize)))

@@ -171,10 +171,8 @@ class Router:
             alive = [replica for replica in candidates if lost.isdisjoint(replica.ranks)]
             if not alive and any(not renewed.isdisjoint(replica.ranks) for replica in candidates):
                 return None
-            is_alive, candidates = (
-                bool(alive),
-                alive or candidates,
-            )  # if all are dead, the request says how one has died
+            is_alive = bool(alive)
+            candidates = alive or candidates  # if all are dead, the request says how one has died
         if target.min_version is not None and is_alive:
             candidates = [replica for replica in candidates if self._version(replica) >= target.min_version]
             if not candidates:
@@ -378,9 +376,8 @@ class Router:
 
     def withdraw(self, request: Request) -> None:
         """Take back a request that waits for a place."""
-        with self._lock:
-            if request in list(self.waiting):
-                self.waiting.remove(request)
+        with self._lock, contextlib.suppress(ValueError):  # it does not wait
+            self.waiting.remove(request)
 
     def wait_until_over(self, deadline: Deadline) -> None:
         """Wait until no request is open.
