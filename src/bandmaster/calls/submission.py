@@ -164,12 +164,6 @@ class Submitter:
             call.begin()
         return future
 
-    def submit_now(self, request: CallRequest) -> Future[Any]:
-        """Send a call ahead of those that wait for rows. An error becomes the error of the call."""
-        call = Call(request, self.site(request.method, request.options), self._send, self.work)
-        call.advance()
-        return Future(call, request.owner)
-
     def admitted(self, label: str) -> AbstractContextManager[None]:
         """The context in which a call is sent; raises UsageError if the gate is closed."""
         return nullcontext() if self.gate is None else self.gate.admitted(label)
