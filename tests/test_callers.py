@@ -687,6 +687,22 @@ class Ring(bm.Worker):
     async def beside(self, *methods):
         return await self.ask(methods) if methods else self.rank
 
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def after_gate(self, folder, method, *args):
+        (folder / "begun").touch()
+        while not (folder / "gate").exists():
+            await asyncio.sleep(0.001)
+        return await getattr(self, method)(*args)
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def count(self, n):
+        for number in range(n):
+            yield number
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def counted(self, n):
+        return [number async for number in self.next.count.stream(n)]
+
     def ask(self, methods):
         return getattr(self.next, methods[0]).submit(*methods[1:])
 
@@ -724,6 +740,16 @@ def test_requests_that_run_beside_each_other_may_ask_in_a_ring(ring):
     assert ring.beside("beside", "beside", "beside", "beside").result(DEADLINE) == 0
     with pytest.raises(bm.RemoteError, match="waits for"):
         ring.beside("beside", "alone").result(DEADLINE)
+
+
+@pytest.mark.parametrize("back, value", [(["beside", "beside"], 0), (["counted", 40], list(range(40)))])
+def test_a_request_that_calls_back_passes_a_call_that_waits_for_it(ring, tmp_path, back, value):
+    asked = ring.beside("after_gate", tmp_path, *back)
+    wait_for(tmp_path / "begun")
+    alone = ring.alone.submit()
+    (tmp_path / "gate").touch()
+    assert asked.result(DEADLINE) == value
+    assert alone.result(DEADLINE) == [0]
 
 
 class Peers(bm.Worker):

@@ -28,7 +28,7 @@ from bandmaster.requests.router import Router
 from bandmaster.requests.target import ANY, Target
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.worker import Registration, Worker, registrations
-from bandmaster.worker_process.call_path import PATH, Step, conflict, path_of_this_call, refusal
+from bandmaster.worker_process.call_path import PATH, Process, Step, conflict, path_of_this_call, refusal
 
 _ONE = Mesh(dp=1)
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -203,7 +203,8 @@ class DirectMethod(CalledMethod):
         router, request, target = super()._made(args, kwargs, [*beside, (PATH, path)])
         if target.min_version is not None:
             _reached(router).reach_all()  # so that they tell their versions
-        steps = self._conflicts(router, path)
+        steps, processes = self._conflicts(router, path), self._processes(router, path).values()
+        request.calls_back = any(step.process in processes for step in path)
         free = [n for n, replica in enumerate(router.replicas) if steps.keys().isdisjoint(replica.ranks)]
         if steps and (not free or target.replica not in (None, *free)):
             raise UsageError(refusal(path, next(iter(steps.values())), self._spec.label))
@@ -219,13 +220,17 @@ class DirectMethod(CalledMethod):
 
     def _conflicts(self, router: Router, path: tuple[Step, ...]) -> dict[int, Step]:
         """The ranks that would begin this call only when a call of its path has ended, with that call."""
-        host = gethostname()
-        processes = {rank: (host, pid) for rank, pid in _reached(router).pids(path).items()}
+        processes = self._processes(router, path)
         alone = next((step for step in path if step.is_alone and step.process in processes.values()), None)
         if alone is not None:  # perhaps on all ranks, which would wait for each other
             return dict.fromkeys(processes, alone)
         found = {rank: conflict(path, process, router.is_exclusive) for rank, process in processes.items()}
         return {rank: step for rank, step in found.items() if step is not None}
+
+    def _processes(self, router: Router, path: tuple[Step, ...]) -> dict[int, Process]:
+        """The processes of the ranks, among which one may be in a path."""
+        host = gethostname()
+        return {rank: (host, pid) for rank, pid in _reached(router).pids(path).items()}
 
 
 class RelayedMethod(CalledMethod):

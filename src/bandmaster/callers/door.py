@@ -245,11 +245,13 @@ class ControllersRelay(Relay):
         made = made.options(**options) if options else made
         workers = group.workers()
         is_alone = not (isinstance(made, RequestMethod) and made.runs_beside)
-        for record in workers.records if path else ():
-            step = conflict(path, (record.host, record.pid), is_alone)
+        processes = {(record.host, record.pid) for record in workers.records} if path else ()
+        for process in processes:
+            step = conflict(path, process, is_alone)
             if step is not None:
                 raise UsageError(refusal(path, step, name))
         made.beside = ((PATH, path),) if path else ()
+        made.calls_back = any(step.process in processes for step in path)
         return made, is_for_all, workers.arrivals is None
 
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:

@@ -60,6 +60,7 @@ class RequestMethod(Generic[P, G]):
     """
 
     beside: Sequence[tuple[str, Any]] = ()  # keyword arguments that are not the method's, but the library's
+    calls_back = False  # whether a request that runs on the group waits for those of this method
 
     def __init__(
         self,
@@ -244,6 +245,7 @@ class RequestMethod(Generic[P, G]):
             request: Request = GeneratorRequest(site, Arguments.of(arguments, spec.label), router, name)
         else:
             request = Request(site, Arguments.of(arguments, spec.label), router)
+        request.calls_back = self.calls_back
         if request.arguments is not None and request.arguments.rows is not None:
             request.parents = [value for _, value in request.arguments.rows.items if not value.done()]
         return router, request, self._target

@@ -153,6 +153,7 @@ class Request(RowsResult):
         is_listed: Whether its value is the list of the values of all its replicas.
         source: The map that it is a part of, which is told of its end; None if it is no part.
         asks_for: What it asks the ranks for in place of the method of its router, as `bandmaster.contract` names it.
+        calls_back: Whether a request that runs on its group waits for it.
         has_place: Whether it takes a place of the method on its replica.
         first: A request that is sent right behind it.
         waiters: The futures of event loops that wait for it, with their readers.
@@ -161,6 +162,7 @@ class Request(RowsResult):
 
     outcome = None
     asks_for: str | None = None
+    calls_back = False
     has_place = True
     first: Request | None = None
 

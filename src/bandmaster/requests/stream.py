@@ -122,6 +122,7 @@ class RequestStream(Generic[T]):
         self._lock = threading.Lock()
         self._is_open = True
         run.first = ItemsRequest(run.site, run.router, run.name, most, FIRST_ITEMS)
+        run.first.calls_back = run.calls_back
         self._waits_for: RequestFuture[Any] | None = RequestFuture(run.first, group)
 
     def __iter__(self) -> Iterator[T]:

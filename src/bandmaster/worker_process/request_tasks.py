@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload
-from bandmaster.contract import FIRST_ITEMS, MORE_ITEMS, Reply, Rows
+from bandmaster.contract import CALLS_BACK, FIRST_ITEMS, MORE_ITEMS, Reply, Rows
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.worker_process.call_path import RunningCall, running
@@ -76,6 +76,7 @@ class RequestTasks:
             if request.number in given_up:
                 self._ended(request, _CANCELLED)
                 continue
+            request = request._replace(method=request.method.removeprefix(CALLS_BACK))
             known = self._taking if request.method in (FIRST_ITEMS, MORE_ITEMS) else self._running
             known[request.number] = request, monotonic()
             self._tasks[request.number] = self._loop.loop.create_task(self._run(request))
