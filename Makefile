@@ -97,8 +97,9 @@ bench-verl: $(VERL)/.ready  ## the calls of verl's trainers on verl and on bandm
 bench-rlhf: $(VERL)/.ready  ## a step of GRPO on bandmaster, plain Ray and verl, in turn
 	$(VERL)/bin/python benchmarks/rlhf/grpo_step.py $(BENCH_OPTIONS)
 
-bench-requests: $(VENV)/.dev  ## requests to single replicas, many at a time; with Monarch if `make bench` has installed it
+bench-requests: $(VENV)/.dev  ## requests to single replicas, many at a time, and from workers; with Monarch if `make bench` has installed it
 	$(BIN)/python benchmarks/many_requests.py $(BENCH_OPTIONS)
+	$(BIN)/python benchmarks/requests_under_load.py $(BENCH_OPTIONS)
 
 bench-hosts: $(VENV)/.dev  ## calls and rows to ranks on other hosts, which are namespaces; needs root, else it says so
 	$(BIN)/python benchmarks/hosts.py $(BENCH_OPTIONS)

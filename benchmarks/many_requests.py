@@ -104,8 +104,10 @@ def maps(backend: str, is_smoke: bool) -> dict[str, float]:
             await asyncio.sleep(seconds)
 
         @bm.register(bm.Dispatch.REQUEST)
-        async def generate(self, seconds: float) -> None:
+        async def generate(self, seconds: float) -> float:
+            start = time.perf_counter()
             await asyncio.sleep(seconds * (SLOWER if self.rank == 0 else 1))
+            return (time.perf_counter() - start) / (SLOWER if self.rank == 0 else 1)
 
     rng = np.random.default_rng(0)
     episodes = 0.003 * rng.integers(1, 101, 200 if is_smoke else 2000)
@@ -121,8 +123,11 @@ def maps(backend: str, is_smoke: bool) -> dict[str, float]:
     with bm.ResourcePool([4], backend=backend) as pool:
         generate = bm.WorkerGroup(pool, Episodes).generate
         generate.map([0.0] * 500).result()
-        best = max(rows.sum() / (3 + 1 / SLOWER), rows[0])
-        found["pareto"] = _seconds(lambda: generate.map(rows).result()) / best
+        start = time.perf_counter()
+        took = generate.map(rows).result()  # longer than was asked for, as timers round up
+        seconds = time.perf_counter() - start
+        found["pareto"] = seconds / max(sum(took) / (3 + 1 / SLOWER), *took)
+        found["pareto, as asked for"] = seconds / max(rows.sum() / (3 + 1 / SLOWER), rows[0])
     return found
 
 

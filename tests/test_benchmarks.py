@@ -1,6 +1,7 @@
 """The benchmarks run, print what they promise, and notice wrong results."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ def rows_of(path):
 
 def test_every_benchmark_is_tested():
     files = {path.stem for path in BENCHMARKS.glob("*.py")}
-    assert files == {*EXPECTED, "weights", "hosts", "many_requests", "run_all"}
+    assert files == {*EXPECTED, "weights", "hosts", "many_requests", "requests_under_load", "run_all"}
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,16 @@ def test_requests_are_compared():
     for peer in ("floor", "bandmaster local", "bandmaster ray", "plain ray"):
         assert f"\n{peer} " in done.stdout, done.stdout
     assert "\nas a replica is lost and replaced " in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+def test_requests_under_load_are_answered_once():
+    command = [sys.executable, str(BENCHMARKS / "requests_under_load.py"), "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    n_answered, n_died = re.search(r"500 requests: (\d+) answered, (\d+) with its death", done.stdout).groups()
+    assert int(n_answered) + int(n_died) == 500, done.stdout
+    assert "; 0 run twice; of 500 sent after that, 500 answered" in done.stdout, done.stdout
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -539,6 +540,54 @@ def test_ctrl_c_cancels_what_is_waited_for(group, gate, how):
         timer.start()
         mapped.result() if how == "whole" else list(mapped)
     assert n_cancelled(group) == 4
+
+
+def pressed(call, n):
+    """Call a function, and press Ctrl-C at the n-th entry or exit of one of the library's; whether there was one."""
+
+    def press(frame, kind, what):
+        nonlocal n
+        is_ours = frame.f_globals.get("__name__", "").startswith("bandmaster")
+        n -= is_ours and kind in ("call", "return") and frame.f_code.co_name[0] != "<"  # generators lose it as they end
+        if n == 0:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        sys.setprofile(press)
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return n <= 0
+
+
+async def submitted(method, *arguments):
+    return method.submit(*arguments)
+
+
+@pytest.mark.backends("inprocess")
+@pytest.mark.parametrize("is_map", [False, True])
+def test_requests_end_though_ctrl_c_comes_as_they_are_cancelled(backend, tmp_path, is_map):
+    with bm.ResourcePool([1], backend=backend) as pool:
+        group = bm.WorkerGroup(pool, Rows)
+        for n in range(1, 1000):
+            gate = tmp_path / str(n)
+            held = [group.hold.submit(0, str(gate)) for _ in range(4)]  # as many as may run at a time
+            if is_map:
+                mapped = group.hold.map([0, 1], str(gate), in_flight=2)
+                ends, cancel = mapped.future, mapped.close
+            else:
+                ends = asyncio.run(submitted(group.hold, 0, str(gate)))  # elsewhere, it waits until it is sent
+                cancel = ends.cancel
+            was_pressed = pressed(cancel, n)
+            gate.touch()
+            for one in (ends, *held):
+                one.exception(timeout=DEADLINE)
+            if not was_pressed:
+                break
+        assert n > 5
 
 
 def test_a_future_outlives_its_map(group):

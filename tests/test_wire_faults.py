@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -45,11 +46,20 @@ def await_delivery(pid):
 
 class Finalized:
     def __init__(self, *fifos):
-        self.begins, self.ends = fifos
+        self.fifos = fifos
 
     def __del__(self):
-        Path(self.begins).write_text("")
-        Path(self.ends).write_text("")
+        write(*self.fifos)
+
+
+class Referred:
+    def __init__(self, *fifos):
+        weakref.finalize(self, write, *fifos)
+
+
+def write(*fifos):
+    for fifo in fifos:
+        Path(fifo).write_text("")
 
 
 class Forks(bm.Worker):
@@ -105,8 +115,8 @@ class Forks(bm.Worker):
         time.sleep(300)
 
     @register(Dispatch.ONE_TO_ALL)
-    def hang_after_a_finalizer(self, begins, ends):
-        Finalized(begins, ends)
+    def hang_after_a_finalizer(self, kind, begins, ends):
+        kind(begins, ends)
         time.sleep(300)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -254,12 +264,13 @@ def test_a_call_that_is_cancelled_in_an_import_is_interrupted_behind_it(group, t
     assert group.value_of_module(str(tmp_path)) == [7]
 
 
-def test_a_call_that_is_cancelled_while_a_finalizer_runs_is_interrupted_behind_it(group, tmp_path):
+@pytest.mark.parametrize("kind", [Finalized, Referred])
+def test_a_call_that_is_cancelled_while_a_finalizer_runs_is_interrupted_behind_it(group, kind, tmp_path):
     fifos = [tmp_path / "begins", tmp_path / "ends"]
     for fifo in fifos:
         os.mkfifo(fifo)
     group.set_default_options(grace=20)
-    call = group.hang_after_a_finalizer.submit(*map(str, fifos))
+    call = group.hang_after_a_finalizer.submit(kind, *map(str, fifos))
     fifos[0].read_text()
     call.cancel()
     fifos[1].read_text()

@@ -304,13 +304,16 @@ HELPERS = {
     "interrupted": """
 def interrupted(call, seconds, at=0):
     def pressed(_, frame):
-        while frame and frame.f_code is not call.__code__: frame = frame.f_back
+        while frame and frame.f_code is not call.__code__:
+            if frame.f_code.co_name == "__del__": return  # Python would print it and forget it
+            frame = frame.f_back
         if frame: raise KeyboardInterrupt  # in the call alone
     def counted(frame, event, what):
         nonlocal at
         is_made = event == "c_call" and what.__name__ in ("pipe", "start_new_thread", "fork_exec", "memfd_create")
         at = -at if at < 0 and is_made else at
         is_ours = frame.f_globals.get("__name__", "").startswith(("bandmaster", "subprocess"))
+        is_ours = is_ours and frame.f_code.co_name != "__del__"
         at -= at > 0 and is_ours and event in ("call", "c_return")
         if not at:
             sys.setprofile(None)

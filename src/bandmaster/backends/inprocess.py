@@ -309,7 +309,9 @@ class InProcessRequests:
 
     def start(self, requests: Sequence[WorkerCall], take: Callable[[Sequence[contract.Ticket]], object]) -> None:
         """Run requests. ``take`` gets their tickets first."""
-        numbered = [ReceivedRequest(next(self._numbers), one.method, one.reply, *_read(one)) for one in requests]
+        numbered = [
+            ReceivedRequest(next(self._numbers), one.method, one.reply, *_read(one), one.is_timed) for one in requests
+        ]
         tickets = {request.number: InProcessTicket(None, is_done=False) for request in numbered}
         take(list(tickets.values()))
         self._open.update(tickets)
@@ -329,17 +331,18 @@ class InProcessRequests:
         for number in list(self._open):
             self._end(number, why)
 
-    def _ended(self, request: ReceivedRequest, outcome: Payload | Rows | Failure | None) -> None:
+    def _ended(self, request: ReceivedRequest, outcome: Payload | Rows | Failure | None, times: bytes | None) -> None:
         self._tasks.count(1)
         if (reports := self._executor.reports) != self._reported:
             self._reported = reports
             self._take_reports(reports)
-        self._end(request.number, _received(outcome))
+        self._end(request.number, _received(outcome), times)
 
-    def _end(self, number: int, outcome: Payload | Kept | Failure | None) -> None:
+    def _end(self, number: int, outcome: Payload | Kept | Failure | None, times: bytes | None = None) -> None:
         ticket = self._open.pop(number, None)
         if ticket is None:
             return
+        ticket.times = None if times is None else (times, time.monotonic_ns())
         ticket.outcome, ticket.is_done = outcome, True
         ticket.tell()
         with self._news:  # behind that, as threads wait for what it sets

@@ -25,7 +25,7 @@ from bandmaster.hosts.agent import AgentServer
 from bandmaster.hosts.link import FrameKind, Message
 from bandmaster.hosts.links import Agent, AgentLinks
 from bandmaster.wire.messages import INLINE_NBYTES, inline
-from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
+from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.worker_process.executor import Arguments, Executor
 from bandmaster.worker_process.request_tasks import Outcome, ReceivedRequest, RequestTasks
 
@@ -145,11 +145,11 @@ class FarCalls:
         number, method, parts = message.content
         if method:
             payloads = list(map(message.unpack, parts))
-            self._tasks.start([ReceivedRequest(number, method, Reply.RETURN, payloads, NO_ROWS, agent)])
+            self._tasks.start([ReceivedRequest(number, method, Reply.RETURN, payloads, caller=agent)])
         else:
             self._tasks.cancel((number,))
 
-    def _ended(self, request: ReceivedRequest, outcome: Outcome) -> None:
+    def _ended(self, request: ReceivedRequest, outcome: Outcome, times: object) -> None:
         self._answer(request.number, outcome)
         self._tasks.count(1)
 

@@ -169,10 +169,10 @@ class HostRanks:
         for ranks, body in message.content[1]:
             flags, number = header_of(body)
             if flags == MessageKind.REQUESTS:
-                content = read_content(memoryview(body))
-                requests = {
-                    number: self._queued(number, ranks, *_read(said, message), message) for number, said in content
-                }
+                requests = {}
+                for number, content, is_timed in read_content(memoryview(body)):
+                    call, names = _read(content, message)
+                    requests[number] = self._queued(number, ranks, call._replace(is_timed=is_timed), names, message)
                 self._n_missing.update(dict.fromkeys(requests, 1))
                 self._queue.append(_QueuedRequests(ranks[0], requests))
                 continue

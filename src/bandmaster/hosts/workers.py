@@ -241,7 +241,7 @@ class AgentWorkers(Client):
                 for call, ticket in zip(requests, tickets, strict=True):
                     ticket.holds = [part for _, part in call.rows if type(part) is FarRows]
                     self._want(outgoing, agent, call, (rank,))
-                    content.append((ticket.number, _content_of(call)))
+                    content.append((ticket.number, _content_of(call), call.is_timed))
                 message = control_message(MessageKind.REQUESTS, content)[4:]
                 outgoing.add((rank,), message, [part for call in requests for part in _parts_of(call)])
                 said = self.name, outgoing.calls, outgoing.fetches(agent), False

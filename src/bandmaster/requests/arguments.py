@@ -57,6 +57,11 @@ class Arguments(NamedTuple):
         payload = encode_group(_group(values, group), method).private() if values else None
         return cls(payload, _group(rows, group), claims_of(futures, {}))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values that are of this request alone."""
+        return 0 if self.payload is None else self.payload.nbytes
+
     def beside(self, others: Arguments) -> Arguments:
         """These, and arguments that several requests have in common."""
         rows = self.rows or others.rows

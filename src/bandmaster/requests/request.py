@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from bandmaster.calls.future import Future
+from bandmaster.calls.hooks import CallTrace, hooks
 from bandmaster.calls.outcome import error_of
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
@@ -158,6 +159,7 @@ class Request(RowsResult):
         first: A request that is sent right behind it.
         waiters: The futures of event loops that wait for it, with their readers.
         outcome: None; workers look at it as at that of a ticket.
+        record: Its record, if a trace records.
     """
 
     outcome = None
@@ -189,6 +191,13 @@ class Request(RowsResult):
         self._n_sent_again = 0
         self._why: BaseException | None = None
         self._was_interrupted = False  # as its value was decoded
+        self.record: CallTrace | None = None
+
+    def is_submitted(self) -> None:
+        """Begin its record, if a trace records."""
+        if hooks.trace is not None:
+            self.record = hooks.trace(self.site.group, self.site.method, self.workers)
+            self.record.is_encoded(0 if self.arguments is None else self.arguments.nbytes)
 
     @property
     def waits_for(self) -> Sequence[Result]:
@@ -301,12 +310,12 @@ class Request(RowsResult):
         """Cancel it: its coroutine is cancelled, or it is not sent. After Ctrl-C, it can be cancelled again."""
         if self.is_done:
             return False
-        self.is_cancelled = True
-        self.router.withdraw(self)
-        if self.replicas:  # what is in an outbox is not sent any more
+        self.is_cancelled = True  # first: it is not sent any more
+        if self.replicas:
             self.workers.interrupt(self._unanswered)
         else:
             self.end()
+        self.router.withdraw(self)
         return True
 
     def expire(self, why: BaseException) -> None:
@@ -356,6 +365,8 @@ class Request(RowsResult):
         with self.lock:
             if self.done is None:
                 self.done = self._made()
+                if self.record is not None:
+                    self.record.is_done()
         self.tickets, self.arguments = {}, None
         return True
 
@@ -369,6 +380,8 @@ class Request(RowsResult):
         for replica in self.replicas:
             for rank in replica.ranks:
                 outcome = self.workers.fetch(self.tickets[rank])
+                if self.record is not None:
+                    self.record.came(rank, self.tickets[rank], outcome)
                 if isinstance(outcome, Failure):
                     failures[rank] = outcome
                 elif rank == replica.ranks[0]:

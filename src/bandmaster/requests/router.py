@@ -134,6 +134,7 @@ class Router:
 
     def _put_or_wait(self, request: Request, target: Target, is_flushed: bool) -> bool:
         request.target = target
+        request.is_submitted()
         self._work.read_in_background()
         with self._lock:
             self._flush_others()
@@ -305,6 +306,8 @@ class Router:
                 ranks, label, method = replica.ranks[:1], request.site.method, request.asks_for or self.method
                 method = CALLS_BACK + method if request.calls_back else method
                 calls[request] = arguments.call(self.workers, ranks, method, request.reply, label)
+                if request.record is not None:
+                    calls[request] = calls[request]._replace(is_timed=True)
             except Exception as error:  # rows were lost, there is no memory, or the group was closed
                 request.fail(error)
         for _, some in groupby(calls, _overtakes):
@@ -416,6 +419,8 @@ def _take(batch: Sequence[Request], rank: int, tickets: Sequence[Ticket]) -> Non
     for request, ticket in zip(batch, tickets, strict=True):
         request.tickets[rank] = ticket
         ticket.on_done = request.replied
+        if request.record is not None:
+            request.record.is_sent()
 
 
 def _n_open(replica: Replica) -> int:

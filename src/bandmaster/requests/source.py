@@ -144,6 +144,8 @@ class MapSource(Source):
                 with feed.lock:
                     done = [*self._taken(), *self._late()]
                 feed.parts_done(done)
+            if feed.done is not None:
+                self._cancel()
         except Exception as error:
             feed.give_up(error)
         is_over = feed.done is not None and not self._open
@@ -151,6 +153,12 @@ class MapSource(Source):
             router.sources.pop(self, None)
             self.close()
         return is_over
+
+    def _cancel(self) -> None:
+        """Cancel the requests that the feed does not know of, or could not cancel, as Ctrl-C came meanwhile."""
+        for request in list(self._open):
+            if not (request.is_cancelled and request.is_sent):
+                request.cancel()
 
     def _taken(self) -> Sequence[Future[Any]]:
         """The futures of the requests that have ended, but for those that were late before."""

@@ -32,7 +32,8 @@ from bandmaster.wire.messages import (
 )
 from bandmaster.wire.poller import Poller
 
-_VALUE, _SEVERAL, _REPORT, _TIMED = ReplyKind.VALUE, ReplyKind.SEVERAL, ReplyKind.REPORT, ReplyKind.TIMED
+_VALUE, _SEVERAL, _REPORT = ReplyKind.VALUE, ReplyKind.SEVERAL, ReplyKind.REPORT
+_TIMED, _TIMES = ReplyKind.TIMED, ReplyKind.TIMES
 
 
 class MessageTicket(contract.Ticket):
@@ -197,8 +198,10 @@ class Client:
             if kind == _REPORT:
                 self.reports.take(rank, content)
                 continue
-            ticket = requests.pop(number, None)
-            if ticket is not None:
+            ticket = requests.get(number) if kind == _TIMES else requests.pop(number, None)
+            if ticket is not None and kind == _TIMES:
+                ticket.times = content, time.monotonic_ns()
+            elif ticket is not None:
                 self._finish(ticket, Payload(content) if kind == _VALUE else outcome_of(kind, content, receiver))
         return True
 

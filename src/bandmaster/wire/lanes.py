@@ -179,7 +179,7 @@ class LaneClient(Client):
             numbered = list(zip(fitting, self._new_requests(rank, len(requests), take), strict=False))
             for some in as_fit(numbered, _nbytes_of):
                 segments: list[Segment] = []
-                content = [(ticket.number, self._content_of(call, segments)) for call, ticket in some]
+                content = [(ticket.number, self._content_of(call, segments), call.is_timed) for call, ticket in some]
                 if segments:
                     self._have_leases_ended()
                 for segment in segments:

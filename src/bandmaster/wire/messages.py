@@ -54,7 +54,7 @@ class MessageKind:
     CALL = 1  # pickled: method, reply, parts, kept rows by their labels, the part with the numbers of those present
     ENVIRONMENT = 2  # pickled: variables that have changed
     PAUSE = 3  # nothing: the worker leaves the lane once it has done what came before
-    REQUESTS = 4  # pickled: number of each request, and what `CALL` says; no reply comes to the message itself
+    REQUESTS = 4  # pickled: number of each request, what `CALL` says, is it timed; the message itself has no reply
     CALLER = 5  # nothing: with it comes the descriptor of a lane to a further caller
     CANCEL = 6  # pickled: the numbers of requests
     TIMED = 64  # added to that of a call whose reply is to have times
@@ -71,6 +71,7 @@ class ReplyKind:
     FAILURE = 3  # pickled: the part that names the payload of a `Failure`
     SEVERAL = 5  # pickled: number, kind, and what the kind says of each of several small replies; its own number is 0
     REPORT = 6  # pickled: what the worker has reported of itself, `Worker` says how; its own number is 0
+    TIMES = 7  # only among `SEVERAL`: the times of the request whose reply comes next, packed as `contract.TIMES`
     TIMED = 128  # added to the others: the times of the worker are behind what they say
 
 

@@ -17,6 +17,7 @@ is gone. The version of the layout is in the name, so that processes with anothe
 
 from __future__ import annotations
 
+import _weakrefset
 import contextlib
 import ctypes
 import errno
@@ -29,6 +30,7 @@ import signal
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -58,6 +60,8 @@ STACKS_TIMEOUT_S = 0.5
 AGENT, DEBUGGER = "bandmaster-agent", "bandmaster-in-debugger"  # marks of `announce`
 AGAIN_S = 0.02  # after an interrupt that was put off
 IMPORTS = "<frozen importlib._bootstrap>"  # the file of the frames of an import
+# Python lets no exception out of a finalizer, and a module that is imported in part cannot be used later.
+_NOT_IN = {IMPORTS, weakref.__file__, _weakrefset.__file__}
 _SETTLED_S = 0.01  # stacks that have not grown for so long are whole
 _MOST_READS = 8
 
@@ -364,10 +368,8 @@ class StatusPage:
         number = self.running
         if number and self.words[_SLOTS_AT + number % N_SLOTS] == number:
             while frame is not None:
-                # Python lets no exception out of a finalizer, and a module that is imported in part cannot be used
-                # later: try again until it is over.
-                if frame.f_code.co_name == "__del__" or frame.f_code.co_filename == IMPORTS:
-                    self._signal_again()
+                if frame.f_code.co_name == "__del__" or frame.f_code.co_filename in _NOT_IN:
+                    self._signal_again()  # until it is over
                     return
                 frame = frame.f_back
             if (lock := SigintSafeLock.of_main_thread()) is not None:  # the method calls another group

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from time import monotonic
+from time import monotonic, monotonic_ns
 from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload
-from bandmaster.contract import CALLS_BACK, FIRST_ITEMS, MORE_ITEMS, Reply, Rows
+from bandmaster.contract import CALLS_BACK, FIRST_ITEMS, MORE_ITEMS, TIMES, Reply, Rows
 from bandmaster.errors.failure import Failure, FailureKind
-from bandmaster.wire.segment_reader import RowReaders
+from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
 from bandmaster.worker_process.call_path import RunningCall, running
 from bandmaster.worker_process.executor import Executor
 from bandmaster.worker_process.item_stream import ItemStream
@@ -29,6 +29,7 @@ class ReceivedRequest(NamedTuple):
         reply: What happens to its value, a `Reply`.
         parts: Its arguments; or the error that it ends with, as they cannot be read.
         rows: What reads the kept rows that these refer to.
+        is_timed: Whether the times are to be told with its outcome.
         caller: Whoever it came from.
     """
 
@@ -36,7 +37,8 @@ class ReceivedRequest(NamedTuple):
     method: str
     reply: int
     parts: Sequence[Payload] | OSError
-    rows: RowReaders
+    rows: RowReaders = NO_ROWS
+    is_timed: bool = False
     caller: Any = None
 
 
@@ -45,10 +47,10 @@ class RequestTasks:
 
     Args:
         executor: Has the worker.
-        ended: Called on the event loop with each request that has ended, and its outcome.
+        ended: Called on the event loop with each request that has ended, its outcome, and its times or None.
     """
 
-    def __init__(self, executor: Executor, ended: Callable[[ReceivedRequest, Outcome], object]) -> None:
+    def __init__(self, executor: Executor, ended: Callable[[ReceivedRequest, Outcome, bytes | None], object]) -> None:
         self._executor, self._ended = executor, ended
         self._loop = executor.event_loop()
         self._n_started = self._n_ended = 0  # each is counted by one thread
@@ -74,9 +76,10 @@ class RequestTasks:
     def _start(self, requests: Sequence[ReceivedRequest], given_up: Collection[int]) -> None:
         for request in requests:
             if request.number in given_up:
-                self._ended(request, _CANCELLED)
+                self._ended(request, _CANCELLED, None)
                 continue
-            request = request._replace(method=request.method.removeprefix(CALLS_BACK))
+            if request.method.startswith(CALLS_BACK):
+                request = request._replace(method=request.method.removeprefix(CALLS_BACK))
             known = self._taking if request.method in (FIRST_ITEMS, MORE_ITEMS) else self._running
             known[request.number] = request, monotonic()
             self._tasks[request.number] = self._loop.loop.create_task(self._run(request))
@@ -94,10 +97,12 @@ class RequestTasks:
         executor, method = self._executor, request.method
         call = RunningCall(method)
         running.set(call)
+        begun = decoded = ran = monotonic_ns() if request.is_timed else 0
         try:
             if isinstance(request.parts, OSError):
                 raise request.parts
             args, kwargs, value = executor.begun(method, request.parts, request.rows)
+            decoded = ran = monotonic_ns() if begun else 0
             if isinstance(value, ItemStream):
                 call.request = value.method
                 self._running[request.number] = request._replace(method=value.method), monotonic()
@@ -108,25 +113,26 @@ class RequestTasks:
                 value = await value
             if executor.after:
                 executor.call_hooks(executor.after, method, args, kwargs)
+            ran = monotonic_ns() if begun else 0
             outcome = value if isinstance(value, Failure) else executor.encoded(value, request.reply)
         except BaseException as error:  # the user's code may raise anything
             outcome = executor.failure(error)
         call.is_over = True
-        self._end(request.number, outcome)
+        self._end(request.number, outcome, TIMES.pack(begun, decoded, ran, monotonic_ns()) if begun else None)
         del outcome  # the error of a failure refers to this frame, which has the arguments
 
     def _has_ended(self, number: int, _: object) -> None:
         """End a request that was cancelled, perhaps before its task has begun."""
         if number in self._tasks:
-            self._end(number, None)
+            self._end(number, None, None)
 
-    def _end(self, number: int, outcome: Outcome) -> None:
+    def _end(self, number: int, outcome: Outcome, times: bytes | None) -> None:
         del self._tasks[number]
         request, _ = (self._running if number in self._running else self._taking).pop(number)
         if number in self._cancelled:
             self._cancelled.remove(number)
             outcome = _CANCELLED
-        self._ended(request, outcome)
+        self._ended(request, outcome, times)
 
     def numbers_of(self, caller: object) -> list[int]:
         """The requests of a caller that run; on the event loop."""

@@ -125,11 +125,11 @@ class Requests:
         else:
             leases: dict[int, Any] = {}
             requests = []
-            for number, content in read_content(message):
+            for number, content, is_timed in read_content(message):
                 try:
-                    requests.append(ReceivedRequest(number, *claimed(lane, content, leases), caller))
+                    requests.append(ReceivedRequest(number, *claimed(lane, content, leases), is_timed, caller))
                 except OSError as error:  # a segment cannot be opened
-                    requests.append(ReceivedRequest(number, content[0], content[1], error, NO_ROWS, caller))
+                    requests.append(ReceivedRequest(number, content[0], content[1], error, caller=caller))
             self._tasks.start(requests, frozenset(self._given_up))
         lane.body = None
 
@@ -210,8 +210,8 @@ class Requests:
 
     # --- replies, on the event loop ---
 
-    def _ended(self, request: ReceivedRequest, outcome: Outcome) -> None:
-        request.caller.reply(request.number, outcome)
+    def _ended(self, request: ReceivedRequest, outcome: Outcome, times: bytes | None) -> None:
+        request.caller.reply(request.number, outcome, times)
         self._tell_versions()
         self._tasks.count(1)
 
@@ -248,9 +248,11 @@ class _Caller:
         if (reports := new_reports(self._requests.executor, self.lane)) is not None:
             self._add(0, ReplyKind.REPORT, reports)
 
-    def reply(self, number: int, outcome: Outcome) -> None:
+    def reply(self, number: int, outcome: Outcome, times: bytes | None) -> None:
         """Reply to a request soon: small replies of one round of the event loop go in one message."""
         self.report()
+        if times is not None:
+            self._add(number, ReplyKind.TIMES, times)
         if isinstance(outcome, Payload) and not outcome.buffers and len(outcome.head) <= INLINE_NBYTES:
             self._add(number, ReplyKind.VALUE, outcome.head)
         elif outcome is None:
@@ -258,7 +260,7 @@ class _Caller:
         elif isinstance(outcome, Failure) and (encoded := encode(outcome)).nbytes <= INLINE_NBYTES:
             self._add(number, ReplyKind.FAILURE, inline(encoded))
         else:
-            self._unsent.append(partial(self._send_large, number, outcome))
+            self._unsent.append(partial(self._send_large, number, outcome, times))
             self._loop.call_soon(self._send_rest)
 
     def _add(self, *reply: Any) -> None:
@@ -289,10 +291,10 @@ class _Caller:
             self._loop.remove_writer(self.lane.fileno())
         self._requests.go_on()
 
-    def _send_large(self, number: int, outcome: Outcome) -> None:
+    def _send_large(self, number: int, outcome: Outcome, times: bytes | None) -> None:
         if not select.select((), (self.lane.fileno(),), (), 0)[1]:
             raise BlockingIOError
-        reply(self.lane, number, [outcome])
+        reply(self.lane, number, [outcome], times)
 
     def tell_of_leases(self) -> None:
         """Tell of leases that have ended, as long as there are any, and while the event loop has the lane."""
