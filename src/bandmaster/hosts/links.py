@@ -59,7 +59,6 @@ class Agent:
         host: Name of its host.
         address: The address at which it listens.
         pid: Its process, on its host.
-        door: The address of its door, where workers on its host ask for lanes; "" if it has none.
         groups: The groups that have ranks on its host.
         lost: Why it is gone; None as long as it is not.
         kept: Keys of rows that futures of this controller refer to.
@@ -67,10 +66,8 @@ class Agent:
         pinged_at: When it was asked for a sign of life.
     """
 
-    def __init__(
-        self, link: Link, key: Hashable, host: str, address: tuple[str, int], pid: int, door: str = ""
-    ) -> None:
-        self.link, self.key, self.host, self.address, self.pid, self.door = link, key, host, address, pid, door
+    def __init__(self, link: Link, key: Hashable, host: str, address: tuple[str, int], pid: int) -> None:
+        self.link, self.key, self.host, self.address, self.pid = link, key, host, address, pid
         self.groups: dict[str, RemoteGroup] = {}
         self.lost: str | None = None
         self.kept: set[RowKey] = set()
@@ -106,12 +103,13 @@ class AgentLinks(Client):
 
     Args:
         release: Ends the agents that are not needed. A thread calls it again and again as long as there is one.
+        poller: Waits for more than the links; by default it is theirs.
     """
 
     relays: ClassVar[RelaysCalls | None] = None
 
-    def __init__(self, release: Callable[[], object] = lambda: None) -> None:
-        self.poller, self.numbers = Poller(), itertools.count(1)
+    def __init__(self, release: Callable[[], object] = lambda: None, poller: Poller | None = None) -> None:
+        self.poller, self.numbers = poller or Poller(), itertools.count(1)
         super().__init__(self.poller, self.numbers)
         self.secret = Secret.new()
         self.agents: dict[Hashable, Agent] = {}
@@ -122,17 +120,21 @@ class AgentLinks(Client):
     def add(self, agent: Agent) -> None:
         """Serve a new link."""
         with self.lock:
-            self.agents[agent.key] = agent
-            self._open[id(agent)] = {}
-            agent.link.serve(self.poller, partial(self._take, agent), partial(self._lose, agent))
-            if self._stop_beating is None:
-                self._stop_beating = threading.Event()
-                start_thread("bandmaster-heartbeat", self._beat, self._stop_beating)
+            self.serve(agent)
+
+    def serve(self, agent: Agent) -> None:
+        """Serve a new link; the lock is held."""
+        self.agents[agent.key] = agent
+        self._open[id(agent)] = {}
+        agent.link.serve(self.poller, partial(self._take, agent), partial(self.lose, agent))
+        if self._stop_beating is None:
+            self._stop_beating = threading.Event()
+            start_thread("bandmaster-heartbeat", self._beat, self._stop_beating)
 
     def remove(self, agent: Agent) -> None:
         """Close a link."""
         with self.lock:
-            self._lose(agent, CLOSED)
+            self.lose(agent, CLOSED)
 
     def close(self) -> None:
         """Close all links."""
@@ -166,7 +168,7 @@ class AgentLinks(Client):
                     self.poller.receive(BEAT_S)
                 for agent in waiting:
                     if time.monotonic() - max(began, agent.link.heard_at) > host_timeout_s():
-                        self._lose(agent, f"it has taken nothing for {host_timeout_s():g} s")
+                        self.lose(agent, f"it has taken nothing for {host_timeout_s():g} s")
 
     def ask(self, agent: Agent, question: Callable[..., object], *args: Any) -> MessageTicket:
         """Have an agent call a method of its `AgentServer`; `answers` waits for what that returns."""
@@ -226,7 +228,7 @@ class AgentLinks(Client):
         elif kind == FrameKind.RELAY and self.relays is not None:
             self.relays.take(self, agent, message)
 
-    def _lose(self, agent: Agent, why: str) -> None:
+    def lose(self, agent: Agent, why: str) -> None:
         """Take the end of an agent."""
         if agent.lost is not None:
             return
@@ -264,7 +266,7 @@ class AgentLinks(Client):
         is_owed = bool(self._open[id(agent)]) or any(group.is_owed(agent) for group in agent.groups.values())
         is_asked = agent.pinged_at > agent.link.heard_at
         if is_owed and is_asked and silent_s >= limit_s - BEAT_S and now - agent.pinged_at >= limit_s / 2:
-            self._lose(agent, f"it has given no sign of life for {silent_s:.0f} s")
+            self.lose(agent, f"it has given no sign of life for {silent_s:.0f} s")
         elif agent.released or (is_owed and not is_asked and silent_s >= SILENCE_S):
             agent.pinged_at = now
             self.send(agent, FrameKind.PING)
