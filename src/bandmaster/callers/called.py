@@ -231,7 +231,6 @@ class RelayedMethod(CalledMethod):
         spec: The method.
         n_replicas: The number of its replicas if it is a request, else 0.
         given: The options that the controller gets.
-        target: Those of a stream.
     """
 
     def __init__(
@@ -241,11 +240,10 @@ class RelayedMethod(CalledMethod):
         spec: MethodSpec,
         n_replicas: int,
         given: Mapping[str, Any] = _NO_OPTIONS,
-        target: Target = ANY,
     ) -> None:
         function = _yields if spec.is_generator else _is_awaited
         relayed = replace(spec, function=function, goes_everywhere=True, registration=_RELAYED, mesh=_ONE, ranks=(0,))
-        super().__init__(group, submitter, relayed, None, target)
+        super().__init__(group, submitter, relayed, None, replace(ANY, maxsize=given.get("maxsize", ANY.maxsize)))
         self._asked, self._n_replicas, self._given = spec, n_replicas, dict(given)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -259,11 +257,10 @@ class RelayedMethod(CalledMethod):
 
     def options(self, /, **options: Any) -> RelayedMethod:
         """A copy of this method with other options; the controller checks those of calls of all ranks."""
-        given, target = {**self._given, **options}, ANY
+        given = {**self._given, **options}
         if self._n_replicas:
-            chosen = {name: value for name, value in given.items() if name != "timeout"}
-            target = replace(ANY, maxsize=ANY.but(chosen, self._n_replicas).maxsize)
-        return type(self)(self._group, self._submitter, self._asked, self._n_replicas, given, target)
+            ANY.but({name: value for name, value in given.items() if name != "timeout"}, self._n_replicas)
+        return type(self)(self._group, self._submitter, self._asked, self._n_replicas, given)
 
     def all(self, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
         """Send the request to all replicas; see `RequestMethod.all`."""

@@ -13,9 +13,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from bandmaster.callers.far import FarPlace
-from bandmaster.callers.passed import FIND, FarCalls, Relay
-from bandmaster.callers.reached import DIED, ELSEWHERE, FAR, MOVED, READY, SHUT, Asked
+from bandmaster.callers.passed import FIND, FarCalls, PassedCalls
+from bandmaster.callers.reached import DIED, ELSEWHERE, FAR, MOVED, READY, SHUT, Asked, FarPlace
 from bandmaster.calls.future import Future
 from bandmaster.contract import FIRST_ITEMS, METHOD, MORE_ITEMS, OPEN_ITEMS, Workers
 from bandmaster.errors import BandmasterError, ClosedError, UsageError
@@ -33,7 +32,7 @@ from bandmaster.wire.lanes import LaneClient
 from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.wire.segments import SegmentWriter
 from bandmaster.worker_process.call_path import PATH, conflict, earlier, refusal
-from bandmaster.worker_process.executor import Arguments
+from bandmaster.worker_process.executor import Arguments, Executor
 from bandmaster.worker_process.requests import Requests
 
 OPTIONS = "bandmaster.options"  # the keyword with the options of a relayed call
@@ -80,11 +79,11 @@ class Door:
 
     _far: FarCalls
 
-    def __init__(self, relay: Relay | None = None) -> None:
+    def __init__(self, relay: PassedCalls | None = None) -> None:
         self.address = f"bandmaster-door-{os.getpid()}-{secrets.token_hex(8)}"
         self._n_forks = n_forks()
         self._groups: dict[str, GivenGroup] = {}
-        self._relay = relay or ControllersRelay(self._groups)
+        self._relay: ControllersRelay | PassedCalls = relay or ControllersRelay(self._groups)
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listening.bind(f"\0{self.address}")
         self._listening.listen(socket.SOMAXCONN)
@@ -101,7 +100,8 @@ class Door:
             door = cls._open
             if door is None or door._n_forks != n_forks():
                 door = cls._open = cls()
-                door._far = AgentLinks.relays = FarCalls(door._relay)
+                door._far = FarCalls(door._relay)
+                AgentLinks.relays[:] = [door._far.take]
                 cls._addresses.add((n_forks(), door.address))
             door._groups[key] = group
             return door.address
@@ -191,7 +191,7 @@ class Door:
             sock.close()
 
 
-class ControllersRelay(Relay):
+class ControllersRelay(Executor):
     """Makes the calls of groups that workers ask the controller for: those that are for several ranks, or other hosts.
 
     The name of a method has the key of its group before it.
@@ -205,7 +205,7 @@ class ControllersRelay(Relay):
         self._groups = groups
 
     async def find(self, asked: Asked) -> tuple[str, Any]:
-        """The workers that have a rank; see `Relay.find`."""
+        """The workers on this host that have a rank, its place on another one, or why it has none: see `READY`."""
         try:
             group = _found(asked.group, self._groups)
             workers = group.workers()

@@ -34,15 +34,7 @@ _CLOSED = "group was closed; its workers cannot be called any more"
 _SHUT = Failure(FailureKind.RELAYED, _CLOSED, exception=ClosedError(_CLOSED))
 
 
-class Relay(Executor):
-    """Makes calls of groups that were given to workers, and knows their ranks."""
-
-    async def find(self, asked: Asked) -> tuple[str, Any]:
-        """The workers that have a rank; or why there is no lane to it, as the answer of a door."""
-        raise NotImplementedError
-
-
-class PassedCalls(Relay):
+class PassedCalls(Executor):
     """Has the controller make the calls of workers on this host.
 
     Args:
@@ -67,7 +59,7 @@ class PassedCalls(Relay):
         return outcome
 
     async def find(self, asked: Asked) -> tuple[str, Any]:
-        """The workers that have a rank, if it is on this host; see `Relay.find`."""
+        """The workers on this host that have a rank, or else what the controller says; see `ControllersRelay.find`."""
         found = await self._outcome(FIND, [encode(((0, asked),))])
         if not isinstance(found, Payload):
             return SHUT, _CLOSED

@@ -1,4 +1,10 @@
-"""`ReachedWorkers`: the workers of a group, reached from another worker by lanes that a door hands out, or links."""
+"""`ReachedWorkers`: the workers of a group, reached from another worker by lanes that a door hands out, or links.
+
+::
+
+    ReachedWorkers ── lanes ──► ranks on this host
+         └── FarRanks, for each other host ── link ──► agent ── HostRanks, for each caller ── lanes ──► ranks there
+"""
 
 from __future__ import annotations
 
@@ -12,13 +18,14 @@ from functools import partial
 from socket import gethostname
 from typing import Any, NamedTuple, NoReturn
 
-from bandmaster.callers.far import FarPlace, FarRanks
 from bandmaster.codec import Payload
 from bandmaster.contract import CLOSED, Kept, Ticket, WorkerCall, WorkerRecord
 from bandmaster.errors import ClosedError, ResourceError, UsageError
 from bandmaster.errors.failure import Failure, FailureKind
-from bandmaster.hosts.handshake import Refused
-from bandmaster.hosts.links import AgentLinks
+from bandmaster.hosts.handshake import Refused, Secret
+from bandmaster.hosts.link import FOR_CALLERS, Address, FrameKind, connect
+from bandmaster.hosts.links import Agent, AgentLinks
+from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.platform.settings import agents_door
 from bandmaster.wire.client import MessageTicket
@@ -58,6 +65,24 @@ class Asked(NamedTuple):
     but: object = None
 
 
+class FarPlace(NamedTuple):
+    """The place of a rank on another host.
+
+    Attributes:
+        address: The address of the agent there.
+        host: Name of the host.
+        group: The name by which the agent knows the group.
+        pid: The process of the rank.
+        secret: The secret of the agent; None where it is known.
+    """
+
+    address: Address
+    host: str
+    group: str
+    pid: int
+    secret: Secret | None
+
+
 class ReachedWorkers(LaneClient):
     """The workers of a group that was given to this process; see `bandmaster.contract.Workers`.
 
@@ -78,8 +103,7 @@ class ReachedWorkers(LaneClient):
     def __init__(self, door: str, group: str, n_ranks: int, name: str) -> None:
         super().__init__(lambda _: Failure(FailureKind.DIED, CLOSED), _numbers())
         self._door, self._group, self._name = door, group, name
-        self._known: dict[int, Process] = {}  # the processes of ranks
-        self._process: dict[int, object] = {}  # the same, as the door says it
+        self._process: dict[int, int | FarPlace] = {}  # of ranks, as the door has said it
         self._links: AgentLinks | None = None  # to the agents of other hosts
         self._far: dict[int, FarRanks] = {}
         self._is_asking = False
@@ -141,11 +165,12 @@ class ReachedWorkers(LaneClient):
 
     def processes_for(self, path: Sequence[Step]) -> Mapping[int, Process]:
         """The processes of the ranks, among which there may be one that waits for a call with this path."""
-        here = gethostname()
         if len(path) > 1 or (path and self._is_own is None):
             self.reach_all()
-            self._is_own = (here, os.getpid()) in self._known.values()
-        return dict(self._known) if len(path) > 1 or self._is_own else {}
+            self._is_own = os.getpid() in self._process.values()
+        here = gethostname() if len(path) > 1 or self._is_own else ""
+        known = self._process.items() if here else ()
+        return {rank: (here, said) if isinstance(said, int) else (said.host, said.pid) for rank, said in known}
 
     # --- lanes and links ---
 
@@ -165,10 +190,10 @@ class ReachedWorkers(LaneClient):
         """Take an answer of the door: a lane, a place, a death, or the end of the group; the lock is held."""
         if answer == READY:
             assert sock is not None, "it was answered"
-            self._known[rank], self._process[rank] = (gethostname(), said), said
+            self._process[rank] = said
             self._add(rank, sock, said)
         elif answer == FAR and rank not in self._lanes:
-            self._known[rank], self._process[rank] = (said.host, said.pid), said
+            self._process[rank] = said
             self._add_far(rank, said)
         elif answer in (DIED, NOTHING):
             assert sock is not None, "it was answered"
@@ -196,7 +221,7 @@ class ReachedWorkers(LaneClient):
             known.pop(rank, None)
 
     def far_has_died(self, ranks: FarRanks, rank: int, failure: Failure | None) -> None:
-        """Take the death of a rank on another host; see `OwnsFarRanks`."""
+        """Take the death of a rank on another host, and how it died, if that is known; the lock is held."""
         if self._far.get(rank) is ranks:
             self._note_death(rank, failure)
 
@@ -261,6 +286,55 @@ class ReachedWorkers(LaneClient):
         if (links := self._links) is not None:
             for agent in list(links.agents.values()):
                 links.lose(agent, why)
+
+
+class FarRanks(AgentWorkers):
+    """The ranks of a group on one other host. It is made while the lock of the links is held.
+
+    Args:
+        place: The place of one of them.
+        links: The links of the workers of the whole group.
+        agent: The agent there.
+        owner: These workers.
+        n_ranks: The number of ranks of the group.
+    """
+
+    def __init__(self, place: FarPlace, links: AgentLinks, agent: Agent, owner: ReachedWorkers, n_ranks: int) -> None:
+        super().__init__(place.group, links, [agent] * n_ranks)
+        self.reports, self._owner = owner.reports, owner
+        agent.groups[place.group] = self
+        links.send(agent, FrameKind.CALLS, place.group, [], [], False)  # so that it tells of reports and deaths
+
+    @classmethod
+    def at(cls, place: FarPlace, links: AgentLinks, owner: ReachedWorkers, n_ranks: int) -> FarRanks:
+        """The ranks at a place, to which there is a link from here on.
+
+        Raises:
+            Refused, OSError: The agent there cannot be reached.
+        """
+        agent = links.agents.get(place.address)
+        if agent is None:
+            assert place.secret is not None, "the door has told it"
+            link = connect(place.address, place.secret, FOR_CALLERS)
+            agent = Agent(link, place.address, place.host, place.address, 0)
+            links.serve(agent)
+        known = agent.groups.get(place.group)
+        return known if isinstance(known, cls) else cls(place, links, agent, owner, n_ranks)
+
+    def take_deaths(self, deaths: Mapping[int, Failure]) -> None:
+        """Take the deaths of ranks that their agent tells of."""
+        for rank in deaths:
+            self._owner.far_has_died(self, rank, None)
+
+    def host_is_lost(self, agent: Agent, why: str) -> None:
+        """Take the end of the host."""
+        failure = Failure.of_death(f"host {agent.host} ({agent.address[0]}) is lost: {why}", "", agent.host, 0, "")
+        for rank in range(len(self._agents)):
+            self._owner.far_has_died(self, rank, failure)
+
+    def fail(self, rank: int, failure: Failure) -> None:
+        """Fail the requests to a rank that has died; the lock is held."""
+        super().take_deaths({rank: failure})
 
 
 def is_here(door: str) -> bool:

@@ -43,13 +43,6 @@ class RemoteGroup(Protocol):
         """Whether ranks of a host owe a reply."""
 
 
-class RelaysCalls(Protocol):
-    """The room `callers`, as far as links know it; see `AgentLinks.relays`."""
-
-    def take(self, links: AgentLinks, agent: Agent, message: Message | None) -> None:
-        """Take a call of a worker on the host of an agent; None if the agent is lost. The lock is held."""
-
-
 class Agent:
     """The agent of one host, on the controller's side.
 
@@ -99,14 +92,15 @@ class AgentLinks(Client):
         row_links: Connections to them that rows are fetched by.
         poller: Waits for what arrives over all links.
         numbers: The numbers of calls and questions.
-        relays: Makes calls for workers on other hosts, once a group was given to workers.
+        relays: Called with each call that a worker has the controller make by way of an agent, and with None when an
+            agent is lost; the lock is held.
 
     Args:
         release: Ends the agents that are not needed. A thread calls it again and again as long as there is one.
         poller: Waits for more than the links; by default it is theirs.
     """
 
-    relays: ClassVar[RelaysCalls | None] = None
+    relays: ClassVar[list[Callable[[AgentLinks, Agent, Message | None], object]]] = []
 
     def __init__(self, release: Callable[[], object] = lambda: None, poller: Poller | None = None) -> None:
         self.poller, self.numbers = poller or Poller(), itertools.count(1)
@@ -225,8 +219,8 @@ class AgentLinks(Client):
             ticket = self._open[id(agent)].pop(content[0], None)
             if ticket is not None:
                 self._finish(ticket, content[1])
-        elif kind == FrameKind.RELAY and self.relays is not None:
-            self.relays.take(self, agent, message)
+        elif kind == FrameKind.RELAY:
+            self.relays[0](self, agent, message)
 
     def lose(self, agent: Agent, why: str) -> None:
         """Take the end of an agent."""
@@ -241,8 +235,8 @@ class AgentLinks(Client):
         del self._open[id(agent)]
         for group in list(agent.groups.values()):
             group.host_is_lost(agent, why)
-        if self.relays is not None:
-            self.relays.take(self, agent, None)
+        for take in self.relays:
+            take(self, agent, None)
         if not self.agents and self._stop_beating is not None:
             self._stop_beating.set()
             self._stop_beating = None
