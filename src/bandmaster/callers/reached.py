@@ -118,29 +118,26 @@ class ReachedWorkers(LaneClient):
         """Leave payloads as they are: how they travel depends on the rank."""
         return list(payloads)
 
-    def _placed(self, call: WorkerCall) -> WorkerCall:
-        far = self._far.get(call.ranks[0])
-        return call._replace(parts=tuple(super().put(call.parts) if far is None else far.put(call.parts)))
-
     def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
         """Send requests to a rank; see `contract.Workers.request`."""
         self._reach((rank,))
-        send = super().request if (far := self._far.get(rank)) is None else far.request
-        send(rank, list(map(self._placed, requests)), take)
+        client: Any = self._far.get(rank) or super()
+        client.request(rank, [_placed(call, client.put) for call in requests], take)
 
     def call(self, calls: Sequence[WorkerCall], tickets: dict[int, Any]) -> None:
         """Send calls, each to one rank; see `contract.Workers.call`."""
         self._reach([rank for call in calls for rank in call.ranks])
         for call in calls:
-            send = super().call if (far := self._far.get(call.ranks[0])) is None else far.call
-            send([self._placed(call)], tickets)
+            client: Any = self._far.get(call.ranks[0]) or super()
+            client.call([_placed(call, client.put)], tickets)
 
     def interrupt(self, tickets: Mapping[int, MessageTicket], kill_because: str | None = None) -> None:
         """Interrupt calls; see `contract.Workers.interrupt`. Only the controller ends processes."""
         if kill_because is None:
             super().interrupt({rank: ticket for rank, ticket in tickets.items() if rank not in self._far})
-            for rank in tickets.keys() & self._far.keys():
-                self._far[rank].interrupt({rank: tickets[rank]})
+            for rank, ticket in tickets.items():
+                if (far := self._far.get(rank)) is not None:
+                    far.interrupt({rank: ticket})
 
     def stacks(self, tickets: Mapping[int, MessageTicket]) -> dict[int, str]:
         """The stacks of ranks on this host; see `contract.Workers.stacks`."""
@@ -193,6 +190,8 @@ class ReachedWorkers(LaneClient):
             self._process[rank] = said
             self._add(rank, sock, said)
         elif answer == FAR and rank not in self._lanes:
+            assert sock is not None, "it was answered"
+            sock.close()
             self._process[rank] = said
             self._add_far(rank, said)
         elif answer in (DIED, NOTHING):
@@ -335,6 +334,11 @@ class FarRanks(AgentWorkers):
     def fail(self, rank: int, failure: Failure) -> None:
         """Fail the requests to a rank that has died; the lock is held."""
         super().take_deaths({rank: failure})
+
+
+def _placed(call: WorkerCall, put: Callable[[Sequence[Any]], Sequence[Any]]) -> WorkerCall:
+    """A call whose parts travel to a rank."""
+    return call._replace(parts=tuple(put(call.parts)))
 
 
 def is_here(door: str) -> bool:

@@ -345,6 +345,9 @@ class AgentServer:
                 self._poller.ignore(ranks.workers.arrivals)
         if ranks is not None:
             ranks.workers.stop(why)
+        with self._lock:
+            self._tell()  # callers on other hosts
+            self._called = {key: ranks for key, ranks in self._called.items() if key[1] != name}
 
     def end(self) -> None:
         """End all that was started on this host."""
