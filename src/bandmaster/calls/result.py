@@ -118,9 +118,9 @@ class Result(ABC):
     def drive_in_background(self) -> None:  # noqa: B027  # others may tell it of its end
         """Ensure that it is done, and that the functions of `watch` are called, though no thread waits for it."""
 
-    @abstractmethod
     def table(self) -> Table:
         """The rows; it is done, without an error, and keeps them."""
+        raise AssertionError("it keeps no rows")
 
     def release(self) -> None:
         """Release the rows that are kept, or will be. Takes no lock, as garbage may be collected under any."""
@@ -151,9 +151,9 @@ class Result(ABC):
             raise done.error
         return done.value
 
-    @abstractmethod
     def _brought(self, deadline: Deadline) -> Done:
         """Read the rows. Returns the end with the value or an error. Raises temporary errors. `lock` is held."""
+        raise AssertionError("it keeps no rows")
 
     def check_small_rows(self) -> None:  # noqa: B027  # most results have none
         """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""

@@ -117,9 +117,13 @@ class GroupMethod(Generic[P, C, G]):
         if parents or self._submitter.work.waiting:
             given = _as_they_are(args, kwargs)
         plan = partial(_claimed, claims_of(*given), partial(self._plan, *given))
-        from bandmaster.flow.flow import Flow  # a feature
+        from bandmaster.flow.flow import Items, Values  # a feature
+        from bandmaster.flow.stream import Stream
 
-        return Flow(self._group, self._submitter, self._spec, self._options, self._flow).stream(plan, parents)
+        kind = Items if self._spec.is_generator else Values
+        feed = kind(self._group, self._submitter, self._spec, self._options, self._flow)
+        feed.start(plan, parents)
+        return Stream(feed)
 
     def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
         """Plan the arguments; the rows of futures among them are there."""

@@ -164,12 +164,12 @@ class RequestMethod(Generic[P, G]):
             [(0, 'X?'), (1, 'Y?')]
         """
         from bandmaster.requests.map import open_map
-        from bandmaster.requests.source import MapCall
+        from bandmaster.requests.map_feed import MapFeed
 
-        spec, submitter, how = self._spec, self._submitter, MapOptions(in_flight, chunk, group_by, on_error, maxsize)
-        router, site = Router.of(submitter, spec), submitter.site(spec.name, self._options)
-        call = MapCall(self._group, submitter, router, site, self._target, how, self.beside)
-        return open_map(call, spec, bind(spec.label, spec.signature, args, kwargs))
+        spec, how = self._spec, MapOptions(maxsize, on_error, in_flight, chunk, group_by)
+        router, site = Router.of(self._submitter, spec), self._submitter.site(spec.name, self._options)
+        feed = MapFeed(self._group, router, site, self._target, how, self.beside)
+        return open_map(feed, spec, bind(spec.label, spec.signature, args, kwargs))
 
     def options(self, /, **options: Unpack[RequestOptions]) -> RequestMethod[P, G]:
         """A copy of this method with other options.

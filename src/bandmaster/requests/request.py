@@ -124,7 +124,7 @@ class SendsRequests(Protocol):
 
 
 class HasParts(Protocol):
-    """A map, as far as its requests know it; see `bandmaster.requests.source`."""
+    """A map, as far as its requests know it; see `bandmaster.requests.map_feed`."""
 
     def note(self, request: Request) -> None:
         """Have the thread of callbacks look at a request that has ended, or that a place may be free for."""

@@ -38,6 +38,7 @@ class Router:
     """Sends the requests of one method to the replicas of a group.
 
     Attributes:
+        submitter: Sends the calls of the group.
         workers: The workers of the group; after a restart, it has another router.
         method: The workers' name of the method.
         is_exclusive: Whether the method is not async, so that it runs alone.
@@ -50,7 +51,7 @@ class Router:
 
     def __init__(self, submitter: Submitter, spec: MethodSpec, workers: Workers) -> None:
         protocol: Any = spec.registration.protocol
-        self.workers, self.method = workers, submitter.worker_method(spec.name)
+        self.submitter, self.workers, self.method = submitter, workers, submitter.worker_method(spec.name)
         self.is_exclusive, self.concurrency = not (spec.is_async or spec.is_generator), spec.registration.concurrency
         self.is_idempotent = spec.registration.is_idempotent
         self._role = self.method.removesuffix(spec.name)
