@@ -31,7 +31,7 @@ from bandmaster.calls.request import NOTHING, CallRequest, CallSite
 from bandmaster.calls.result import Done, Result, RowsResult, late, wait_for_all
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Ticket, Workers
-from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, RowsLost, UsageError
+from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, UsageError
 from bandmaster.errors.failure import Failure, is_in_debugger
 from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
@@ -114,7 +114,6 @@ class Call(RowsResult):
         self._values: dict[int, Any] = {}
         self._escalation: Escalation | None = None
         self._arrived: set[int] = set()  # ranks that had come to this call when the present grace began
-        self._interrupted: set[int] = set()  # ranks whose values have raised KeyboardInterrupt when they were decoded
 
     # --- WAITING ---
 
@@ -391,13 +390,6 @@ class Call(RowsResult):
                 values[rank] = value
         self.tickets = still  # last: after Ctrl-C, the same replies are taken again
 
-    def _unreadable(self, rank: int, error: BaseException) -> Failure:
-        """The failure of a rank whose value raised when it was decoded; raises the error again if Ctrl-C caused it."""
-        was_interrupted = rank in self._interrupted
-        if isinstance(error, KeyboardInterrupt):
-            self._interrupted.add(rank)
-        return Failure.unreadable(error, was_interrupted)
-
     # --- ranks that go on with a call that failed ---
 
     def _do_what_is_due(self) -> float | None:
@@ -504,20 +496,10 @@ class Call(RowsResult):
             self._collection = NOTHING  # the collection may refer to the group, which refers to its calls
 
     def _brought(self, deadline: Deadline) -> Done:
-        """Read the kept rows. Returns the end with the value, or with an error that will not change.
-
-        Raises errors that may be temporary.
-        """
-        assert self._rows is not None, "rows were kept"
-        values = {}
-        for rank in self._collection.ranks:
-            try:
-                values[rank] = self._rows.parts[rank].value(deadline)
-            except (RowsLost, CallTimeout, ResourceError):
-                raise
-            except BaseException as error:  # the user's objects may raise anything as they are unpickled
-                self.failures[rank] = self._unreadable(rank, error)
-                self._has_failed = True
+        values, failures = self._read_rows(deadline)
+        if failures:
+            self.failures.update(failures)
+            self._has_failed = True
         failed = self._error()
         done = collected(self._collection, values, self.site, self.real_rows) if failed is None else Done(failed)
         if isinstance(done.error, ResourceError):

@@ -86,7 +86,7 @@ class MapFeed(Feed):
         self._free = [Share(place, ()) for place in range(n)]
         whole = to_ranks(plan.whole, ()).beside(self._beside)
         self._parts, self._whole = plan, Arguments.of(whole, self.site.method) if whole.items else Arguments(None)
-        router.sources[self] = None
+        router.sources[self.look] = None
         progress.add(self)
         return {}
 
@@ -99,7 +99,7 @@ class MapFeed(Feed):
         is_gated = self.how.maxsize is not None  # then it is sent as the user takes others
         with self._submitter.admitted(label) if is_gated else contextlib.nullcontext():
             arguments = Arguments.of(to_ranks(self._parts.of(number), ()), label).beside(self._whole)
-            request = Request(self._each, arguments, self._router, self.how.chunk is not None, self)
+            request = Request(self._each, arguments, self._router, self.how.chunk is not None, self.note)
             self._router.put(request, self._target)
         self._n_sent += 1
         future: Future[Any] = Future(request, self._group)
@@ -143,7 +143,7 @@ class MapFeed(Feed):
             self.give_up(error)
         is_over = self.is_ended and not self._open
         if is_over:
-            self._router.sources.pop(self, None)
+            self._router.sources.pop(self.look, None)
             self.close()
         return is_over
 

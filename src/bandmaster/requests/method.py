@@ -15,8 +15,9 @@ from bandmaster.errors import UsageError
 from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.plan.binding import bind
 from bandmaster.requests.arguments import Arguments
+from bandmaster.requests.future import RequestFuture
 from bandmaster.requests.parts import MapOptions
-from bandmaster.requests.request import Request, RequestFuture
+from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router
 from bandmaster.requests.stream import GeneratorRequest, RequestStream
 from bandmaster.requests.target import ANY, Target

@@ -26,7 +26,8 @@ from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.errors.failure import Failure
 from bandmaster.flow.stream import Closing
 from bandmaster.requests.arguments import Arguments
-from bandmaster.requests.request import Request, RequestFuture, SendsRequests
+from bandmaster.requests.future import RequestFuture
+from bandmaster.requests.request import Request, SendsRequests
 
 T = TypeVar("T")
 
