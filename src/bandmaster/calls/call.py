@@ -35,7 +35,7 @@ from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, UsageEr
 from bandmaster.errors.failure import Failure, is_in_debugger
 from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
-from bandmaster.platform.locks import check_not_held
+from bandmaster.platform.locks import check_not_held, run_if_free
 from bandmaster.rows.kept import KeptPart, KeptRows
 
 FENCE_LOOK_S = 0.02  # a failed call holds back the one that is waited for
@@ -298,8 +298,7 @@ class Call(RowsResult):
             except RuntimeError:  # this thread did not get it, because of the timeout or of Ctrl-C
                 pass
             else:
-                if self.is_watched:
-                    self._tell_if_missed()
+                self._tell_if_missed()
 
     def drive(self) -> float | None:
         """Take the replies that have arrived and run the due steps of the escalation, unless another thread does so.
@@ -307,26 +306,20 @@ class Call(RowsResult):
         Returns:
             The moment at which there is more to do, if there is one.
         """
-        if self.has_ended or self.lock._is_owned():
-            return None
-        try:
-            if not self.lock.acquire(blocking=False):
-                return None
-            self._take(0.0)
-            moment = self._escalate()
-            return None if self._note_end() else moment
-        finally:
-            try:
-                self.lock.release()  # not in a function, at whose beginning Ctrl-C may come
-            except RuntimeError:  # this thread did not get it, because of the timeout or of Ctrl-C
-                pass
-            else:
-                if self.is_watched:
-                    self._tell_if_missed()
+        moments: list[float | None] = [None]
+        if not (self.has_ended or self.lock._is_owned()) and run_if_free(self.lock, lambda: self._drive(moments)):
+            self._tell_if_missed()
+        return moments[-1]
+
+    def _drive(self, moments: list[float | None]) -> None:
+        self._take(0.0)
+        moments.append(self._escalate())
+        if self._note_end():
+            moments.append(None)
 
     def _tell_if_missed(self) -> None:
         """Have the watch look again if it found `lock` taken meanwhile, or if replies are there without a result."""
-        if self._was_missed or (self.has_ended and self.done is None):
+        if self.is_watched and (self._was_missed or (self.has_ended and self.done is None)):
             self._was_missed = False
             progress.look_at(self)
 

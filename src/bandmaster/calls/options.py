@@ -102,8 +102,6 @@ class CallOptions:
         Raises:
             UsageError: An option is unknown, or its value is not a non-negative number or None.
         """
-        if not changes:
-            return self
         for name, value in changes.items():
             if name in ("pull", "group_by"):
                 raise UsageError(
@@ -115,8 +113,7 @@ class CallOptions:
                     f"a call has no option {name!r}; its options are timeout and grace, both in seconds{where}"
                 )
             check_seconds(name, value)
-        known = {"timeout": self.timeout, "grace": self.grace}
-        return CallOptions(**{**known, **changes})
+        return replace(self, **changes)
 
 
 class _Library:

@@ -85,7 +85,7 @@ class MapFeed(Feed):
         n = min(how.in_flight or n_replicas * router.concurrency, len(plan.numbers))
         self._free = [Share(place, ()) for place in range(n)]
         whole = to_ranks(plan.whole, ()).beside(self._beside)
-        self._parts, self._whole = plan, Arguments.of(whole, self.site.method) if whole.items else Arguments(None)
+        self._parts, self._whole = plan, Arguments.of(whole, self.site.method) if whole.items else Arguments()
         router.sources[self.look] = None
         progress.add(self)
         return {}

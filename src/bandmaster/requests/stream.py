@@ -64,7 +64,7 @@ class ItemsRequest(Request):
     has_place = False
 
     def __init__(self, site: CallSite, router: SendsRequests, name: str, limit: int, asks_for: str) -> None:
-        super().__init__(site, Arguments(encode(((0, name), (1, limit)))), router)
+        super().__init__(site, Arguments((encode(((0, name), (1, limit))),)), router)
         self.asks_for = asks_for
 
     def _made(self) -> Done:
