@@ -23,7 +23,7 @@ from bandmaster.calls.submission import Submitter
 from bandmaster.errors import ArgumentError, MeshError, UsageError
 from bandmaster.groups.base import AnyGroup
 from bandmaster.groups.group import GroupOf, WorkerGroup
-from bandmaster.lifecycle.checks import check_names, checked_mesh, checked_meshes, has_turn_hooks, unwrap
+from bandmaster.lifecycle.checks import check_names, checked_mesh, checked_meshes, turn_hooks, unwrap
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
@@ -140,7 +140,7 @@ class ColocatedGroup(GroupOf[Any]):
             submitter = Submitter(workers, checked.cls, checked.role.mesh, role, name + SEPARATOR, work)
             submitter.meshes = {method: spec.mesh for method, spec in checked.methods.items()}
             self._submitters[name] = submitter
-            if has_turn_hooks(checked.cls):
+            if turn_hooks(checked.cls):
                 self._turn_taker_of(name)
 
     def _turn_taker_of(self, role: str) -> TurnTaker:

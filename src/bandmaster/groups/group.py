@@ -31,7 +31,7 @@ from bandmaster.lifecycle.checks import (
     checked_mesh,
     checked_meshes,
     checked_output,
-    has_turn_hooks,
+    turn_hooks,
     unwrap,
 )
 from bandmaster.lifecycle.construction import replace_worker, start_workers
@@ -161,7 +161,7 @@ class GroupOf(AnyGroup, Generic[W]):
         self._watches: list[DeathWatch] = []
         self._submitter = Submitter(self._ownership.workers, cls, mesh, name)
         self._submitter.meshes = {method: spec.mesh for method, spec in self._methods.items()}
-        if has_turn_hooks(cls):
+        if turn_hooks(cls):
             self._turn_taker()
 
     def _renewal(self) -> AbstractContextManager[None]:
