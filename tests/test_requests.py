@@ -371,6 +371,15 @@ def test_those_that_wait_for_a_place_get_it_in_their_order(make_group):
     assert group.take() == [list(range(20))]
 
 
+def test_a_thread_learns_at_once_of_a_place_that_is_free(make_group, monkeypatch):
+    monkeypatch.setattr("bandmaster.requests.request.LOOK_AROUND_S", 10 * DEADLINE)  # it does not help
+    group, futures = make_group(2, Ordered), []
+    thread = threading.Thread(target=lambda: futures.extend(group.also(n) for n in range(20)), daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    assert len([future.result(DEADLINE) for future in futures]) == 20
+
+
 # --- what replicas report ------------------------------------------------------------------------------------------
 
 

@@ -206,15 +206,6 @@ class Call(RowsResult):
         """Whether it has failed and a rank has not ended it, so that ranks wait before they begin later calls."""
         return bool(self.tickets and (self.failures or self.is_cancelled))
 
-    @property
-    def state(self) -> str:
-        """Its state in words."""
-        if self.done is not None or (self.request is None and not self.tickets):
-            return "done"
-        if self.request is not None:
-            return "waiting for the rows that it takes"
-        return f"{'cancelled, ' if self.is_cancelled else ''}waiting for rank {', '.join(map(str, self.missing))}"
-
     def stacks(self) -> dict[int, str]:
         """The Python stacks of the ranks that have not replied."""
         return dict(self.workers.stacks(dict(self.tickets)))

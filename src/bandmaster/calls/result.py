@@ -198,6 +198,14 @@ class WatchedResult(Result):
 class RowsResult(WatchedResult):
     """A result whose rows workers may keep."""
 
+    @property
+    def state(self) -> str:
+        """Its state in words, for the repr of its future."""
+        if self.done is not None or not self.is_sent:
+            return super().state
+        ranks = ", ".join(map(str, self.missing))
+        return f"{'cancelled, ' if self.is_cancelled else ''}waiting for rank {ranks}" if ranks else "done"
+
     _rows: KeptRows | None = None
     _interrupted: Set[int | None] = frozenset()  # ranks whose values have raised KeyboardInterrupt as they were decoded
 

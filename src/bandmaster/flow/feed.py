@@ -124,24 +124,21 @@ class Feed(Result):
                 self._begin()
             except Exception as error:
                 self.give_up(error)
+            except BaseException:  # Ctrl-C
+                self.give_up(CallCancelled(f"{self.site.method} was interrupted as it was sent; make the call again"))
+                raise
         return self._sent.is_set()
 
     def _begin(self) -> None:
-        try:
-            with self.lock:  # so that a thread that closes the stream closes all of it
-                if self._plan is None:
-                    return
-                self._running = {future: share for share, future in self._first(self._plan()).items()}
-                self._plan, self.parents = None, ()
-            for future, share in list(self._running.items()):
-                self._ahead[self._place(share.rank)] += 1
-                self._watch_part(future)
-            self.send()
-        except Exception:
-            raise
-        except BaseException:  # Ctrl-C
-            self.give_up(CallCancelled(f"{self.site.method} was interrupted as it was sent; make the call again"))
-            raise
+        with self.lock:  # so that a thread that closes the stream closes all of it
+            if self._plan is None:
+                return
+            self._running = {future: share for share, future in self._first(self._plan()).items()}
+            self._plan, self.parents = None, ()
+        for future, share in list(self._running.items()):
+            self._ahead[self._place(share.rank)] += 1
+            self._watch_part(future)
+        self.send()
 
     def wait_until_sent(self, timeout_s: float | None) -> bool:
         """Wait until later calls may be sent; False if the time is over before."""

@@ -242,14 +242,10 @@ class ColocatedGroup(GroupOf[Any]):
                     f"{', '.join(self._roles)}"
                 )
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            return self.role(name) if name in self.__dict__.get("_roles", ()) else super().__getattr__(name)
-
-    else:
-
-        def __getattr__(self, name: str) -> Any: ...
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_roles", ()):
+            return self.role(name)
+        return super().__getattr__(name)  # type: ignore[misc]  # hidden from type checkers
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._roles})
@@ -282,19 +278,13 @@ class RoleGroup(AnyGroup):
         handles = super().workers
         return [handle.roles[self._role] if isinstance(handle, Roles) else handle for handle in handles]
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name in OF_THE_PROCESSES:
-                raise AttributeError(
-                    f"{self._name} shares its processes with the other roles; call {OF_THE_PROCESSES[name]}() of the "
-                    "colocated group, which acts on all roles"
-                )
-            return super().__getattr__(name)
-
-    else:
-
-        def __getattr__(self, name: str) -> Any: ...
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_THE_PROCESSES:
+            raise AttributeError(
+                f"{self._name} shares its processes with the other roles; call {OF_THE_PROCESSES[name]}() of the "
+                "colocated group, which acts on all roles"
+            )
+        return super().__getattr__(name)  # type: ignore[misc]  # hidden from type checkers
 
 
 WorkerGroup.register(RoleGroup)  # for `isinstance` in programs that take either

@@ -129,7 +129,7 @@ class GroupOf(AnyGroup, Generic[W]):
             if name is not None:
                 for former in open_groups.close_former(self):
                     former._pool._give_back(pool)
-            slots = pool._occupy(self, self._name, self._ownership.set_slots)
+            slots = pool._occupy(self, self._name, self._ownership.when_closed)
             names = tuple(f"{self._name}_{slot.node_rank}:{slot.local_rank}" for slot in slots)
             self._launch = Launch(
                 self._name,

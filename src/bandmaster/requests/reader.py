@@ -53,7 +53,7 @@ class LoopReader:
     def add(self, request: Request) -> asyncio.Future[None]:
         """Read until a request is done. Returns the future that is done then, or when `tell` is called with it."""
         waiter: asyncio.Future[None] = self.loop.create_future()
-        request.waiters.append(partial(self._ended, request, waiter))
+        request.waiters.append(partial(self._ended, waiter))
         self._requests[request] = None
         fd = request.workers.arrivals
         if fd is not None and self._watched.get(fd) is not request.workers:
@@ -69,7 +69,7 @@ class LoopReader:
         """Read no longer for a request. Any thread may call this; it does not block."""
         self._requests.pop(request, None)
 
-    def _ended(self, request: Request, waiter: asyncio.Future[None]) -> None:
+    def _ended(self, waiter: asyncio.Future[None], request: Request) -> None:
         self.forget(request)
         self.tell(waiter)
 

@@ -13,7 +13,7 @@ from bandmaster.calls.outcome import error_of
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.result import Done, Result, RowsResult, late, wait_for_all
-from bandmaster.codec import Payload, decode
+from bandmaster.codec import decode
 from bandmaster.contract import Report, Ticket, Workers
 from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.errors.failure import Failure, FailureKind
@@ -167,7 +167,7 @@ class Request(RowsResult):
         self.tickets: dict[int, Ticket] = {}
         self.is_done = self.is_listed = False
         self.avoids: frozenset[int] = frozenset()
-        self.waiters: list[Callable[[], object]] = []
+        self.waiters: list[Callable[[Request], object]] = []
         self.target = ANY
         self._lost: dict[int, Failure] = {}  # the ranks to which it was sent before, and how they have died
         self._n_sent_again = 0
@@ -209,11 +209,9 @@ class Request(RowsResult):
     @property
     def state(self) -> str:
         """Its state in words."""
-        if self.is_done:
-            return "done"
-        if not self.replicas:
-            return "waiting for a free replica" if self.has_rows else "waiting for the rows that it takes"
-        return f"{'cancelled, ' if self.is_cancelled else ''}waiting for rank {', '.join(map(str, self.missing))}"
+        if self.is_done or self.replicas or not self.has_rows:
+            return "done" if self.is_done else super().state
+        return "waiting for a free replica"
 
     def stacks(self) -> Mapping[int, str]:
         """The Python stacks of the ranks that have not replied."""
@@ -257,7 +255,7 @@ class Request(RowsResult):
         self.is_done = True
         self.router.has_ended(self)
         for tell in list(self.waiters):
-            tell()
+            tell(self)
         self.nudge()
 
     def nudge(self) -> bool:
@@ -342,33 +340,26 @@ class Request(RowsResult):
             return Done(CallCancelled(f"{self.site.method} was cancelled; make the request again"))
         if self._why is not None:
             return Done(error_of(self.site, self._lost) if self._lost else self._why)
+        outcomes: dict[int, Any] = {rank: self.workers.fetch(ticket) for rank, ticket in self.tickets.items()}
+        if self.record is not None:
+            for rank, ticket in self.tickets.items():
+                self.record.came(rank, ticket, outcomes[rank])
+        failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
+        firsts = [] if failures else [replica.ranks[0] for replica in self.replicas]
+        if self.keeps_rows and not failures:
+            (rank,) = firsts
+            self._rows = KeptRows([KeptPart(self.site.method, rank, outcomes[rank], self.workers)], None)
+            return Done(is_here=False)
         values: list[Any] = []
-        failures: dict[int, Failure] = {}
-        for replica in self.replicas:
-            for rank in replica.ranks:
-                outcome = self.workers.fetch(self.tickets[rank])
-                if self.record is not None:
-                    self.record.came(rank, self.tickets[rank], outcome)
-                if isinstance(outcome, Failure):
-                    failures[rank] = outcome
-                elif rank == replica.ranks[0]:
-                    if self.keeps_rows:
-                        part = KeptPart(self.site.method, rank, outcome, self.workers)
-                        values.append(KeptRows([part], None))
-                        continue
-                    assert isinstance(outcome, Payload), "the value of a request is returned"
-                    try:
-                        values.append(decode(outcome))
-                    except BaseException as error:  # the user's objects may raise anything as they are unpickled
-                        failures[rank] = self._unreadable(rank, error)
+        for rank in firsts:
+            try:
+                values.append(decode(outcomes[rank]))
+            except BaseException as error:  # the user's objects may raise anything as they are unpickled
+                failures[rank] = self._unreadable(rank, error)
         if failures:
             died = [rank for rank, failure in failures.items() if _has_died(failure)]
             self.router.note_deaths(died)
-            lost = self._lost if died else {}
-            return Done(error_of(self.site, {**lost, **failures}))
-        if self.keeps_rows:
-            self._rows = values[0]
-            return Done(is_here=False)
+            return Done(error_of(self.site, {**(self._lost if died else {}), **failures}))
         return Done(value=values if self.is_listed else values[0])
 
     def _brought(self, deadline: Deadline) -> Done:

@@ -102,8 +102,10 @@ class Router:
                 parent.add_done_callback(lambda _: request.nudge())
             return
         if loop is None:
-            if not is_chosen:
-                self._wait_for_place(request)
+            timeout_s = request.site.limits().timeout
+            if not (is_chosen or request.wait_until_sent(timeout_s)):
+                assert timeout_s is not None, "only a deadline ends the wait early"
+                raise request.late(timeout_s)
             return
         if is_chosen:
             self._flush_soon(loop)
@@ -152,12 +154,6 @@ class Router:
             if is_flushed:
                 self._flush_all()
             return chosen is not None
-
-    def _wait_for_place(self, request: Request) -> None:
-        timeout_s = request.site.limits().timeout
-        if not request.wait_until_sent(timeout_s):
-            assert timeout_s is not None, "only a deadline ends the wait early"
-            raise request.late(timeout_s)
 
     def _choose(self, request: Request) -> Sequence[Replica] | None:
         """The replicas for a request, which `_put` then gets; None if it has to wait."""
@@ -331,20 +327,17 @@ class Router:
                 sent = list(calls.values())
                 if rank != replica.ranks[0]:
                     sent = [call._replace(ranks=(rank,), reply=Reply.DROP) for call in sent]
-                if self.is_exclusive:
-                    for request, call in zip(batch, sent, strict=True):
-                        self._call(request, rank, call)
-                else:
+                if not self.is_exclusive:
                     self.workers.request(rank, sent, partial(_take, batch, rank))
+                    continue
+                for request, call in zip(batch, sent, strict=True):
+                    tickets: dict[int, Any] = {}
+                    self.workers.call([call], tickets)
+                    _take([request], rank, [tickets[rank]])
+                    request.replied()  # the reply may have come before
         except Exception as error:  # there is no memory, or the group was closed
             for request in batch:
                 request.fail(error)
-
-    def _call(self, request: Request, rank: int, call: WorkerCall) -> None:
-        tickets: dict[int, Any] = {}
-        self.workers.call([call], tickets)
-        _take([request], rank, [tickets[rank]])
-        request.replied()  # the reply may have come before
 
     def stacks(self, tickets: Mapping[int, Ticket]) -> Mapping[int, str]:
         """The Python stacks of ranks; those of requests that are late at the same time are read once."""
@@ -372,6 +365,7 @@ class Router:
 
     def wake(self) -> None:
         """Have a request that waits be sent, if it can be now. Any thread calls this; it does not block."""
+        self._is_woken = True  # first: a thread that looks may have taken all that wait
         if self.waiting:  # a thread that waits for a place looks by itself
             for reader in list(self._readers):
                 if not reader.call(self.advance):

@@ -23,7 +23,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future as Entered
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Any, NamedTuple
@@ -113,15 +112,12 @@ class Turn:
             with _changed:
                 self._is_cancelled = True
                 _changed.notify_all()
-            entered.add_done_callback(self._leave_if_entered)
+                if self.has_begun:  # else the thread leaves it
+                    self.__exit__()
             raise
 
     async def __aexit__(self, *_: object) -> None:
         self.__exit__()
-
-    def _leave_if_entered(self, entered: Entered[None]) -> None:
-        if not entered.cancelled() and entered.exception() is None:
-            self.__exit__()
 
     def _ask(self, blocks_thread: bool) -> None:
         if self.owner is not None:
@@ -139,6 +135,7 @@ class Turn:
                 for taker in sorted(self.takers, key=lambda taker: taker.name) if self._resumes else ():
                     taker.resume(self._deadline)
                 with _changed:
+                    self._check_not_cancelled()
                     self.has_begun = True
                     _changed.notify_all()
         except BaseException:
@@ -166,12 +163,15 @@ class Turn:
             self.has_begun = any(turn.has_begun and self.takers <= turn.takers for turn in _entered)
             _entered.append(self)
 
+    def _check_not_cancelled(self) -> None:
+        if self._is_cancelled:
+            raise CallCancelled("the task that waited for a turn was cancelled")
+
     def _is_free(self) -> bool:
         """Whether it can be entered now. Raises UsageError if its owner would wait for itself."""
         for taker in self.takers:
             taker.check()
-        if self._is_cancelled:
-            raise CallCancelled("the task that waited for a turn was cancelled")
+        self._check_not_cancelled()
         others = [turn for turn in _entered if self._shares_slots(turn)]
         own = [turn for turn in others if turn.owner == self.owner]
         if any(self.takers <= turn.takers for turn in own):
