@@ -348,7 +348,7 @@ class Request(RowsResult):
         firsts = [] if failures else [replica.ranks[0] for replica in self.replicas]
         if self.keeps_rows and not failures:
             (rank,) = firsts
-            self._rows = KeptRows([KeptPart(self.site.method, rank, outcomes[rank], self.workers)], None)
+            self._rows = KeptRows([KeptPart(self.site.method, rank, outcomes[rank], self.workers, self.record)], None)
             return Done(is_here=False)
         values: list[Any] = []
         for rank in firsts:

@@ -306,11 +306,7 @@ class Router:
                 request.end()
                 continue
             try:
-                ranks, label, method = replica.ranks[:1], request.site.method, request.asks_for or self.method
-                reply = Reply.KEEP if request.keeps_rows else Reply.RETURN
-                calls[request] = arguments.call(self.workers, ranks, method, reply, label)
-                if request.record is not None:
-                    calls[request] = calls[request]._replace(is_timed=True)
+                calls[request] = arguments.call(request, replica.ranks[:1], request.asks_for or self.method)
             except Exception as error:  # rows were lost, there is no memory, or the group was closed
                 request.fail(error)
         for _, some in groupby(calls, _overtakes):
