@@ -42,7 +42,7 @@ fuzz: $(VENV)/.dev  ## random programs against an oracle for a minute; FUZZ_OPTI
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ_OPTIONS)
 
 # On several hosts, which are namespaces of this machine with networks of their own: needs root, else it says so.
-HOST_TESTS := $(addprefix tests/test_,$(addsuffix .py,contract handles laws streams turns colocation seeds)) \
+HOST_TESTS := $(addprefix tests/test_,$(addsuffix .py,contract handles laws streams turns colocation callers seeds)) \
 	-k "(ray or seeds) and not Roles"
 
 test-hosts: $(VENV)/.dev  ## faults of whole hosts, and what groups do whose ranks are on other hosts

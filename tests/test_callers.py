@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from hosts import spread
 
 import bandmaster as bm
 from bandmaster import Dispatch, Mesh, Only, Route, TransferProtocol, register
@@ -121,7 +122,8 @@ class Agent(bm.Worker):
 
 @pytest.fixture(scope="module")
 def pools(backend):
-    with bm.ResourcePool([2], backend=backend) as first, bm.ResourcePool([2], backend=backend) as second:
+    two = spread([2])
+    with bm.ResourcePool(two, backend=backend) as first, bm.ResourcePool(two, backend=backend) as second:
         yield first, second
 
 
@@ -168,6 +170,14 @@ def wait_for(path):
 
 async def hold_on_zero(group, folder):
     return await group.hold.options(replica=0)(folder)
+
+
+async def hold_and_die(group, folder):
+    held = asyncio.ensure_future(hold_on_zero(group, folder))
+    while not (folder / "die").exists():
+        await asyncio.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+    await held
 
 
 # --- values -------------------------------------------------------------------------------------------------------
@@ -353,9 +363,29 @@ class Pair(bm.Worker):
         self.log.append(value)
         return self.rank
 
+    @register(TransferProtocol(Route("dp"), Only(tp=-1)), concurrency=64)
+    async def tokens(self, n):
+        for number in range(n):
+            yield self.rank, number
+
     @register(Dispatch.ONE_TO_ALL)
     def take(self):
         return self.log
+
+
+def test_a_worker_iterates_over_the_items_of_a_replica_of_two_ranks(agents, backend):
+    async def read(_, pair):
+        stream = pair.tokens.options(maxsize=3).stream(10**9)
+        firsts = [await anext(stream) for _ in range(20)]
+        stream.close()
+        return firsts, [item async for item in pair.tokens.stream(5)], await pair.note.all("value")
+
+    with bm.ResourcePool([2], backend=backend) as pool:
+        pair = bm.WorkerGroup(pool, Pair, mesh=Mesh(dp=1, tp=2))
+        for firsts, items, noted in agents.await_.options(timeout=DEADLINE)(read, pair):
+            assert (firsts, items) == ([(1, n) for n in range(20)], [(1, n) for n in range(5)])
+            assert noted == [1]
+        assert pair.take() == [["value"] * 2] * 2
 
 
 def test_ranks_of_one_replica_get_the_requests_of_all_callers_in_one_order(backend, pools):
@@ -460,9 +490,9 @@ def test_requests_of_a_caller_that_dies_are_cancelled(own, tmp_path, is_in_proce
         pytest.skip("workers share the process of the controller")
     rollout, agents = own
 
-    held = agents.await_.submit(hold_on_zero, tmp_path)
+    held = agents.await_.submit(hold_and_die, tmp_path)
     wait_for(tmp_path / "begun 0")
-    os.kill(agents.workers[0].pid, signal.SIGKILL)
+    (tmp_path / "die").touch()
     wait_for(tmp_path / "cancelled 0")
     with pytest.raises(bm.WorkerDied, match="SIGKILL"):
         held.result(DEADLINE)
@@ -555,7 +585,8 @@ def test_a_thread_finds_a_group_again_that_was_restarted(own, is_in_process):
                 time.sleep(0.01)
 
     for rank in (0, 1):
-        os.kill(rollout.workers[rank].pid, signal.SIGKILL)
+        with pytest.raises(bm.WorkerDied):
+            rollout.die.options(replica=rank)().result(DEADLINE)
     with pytest.raises(bm.RemoteError, match="WorkerDied"):
         while True:
             agents.do(lambda group: group.chat("b").result())
@@ -656,6 +687,22 @@ class Ring(bm.Worker):
     async def beside(self, *methods):
         return await self.ask(methods) if methods else self.rank
 
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def after_gate(self, folder, method, *args):
+        (folder / "begun").touch()
+        while not (folder / "gate").exists():
+            await asyncio.sleep(0.001)
+        return await getattr(self, method)(*args)
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def count(self, n):
+        for number in range(n):
+            yield number
+
+    @register(Dispatch.REQUEST, concurrency=8)
+    async def counted(self, n):
+        return [number async for number in self.next.count.stream(n)]
+
     def ask(self, methods):
         return getattr(self.next, methods[0]).submit(*methods[1:])
 
@@ -693,6 +740,16 @@ def test_requests_that_run_beside_each_other_may_ask_in_a_ring(ring):
     assert ring.beside("beside", "beside", "beside", "beside").result(DEADLINE) == 0
     with pytest.raises(bm.RemoteError, match="waits for"):
         ring.beside("beside", "alone").result(DEADLINE)
+
+
+@pytest.mark.parametrize("back, value", [(["beside", "beside"], 0), (["counted", 40], list(range(40)))])
+def test_a_request_that_calls_back_passes_a_call_that_waits_for_it(ring, tmp_path, back, value):
+    asked = ring.beside("after_gate", tmp_path, *back)
+    wait_for(tmp_path / "begun")
+    alone = ring.alone.submit()
+    (tmp_path / "gate").touch()
+    assert asked.result(DEADLINE) == value
+    assert alone.result(DEADLINE) == [0]
 
 
 class Peers(bm.Worker):

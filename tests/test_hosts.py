@@ -141,6 +141,25 @@ def test_pools_go_where_they_are_asked_to(hosts):
     assert "8 CPUs and 1 odd, room for 0" in facts["no resource"]
 
 
+def test_workers_call_groups_on_every_host(hosts):
+    with running(hosts, program=PROGRAM.with_name("callers.py")) as told:
+        places = {"controller": ["host0"], "first": ["host1", "host1"], "both": ["host1", "host2"]}
+        for name, found in told("asked")["asked"].items():
+            assert found["values"] and found["items"], (name, found)
+            assert found["places"] == places[name.rpartition(" ")[2]] and len(found["ranks"]) == len(found["places"])
+        before = hosts.traffic(0)
+        assert all(told("sent", "\n")["sent"]), "from one worker of a host to another one"
+        assert sum(hosts.traffic(0)) - sum(before) < 1_000_000, "each sends 8 MB, of which the controller sees none"
+        told("is_held", "\n")
+        send_signal(hosts, 2, "KILL", found_on(hosts, 2, AGENT))
+        died = told("died", "\n")["died"]
+        assert len(died) == 2
+        for words in died.values():
+            assert "Rollout.hold" in words and "rank 1" in words and "host host2" in words
+        assert told("again", "\n")["again"] == dict.fromkeys(died, "a")
+    assert_ends(hosts, 2 + SLACK_S)
+
+
 @pytest.fixture
 def without_shared_memory(hosts):
     """Hosts whose ``/dev/shm`` is full, as that of a container often is."""

@@ -48,6 +48,8 @@ OPEN_ITEMS = "bandmaster.items"  # a request that runs an async generator, whose
 FIRST_ITEMS = "bandmaster.first"  # a request for the items that are there: by stream, and how many may be made
 MORE_ITEMS = "bandmaster.more"  # the same; it overtakes calls, which wait for the request that runs the generator
 MAXSIZE = "bandmaster.maxsize"  # the keyword that `OPEN_ITEMS` adds as well: how many items may be made
+# Before the name of a method: a request that runs there waits for this one, so that it overtakes calls as well.
+CALLS_BACK = "bandmaster.back:"
 RUN = "bandmaster.run"  # a function that is called with the executor, and its further arguments
 
 
@@ -415,7 +417,7 @@ class Workers(Protocol):
         """
 
     def request(self, rank: int, requests: Sequence[WorkerCall], take: Callable[[Sequence[Ticket]], object]) -> None:
-        """Send requests to a rank, behind the calls that were sent before, or only `MORE_ITEMS`.
+        """Send requests to a rank, behind the calls that were sent before, or only such as overtake calls.
 
         They run beside each other, and end in any order. A later call of the rank begins when all have ended. A request
         of a ticket is cancelled by `interrupt`. Waits for nothing.

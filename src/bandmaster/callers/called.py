@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from socket import gethostname
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
-from bandmaster.callers.door import OPTIONS, Door, GivenGroup
-from bandmaster.callers.reached import ReachedWorkers
+from bandmaster.callers.door import ALL, OPTIONS, Door, GivenGroup
+from bandmaster.callers.reached import ReachedWorkers, is_here
 from bandmaster.calls.future import Future
 from bandmaster.calls.spec import MethodSpec, specs_of
 from bandmaster.calls.submission import Submitter
+from bandmaster.contract import Workers
 from bandmaster.errors import UsageError, suggestion
+from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.plan.mesh import Mesh
 from bandmaster.plan.rows import replicas
 from bandmaster.plan.transfer import Only, Route, TransferProtocol
@@ -22,10 +25,10 @@ from bandmaster.platform.forks import n_forks
 from bandmaster.requests.method import RequestMethod
 from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router
-from bandmaster.requests.target import Target
+from bandmaster.requests.target import ANY, Target
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.worker import Registration, Worker, registrations
-from bandmaster.worker_process.call_path import PATH, Step, conflict, path_of_this_call, refusal
+from bandmaster.worker_process.call_path import PATH, Process, Step, conflict, path_of_this_call, refusal
 
 _ONE = Mesh(dp=1)
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -45,21 +48,27 @@ class GroupReference:
         door: The address of its controller's door.
         key: Its key there.
         name: Its name.
-        is_direct: Whether each rank can serve further callers.
+        nearest: The address of the door that hands out lanes to all its ranks; "" if no door has them all.
         prefix: The prefix of the workers' names of its methods.
     """
 
     door: str
     key: str
     name: str
-    is_direct: bool
+    nearest: str
     prefix: str = ""
 
 
 def reference_to(group: GivenGroup, key: str, prefix: str) -> GroupReference:
     """The reference to a group of this process, which workers can reach from here on."""
-    is_direct = isinstance(group.workers(), LaneClient)
-    return GroupReference(Door.give(key, group), key, group.name, is_direct, prefix)
+    door, workers = Door.give(key, group), group.workers()
+    return GroupReference(door, key, group.name, _nearest(workers, door), prefix)
+
+
+def _nearest(workers: Workers, door: str) -> str:
+    if isinstance(workers, AgentWorkers):
+        return workers.hosts[0].door if len(workers.hosts) == 1 else ""
+    return door if isinstance(workers, LaneClient) else ""
 
 
 def called_group(reference: GroupReference, cls: type[Worker], mesh: Mesh, meshes: Mapping[str, Mesh]) -> CalledGroup:
@@ -80,12 +89,11 @@ def _one_of(known: dict[K, V], key: K, make: Callable[[], V]) -> V:
 class CalledGroup:
     """A worker group that was passed to a worker, which calls it: ``await group.method(x)``, or ``submit``.
 
-    Arguments and values are passed by value. Requests go straight to the replica, by a lane of this process, if it is
-    one rank; all other calls go by way of the controller. A method of a worker can wait for calls of other groups, but
-    not for a call that waits for that method.
+    Arguments and values are passed by value. Requests go straight to the replica, by a lane of this process, if all
+    ranks are on this host and the replica is one rank; all other calls go by way of the controller. A method of a
+    worker can wait for calls of other groups, but not for a call that waits for that method.
 
-    The group belongs to its controller: it cannot be closed, restarted or resized here. Its streams are those of
-    requests to replicas of one rank.
+    The group belongs to its controller: it cannot be closed, restarted or resized here.
 
     Attributes:
         name: The group's name.
@@ -120,36 +128,39 @@ class CalledGroup:
         if here is not None:
             return here.method(spec.name)
         protocol: Any = spec.registration.protocol
-        is_request = spec.registration.is_request
-        if is_request and self._reference.is_direct and all(len(r) == 1 for r in replicas(spec.mesh, protocol)):
+        if not spec.registration.is_request:
+            if spec.is_generator:
+                raise UsageError(
+                    f"{spec.label} yields items, over which workers can iterate only if it is registered with a Route; "
+                    "return a list"
+                )
+            return RelayedMethod(self, self._relay, spec, 0)
+        routed = replicas(spec.mesh, protocol)
+        if self._is_near and all(len(ranks) == 1 for ranks in routed) and not self._workers.is_stopped:
             return DirectMethod(self, self._submitter, spec)
-        if spec.is_generator:
-            raise UsageError(
-                f"{spec.label} yields items, over which workers can iterate only if it is registered with a Route to "
-                "replicas of one rank; return a list"
-            )
-        relayed = replace(
-            spec,
-            function=_is_awaited,
-            goes_everywhere=True,
-            registration=_RELAYED,
-            mesh=_ONE,
-            ranks=(0,),
-        )
-        return RelayedMethod(self, self._relay, relayed, spec.registration.is_blocking and not is_request)
+        return RelayedMethod(self, self._relay, spec, len(routed))
 
     @property
     def is_over(self) -> bool:
         """Whether the group is known to be closed, or this process was forked from that which has it."""
-        sent = self.__dict__.get("_submitter")
-        return self._n_forks != n_forks() or (sent is not None and not sent.workers.check())
+        sent = self.__dict__.get("_workers")
+        return self._n_forks != n_forks() or (sent is not None and sent.is_over)
+
+    @cached_property
+    def _is_near(self) -> bool:
+        """Whether all ranks are on this host."""
+        return bool(self._reference.nearest) and is_here(self._reference.nearest)
+
+    @cached_property
+    def _workers(self) -> ReachedWorkers:
+        """The ranks, as they are reached by lanes."""
+        return ReachedWorkers(self._reference.nearest, self._reference.key, self.world_size, self.name)
 
     @cached_property
     def _submitter(self) -> Submitter:
         """Sends requests to the ranks."""
-        of = self._reference
-        workers = ReachedWorkers(of.door, of.key, self.world_size, self.name)
-        return Submitter(lambda: workers, self._cls, self.mesh, self.name, of.prefix)
+        workers = self._workers
+        return Submitter(lambda: workers, self._cls, self.mesh, self.name, self._reference.prefix)
 
     @cached_property
     def _relay(self) -> Submitter:
@@ -192,7 +203,8 @@ class DirectMethod(CalledMethod):
         router, request, target = super()._made(args, kwargs, [*beside, (PATH, path)])
         if target.min_version is not None:
             _reached(router).reach_all()  # so that they tell their versions
-        steps = self._conflicts(router, path)
+        steps, processes = self._conflicts(router, path), self._processes(router, path).values()
+        request.calls_back = any(step.process in processes for step in path)
         free = [n for n, replica in enumerate(router.replicas) if steps.keys().isdisjoint(replica.ranks)]
         if steps and (not free or target.replica not in (None, *free)):
             raise UsageError(refusal(path, next(iter(steps.values())), self._spec.label))
@@ -208,49 +220,68 @@ class DirectMethod(CalledMethod):
 
     def _conflicts(self, router: Router, path: tuple[Step, ...]) -> dict[int, Step]:
         """The ranks that would begin this call only when a call of its path has ended, with that call."""
-        pids = _reached(router).pids(path)
-        alone = next((step for step in path if step.is_alone and step.pid in pids.values()), None)
+        processes = self._processes(router, path)
+        alone = next((step for step in path if step.is_alone and step.process in processes.values()), None)
         if alone is not None:  # perhaps on all ranks, which would wait for each other
-            return dict.fromkeys(pids, alone)
-        found = {rank: conflict(path, pid, router.is_exclusive) for rank, pid in pids.items()}
+            return dict.fromkeys(processes, alone)
+        found = {rank: conflict(path, process, router.is_exclusive) for rank, process in processes.items()}
         return {rank: step for rank, step in found.items() if step is not None}
+
+    def _processes(self, router: Router, path: tuple[Step, ...]) -> dict[int, Process]:
+        """The processes of the ranks, among which one may be in a path."""
+        host = gethostname()
+        return {rank: (host, pid) for rank, pid in _reached(router).pids(path).items()}
 
 
 class RelayedMethod(CalledMethod):
-    """A method of a group that the controller calls for a worker."""
+    """A method of a group that the controller calls for a worker.
+
+    Args:
+        group: The group.
+        submitter: Sends calls to the controller.
+        spec: The method.
+        n_replicas: The number of its replicas if it is a request, else 0.
+        given: The options that the controller gets.
+        target: Those of a stream.
+    """
 
     def __init__(
         self,
         group: object,
         submitter: Submitter,
         spec: MethodSpec,
-        waits: bool,
+        n_replicas: int,
         given: Mapping[str, Any] = _NO_OPTIONS,
+        target: Target = ANY,
     ) -> None:
-        super().__init__(group, submitter, spec)
-        self._waits, self._given = waits, dict(given)
+        function = _yields if spec.is_generator else _is_awaited
+        relayed = replace(spec, function=function, goes_everywhere=True, registration=_RELAYED, mesh=_ONE, ranks=(0,))
+        super().__init__(group, submitter, relayed, None, target)
+        self._asked, self._n_replicas, self._given = spec, n_replicas, dict(given)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the method: wait for its value, or return a future of it, as the controller's group does."""
         future = self.submit(*args, **kwargs)
-        return future.result() if self._waits else future
+        return future.result() if self._asked.registration.is_blocking and not self._n_replicas else future
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the method, and return the future of its value without waiting."""
         return super().__call__(*args, **kwargs)
 
     def options(self, /, **options: Any) -> RelayedMethod:
-        """A copy of this method with other options, which the controller checks."""
-        given = {**self._given, **options}
-        return type(self)(self._group, self._submitter, self._spec, self._waits, given)
+        """A copy of this method with other options; the controller checks those of calls of all ranks."""
+        given, target = {**self._given, **options}, ANY
+        if self._n_replicas:
+            chosen = {name: value for name, value in given.items() if name != "timeout"}
+            target = replace(ANY, maxsize=ANY.but(chosen, self._n_replicas).maxsize)
+        return type(self)(self._group, self._submitter, self._asked, self._n_replicas, given, target)
 
-    def all(self, /, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError(f"{self._spec.label}.all(...) is for the controller")
+    def all(self, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
+        """Send the request to all replicas; see `RequestMethod.all`."""
+        if not self._n_replicas:
+            raise AttributeError(f"{self._spec.label} is for all ranks anyway; all(...) is for methods with a Route")
+        given = {**self._given, ALL: True}
+        return type(self)(self._group, self._submitter, self._asked, self._n_replicas, given).submit(*args, **kwargs)
 
     def _made(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], beside: Sequence[tuple[str, Any]] = ()
@@ -266,3 +297,8 @@ def _reached(router: Router) -> ReachedWorkers:
 
 async def _is_awaited() -> None:
     """Stand for the methods of relayed calls: the controller runs them beside each other."""
+
+
+async def _yields() -> AsyncGenerator[None, None]:
+    """Stand for the methods of relayed streams."""
+    yield

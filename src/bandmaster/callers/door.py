@@ -1,4 +1,4 @@
-"""`Door`: the controller's side of groups that were given to workers: it hands out lanes, and relays calls."""
+"""`Door`: the way to groups that were given to workers of this host: it hands out lanes, and relays calls."""
 
 from __future__ import annotations
 
@@ -8,28 +8,33 @@ import pickle
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from bandmaster.callers.reached import DIED, READY, SHUT, Asked
+from bandmaster.callers.passed import ELSEWHERE, FIND, FarCalls, Relay
+from bandmaster.callers.reached import DIED, MOVED, READY, SHUT, Asked
 from bandmaster.calls.future import Future
-from bandmaster.contract import Workers
+from bandmaster.contract import FIRST_ITEMS, METHOD, MORE_ITEMS, OPEN_ITEMS, Workers
 from bandmaster.errors import BandmasterError, ClosedError, UsageError
 from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.hosts.links import AgentLinks
+from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.forks import n_forks
 from bandmaster.platform.locks import SigintSafeLock
 from bandmaster.requests.method import RequestMethod
+from bandmaster.requests.stream import RequestStream
 from bandmaster.wire.lane import Lane, set_buffer
 from bandmaster.wire.lanes import LaneClient
 from bandmaster.wire.segment_reader import RowReaders
 from bandmaster.wire.segments import SegmentWriter
-from bandmaster.worker_process.call_path import PATH, conflict, refusal
-from bandmaster.worker_process.executor import Arguments, Executor
+from bandmaster.worker_process.call_path import PATH, conflict, earlier, refusal
+from bandmaster.worker_process.executor import Arguments
 from bandmaster.worker_process.requests import Requests
 
 OPTIONS = "bandmaster.options"  # the keyword with the options of a relayed call
+ALL = "bandmaster.all"  # of them: whether it is for all replicas
 QUESTION_NBYTES = 4096
 RENEWED = "it is being replaced"
 ACCEPT_AGAIN_S = 0.5
@@ -54,30 +59,36 @@ class GivenGroup(NamedTuple):
 
 
 class Door:
-    """The door of this process: one socket, by which workers of this host reach the groups that they were given.
+    """A door of this host: one socket, by which workers reach the groups that they were given.
 
-    Its thread exists as long as there is such a group. It accepts processes of the same user alone.
+    The controller has one as long as there is such a group, the agents of other hosts always. It accepts processes of
+    the same user alone.
 
     Attributes:
         address: Its address, an abstract name.
+
+    Args:
+        relay: Makes the calls of workers; by default that of the controller.
     """
 
     _open: ClassVar[Door | None] = None
     _opening = SigintSafeLock()
     _addresses: ClassVar[set[tuple[int, str]]] = set()  # of all that there were, with the number of forks
 
-    def __init__(self) -> None:
+    _far: FarCalls
+
+    def __init__(self, relay: Relay | None = None) -> None:
         self.address = f"bandmaster-door-{os.getpid()}-{secrets.token_hex(8)}"
         self._n_forks = n_forks()
         self._groups: dict[str, GivenGroup] = {}
-        self._relay = _Relay(self._groups)
+        self._relay = relay or ControllersRelay(self._groups)
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listening.bind(f"\0{self.address}")
         self._listening.listen(socket.SOMAXCONN)
         self._listening.setblocking(False)
         self._loop = self._relay.event_loop().loop
         self._requests = Requests(self._relay)
-        self._waiting: set[socket.socket] = set()  # for a rank
+        self._waiting: dict[socket.socket, asyncio.Task[None]] = {}  # for a rank
         self._relay.event_loop().run(self._listen)
 
     @classmethod
@@ -87,6 +98,7 @@ class Door:
             door = cls._open
             if door is None or door._n_forks != n_forks():
                 door = cls._open = cls()
+                door._far = AgentLinks.relays = FarCalls(door._relay)
                 cls._addresses.add((n_forks(), door.address))
             door._groups[key] = group
             return door.address
@@ -108,6 +120,7 @@ class Door:
                 return
             cls._open = None
         door._relay.event_loop().run(door._hang_up)
+        door._relay.event_loop().run(door._far.close)
         door._relay.close()
 
     # --- on its event loop ---
@@ -117,8 +130,9 @@ class Door:
         self._listening.shutdown(socket.SHUT_RDWR)  # a fork of this process may have it
         self._listening.close()
         self._requests.close()
-        for sock in list(self._waiting):
-            self._release(sock)
+        for sock, task in self._waiting.items():
+            task.cancel()
+            sock.close()
 
     def _listen(self) -> None:
         if self._listening.fileno() >= 0:  # else the door was closed meanwhile
@@ -146,44 +160,35 @@ class Door:
             sock.close()
             return
         if question.group:
-            self._waiting.add(sock)
-            self._hand_out(sock, question, has_told=False)
+            self._waiting[sock] = self._loop.create_task(self._hand_out(sock, question))
         else:
             _say(sock, READY, os.getpid())
             self._requests.add(Lane(sock, SegmentWriter()))
 
-    def _hand_out(self, sock: socket.socket, question: Asked, has_told: bool) -> None:
+    async def _hand_out(self, sock: socket.socket, asked: Asked) -> None:
         """Make a socket a lane to a rank, as soon as the rank lives."""
-        if not _is_there(sock):
-            self._release(sock)
-            return
+        has_told = False
         try:
-            group = _found(question.group, self._groups)
-            workers = group.workers()
-        except ClosedError as error:
-            _say(sock, SHUT, str(error))
-            self._release(sock)
-            return
-        workers.check()
-        is_renewed = question.rank in group.renewed()
-        failure = Failure(FailureKind.DIED, RENEWED) if is_renewed else workers.deaths.get(question.rank)
-        if failure is not None and not has_told:
-            _say(sock, DIED, failure)
-        assert isinstance(workers, LaneClient), "others are not reached directly"
-        pid = workers.processes.get(question.rank)
-        if failure is None and pid is not None and workers.admit(question.rank, sock):
-            _say(sock, READY, pid)
-            self._release(sock)
-        else:
-            self._loop.call_later(LOOK_AGAIN_S, self._hand_out, sock, question, has_told or failure is not None)
-
-    def _release(self, sock: socket.socket) -> None:
-        self._waiting.discard(sock)
-        sock.close()
+            while _is_there(sock):
+                answer, said = await self._relay.find(asked)
+                if answer == READY and not isinstance(said, LaneClient):
+                    answer, said = MOVED, ELSEWHERE
+                if answer == READY and said.admit(asked.rank, sock):
+                    answer, said = READY, said.processes[asked.rank]
+                elif answer == READY or (answer == DIED and has_told):
+                    await asyncio.sleep(LOOK_AGAIN_S)
+                    continue
+                _say(sock, answer, said)
+                if answer != DIED:
+                    break
+                has_told = True
+        finally:
+            self._waiting.pop(sock, None)
+            sock.close()
 
 
-class _Relay(Executor):
-    """Makes the calls of groups that workers ask the controller for: those that are for several ranks.
+class ControllersRelay(Relay):
+    """Makes the calls of groups that workers ask the controller for: those that are for several ranks, or other hosts.
 
     The name of a method has the key of its group before it.
 
@@ -195,23 +200,59 @@ class _Relay(Executor):
         super().__init__()
         self._groups = groups
 
+    async def find(self, asked: Asked) -> tuple[str, Any]:
+        """The workers that have a rank; see `Relay.find`."""
+        try:
+            group = _found(asked.group, self._groups)
+            workers = group.workers()
+        except ClosedError as error:
+            return SHUT, str(error)
+        workers.check()
+        is_renewed = asked.rank in group.renewed()
+        failure = Failure(FailureKind.DIED, RENEWED) if is_renewed else workers.deaths.get(asked.rank)
+        return (READY, workers) if failure is None else (DIED, failure)
+
     def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
         """Make a call, and return the coroutine that waits for its value."""
+        if method in (OPEN_ITEMS, FIRST_ITEMS, MORE_ITEMS):
+            return super().begun(method, parts, rows)
         args, kwargs = self._arguments(parts, rows)
+        if method == FIND:
+            return (), {}, self._told(*args)
+        earlier.set(kwargs.pop(PATH))
+        made, is_for_all, runs_here = self._method(method, kwargs)
+        submit = partial(made.all if is_for_all else made.submit, *args, **kwargs)
+        return (), {}, _value_of(submit, runs_here)
+
+    async def _told(self, asked: Asked) -> tuple[str, Any]:
+        """The answer to an agent: the name by which it knows the group of a rank, or what a door would answer."""
+        answer, said = await self.find(asked)
+        if answer == READY:
+            return (READY, said.name) if isinstance(said, AgentWorkers) else (MOVED, ELSEWHERE)
+        return answer, said
+
+    def _begun_generator(self, args: Sequence[Any], kwargs: dict[str, Any], kind: Any) -> Any:
+        made, _, _ = self._method(kwargs.pop(METHOD), kwargs)
+        return _items_of(made.stream(*args, **kwargs))
+
+    def _method(self, method: str, kwargs: dict[str, Any]) -> tuple[Any, bool, bool]:
+        """The method of a call, whether it is for all replicas, and whether it runs in this process."""
         key, _, name = method.rpartition("/")
-        options, path = kwargs.pop(OPTIONS), kwargs.pop(PATH)
+        options, path = kwargs.pop(OPTIONS), earlier.get()
         group = _found(key, self._groups)
         made = group.method(name)
+        is_for_all = options.pop(ALL, False)
         made = made.options(**options) if options else made
         workers = group.workers()
         is_alone = not (isinstance(made, RequestMethod) and made.runs_beside)
-        for record in workers.records if path else ():
-            step = conflict(path, record.pid, is_alone)
+        processes = {(record.host, record.pid) for record in workers.records} if path else ()
+        for process in processes:
+            step = conflict(path, process, is_alone)
             if step is not None:
                 raise UsageError(refusal(path, step, name))
         made.beside = ((PATH, path),) if path else ()
-        submit = partial(made.submit, *args, **kwargs)
-        return (), {}, _value_of(submit, runs_here=workers.arrivals is None)
+        made.calls_back = any(step.process in processes for step in path)
+        return made, is_for_all, workers.arrivals is None
 
     def failure(self, error: BaseException, kind: FailureKind = FailureKind.RAISED) -> Failure:
         """Describe an exception; the caller gets those of this library as they are."""
@@ -235,6 +276,12 @@ async def _value_of(submit: Callable[[], Future[Any]], runs_here: bool) -> Any:
     except BaseException:
         future.cancel()
         raise
+
+
+async def _items_of(stream: RequestStream[Any]) -> AsyncGenerator[Any, None]:
+    with stream:
+        async for item in stream:
+            yield item
 
 
 def _say(sock: socket.socket, answer: str, said: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import pickle
@@ -15,6 +16,7 @@ from bandmaster.contract import CLOSED, Ticket, WorkerCall, WorkerRecord
 from bandmaster.errors import ClosedError, ResourceError, UsageError
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.locks import SigintSafeLock
+from bandmaster.platform.settings import agents_door
 from bandmaster.wire.client import MessageTicket
 from bandmaster.wire.lane import set_buffer
 from bandmaster.wire.lanes import LaneClient
@@ -24,7 +26,8 @@ from bandmaster.worker_process.call_path import Step
 ANSWER_S = 30.0  # for the controller to answer, whose Python code may run without a pause
 SETTLE_S, AGAIN_S = 2.0, 0.01  # for the controller to learn of a death, and between two questions
 ANSWER_NBYTES = 64 * 1024
-READY, DIED, SHUT = "ready", "died", "shut"  # the answers of a door: with a process, a failure, and a reason
+# The answers of a door: with a process, a failure, and reasons.
+READY, DIED, SHUT, MOVED = "ready", "died", "shut", "moved"
 
 
 _counts: dict[int, Iterator[int]] = {}  # by process, as forks go on with the modules
@@ -56,7 +59,7 @@ class ReachedWorkers(LaneClient):
         records: Empty: the controller has them.
 
     Args:
-        door: The address of the controller's door.
+        door: The address of the door of this host, or that of the controller, which need not be on this host.
         group: The key of the group there, or "" for the controller itself.
         n_ranks: The number of its ranks.
         name: Its name, for messages.
@@ -141,8 +144,9 @@ class ReachedWorkers(LaneClient):
         else:
             if sock is not None:
                 sock.close()
+            failure = Failure(FailureKind.RELAYED, said, exception=ClosedError(said))
             for one in self._open:
-                super()._note_death(one, Failure(FailureKind.RELAYED, said, exception=ClosedError(said)))
+                super()._note_death(one, Failure(FailureKind.DIED, said) if answer == MOVED else failure)
             self._close(said)
 
     def _is_back(self, rank: int, sock: socket.socket, _: int) -> None:
@@ -157,18 +161,26 @@ class ReachedWorkers(LaneClient):
         try:
             set_buffer(sock)
             sock.settimeout(ANSWER_S)
-            sock.connect(f"\0{self._door}")
+            self._connect(sock)
             sock.send(pickle.dumps(Asked(self._group, rank)))
-        except (ConnectionError, FileNotFoundError):
+        except ConnectionError:
             sock.close()
-            why = (
-                "it was closed, its controller has ended, or is on another host, from which groups cannot be called yet"
-            )
+            why = "it was closed, or its controller has ended"
             return None, SHUT, f"group {self._name!r} cannot be reached from {socket.gethostname()}: {why}"
         except OSError as error:
             sock.close()
             raise ResourceError(f"cannot reach rank {rank} of group {self._name!r}: {error}") from error
         return _answer(sock, ANSWER_S, self._name)
+
+    def _connect(self, sock: socket.socket) -> None:
+        """Connect to the door, or to that of the agent of this host if the door is on another one."""
+        try:
+            sock.connect(f"\0{self._door}")
+        except ConnectionRefusedError:
+            others = agents_door()
+            if others is None:
+                raise
+            sock.connect(f"\0{others}")
 
     def _note_death(self, rank: int, failure: Failure | None = None) -> None:
         """Ask the controller how a rank has died, whose lane has ended; the lock is held."""
@@ -188,6 +200,12 @@ class ReachedWorkers(LaneClient):
             self._enter(rank, sock, answer, said)
         finally:
             self._is_asking = False
+
+
+def is_here(door: str) -> bool:
+    """Whether a door is on this host."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        return door == agents_door() or sock.connect_ex(f"\0{door}") != errno.ECONNREFUSED
 
 
 def _answer(sock: socket.socket, timeout_s: float, name: str) -> tuple[socket.socket, str, Any]:

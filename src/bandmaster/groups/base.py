@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import secrets
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,9 +31,6 @@ from bandmaster.worker import Worker
 if TYPE_CHECKING:
     from bandmaster.tracing.records import CallTable
     from bandmaster.turns.turns import Turn, TurnTaker
-
-
-_keys = itertools.count(1)  # of groups that were given to workers
 
 
 class AnyGroup(metaclass=ABCMeta):
@@ -381,7 +378,7 @@ class AnyGroup(metaclass=ABCMeta):
 
         known = self.__dict__
         if "_key" not in known:
-            known["_key"] = f"{next(_keys)}:{self._name}"
+            known["_key"] = f"{secrets.token_hex(8)}:{self._name}"
             self._ownership.when_closed(partial(Door.take_back, self._key))
         work = self._submitter.work
         given = GivenGroup(self._name, partial(getattr, self), self._ownership.open_workers, lambda: work.renewed)

@@ -73,6 +73,7 @@ class AgentServer:
 
     Attributes:
         address: The IP address and port that it listens on.
+        take_relayed: Called with the value of a call that the controller has made for a worker; the lock is held.
 
     Args:
         secret: The secret that the controller and other agents have to know.
@@ -98,6 +99,7 @@ class AgentServer:
         self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
         self._meeting = threading.Lock()
         self._first: Future[Link] = Future()  # the link to the controller
+        self.take_relayed: Callable[[Message], object] = bool
         start_thread("bandmaster-agent-listener", self._listen)
 
     # --- new connections ---
@@ -211,6 +213,8 @@ class AgentServer:
                 self._store.pop(key, None)
         elif kind == FrameKind.PING:
             other.post(FrameKind.PONG)
+        elif kind == FrameKind.RELAYED:
+            self.take_relayed(message)
         elif kind == FrameKind.ASK:
             start_thread("bandmaster-agent-ask", self._answer, *content)
         elif ranks is None:
@@ -261,8 +265,17 @@ class AgentServer:
             said = Failure.of(error)
         with contextlib.suppress(Closed), self._lock:
             self._tell()  # of deaths first, if it was that
-            self._controller.post(FrameKind.ANSWER, number, said)
+        self.tell(FrameKind.ANSWER, number, said)
+
+    def tell(self, kind: FrameKind, *content: Any, large: Mapping[int, Payload] | None = None) -> None:
+        """Send a message to the controller."""
+        with contextlib.suppress(Closed), self._lock:
+            self._controller.post(kind, *content, large=large or {})
         self._poller.wake()
+
+    def ranks_of(self, name: str) -> HostRanks | None:
+        """The part of a group that is here."""
+        return self._groups.get(name)
 
     # --- questions: a controller asks for one of these methods ---
 

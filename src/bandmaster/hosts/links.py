@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from bandmaster.contract import CLOSED
 from bandmaster.errors import BandmasterError, ClosedError
@@ -43,6 +43,13 @@ class RemoteGroup(Protocol):
         """Whether ranks of a host owe a reply."""
 
 
+class RelaysCalls(Protocol):
+    """The room `callers`, as far as links know it; see `AgentLinks.relays`."""
+
+    def take(self, links: AgentLinks, agent: Agent, message: Message | None) -> None:
+        """Take a call of a worker on the host of an agent; None if the agent is lost. The lock is held."""
+
+
 class Agent:
     """The agent of one host, on the controller's side.
 
@@ -52,6 +59,7 @@ class Agent:
         host: Name of its host.
         address: The address at which it listens.
         pid: Its process, on its host.
+        door: The address of its door, where workers on its host ask for lanes; "" if it has none.
         groups: The groups that have ranks on its host.
         lost: Why it is gone; None as long as it is not.
         kept: Keys of rows that futures of this controller refer to.
@@ -59,8 +67,10 @@ class Agent:
         pinged_at: When it was asked for a sign of life.
     """
 
-    def __init__(self, link: Link, key: Hashable, host: str, address: tuple[str, int], pid: int) -> None:
-        self.link, self.key, self.host, self.address, self.pid = link, key, host, address, pid
+    def __init__(
+        self, link: Link, key: Hashable, host: str, address: tuple[str, int], pid: int, door: str = ""
+    ) -> None:
+        self.link, self.key, self.host, self.address, self.pid, self.door = link, key, host, address, pid, door
         self.groups: dict[str, RemoteGroup] = {}
         self.lost: str | None = None
         self.kept: set[RowKey] = set()
@@ -92,10 +102,13 @@ class AgentLinks(Client):
         row_links: Connections to them that rows are fetched by.
         poller: Waits for what arrives over all links.
         numbers: The numbers of calls and questions.
+        relays: Makes calls for workers on other hosts, once a group was given to workers.
 
     Args:
         release: Ends the agents that are not needed. A thread calls it again and again as long as there is one.
     """
+
+    relays: ClassVar[RelaysCalls | None] = None
 
     def __init__(self, release: Callable[[], object] = lambda: None) -> None:
         self.poller, self.numbers = Poller(), itertools.count(1)
@@ -136,6 +149,12 @@ class AgentLinks(Client):
         if agent.released:
             agent.link.post(FrameKind.RELEASE, [agent.released.popleft() for _ in range(len(agent.released))])
         agent.link.post(kind, *content, large=large or {})
+
+    def tell(self, agent: Agent, kind: FrameKind, *content: Any, large: Mapping[int, Any] | None = None) -> None:
+        """Send a message, unless the agent is gone; the poller has the rest sent."""
+        with self.lock:
+            if agent.lost is None:
+                self.send(agent, kind, *content, large=large)
 
     def flush(self, agents: Sequence[Agent]) -> None:
         """Wait until all was sent to some agents; one that takes nothing for too long is lost."""
@@ -204,6 +223,8 @@ class AgentLinks(Client):
             ticket = self._open[id(agent)].pop(content[0], None)
             if ticket is not None:
                 self._finish(ticket, content[1])
+        elif kind == FrameKind.RELAY and self.relays is not None:
+            self.relays.take(self, agent, message)
 
     def _lose(self, agent: Agent, why: str) -> None:
         """Take the end of an agent."""
@@ -218,6 +239,8 @@ class AgentLinks(Client):
         del self._open[id(agent)]
         for group in list(agent.groups.values()):
             group.host_is_lost(agent, why)
+        if self.relays is not None:
+            self.relays.take(self, agent, None)
         if not self.agents and self._stop_beating is not None:
             self._stop_beating.set()
             self._stop_beating = None

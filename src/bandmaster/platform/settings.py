@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 CONTROLLERS_RAY = "BANDMASTER_RAY"
+AGENTS_DOOR = "BANDMASTER_DOOR"
 
 
 def preloaded_modules() -> tuple[str, ...] | None:
@@ -23,6 +24,11 @@ def controllers_ray() -> str | None:
     Backend ``"ray"`` sets it for its workers; no user does.
     """
     return os.environ.get(CONTROLLERS_RAY)
+
+
+def agents_door() -> str | None:
+    """``BANDMASTER_DOOR``: the door of the agent that has started this worker; None if none has. Agents set it."""
+    return os.environ.get(AGENTS_DOOR)
 
 
 def host_timeout_s() -> float:

@@ -59,6 +59,7 @@ class RequestMethod(MethodOfGroup, Generic[P, G]):
 
     _kind = "request method"
     _how = Target()
+    calls_back = False  # whether a request that runs on the group waits for those of this method
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
         """Send a request to one replica. Returns its future, which can be awaited, or waited for by ``result``.
@@ -230,6 +231,7 @@ class RequestMethod(MethodOfGroup, Generic[P, G]):
             arguments = arguments.beside(((STREAM, name), (METHOD, router.method), (MAXSIZE, self._how.maxsize)))
         encoded = Arguments.of(arguments, spec.label)
         request = GeneratorRequest(site, encoded, router, name) if name else Request(site, encoded, router)
+        request.calls_back = self.calls_back
         request.parents = [value for group in encoded.rows for _, value in group.items if not value.done()]
         return router, request, self._how
 

@@ -138,6 +138,7 @@ class Request(RowsResult):
         is_listed: Whether its value is the list of the values of all its replicas.
         tell_map: Tells its map that it has ended, or that a place may be free for it; None if it is part of no map.
         asks_for: What it asks the ranks for in place of the method of its router, as `bandmaster.contract` names it.
+        calls_back: Whether a request that runs on its group waits for it.
         has_place: Whether it takes a place of the method on its replica.
         first: A request that is sent right behind it.
         waiters: Functions that tell event loops of its end.
@@ -147,6 +148,7 @@ class Request(RowsResult):
 
     outcome = None
     asks_for: str | None = None
+    calls_back = False
     has_place = True
     first: Request | None = None
 

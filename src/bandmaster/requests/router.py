@@ -22,7 +22,7 @@ from bandmaster.calls.open_work import OpenWork
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
-from bandmaster.contract import MORE_ITEMS, Reply, Ticket, WorkerCall, Workers
+from bandmaster.contract import CALLS_BACK, MORE_ITEMS, Reply, Ticket, WorkerCall, Workers
 from bandmaster.errors import ResourceError
 from bandmaster.plan.rows import replicas
 from bandmaster.platform.deadline import Deadline
@@ -306,7 +306,9 @@ class Router:
                 request.end()
                 continue
             try:
-                calls[request] = arguments.call(request, replica.ranks[:1], request.asks_for or self.method)
+                method = request.asks_for or self.method
+                method = CALLS_BACK + method if request.calls_back else method
+                calls[request] = arguments.call(request, replica.ranks[:1], method)
             except Exception as error:  # rows were lost, there is no memory, or the group was closed
                 request.fail(error)
         for _, some in groupby(calls, _overtakes):
@@ -419,7 +421,7 @@ def _n_open(replica: Replica) -> int:
 
 
 def _overtakes(request: Request) -> bool:
-    return request.asks_for == MORE_ITEMS
+    return request.calls_back or request.asks_for == MORE_ITEMS
 
 
 def _running_loop() -> Any:

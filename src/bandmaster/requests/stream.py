@@ -106,6 +106,7 @@ class RequestStream(Closing, Generic[T]):
         self._lock = threading.Lock()
         super().__init__(run.site.method, run.workers, run.cancel)
         run.first = ItemsRequest(run.site, run.router, run.name, most, FIRST_ITEMS)
+        run.first.calls_back = run.calls_back
         self._waits_for: RequestFuture[Any] | None = RequestFuture(run.first, group)
 
     def __next__(self) -> T:

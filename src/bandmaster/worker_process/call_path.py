@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import os
 from contextvars import ContextVar
+from socket import gethostname
 from threading import get_ident, main_thread
 from typing import NamedTuple, Protocol
 
 PATH = "bandmaster.path"  # the keyword by which the calls of workers carry it
 
 
+Process = tuple[str, int]  # the name of its host, and its number there
+
+
 class Step(NamedTuple):
     """A call that waits for another one.
 
     Attributes:
-        pid: The process of its worker.
+        process: The process of its worker.
         words: The call, for messages.
         is_alone: Whether nothing else begins on that worker until it has ended.
     """
 
-    pid: int
+    process: Process
     words: str
     is_alone: bool
 
@@ -68,18 +72,18 @@ def path_of_this_call() -> tuple[Step, ...]:
     request = call.request if call is not None and not call.is_over else ""
     is_alone = not request and (get_ident() == main_thread().ident or (call is not None and not call.is_over))
     words = executor.words(request) if executor is not None and (request or is_alone) else ""
-    return (*earlier.get(), Step(os.getpid(), words, is_alone)) if words else ()
+    return (*earlier.get(), Step((gethostname(), os.getpid()), words, is_alone)) if words else ()
 
 
-def conflict(path: tuple[Step, ...], pid: int, is_alone: bool) -> Step | None:
+def conflict(path: tuple[Step, ...], process: Process, is_alone: bool) -> Step | None:
     """The step of a path that a call of a worker would wait for.
 
     Args:
         path: The path of the call.
-        pid: The process of the worker.
+        process: The process of the worker.
         is_alone: Whether the call begins when nothing else runs there.
     """
-    return next((step for step in path if step.pid == pid and (step.is_alone or is_alone)), None)
+    return next((step for step in path if step.process == process and (step.is_alone or is_alone)), None)
 
 
 def refusal(path: tuple[Step, ...], step: Step, method: str) -> str:

@@ -9,7 +9,7 @@ from time import monotonic, monotonic_ns
 from typing import Any, NamedTuple
 
 from bandmaster.codec import Payload
-from bandmaster.contract import FIRST_ITEMS, MORE_ITEMS, TIMES, Reply, Rows
+from bandmaster.contract import CALLS_BACK, FIRST_ITEMS, MORE_ITEMS, TIMES, Reply, Rows
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.wire.segment_reader import NO_ROWS, RowReaders
 from bandmaster.worker_process.call_path import RunningCall, running
@@ -78,6 +78,8 @@ class RequestTasks:
             if request.number in given_up:
                 self._ended(request, _CANCELLED, None)
                 continue
+            if request.method.startswith(CALLS_BACK):
+                request = request._replace(method=request.method.removeprefix(CALLS_BACK))
             known = self._taking if request.method in (FIRST_ITEMS, MORE_ITEMS) else self._running
             known[request.number] = request, monotonic()
             self._tasks[request.number] = self._loop.loop.create_task(self._run(request))

@@ -10,7 +10,7 @@
 
 One thread has the lanes at a time: the event loop, while it reads; the main thread, while it runs a call that is no
 request, and so runs alone. Messages behind such a call wait with it, those of other callers too, but for those that
-cancel, and those for items of generators that run: the call waits until they have ended. Each caller has a lane of its
+cancel, and those that requests which run wait for: the call waits until they have ended. Each caller has a lane of its
 own: the controller from the start, and workers that were given the group.
 """
 
@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from bandmaster.codec import Payload, decode, encode
-from bandmaster.contract import MORE_ITEMS, Report, Rows
+from bandmaster.contract import CALLS_BACK, MORE_ITEMS, Report, Rows
 from bandmaster.errors.failure import Failure
 from bandmaster.wire.lane import TELL_S, Lane
 from bandmaster.wire.messages import (
@@ -164,8 +164,9 @@ class Requests:
         caller.tell_of_leases()
 
     def _may_begin(self, message: memoryview) -> bool:
-        """Whether requests may begin, as none waits before them, or as they are for items of generators that run."""
-        return not self._aside or read_content(message)[0][1][0] == MORE_ITEMS
+        """Whether requests may begin, as none waits before them, or as requests that run wait for them."""
+        method = "" if not self._aside else read_content(message)[0][1][0]
+        return not self._aside or method == MORE_ITEMS or method.startswith(CALLS_BACK)
 
     def _may_run_alone(self, caller: _Caller) -> bool:
         """Whether no request runs, and the lane of a caller is free for the main thread."""

@@ -27,6 +27,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from bandmaster.backends.host_workers import HostShare
 from bandmaster.backends.local import LocalBackend, default_modules
 from bandmaster.backends.ray.session import START_TIMEOUT_S, RaySession
+from bandmaster.callers.door import Door
+from bandmaster.callers.passed import PassedCalls
 from bandmaster.contract import NOT_STARTED, Launch, ShowOutput
 from bandmaster.errors import ClosedError, PlacementError
 from bandmaster.hosts.agent import AgentServer, Host
@@ -37,6 +39,7 @@ from bandmaster.hosts.ranks import WorkersHere
 from bandmaster.hosts.workers import AgentWorkers
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import run_if_free
+from bandmaster.platform.settings import AGENTS_DOOR
 
 END_TIMEOUT_S = 2.0  # for Ray to end an agent
 PROBE_TIMEOUT_S = 3.0  # for a host to take a connection
@@ -81,11 +84,13 @@ class AgentFacts(NamedTuple):
         address: Where it listens.
         host: Name of its host.
         pid: Its process.
+        door: Where workers ask for lanes to the ranks there.
     """
 
     address: tuple[str, int]
     host: str
     pid: int
+    door: str
 
 
 class BandmasterAgent:
@@ -97,8 +102,9 @@ class BandmasterAgent:
         sys.path.extend(path for path in opening.paths if path not in sys.path and os.path.isdir(path))
         sys.argv[:] = opening.argv
         server = AgentServer(opening.secret, address, _RayHost(opening, address), opening.controller)
+        os.environ[AGENTS_DOOR] = door = Door(PassedCalls(server)).address
         start_thread("bandmaster-agent", self._serve, server)
-        return AgentFacts(server.address, os.uname().nodename, os.getpid())
+        return AgentFacts(server.address, os.uname().nodename, os.getpid(), door)
 
     @staticmethod
     def _serve(server: AgentServer) -> None:
@@ -214,7 +220,7 @@ class RayAgents:
             try:
                 facts = ray.get(self._opened.pop(key), timeout=START_TIMEOUT_S)
                 link = connect(facts.address, links.secret, FOR_MESSAGES)
-                links.add(Agent(link, key, facts.host, facts.address, facts.pid))
+                links.add(Agent(link, key, facts.host, facts.address, facts.pid, facts.door))
             except (RayError, OSError, Refused) as error:
                 self._is_due = True
                 raise _unreachable(key, facts, error) from error

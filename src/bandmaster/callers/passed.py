@@ -1,0 +1,170 @@
+"""Calls of workers on other hosts than the controller's, which the agent of their host passes on.
+
+::
+
+    worker ── lane ── PassedCalls, in the agent ── link: RELAY ──► FarCalls ── RequestTasks ──► the controller's relay
+                                                ◄── RELAYED ─────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from bandmaster.callers.reached import MOVED, READY, SHUT, Asked
+from bandmaster.codec import Payload, decode, encode
+from bandmaster.contract import Reply
+from bandmaster.errors import ClosedError
+from bandmaster.errors.failure import Failure, FailureKind
+from bandmaster.hosts.agent import AgentServer
+from bandmaster.hosts.link import FrameKind, Message
+from bandmaster.hosts.links import Agent, AgentLinks
+from bandmaster.wire.messages import INLINE_NBYTES, inline
+from bandmaster.wire.segment_reader import RowReaders
+from bandmaster.worker_process.executor import Arguments, Executor
+from bandmaster.worker_process.request_tasks import Outcome, ReceivedRequest, RequestTasks
+
+FIND = "bandmaster.find"  # in place of a method: where a rank is, and under which name its agent knows the group
+ELSEWHERE = "its group was restarted on other hosts"
+_CLOSED = "group was closed; its workers cannot be called any more"
+_SHUT = Failure(FailureKind.RELAYED, _CLOSED, exception=ClosedError(_CLOSED))
+
+
+class Relay(Executor):
+    """Makes calls of groups that were given to workers, and knows their ranks."""
+
+    async def find(self, asked: Asked) -> tuple[str, Any]:
+        """The workers that have a rank; or why there is no lane to it, as the answer of a door."""
+        raise NotImplementedError
+
+
+class PassedCalls(Relay):
+    """Has the controller make the calls of workers on this host.
+
+    Args:
+        server: The agent of this host.
+    """
+
+    def __init__(self, server: AgentServer) -> None:
+        super().__init__()
+        self._server = server
+        self._numbers = itertools.count(secrets.randbits(64))  # no other agent has such
+        self._open: dict[int, asyncio.Future[Outcome]] = {}
+        server.take_relayed = self._take
+
+    def begun(self, method: str, parts: Arguments, rows: RowReaders) -> tuple[Sequence[Any], dict[Any, Any], Any]:
+        """Have the controller make a call; returns the coroutine that waits for its outcome."""
+        assert not isinstance(parts, memoryview), "requests have parts"
+        return (), {}, self._outcome(method, parts)
+
+    def encoded(self, value: Any, reply: int) -> Payload | Failure | None:
+        """The outcome of a call as it has come."""
+        outcome: Payload | Failure | None = value
+        return outcome
+
+    async def find(self, asked: Asked) -> tuple[str, Any]:
+        """The workers that have a rank, if it is on this host; see `Relay.find`."""
+        found = await self._outcome(FIND, [encode(((0, asked),))])
+        if not isinstance(found, Payload):
+            return SHUT, _CLOSED
+        answer, said = decode(found)
+        if answer == READY:
+            ranks = self._server.ranks_of(said)
+            is_here = ranks is not None and asked.rank in ranks.ranks
+            return (READY, ranks.workers) if ranks is not None and is_here else (MOVED, ELSEWHERE)
+        return answer, said
+
+    async def _outcome(self, method: str, parts: Sequence[Payload]) -> Outcome:
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        self._open[number] = loop.create_future()
+        large: dict[int, Payload] = {}
+        self._server.tell(FrameKind.RELAY, number, method, [_part(one, large) for one in parts], large=large)
+        try:
+            return await self._open[number]
+        except asyncio.CancelledError:
+            self._server.tell(FrameKind.RELAY, number, "", ())
+            raise
+        finally:
+            del self._open[number]
+
+    def _take(self, message: Message) -> None:
+        self.event_loop().run(self._answered, message)
+
+    def _answered(self, message: Message) -> None:
+        number, has_failed, part = message.content
+        waiting = self._open.get(number)
+        if waiting is not None and not waiting.done():
+            payload = None if part is None else message.unpack(part)
+            waiting.set_result(decode(payload) if has_failed and payload is not None else payload)
+
+
+class FarCalls:
+    """Makes the calls that agents pass on to this process, which is the controller; see `AgentLinks.relays`.
+
+    Args:
+        relay: Makes them.
+    """
+
+    def __init__(self, relay: Executor) -> None:
+        self._tasks, self._loop = RequestTasks(relay, self._ended), relay.event_loop().loop
+        self._open: dict[int, tuple[AgentLinks, Agent]] = {}  # by number
+        self._watched: dict[AgentLinks, int] = {}  # with a descriptor that is readable when something has arrived
+        self._is_closed = False
+
+    def take(self, links: AgentLinks, agent: Agent, message: Message | None) -> None:
+        """Take a call of a worker on the host of an agent; None if the agent is lost. The lock is held."""
+        number, method, _ = message.content if message is not None else (0, "", ())
+        if method:
+            self._open[number] = links, agent
+        with suppress(RuntimeError):  # it was closed
+            self._loop.call_soon_threadsafe(self._begin, links, agent, message)
+        if self._is_closed:
+            self._answer(number, _SHUT)
+
+    def close(self) -> None:
+        """Make no more calls."""
+        self._is_closed = True
+        for number in list(self._open):
+            self._answer(number, _SHUT)
+        for fd in self._watched.values():
+            self._loop.remove_reader(fd)
+            os.close(fd)
+
+    def _begin(self, links: AgentLinks, agent: Agent, message: Message | None) -> None:
+        if message is None:
+            self._tasks.cancel(self._tasks.numbers_of(agent))
+            return
+        if links not in self._watched and not self._is_closed:  # no other thread may read what agents send
+            self._watched[links] = os.dup(links.poller.fileno())
+            self._loop.add_reader(self._watched[links], links.check)
+        number, method, parts = message.content
+        if method:
+            payloads = list(map(message.unpack, parts))
+            self._tasks.start([ReceivedRequest(number, method, Reply.RETURN, payloads, caller=agent)])
+        else:
+            self._tasks.cancel((number,))
+
+    def _ended(self, request: ReceivedRequest, outcome: Outcome, times: object) -> None:
+        self._answer(request.number, outcome)
+        self._tasks.count(1)
+
+    def _answer(self, number: int, outcome: Any) -> None:
+        """Send an outcome, unless the call was answered."""
+        links, agent = self._open.pop(number, (None, None))
+        if links is not None and agent is not None:
+            has_failed, large = isinstance(outcome, Failure), dict[int, Payload]()
+            part = None if outcome is None else _part(encode(outcome) if has_failed else outcome, large)
+            links.tell(agent, FrameKind.RELAYED, number, has_failed, part, large=large)
+
+
+def _part(payload: Payload, large: dict[int, Payload]) -> Any:
+    """The part of a message that names a payload; a large one is added to those of the message."""
+    if payload.nbytes <= INLINE_NBYTES:
+        return inline(payload)
+    large[len(large)] = payload
+    return len(large) - 1
