@@ -1,5 +1,6 @@
 """The ledger: what a trace knows of calls, ranks, bytes and the way that rows took."""
 
+import asyncio
 import re
 import time
 
@@ -36,6 +37,15 @@ class Timed(bm.Worker):
     @register(Dispatch.ONE_TO_ALL)
     def fail(self):
         raise ValueError("planned")
+
+    @register(Dispatch.REQUEST, concurrency=4)
+    async def ask(self, rows, seconds):
+        await asyncio.sleep(seconds)
+        return rows
+
+    @register(Dispatch.REQUEST)
+    def ask_alone(self, value):
+        return value
 
     @register(Dispatch.ONE_TO_ALL)
     async def wait(self):
@@ -132,6 +142,30 @@ def test_items_are_calls(three):
     methods = [call.method for call in trace.calls]
     assert methods.count("Timed.items") >= 1 + 4
     assert {rank for call in trace.calls for rank in call.ranks} == {0, 1, 2}
+
+
+def test_requests(three, backend):
+    rows = {"id": np.arange(6), "wide": np.zeros((6, LARGE), "f4")}
+    with bm.trace() as trace:
+        asked = [three.ask.submit(rows, seconds) for seconds in (0.02, 0.03)]
+        [one.result() for one in asked]
+        kept = three.ask.map(rows, 0.0, chunk=3).future
+        three.ask.map(kept, 0.0, chunk=3).result()
+        three.ask_alone(1).result()
+    first, second, *maps, alone = trace.calls
+    assert [call.method for call in trace.calls] == ["Timed.ask"] * 6 + ["Timed.ask_alone"]
+    assert [len(call.ranks) for call in trace.calls] == [1] * 7, "each ran on one replica"
+    assert first.ranks.keys() != second.ranks.keys()
+    for call, seconds in ((first, 0.02), (second, 0.03)):
+        (times,) = call.ranks.values()
+        assert seconds <= times.ran < 10 and min(times) >= 0
+        assert call.begun <= call.encoded <= call.sent <= call.done
+        assert min(call.sent_nbytes, call.returned_nbytes) > 6 * LARGE * 4
+    made, took = maps[:2], maps[2:]
+    assert min(call.kept_nbytes for call in made) > 3 * LARGE * 4
+    assert all(sum(call.read_nbytes.values()) > 3 * LARGE * 4 for call in took)
+    assert {number for call in took for number, _ in call.takes_from} == {call.number for call in made}
+    assert "Timed.ask " in trace.summary() and alone.done is not None
 
 
 def test_the_summary_of_methods(three):

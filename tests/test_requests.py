@@ -317,6 +317,10 @@ def test_a_key_has_a_replica_until_that_is_much_busier(group, gate):
     assert first == second != third, "it had two more than the other one"
 
 
+def test_replicas_that_are_equally_busy_take_turns(group):
+    assert Counter(group.chat("").result(DEADLINE)[0] for _ in range(6)) == {0: 3, 1: 3}
+
+
 def test_one_replica_can_be_chosen(group):
     for replica in (0, 1, 0):
         assert group.chat.options(replica=replica)("").result(DEADLINE)[0] == replica
@@ -367,6 +371,15 @@ def test_those_that_wait_for_a_place_get_it_in_their_order(make_group):
     assert group.take() == [list(range(20))]
 
 
+def test_a_thread_learns_at_once_of_a_place_that_is_free(make_group, monkeypatch):
+    monkeypatch.setattr("bandmaster.requests.request.LOOK_AROUND_S", 10 * DEADLINE)  # it does not help
+    group, futures = make_group(2, Ordered), []
+    thread = threading.Thread(target=lambda: futures.extend(group.also(n) for n in range(20)), daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    assert len([future.result(DEADLINE) for future in futures]) == 20
+
+
 # --- what replicas report ------------------------------------------------------------------------------------------
 
 
@@ -378,6 +391,29 @@ def test_open_requests_count_for_all_methods(make_group, gate):
     narrow = [group.narrow(gate.folder) for _ in range(2)]  # the second one has no place on the least busy replica
     gate.open()
     assert [future.result(DEADLINE) for future in (*held, *narrow)] == [None, None, None, 1, 0]
+
+
+def test_a_key_stays_while_its_request_waits_for_a_place(make_group, gate, tmp_path):
+    group = make_group(2, Engine)
+    opened, other = Gate(tmp_path / "opened"), Gate(tmp_path / "other")
+    opened.folder.mkdir()
+    other.folder.mkdir()
+    opened.open()
+
+    async def main():
+        mine = await group.narrow.options(key="k")(opened.folder)
+        held = [group.hold.options(replica=mine)(gate.folder) for _ in range(3)]
+        first = group.narrow.options(replica=mine)(gate.folder)
+        last = group.narrow.options(replica=1 - mine)(other.folder)
+        keyed = group.narrow.options(key="k", spill=1)(opened.folder)  # the less busy replica has no place for it
+        await asyncio.sleep(0)
+        gate.open()
+        await asyncio.gather(*held, first)
+        assert await asyncio.wait_for(keyed, DEADLINE) == mine
+        other.open()
+        await last
+
+    asyncio.run(main())
 
 
 def test_a_replica_that_reports_the_load_of_others_gets_fewer(make_group):

@@ -31,11 +31,11 @@ from bandmaster.calls.request import NOTHING, CallRequest, CallSite
 from bandmaster.calls.result import Done, Result, RowsResult, late, wait_for_all
 from bandmaster.codec import Payload, decode
 from bandmaster.contract import Ticket, Workers
-from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, RowsLost, UsageError
+from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, UsageError
 from bandmaster.errors.failure import Failure, is_in_debugger
 from bandmaster.plan.rows import RealRows
 from bandmaster.platform.deadline import Deadline
-from bandmaster.platform.locks import check_not_held
+from bandmaster.platform.locks import check_not_held, run_if_free
 from bandmaster.rows.kept import KeptPart, KeptRows
 
 FENCE_LOOK_S = 0.02  # a failed call holds back the one that is waited for
@@ -114,7 +114,6 @@ class Call(RowsResult):
         self._values: dict[int, Any] = {}
         self._escalation: Escalation | None = None
         self._arrived: set[int] = set()  # ranks that had come to this call when the present grace began
-        self._interrupted: set[int] = set()  # ranks whose values have raised KeyboardInterrupt when they were decoded
 
     # --- WAITING ---
 
@@ -207,15 +206,6 @@ class Call(RowsResult):
         """Whether it has failed and a rank has not ended it, so that ranks wait before they begin later calls."""
         return bool(self.tickets and (self.failures or self.is_cancelled))
 
-    @property
-    def state(self) -> str:
-        """Its state in words."""
-        if self.done is not None or (self.request is None and not self.tickets):
-            return "done"
-        if self.request is not None:
-            return "waiting for the rows that it takes"
-        return f"{'cancelled, ' if self.is_cancelled else ''}waiting for rank {', '.join(map(str, self.missing))}"
-
     def stacks(self) -> dict[int, str]:
         """The Python stacks of the ranks that have not replied."""
         return dict(self.workers.stacks(dict(self.tickets)))
@@ -299,8 +289,7 @@ class Call(RowsResult):
             except RuntimeError:  # this thread did not get it, because of the timeout or of Ctrl-C
                 pass
             else:
-                if self.is_watched:
-                    self._tell_if_missed()
+                self._tell_if_missed()
 
     def drive(self) -> float | None:
         """Take the replies that have arrived and run the due steps of the escalation, unless another thread does so.
@@ -308,26 +297,20 @@ class Call(RowsResult):
         Returns:
             The moment at which there is more to do, if there is one.
         """
-        if self.has_ended or self.lock._is_owned():
-            return None
-        try:
-            if not self.lock.acquire(blocking=False):
-                return None
-            self._take(0.0)
-            moment = self._escalate()
-            return None if self._note_end() else moment
-        finally:
-            try:
-                self.lock.release()  # not in a function, at whose beginning Ctrl-C may come
-            except RuntimeError:  # this thread did not get it, because of the timeout or of Ctrl-C
-                pass
-            else:
-                if self.is_watched:
-                    self._tell_if_missed()
+        moments: list[float | None] = [None]
+        if not (self.has_ended or self.lock._is_owned()) and run_if_free(self.lock, lambda: self._drive(moments)):
+            self._tell_if_missed()
+        return moments[-1]
+
+    def _drive(self, moments: list[float | None]) -> None:
+        self._take(0.0)
+        moments.append(self._escalate())
+        if self._note_end():
+            moments.append(None)
 
     def _tell_if_missed(self) -> None:
         """Have the watch look again if it found `lock` taken meanwhile, or if replies are there without a result."""
-        if self._was_missed or (self.has_ended and self.done is None):
+        if self.is_watched and (self._was_missed or (self.has_ended and self.done is None)):
             self._was_missed = False
             progress.look_at(self)
 
@@ -390,13 +373,6 @@ class Call(RowsResult):
             else:
                 values[rank] = value
         self.tickets = still  # last: after Ctrl-C, the same replies are taken again
-
-    def _unreadable(self, rank: int, error: BaseException) -> Failure:
-        """The failure of a rank whose value raised when it was decoded; raises the error again if Ctrl-C caused it."""
-        was_interrupted = rank in self._interrupted
-        if isinstance(error, KeyboardInterrupt):
-            self._interrupted.add(rank)
-        return Failure.unreadable(error, was_interrupted)
 
     # --- ranks that go on with a call that failed ---
 
@@ -504,20 +480,10 @@ class Call(RowsResult):
             self._collection = NOTHING  # the collection may refer to the group, which refers to its calls
 
     def _brought(self, deadline: Deadline) -> Done:
-        """Read the kept rows. Returns the end with the value, or with an error that will not change.
-
-        Raises errors that may be temporary.
-        """
-        assert self._rows is not None, "rows were kept"
-        values = {}
-        for rank in self._collection.ranks:
-            try:
-                values[rank] = self._rows.parts[rank].value(deadline)
-            except (RowsLost, CallTimeout, ResourceError):
-                raise
-            except BaseException as error:  # the user's objects may raise anything as they are unpickled
-                self.failures[rank] = self._unreadable(rank, error)
-                self._has_failed = True
+        values, failures = self._read_rows(deadline)
+        if failures:
+            self.failures.update(failures)
+            self._has_failed = True
         failed = self._error()
         done = collected(self._collection, values, self.site, self.real_rows) if failed is None else Done(failed)
         if isinstance(done.error, ResourceError):

@@ -31,12 +31,6 @@ def check_count(name: str, value: Any) -> None:
         raise UsageError(f"{name} must be a whole number of 1 or more, got {value!r}")
 
 
-def check_on_error(value: Any) -> None:
-    """Raise UsageError unless a value of ``on_error`` is known."""
-    if value not in ("raise", "return"):
-        raise UsageError(f"on_error must be 'raise' or 'return', got {value!r}")
-
-
 class Limits(TypedDict, total=False):
     """The keywords of `CallOptions`, for type checkers."""
 
@@ -58,10 +52,18 @@ class FlowOptions:
     Attributes:
         maxsize: Most items of each rank, or requests of a map, that a stream has made before they are taken.
         on_error: ``"return"`` returns the errors of failed parts; ``"raise"`` ends the stream with the first.
+
+    Raises:
+        UsageError: A value is invalid.
     """
 
     maxsize: int | None = None
     on_error: str = "raise"
+
+    def __post_init__(self) -> None:
+        check_count("maxsize", self.maxsize)
+        if self.on_error not in ("raise", "return"):
+            raise UsageError(f"on_error must be 'raise' or 'return', got {self.on_error!r}")
 
     def but(self, changes: Mapping[str, Any], is_generator: bool = False) -> FlowOptions:
         """A copy with some options changed, of a method that may be a generator.
@@ -70,8 +72,6 @@ class FlowOptions:
             UsageError: A value is invalid.
         """
         made = replace(self, **changes)
-        check_count("maxsize", made.maxsize)
-        check_on_error(made.on_error)
         if made.on_error != "raise" and not is_generator:
             raise UsageError(
                 "on_error is about the items of a generator; or register the method with Dispatch.REQUEST, and call "
@@ -102,8 +102,6 @@ class CallOptions:
         Raises:
             UsageError: An option is unknown, or its value is not a non-negative number or None.
         """
-        if not changes:
-            return self
         for name, value in changes.items():
             if name in ("pull", "group_by"):
                 raise UsageError(
@@ -115,8 +113,7 @@ class CallOptions:
                     f"a call has no option {name!r}; its options are timeout and grace, both in seconds{where}"
                 )
             check_seconds(name, value)
-        known = {"timeout": self.timeout, "grace": self.grace}
-        return CallOptions(**{**known, **changes})
+        return replace(self, **changes)
 
 
 class _Library:

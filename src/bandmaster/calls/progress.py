@@ -18,6 +18,7 @@ import select
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from bandmaster.contract import Workers
@@ -45,6 +46,19 @@ class Watch(Protocol):
 
     def look(self) -> bool:
         """Make progress without waiting. Returns whether the watch is over."""
+
+
+class _Once:
+    """Calls a function in the thread, once."""
+
+    due: float | None = None
+
+    def __init__(self, workers: Workers, function: Callable[[], object]) -> None:
+        self.workers, self._function = workers, function
+
+    def look(self) -> bool:
+        self._function()
+        return True
 
 
 class Progress:
@@ -80,6 +94,10 @@ class Progress:
                     raise
             self._watches[id(watch)] = watch
             self.look_at(watch)
+
+    def call(self, workers: Workers, function: Callable[[], object]) -> None:
+        """Call a function that ends some work of workers in the thread; raises as `add` does."""
+        self.add(_Once(workers, function))
 
     def look_at(self, watch: Watch) -> None:
         """Make the thread look at a watch soon. Any thread may call this; it does not block."""

@@ -7,14 +7,14 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
 from bandmaster.contract import Workers
-from bandmaster.errors import CallTimeout, ResourceError
-from bandmaster.errors.failure import stacks_by_equality
+from bandmaster.errors import CallTimeout, ResourceError, RowsLost
+from bandmaster.errors.failure import Failure, stacks_by_equality
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.limits import start_thread
 from bandmaster.platform.locks import SigintSafeLock
@@ -118,9 +118,9 @@ class Result(ABC):
     def drive_in_background(self) -> None:  # noqa: B027  # others may tell it of its end
         """Ensure that it is done, and that the functions of `watch` are called, though no thread waits for it."""
 
-    @abstractmethod
     def table(self) -> Table:
         """The rows; it is done, without an error, and keeps them."""
+        raise AssertionError("it keeps no rows")
 
     def release(self) -> None:
         """Release the rows that are kept, or will be. Takes no lock, as garbage may be collected under any."""
@@ -151,9 +151,9 @@ class Result(ABC):
             raise done.error
         return done.value
 
-    @abstractmethod
     def _brought(self, deadline: Deadline) -> Done:
         """Read the rows. Returns the end with the value or an error. Raises temporary errors. `lock` is held."""
+        raise AssertionError("it keeps no rows")
 
     def check_small_rows(self) -> None:  # noqa: B027  # most results have none
         """Join kept rows that arrived with the replies, so that `done` has the error if they cannot be joined."""
@@ -198,7 +198,16 @@ class WatchedResult(Result):
 class RowsResult(WatchedResult):
     """A result whose rows workers may keep."""
 
+    @property
+    def state(self) -> str:
+        """Its state in words, for the repr of its future."""
+        if self.done is not None or not self.is_sent:
+            return super().state
+        ranks = ", ".join(map(str, self.missing))
+        return f"{'cancelled, ' if self.is_cancelled else ''}waiting for rank {ranks}" if ranks else "done"
+
     _rows: KeptRows | None = None
+    _interrupted: Set[int | None] = frozenset()  # ranks whose values have raised KeyboardInterrupt as they were decoded
 
     def table(self) -> Table:
         """The rows that were kept; it is done, without an error.
@@ -221,6 +230,29 @@ class RowsResult(WatchedResult):
     def _drop_rows(self) -> None:
         if self._rows is not None:
             self._rows.release()
+
+    def _read_rows(self, deadline: Deadline) -> tuple[dict[Any, Any], dict[int, Failure]]:
+        """Read the kept rows. Returns the values by rank, and the failures of ranks whose rows cannot be read.
+
+        Raises errors that may be temporary.
+        """
+        assert self._rows is not None, "rows were kept"
+        values, failures = dict[Any, Any](), dict[int, Failure]()
+        for rank, part in self._rows.parts.items():
+            try:
+                values[rank] = part.value(deadline)
+            except (RowsLost, CallTimeout, ResourceError):
+                raise
+            except BaseException as error:  # the user's objects may raise anything as they are unpickled
+                failures[rank or 0] = self._unreadable(rank, error)
+        return values, failures
+
+    def _unreadable(self, rank: int | None, error: BaseException) -> Failure:
+        """The failure of a rank whose value raised when it was decoded; raises the error again if Ctrl-C caused it."""
+        was_interrupted = rank in self._interrupted
+        if isinstance(error, KeyboardInterrupt):
+            self._interrupted = {*self._interrupted, rank}
+        return Failure.unreadable(error, was_interrupted)
 
 
 def wait_for_all(futures: Sequence[Any], deadline: Deadline) -> bool:

@@ -26,6 +26,7 @@ from bandmaster.contract import CLOSE_STREAM, NEXT, Reply, Ticket, WorkerCall, W
 from bandmaster.errors import CallTimeout
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, alike
 from bandmaster.plan.mesh import Mesh
+from bandmaster.plan.rows import RealRows
 from bandmaster.plan.transfer import Gather, Only
 
 
@@ -170,18 +171,11 @@ class Submitter:
 
     def _send(self, call: Call, request: CallRequest) -> None:
         """Send a call, unless a rank is dead."""
-        workers, site = self._workers(), call.site
+        workers = self._workers()
         failures = Failures(workers.deaths)
         orders: Sequence[WorkerCall] = ()
         if not failures:
-            plan = request.plan if isinstance(request.plan, CallPlan) else request.plan()
-            begin = hooks.trace
-            call.record = None if begin is None else begin(site.group, site.method, workers)
-            if request.beside:
-                plan = plan._replace(groups=(*plan.groups, ArgumentGroup((), (), request.ranks).beside(request.beside)))
-            call.real_rows = plan.real_rows
-            request.asks_for = request.asks_for or self._prefix + request.method
-            orders = orders_of(request, workers, plan, site.method, call.record)
+            orders, call.record, call.real_rows = self._planned(request, workers, call.site)
         with call.lock:
             if call.request is None:  # it was cancelled meanwhile
                 return
@@ -192,6 +186,18 @@ class Submitter:
                 call.place = _first_place(call.tickets)
                 if call.record is not None:
                     call.record.is_sent()
+
+    def _planned(
+        self, request: CallRequest, workers: Workers, site: CallSite
+    ) -> tuple[Sequence[WorkerCall], CallTrace | None, RealRows | None]:
+        """Plan a call. Returns its orders, its record if a trace records, and the rows of ranks if it splits any."""
+        plan = request.plan if isinstance(request.plan, CallPlan) else request.plan()
+        begin = hooks.trace
+        record = None if begin is None else begin(site.group, site.method, workers)
+        if request.beside:
+            plan = plan._replace(groups=(*plan.groups, ArgumentGroup((), (), request.ranks).beside(request.beside)))
+        request.asks_for = request.asks_for or self._prefix + request.method
+        return orders_of(request, workers, plan, site.method, record), record, plan.real_rows
 
     def submit_for_each(self, request: CallRequest) -> list[Future[Any]]:
         """Send a call, with a future for each rank."""
@@ -222,19 +228,15 @@ class Submitter:
         self, request: CallRequest, shares: Mapping[Share, Collection], failures: Failures
     ) -> list[Future[Any]]:
         """Send a call unless there are failures, which its shares have in common: no rank waits for a failed one."""
-        assert isinstance(request.plan, CallPlan), "it is sent now"
-        workers, plan, site = self._workers(), request.plan, self.site(request.method, request.options)
-        begin = hooks.trace
-        record = None if begin is None else begin(site.group, site.method, workers)
+        workers, site = self._workers(), self.site(request.method, request.options)
         calls = {
             share: Call(replace(request, collection=collection), site, None, self.work)
             for share, collection in shares.items()
         }
         ranks = tuple([rank for share in shares for rank in share.ranks])
         collected = tuple([rank for collection in shares.values() for rank in collection.ranks])
-        asks_for = request.asks_for or self._prefix + request.method
-        whole = replace(request, ranks=ranks, collection=Collection(Gather(), collected), asks_for=asks_for)
-        orders = [] if failures else orders_of(whole, workers, plan, site.method, record)
+        whole = replace(request, ranks=ranks, collection=Collection(Gather(), collected))
+        orders, record, real_rows = ([], None, None) if failures else self._planned(whole, workers, site)
         tickets = dict[int, Any]()
         is_sent = False
         try:
@@ -244,7 +246,7 @@ class Submitter:
         finally:
             place = _first_place(tickets)
             for share, call in calls.items():
-                call.real_rows, call.record = plan.real_rows, record
+                call.real_rows, call.record = real_rows, record
                 call.tickets.update({rank: tickets[rank] for rank in share.ranks if rank in tickets})
                 call.is_being_sent(workers, failures if request.is_for_all else Failures(failures))
                 call.place = place

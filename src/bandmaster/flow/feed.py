@@ -2,18 +2,19 @@
 
 ::
 
-    start ── the rows are there, and the calls before it were sent ──► Source: values, items or requests
+    start ── the rows are there, and the calls before it were sent ──► the parts: values, items or requests
                                                                           │ send, to a free share, if there is room
-            Stream ◄── tell ── a part is done, its share is free ◄── running ◄┘
+            Stream ◄── arrivals ── a part is done, its share is free ◄── running ◄┘
                └── taken: there is room for one more ─────────────► send
 """
 
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import FlowOptions
@@ -21,145 +22,123 @@ from bandmaster.calls.request import CallSite
 from bandmaster.calls.result import Done, Result, awaited, wait_for_all
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import CallCancelled, CallTimeout
+from bandmaster.flow.arrivals import Arrivals
 from bandmaster.plan.arguments import Share
 from bandmaster.platform.deadline import Deadline
 from bandmaster.platform.locks import SigintSafeLock
 
-Tell: TypeAlias = "Callable[[Future[Any] | None], object]"
+AGAIN = "wait again with error.future.result(), or cancel it with error.future.cancel()"
 
 
-class Source:
-    """The parts of a call. This one has a part for each share of the ranks, and all were sent as one.
-
-    Attributes:
-        sent: The futures of the parts that were sent as one, by share.
-        free: The shares that have no part yet.
-        is_per_share: Whether each share makes parts of its own, and no more after an error; else any share makes any.
-    """
-
-    is_per_share = True
-
-    def __init__(self, sent: Mapping[Share, Future[Any]], free: Sequence[Share] = ()) -> None:
-        self.sent, self.free = sent, free
-
-    def has_more(self, share: Share) -> bool:
-        """Whether there is a part that a share may make next."""
-        return False
-
-    def send(self, share: Share) -> Future[Any]:
-        """Send the next part to a share. After an error it can be sent again."""
-        raise AssertionError("there are no more parts")
-
-    def is_end(self, share: Share, future: Future[Any]) -> bool:
-        """Whether a reply without an error is the end of a share, and no part."""
-        return False
-
-    def flush(self) -> None:
-        """Send the parts that are about to be sent."""
-
-    def watch(self, future: Future[Any], when_done: Callable[[Future[Any]], object]) -> None:
-        """Call a function when a part is done."""
-        future.add_done_callback(when_done)
-
-    def close(self) -> None:
-        """Free the resources of the parts that are not made."""
-
-
-NO_PARTS = Source({})
-
-
-class Feed:
-    """Sends the parts of one call.
+class Feed(Result):
+    """Sends the parts of one call; the base class for each kind of parts.
 
     Attributes:
-        site: Its `CallSite`: names for messages, and limits.
+        arrivals: The futures of the parts that are done; None where `done` or `send` has news.
         work: The calls of the same workers.
         workers: The workers that run it.
         parents: The futures of the rows that it takes, until it has begun.
         done: Its end, with the error if there is one: no more parts are sent. It is set by one assignment.
         lock: Held while parts are sent, and while the end is made.
-        ended: Set when it is done.
-        on_end: Called when it is done.
-        is_cancelled: Whether it was cancelled.
         is_sent_in_background: Whether it begins when its rows are there, though no thread waits for it.
-        due: Always None; see `bandmaster.calls.progress.Watch`.
+        is_per_share: Whether each share makes parts of its own, and no more after an error; else any share makes any.
 
     Args:
-        site: Its `CallSite`.
+        site: Its `CallSite`: names for messages, and limits.
         submitter: Sends the calls of the group.
         how: The user's options.
-        tell: Called with the future of each part that is done, and with None if `done` or `send` has news.
+        keeps_rows: Whether the rows of all parts stay where they are made.
     """
 
-    is_sent_in_background = is_cancelled = False
-    is_sent = False  # for `bandmaster.calls.result.awaited`: its calls are
-    due: float | None = None
+    is_per_share = True
+    is_sent_in_background = False
 
-    def __init__(self, site: CallSite, submitter: Submitter, how: FlowOptions, tell: Tell) -> None:
-        self.site, self.work, self.workers = site, submitter.work, submitter.workers
+    def __init__(self, site: CallSite, submitter: Submitter, how: FlowOptions, keeps_rows: bool = False) -> None:
+        super().__init__(site, keeps_rows)
+        self.work, self.workers = submitter.work, submitter.workers
+        self.arrivals = Arrivals()
         self.parents: Sequence[Future[Any]] = ()
-        self.done: Done | None = None
-        self.ended = threading.Event()
-        self.lock = threading.RLock()
-        self._tell, self._returns_errors = tell, how.on_error == "return"
-        self._maxsize = how.maxsize
-        self.on_end: Callable[[], object] = bool
-        self._begin: Callable[[], Source] | None = None
-        self._source = NO_PARTS
-        self._free: list[Share] = []
+        self._submitter, self._how = submitter, how
+        self._plan: Callable[[], Any] | None = None
+        self._free: list[Share] = []  # the shares that have no part
         self._running: dict[Future[Any], Share] = {}
         self._ahead: Counter[int | None] = Counter()  # parts that were not taken, by rank if these have their own
+        self._ended = threading.Event()
         self._sent = threading.Event()  # later calls need not wait any more
         self._is_sending = False
 
+    # --- the kind of parts ---
+
+    @abstractmethod
+    def _first(self, plan: Any) -> Mapping[Share, Future[Any]]:
+        """Send the parts that are sent as one, and return their futures by share. `_free` has the other shares."""
+
+    def _has_more(self, share: Share) -> bool:
+        """Whether there is a part that a share may make next."""
+        return False
+
+    def _send_next(self, share: Share) -> Future[Any]:
+        """Send the next part to a share. After an error it can be sent again."""
+        raise AssertionError("there are no more parts")
+
+    def _flush(self) -> None:
+        """Send the parts that are about to be sent."""
+
+    def _is_end(self, share: Share, future: Future[Any]) -> bool:
+        """Whether a reply without an error is the end of a share, and no part."""
+        return False
+
+    def _watch_part(self, future: Future[Any]) -> None:
+        """Have `parts_done` called when a part is done."""
+        future.add_done_callback(lambda part: self.parts_done([part]))
+
     # --- in the queue of calls that are not sent yet ---
 
-    def start(self, begin: Callable[[], Source], parents: Sequence[Future[Any]]) -> None:
+    def start(self, plan: Callable[[], Any], parents: Sequence[Future[Any]]) -> None:
         """Begin now, or when the rows that it takes are there and the calls before it were sent.
 
         Args:
-            begin: Sends the first parts, and returns the source of the others.
-            parents: The futures of the rows that it takes.
+            plan: Plans the call when the rows are there. Mistakes are errors now, unless rows are missing.
+            parents: The futures of the missing rows.
         """
-        self._begin, self.parents = begin, tuple(parents)
-        self.work.add_in_parts(self)
-        try:
-            if parents or self.work.waiting:
-                self.work.enqueue(self, is_waited_for=False)
-                self.work.advance()
-            else:
-                self._begin_now()
-        except BaseException:  # Ctrl-C
-            self.cancel()
-            raise
+        if not parents:
+            made = plan()
+            plan = lambda: made  # noqa: E731
+        with self._submitter.admitted(self.site.method):
+            self._plan, self.parents = plan, tuple(parents)
+            self.work.add_in_parts(self)
+            try:
+                if parents or self.work.waiting:
+                    self.work.enqueue(self, is_waited_for=False)
+                    self.work.advance()
+                else:
+                    self._begin()
+            except BaseException:  # Ctrl-C
+                self.cancel()
+                raise
 
     def advance(self) -> bool:
         """Begin if the rows that it takes are there. Returns whether later calls may be sent."""
-        if self._begin is not None and wait_for_all(self.parents, Deadline(0.0)):
+        if self._plan is not None and wait_for_all(self.parents, Deadline(0.0)):
             try:
-                self._begin_now()
+                self._begin()
             except Exception as error:
                 self.give_up(error)
+            except BaseException:  # Ctrl-C
+                self.give_up(CallCancelled(f"{self.site.method} was interrupted as it was sent; make the call again"))
+                raise
         return self._sent.is_set()
 
-    def _begin_now(self) -> None:
-        try:
-            with self.lock:  # so that a thread that closes the stream closes all of it
-                if self._begin is None:
-                    return
-                source = self._source = self._begin()
-                self._free = list(source.free)
-                self._running = {future: share for share, future in source.sent.items()}
-                self._begin, self.parents = None, ()
-            for future, share in list(self._running.items()):
-                self._ahead[self._place(share.rank)] += 1
-                source.watch(future, self._part_done)
-            self.send()
-        except Exception:
-            raise
-        except BaseException:  # Ctrl-C
-            self.give_up(CallCancelled(f"{self.site.method} was interrupted as it was sent; make the call again"))
-            raise
+    def _begin(self) -> None:
+        with self.lock:  # so that a thread that closes the stream closes all of it
+            if self._plan is None:
+                return
+            self._running = {future: share for share, future in self._first(self._plan()).items()}
+            self._plan, self.parents = None, ()
+        for future, share in list(self._running.items()):
+            self._ahead[self._place(share.rank)] += 1
+            self._watch_part(future)
+        self.send()
 
     def wait_until_sent(self, timeout_s: float | None) -> bool:
         """Wait until later calls may be sent; False if the time is over before."""
@@ -168,11 +147,6 @@ class Feed:
             return False
         self.work.advance()
         return self._sent.wait(deadline.left())
-
-    def tell(self) -> None:
-        """Tell of the end. A stream is told by its queue."""
-        if self.done is not None:
-            self.on_end()
 
     # --- parts ---
 
@@ -187,15 +161,15 @@ class Feed:
             self._is_sending = True
             try:
                 while (share := self._next()) is not None:
-                    future = self._source.send(share)
+                    future = self._send_next(share)
                     self._free.remove(share)
                     self._running[future] = share
                     self._ahead[self._place(share.rank)] += 1
-                    self._source.watch(future, self._part_done)
+                    self._watch_part(future)
             finally:
-                self._source.flush()
+                self._flush()
                 self._is_sending = False
-            is_over = not self._running and not any(map(self._source.has_more, self._free))
+            is_over = not self._running and not any(map(self._has_more, self._free))
         if is_over:
             self.give_up(None)
         elif not self._sent.is_set():
@@ -204,34 +178,28 @@ class Feed:
 
     def _next(self) -> Share | None:
         """A free share that may make a part now."""
+        most = self._how.maxsize
         for share in self._free if self.done is None else ():
-            has_room = self._maxsize is None or self._ahead[self._place(share.rank)] < self._maxsize
-            if has_room and self._source.has_more(share):
+            if (most is None or self._ahead[self._place(share.rank)] < most) and self._has_more(share):
                 return share
         return None
 
     def _place(self, rank: int | None) -> int | None:
-        return rank if self._source.is_per_share else None
-
-    def _part_done(self, future: Future[Any]) -> None:
-        self.parts_done([future])
+        return rank if self.is_per_share else None
 
     def parts_done(self, futures: Sequence[Future[Any]]) -> None:
         """Tell of parts that are done, and send others."""
         for future in futures:
-            self._take(future)
+            share, error = self._running[future], _error_of(future)
+            if error is not None and self._how.on_error == "raise":
+                self.give_up(error)
+            elif self.done is None and (error is not None or not self._is_end(share, future)):
+                self.arrivals.put(future)
+            with self.lock:
+                del self._running[future]
+                if error is None or not self.is_per_share:
+                    self._free.append(share)
         self._go_on()
-
-    def _take(self, future: Future[Any]) -> None:
-        source, share, error = self._source, self._running[future], _error_of(future)
-        if error is not None and not self._returns_errors:
-            self.give_up(error)
-        elif self.done is None and (error is not None or not source.is_end(share, future)):
-            self._tell(future)
-        with self.lock:
-            del self._running[future]
-            if error is None or not source.is_per_share:
-                self._free.append(share)
 
     def taken(self, future: Future[Any]) -> None:
         """Make room for one more part, because the user has taken one."""
@@ -244,10 +212,10 @@ class Feed:
         try:
             self.send()
         except Exception as error:
-            if self._maxsize is None:
+            if self._how.maxsize is None:
                 self.give_up(error)
             else:
-                self._tell(None)
+                self.arrivals.put(None)
 
     # --- its end ---
 
@@ -257,10 +225,10 @@ class Feed:
             if self.done is not None:
                 return
             self.done = Done(why, is_here=why is not None)
-            self._begin, self.parents = None, ()
+            self._plan, self.parents = None, ()
             self._sent.set()
-            self.ended.set()
-            self._tell(None)
+            self._ended.set()
+            self.arrivals.put(None)
         try:
             for future in list(self._running):
                 future.cancel()
@@ -276,18 +244,18 @@ class Feed:
         self.give_up(CallCancelled(f"{self.site.method} was cancelled; make the call again"))
         return True
 
-    def look(self) -> bool:
-        """Stop it without an error, and free the resources of the parts that are not made; see `Watch`."""
+    def close(self) -> None:
+        """Stop it without an error, and free the resources of the parts that are not made."""
         self.give_up(None)
-        self._source.close()
-        return True
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until it sends no more parts; False if the time is over before."""
+        return self._ended.wait(Deadline(timeout_s).left())
 
     @property
-    def is_over(self) -> bool:
+    def is_ended(self) -> bool:
         """Whether it sends no more parts."""
         return self.done is not None
-
-    is_ended = is_over
 
     # --- for messages ---
 
@@ -300,7 +268,7 @@ class Feed:
         """The first call to the same workers that was not sent, the parts that run, and the calls of its rows."""
         return [*self.work.first_before(self), *self.sent_calls(), *(parent._call for parent in self.parents)]
 
-    def late(self, timeout_s: float, what_next: str = "") -> CallTimeout:
+    def late(self, timeout_s: float, what_next: str = AGAIN) -> CallTimeout:
         """The `CallTimeout` to raise after a wait of ``timeout_s``; ``what_next`` says what the user can do."""
         method, calls = self.site.method, self.sent_calls()
         if not calls and (first := awaited(self.waits_for)) is not None:

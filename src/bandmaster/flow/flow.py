@@ -1,24 +1,22 @@
-"""Starts calls whose results come share by share, or item by item."""
+"""The feeds of calls whose results come share by share, or item by item."""
 
 from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from bandmaster.calls.call import Call
 from bandmaster.calls.future import Future
 from bandmaster.calls.options import CallOptions, FlowOptions
-from bandmaster.calls.request import CallRequest, CallSite, Collection
+from bandmaster.calls.request import CallRequest, Collection
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.calls.submission import Submitter
 from bandmaster.contract import CLOSE_STREAM, METHOD, NEXT, OPEN_STREAM, STREAM
 from bandmaster.errors import UsageError
-from bandmaster.flow.feed import Feed, Source
-from bandmaster.flow.stream import Arrivals, Stream
+from bandmaster.flow.feed import Feed
 from bandmaster.plan.arguments import ArgumentGroup, CallPlan, Share, of_one_rank, shares
 from bandmaster.plan.rows import RealRows
 from bandmaster.plan.transfer import Only
@@ -26,11 +24,10 @@ from bandmaster.plan.transfer import Only
 ITEMS_AHEAD = 2  # of each rank, by default
 
 
-@dataclass(frozen=True)
-class Flow:
-    """One call of a method whose results do not come as one value from all ranks.
+class Values(Feed):
+    """The values of a call, one by one.
 
-    Attributes:
+    Args:
         group: The group, which lives as long as the futures.
         submitter: Sends the calls.
         spec: The method.
@@ -38,92 +35,73 @@ class Flow:
         how: The user's flow options.
     """
 
-    group: object
-    submitter: Submitter
-    spec: MethodSpec
-    options: CallOptions | None
-    how: FlowOptions
+    def __init__(
+        self, group: object, submitter: Submitter, spec: MethodSpec, options: CallOptions | None, how: FlowOptions
+    ) -> None:
+        super().__init__(submitter.site(spec.name, options), submitter, how)
+        self._spec = spec
+        self._request = CallRequest(spec.name, CallPlan(()), spec.ranks, owner=group, options=options)
+        self._rows: RealRows | None = None  # that each rank was sent
 
-    def stream(self, plan: Callable[[], CallPlan], parents: Sequence[Future[Any]]) -> Stream:
-        """A stream of the values of the ranks, or of the items that generators yield.
+    def _first(self, plan: CallPlan) -> Mapping[Share, Future[Any]]:
+        incoming, self._rows = self._spec.collection.incoming, plan.real_rows
+        found = {share: Collection(of_one_rank(incoming, share.rank), (share.rank,)) for share in self._shares(plan)}
+        return self._sent_as_one(replace(self._request, plan=plan), found)
 
-        Args:
-            plan: Plans the call, when the rows that it takes are there.
-            parents: The futures of the missing rows.
-        """
-        if not self.spec.is_generator:
-            return self._streamed(plan, self._values, parents)
-        ahead = replace(self.how, maxsize=self.how.maxsize or ITEMS_AHEAD)
-        return replace(self, how=ahead)._streamed(plan, partial(Items, self), parents)
-
-    def _streamed(
-        self, plan: Callable[[], Any], make: Callable[[Any], Source], parents: Sequence[Future[Any]]
-    ) -> Stream:
-        """A stream of the parts of a call that begins now, or when its rows are there and earlier calls are sent."""
-        arrivals = Arrivals()
-        feed = Feed(self._site, self.submitter, self.how, arrivals.put)
-        begin = _begin(plan, make, parents)
-        with self.submitter.admitted(self.spec.label):
-            feed.start(begin, parents)
-        return Stream(feed, arrivals)
-
-    @property
-    def _site(self) -> CallSite:
-        return self.submitter.site(self.spec.name, self.options)
-
-    def _values(self, plan: CallPlan) -> Source:
-        """Send a call whose values arrive one by one."""
-        found = {share: self.alone(share) for share in self.shares_of(plan)}
-        return Source(_labelled(found, self.submitter.submit_shares(self.request(plan), found), plan.real_rows))
-
-    def request(self, plan: CallPlan) -> CallRequest:
-        """The request for a call of all ranks."""
-        spec = self.spec
-        return CallRequest(spec.name, plan, spec.ranks, owner=self.group, options=self.options)
-
-    def alone(self, share: Share) -> Collection:
-        """The collection that makes a result of its own from the value of a share."""
-        return Collection(of_one_rank(self.spec.collection.incoming, share.rank), (share.rank,))
-
-    def shares_of(self, plan: CallPlan) -> tuple[Share, ...]:
+    def _shares(self, plan: CallPlan) -> tuple[Share, ...]:
         """The shares of the ranks that each return a value."""
-        return shares(self.spec.ranks, [group.ranks for group in plan.groups], self.spec.collection.ranks)
+        return shares(self._spec.ranks, [group.ranks for group in plan.groups], self._spec.collection.ranks)
+
+    def _sent_as_one(self, request: CallRequest, found: Mapping[Share, Collection]) -> dict[Share, Future[Any]]:
+        """Send a call. Returns its futures by share, labelled with the rank and the rows of the share."""
+        futures = dict(zip(found, self._submitter.submit_shares(request, found), strict=True))
+        for share, future in futures.items():
+            future.rank, future.numbers = share.rank, None if self._rows is None else self._rows.numbers[share.rank]
+        return futures
 
 
-class Items(Source):
+class Items(Values):
     """The items of generators, one after the other from each share.
 
     An item is requested when the one before it is there, so that other calls come between two items, and so that a
     generator exists when its next item is requested, whatever the order in which a backend runs calls.
-
-    Args:
-        flow: The call.
-        plan: Its arguments.
     """
 
-    def __init__(self, flow: Flow, plan: CallPlan) -> None:
-        self._flow, self._rows, self._stream = flow, plan.real_rows, uuid.uuid4().hex
-        if self._rows is not None and self._rows.padded_to is not None:
-            raise UsageError(
-                f"{flow.spec.label} yields items, from which padding cannot be removed; split without pad=True"
-            )
-        name = ((STREAM, self._stream), (METHOD, flow.submitter.worker_method(flow.spec.name)))
-        plan_ = CallPlan((*plan.groups, ArgumentGroup(name, ("stream", "method"), flow.spec.ranks)))
-        found = flow.shares_of(plan)
-        super().__init__(self._call(found, OPEN_STREAM, plan_))
-        self._unclosed = set(found)
+    def __init__(
+        self, group: object, submitter: Submitter, spec: MethodSpec, options: CallOptions | None, how: FlowOptions
+    ) -> None:
+        super().__init__(group, submitter, spec, options, replace(how, maxsize=how.maxsize or ITEMS_AHEAD))
+        self._request = replace(self._request, is_for_all=False)
+        self._stream = uuid.uuid4().hex
+        self._unclosed: set[Share] = set()
 
-    def has_more(self, share: Share) -> bool:
-        """Whether the generators of a share have not ended."""
+    def _first(self, plan: CallPlan) -> Mapping[Share, Future[Any]]:
+        if plan.real_rows is not None and plan.real_rows.padded_to is not None:
+            raise UsageError(
+                f"{self._spec.label} yields items, from which padding cannot be removed; split without pad=True"
+            )
+        self._rows, found = plan.real_rows, self._shares(plan)
+        name = ((STREAM, self._stream), (METHOD, self._submitter.worker_method(self._spec.name)))
+        named = CallPlan((*plan.groups, ArgumentGroup(name, ("stream", "method"), self._spec.ranks)))
+        futures = self._call(found, OPEN_STREAM, named)
+        self._unclosed = set(found)
+        return futures
+
+    def _call(self, found: Sequence[Share], what: str, plan: CallPlan | None = None) -> dict[Share, Future[Any]]:
+        if plan is None:
+            ranks = tuple([rank for share in found for rank in share.ranks])
+            plan = CallPlan((ArgumentGroup(((0, self._stream),), ("stream",), ranks),))
+        request = replace(self._request, plan=plan, asks_for=what, is_cleanup=what == CLOSE_STREAM)
+        return self._sent_as_one(request, {share: Collection(Only(), (share.rank,)) for share in found})
+
+    def _has_more(self, share: Share) -> bool:
         return share in self._unclosed
 
-    def send(self, share: Share) -> Future[Any]:
-        """Request the next item of a share."""
-        with self._flow.submitter.admitted(self._flow.spec.label):
+    def _send_next(self, share: Share) -> Future[Any]:
+        with self._submitter.admitted(self._spec.label):
             return self._call([share], NEXT)[share]
 
-    def is_end(self, share: Share, future: Future[Any]) -> bool:
-        """Whether a reply has no item."""
+    def _is_end(self, share: Share, future: Future[Any]) -> bool:
         call = future._call
         assert isinstance(call, Call), "items are requested by calls"
         if call.has_value_of(share.rank):
@@ -133,34 +111,8 @@ class Items(Source):
 
     def close(self) -> None:
         """Close the generators that have not ended, also outside of the group's turn, as it frees resources."""
+        super().close()
         unclosed, self._unclosed = self._unclosed, set()
         if unclosed:
             with contextlib.suppress(Exception):  # the group was closed
                 self._call(sorted(unclosed), CLOSE_STREAM)
-
-    def _call(self, found: Sequence[Share], what: str, plan: CallPlan | None = None) -> dict[Share, Future[Any]]:
-        if plan is None:
-            ranks = tuple([rank for share in found for rank in share.ranks])
-            plan = CallPlan((ArgumentGroup(((0, self._stream),), ("stream",), ranks),))
-        request = replace(self._flow.request(plan), asks_for=what, is_for_all=False, is_cleanup=what == CLOSE_STREAM)
-        alone = {share: Collection(Only(), (share.rank,)) for share in found}
-        return _labelled(found, self._flow.submitter.submit_shares(request, alone), self._rows)
-
-
-def _begin(
-    plan: Callable[[], Any], make: Callable[[Any], Source], parents: Sequence[Future[Any]]
-) -> Callable[[], Source]:
-    """Return a function that sends the first parts of a call. Mistakes are errors now, unless rows are missing."""
-    if parents:
-        return lambda: make(plan())
-    return partial(make, plan())
-
-
-def _labelled(
-    found: Iterable[Share], futures: Sequence[Future[Any]], rows: RealRows | None
-) -> dict[Share, Future[Any]]:
-    """The futures by share, labelled with the rank and the rows of the share."""
-    labelled = dict(zip(found, futures, strict=True))
-    for share, future in labelled.items():
-        future.rank, future.numbers = share.rank, None if rows is None else rows.numbers[share.rank]
-    return labelled

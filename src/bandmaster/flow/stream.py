@@ -5,68 +5,62 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.progress import progress
 from bandmaster.calls.result import WaitedFor, note_calls
+from bandmaster.contract import Workers
 from bandmaster.errors import CallTimeout
+from bandmaster.flow.arrivals import Arrival
 from bandmaster.flow.feed import Feed
-from bandmaster.platform.deadline import Deadline
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Arrival: TypeAlias = "Future[Any] | None"
 
+class Closing:
+    """An iterator that is closed by `close`, by the end of a ``with`` block, or by the end of its last reference.
 
-class Arrivals:
-    """The queue of a stream: futures, and None where the feed has news.
-
-    Any thread may put an arrival in, and any thread or task may take it.
+    Args:
+        method: The method that makes its items, for messages.
+        workers: Its workers.
+        end: Frees its resources. It may be called again, and does not wait.
     """
 
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._wakes: dict[object, Callable[[], object]] = {}  # of the tasks that wait
+    _is_open = False  # before it is constructed
 
-    def put(self, arrival: Arrival) -> None:
-        """Add an arrival; it does not block."""
-        self._queue.put(arrival)
-        for wake in list(self._wakes.values()):
-            with contextlib.suppress(RuntimeError):  # the event loop was closed
-                wake()
+    def __init__(self, method: str, workers: Workers, end: Callable[[], object]) -> None:
+        self._method, self._workers, self._end = method, workers, end
+        self._is_open = True
 
-    def drained(self) -> list[Future[Any]]:
-        """Remove and return all futures."""
-        found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._queue.get_nowait())
-        return [future for future in found if future is not None]
+    def __iter__(self) -> Self:
+        return self
 
-    def get(self, timeout_s: float | None) -> Arrival:
-        """Wait for the next arrival. Raises queue.Empty if none comes in time."""
-        return self._queue.get(timeout=Deadline(timeout_s).left())
+    def __aiter__(self) -> Self:
+        return self
 
-    async def get_async(self) -> Arrival:
-        """Wait for the next arrival in an event loop."""
-        import asyncio  # here, as it takes a third of the import time of the whole library
+    def close(self) -> None:
+        """Cancel what is not made yet; generators run their ``finally`` blocks. Closing twice is fine."""
+        self._is_open = False
+        self._end()
 
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        self._wakes[arrived] = lambda: loop.call_soon_threadsafe(arrived.set)
-        try:
-            while True:
-                arrived.clear()
-                try:
-                    return self._queue.get_nowait()
-                except queue.Empty:
-                    await arrived.wait()
-        finally:
-            del self._wakes[arrived]
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._is_open:  # not by `__dict__`, which is made then, and keeps all of a cycle for the next collection
+            with contextlib.suppress(Exception):  # at exit, no thread can be started
+                progress.call(self._workers, self._end)  # in the thread: garbage may be collected under any lock
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._method}, {'open' if self._is_open else 'ended'}>"
 
 
-class Stream:
+class Stream(Closing):
     """Iterates over the results of a call as they arrive; `GroupMethod.stream` returns it.
 
     Each result is a `Future` that is done. Its ``rank`` is the rank that made it, and its ``numbers`` are the numbers
@@ -78,14 +72,9 @@ class Stream:
     iterate over one stream: each result goes to one of them.
     """
 
-    _is_open = False  # before it is constructed
-
-    def __init__(self, feed: Feed, arrivals: Arrivals) -> None:
-        self._feed, self._arrivals = feed, arrivals
-        self._is_open = True
-
-    def __iter__(self) -> Self:
-        return self
+    def __init__(self, feed: Feed) -> None:
+        self._feed, self._arrivals = feed, feed.arrivals
+        super().__init__(feed.site.method, feed.workers, feed.close)
 
     def __next__(self) -> Future[Any]:
         """Wait for the next result.
@@ -107,9 +96,6 @@ class Stream:
                 if self._is_item(future):
                     return future
         raise StopIteration
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> Future[Any]:
         """Wait for the next result in an event loop; see `__next__`. Cancelling the waiting task closes the stream."""
@@ -154,7 +140,7 @@ class Stream:
                     missing = {rank for call in self._feed.sent_calls() for rank in call.missing}
                     note_calls(error, [WaitedFor(self._feed.site.method, tuple(sorted(missing)), self._late)])
             finally:
-                self._close()
+                Closing.close(self)
             raise
 
     def _check_debugged(self, timeout_s: float | None) -> None:
@@ -170,26 +156,3 @@ class Stream:
         )
         error.stream = self
         return error
-
-    def close(self) -> None:
-        """Cancel the results that are not made yet; generators run their ``finally`` blocks. Closing twice is fine."""
-        if self._is_open:
-            self._close()
-
-    def _close(self) -> None:
-        self._is_open = False
-        self._feed.look()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if self._is_open:  # not by `__dict__`, which is made then, and keeps all of a cycle for the next collection
-            with contextlib.suppress(Exception):  # at exit, no thread can be started
-                progress.add(self._feed)  # the thread closes it, as garbage may be collected under any lock
-
-    def __repr__(self) -> str:
-        return f"<Stream of {self._feed.site.method}, {'open' if self._is_open else 'ended'}>"

@@ -23,7 +23,7 @@ from bandmaster.calls.submission import Submitter
 from bandmaster.errors import ArgumentError, MeshError, UsageError
 from bandmaster.groups.base import AnyGroup
 from bandmaster.groups.group import GroupOf, WorkerGroup
-from bandmaster.lifecycle.checks import check_names, checked_mesh, checked_meshes, has_turn_hooks, unwrap
+from bandmaster.lifecycle.checks import check_names, checked_mesh, checked_meshes, turn_hooks, unwrap
 from bandmaster.plan.binding import bind, signature_without_self
 from bandmaster.plan.mesh import Mesh
 from bandmaster.pool import ResourcePool
@@ -140,7 +140,7 @@ class ColocatedGroup(GroupOf[Any]):
             submitter = Submitter(workers, checked.cls, checked.role.mesh, role, name + SEPARATOR, work)
             submitter.meshes = {method: spec.mesh for method, spec in checked.methods.items()}
             self._submitters[name] = submitter
-            if has_turn_hooks(checked.cls):
+            if turn_hooks(checked.cls):
                 self._turn_taker_of(name)
 
     def _turn_taker_of(self, role: str) -> TurnTaker:
@@ -242,14 +242,10 @@ class ColocatedGroup(GroupOf[Any]):
                     f"{', '.join(self._roles)}"
                 )
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            return self.role(name) if name in self.__dict__.get("_roles", ()) else super().__getattr__(name)
-
-    else:
-
-        def __getattr__(self, name: str) -> Any: ...
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_roles", ()):
+            return self.role(name)
+        return super().__getattr__(name)  # type: ignore[misc]  # hidden from type checkers
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._roles})
@@ -282,19 +278,13 @@ class RoleGroup(AnyGroup):
         handles = super().workers
         return [handle.roles[self._role] if isinstance(handle, Roles) else handle for handle in handles]
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name in OF_THE_PROCESSES:
-                raise AttributeError(
-                    f"{self._name} shares its processes with the other roles; call {OF_THE_PROCESSES[name]}() of the "
-                    "colocated group, which acts on all roles"
-                )
-            return super().__getattr__(name)
-
-    else:
-
-        def __getattr__(self, name: str) -> Any: ...
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_THE_PROCESSES:
+            raise AttributeError(
+                f"{self._name} shares its processes with the other roles; call {OF_THE_PROCESSES[name]}() of the "
+                "colocated group, which acts on all roles"
+            )
+        return super().__getattr__(name)  # type: ignore[misc]  # hidden from type checkers
 
 
 WorkerGroup.register(RoleGroup)  # for `isinstance` in programs that take either

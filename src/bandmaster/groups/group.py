@@ -31,7 +31,7 @@ from bandmaster.lifecycle.checks import (
     checked_mesh,
     checked_meshes,
     checked_output,
-    has_turn_hooks,
+    turn_hooks,
     unwrap,
 )
 from bandmaster.lifecycle.construction import replace_worker, start_workers
@@ -129,7 +129,7 @@ class GroupOf(AnyGroup, Generic[W]):
             if name is not None:
                 for former in open_groups.close_former(self):
                     former._pool._give_back(pool)
-            slots = pool._occupy(self, self._name, self._ownership.set_slots)
+            slots = pool._occupy(self, self._name, self._ownership.when_closed)
             names = tuple(f"{self._name}_{slot.node_rank}:{slot.local_rank}" for slot in slots)
             self._launch = Launch(
                 self._name,
@@ -161,7 +161,7 @@ class GroupOf(AnyGroup, Generic[W]):
         self._watches: list[DeathWatch] = []
         self._submitter = Submitter(self._ownership.workers, cls, mesh, name)
         self._submitter.meshes = {method: spec.mesh for method, spec in self._methods.items()}
-        if has_turn_hooks(cls):
+        if turn_hooks(cls):
             self._turn_taker()
 
     def _renewal(self) -> AbstractContextManager[None]:

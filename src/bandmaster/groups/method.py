@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from bandmaster.calls.future import Claim, Future, claims_of
-from bandmaster.calls.options import FLOW_NAMES, CallOptions, FlowOptions, MethodOptions
+from bandmaster.calls.method import MethodOfGroup
+from bandmaster.calls.options import FLOW_NAMES, FlowOptions, MethodOptions
 from bandmaster.calls.request import CallRequest
-from bandmaster.calls.spec import MethodSpec
-from bandmaster.calls.submission import Submitter
 from bandmaster.codec import decode, encode
 from bandmaster.errors import UsageError
 from bandmaster.plan.arguments import CallPlan, scatter
@@ -22,32 +21,16 @@ if TYPE_CHECKING:
 
     from bandmaster.flow.stream import Stream
 
-FLOW = FlowOptions()
-
 P = ParamSpec("P")  # the method's parameters
 C = TypeVar("C", covariant=True)  # the return type of a call: its result, or its future
 G = TypeVar("G", covariant=True)  # the result
 
 
-class GroupMethod(Generic[P, C, G]):
+class GroupMethod(MethodOfGroup, Generic[P, C, G]):
     """A registered method of a worker group: call it, or `submit` it to get a `Future`."""
 
-    beside: Sequence[tuple[str, Any]] = ()  # keyword arguments that are not the method's, but the library's
-
-    def __init__(
-        self,
-        group: object,
-        submitter: Submitter,
-        spec: MethodSpec,
-        options: CallOptions | None = None,
-        flow: FlowOptions = FLOW,
-    ) -> None:
-        self._group = group
-        self._submitter = submitter
-        self._spec = spec
-        self._options = options
-        self._flow = flow
-        self.__dict__.update(spec.described)
+    _kind = "group method"
+    _how = FlowOptions()
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> C:
         """Call the method on the group. Returns its result, or a `Future` if registered with ``blocking=False``."""
@@ -70,9 +53,7 @@ class GroupMethod(Generic[P, C, G]):
         """
         limits = {name: value for name, value in options.items() if name not in FLOW_NAMES}
         flow = {name: value for name, value in options.items() if name in FLOW_NAMES}
-        base = self._submitter.options_but(self._options, limits)
-        made = self._flow.but(flow, self._spec.is_generator)
-        return type(self)(self._group, self._submitter, self._spec, base, made)
+        return self._but(limits, self._how.but(flow, self._spec.is_generator))
 
     def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
         """Send the call and return its `Future` without waiting.
@@ -117,9 +98,13 @@ class GroupMethod(Generic[P, C, G]):
         if parents or self._submitter.work.waiting:
             given = _as_they_are(args, kwargs)
         plan = partial(_claimed, claims_of(*given), partial(self._plan, *given))
-        from bandmaster.flow.flow import Flow  # a feature
+        from bandmaster.flow.flow import Items, Values  # a feature
+        from bandmaster.flow.stream import Stream
 
-        return Flow(self._group, self._submitter, self._spec, self._options, self._flow).stream(plan, parents)
+        kind = Items if self._spec.is_generator else Values
+        feed = kind(self._group, self._submitter, self._spec, self._options, self._how)
+        feed.start(plan, parents)
+        return Stream(feed)
 
     def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallPlan:
         """Plan the arguments; the rows of futures among them are there."""
@@ -161,12 +146,6 @@ class GroupMethod(Generic[P, C, G]):
     def _not_there(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Future[Any]]:
         """The futures among the arguments whose rows are not there."""
         return [value for value in (*args, *kwargs.values()) if type(value) is Future and not value.done()]
-
-    def __reduce__(self) -> NoReturn:
-        self._submitter.__reduce__()
-
-    def __repr__(self) -> str:
-        return f"<group method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"
 
 
 def _claimed(_: Sequence[Claim], plan: Callable[[], CallPlan]) -> CallPlan:

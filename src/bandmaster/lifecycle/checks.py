@@ -13,7 +13,7 @@ from bandmaster.errors import ArgumentError, MeshError, UsageError
 from bandmaster.plan.mesh import Mesh
 from bandmaster.worker import ClassWithInitArgs, Worker
 
-TURN_HOOKS = ON_YIELD, ON_RESUME = "on_yield", "on_resume"  # methods by which a class takes turns on its slots
+ON_YIELD, ON_RESUME = "on_yield", "on_resume"  # methods by which a class takes turns on its slots
 
 
 def unwrap(
@@ -187,6 +187,6 @@ def checked_mesh(mesh: Mesh | None, n_slots: int, pool: object) -> Mesh:
     return mesh
 
 
-def has_turn_hooks(cls: type) -> bool:
-    """Whether a worker class takes turns on its slots from the beginning."""
-    return any(callable(getattr(cls, hook, None)) for hook in TURN_HOOKS)
+def turn_hooks(cls: type) -> list[str]:
+    """The hooks of a worker class; one that has any takes turns on its slots from the beginning."""
+    return [hook for hook in (ON_YIELD, ON_RESUME) if callable(getattr(cls, hook, None))]

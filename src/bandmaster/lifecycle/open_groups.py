@@ -32,8 +32,7 @@ class OpenGroups:
     """The groups that are open or being constructed; only weak references to them are kept."""
 
     def __init__(self) -> None:
-        self._groups: weakref.WeakKeyDictionary[OpenGroup, int] = weakref.WeakKeyDictionary()  # in the order of `add`
-        self._numbers = itertools.count()
+        self._groups: weakref.WeakKeyDictionary[OpenGroup, None] = weakref.WeakKeyDictionary()  # in the order of `add`
         self._lock = threading.RLock()  # re-entrant, as a finalizer may construct a group at any point
 
     def add(self, group: OpenGroup, name: str, is_default: bool) -> str:
@@ -53,7 +52,7 @@ class OpenGroups:
                 n += 1
                 name = f"{base}-{n}"
             group._name = group._ownership.name = name
-            self._groups[group] = next(self._numbers)
+            self._groups[group] = None
         return name
 
     def all(self) -> list[OpenGroup]:
@@ -63,8 +62,8 @@ class OpenGroups:
 
     def close_former(self, group: OpenGroup) -> list[OpenGroup]:
         """Close the open groups that got the name of a new one before it. Returns them."""
-        former = [other for other in self.all() if other._name == group._name]
-        closed = [other for other in former if self._groups[other] < self._groups[group]]
+        former = itertools.takewhile(lambda other: other is not group, self.all())
+        closed = [other for other in former if other._name == group._name]
         for other in closed:
             _log.info("group %r is closed, because a new group of that name replaces it", group._name)
             other._ownership.why_closed = ", because a new group of that name replaced it; use that one"

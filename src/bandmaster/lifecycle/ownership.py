@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from bandmaster.contract import Workers
 from bandmaster.errors import ClosedError, UsageError
 from bandmaster.platform.forks import n_forks
-
-
-@dataclass
-class _Held:
-    workers: Workers | None = None
-    free_slots: Callable[[], object] | None = None
-    then: list[Callable[[], object]] = field(default_factory=list)
 
 
 class Ownership:
@@ -36,21 +28,18 @@ class Ownership:
         self.name = name
         self.why_closed = "; make a new WorkerGroup"
         self._n_forks = n_forks()
-        self._held = _Held()
-        self._end = weakref.finalize(group, _end, self._held)
+        self._workers: Workers | None = None
+        self._when_closed: list[Callable[[], object]] = []
+        self._end = weakref.finalize(group, self._release)
 
     @property
     def is_open(self) -> bool:
         """Whether the workers and slots are not released yet."""
         return self._end.alive
 
-    def set_slots(self, free_slots: Callable[[], object]) -> None:
-        """Take ownership of the group's slots; ``free_slots`` releases them."""
-        self._held.free_slots = free_slots
-
     def when_closed(self, step: Callable[[], object]) -> None:
-        """Call a function when the workers were stopped for good."""
-        self._held.then.append(step)
+        """Call a function, such as one that releases the group's slots, when the workers were stopped for good."""
+        self._when_closed.append(step)
 
     def set_workers(self, workers: Workers) -> None:
         """Take ownership of running workers. The caller has stopped any earlier ones.
@@ -58,9 +47,9 @@ class Ownership:
         Raises:
             ClosedError: The group was closed meanwhile; the workers were stopped.
         """
-        self._held.workers = workers
+        self._workers = workers
         if not self.is_open:
-            self._held.workers = None
+            self._workers = None
             workers.stop()
             self.check()
 
@@ -86,7 +75,7 @@ class Ownership:
             ClosedError: The workers were released.
             UsageError: This process was forked from the controller.
         """
-        workers = self._held.workers
+        workers = self._workers
         if workers is None or self._n_forks != n_forks():
             self.check()
         assert workers is not None, "a group's constructor returns only with running workers"
@@ -107,27 +96,24 @@ class Ownership:
         if armed is None:
             return
         try:
-            _end(self._held)
+            self._release()
         except UsageError:
-            self._end = weakref.finalize(armed[0], _end, self._held)
+            self._end = weakref.finalize(armed[0], self._release)
             raise
 
-
-def _end(held: _Held) -> None:
-    is_refused = False
-    try:
-        if held.workers is not None:
-            _stop(held.workers)
-    except UsageError:
-        is_refused = True
-        raise
-    finally:
-        if not is_refused:
-            held.workers = None
-            if held.free_slots is not None:
-                held.free_slots()
-            for step in held.then:
-                step()
+    def _release(self) -> None:
+        is_refused = False
+        try:
+            if self._workers is not None:
+                _stop(self._workers)
+        except UsageError:
+            is_refused = True
+            raise
+        finally:
+            if not is_refused:
+                self._workers = None
+                for step in self._when_closed:
+                    step()
 
 
 def _stop(workers: Workers) -> None:

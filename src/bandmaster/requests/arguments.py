@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from bandmaster.calls.future import Claim, Future, claims_of
-from bandmaster.calls.request import encode_group
+from bandmaster.calls.hooks import CallTrace
+from bandmaster.calls.request import CallSite, encode_group
 from bandmaster.calls.row_arguments import RowsElsewhere
 from bandmaster.codec import Payload
 from bandmaster.contract import Reply, WorkerCall, Workers
@@ -15,20 +16,27 @@ from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.plan.batch import Portion
 
 
+class Asks(Protocol):
+    """A request, as far as its arguments know it; see `bandmaster.requests.request.Request`."""
+
+    workers: Workers
+    site: CallSite
+    keeps_rows: bool
+    record: CallTrace | None
+
+
 class Arguments(NamedTuple):
     """The arguments of one request: values are encoded at once, and rows of futures are referred to when it is sent.
 
     Attributes:
-        payload: The values.
+        payloads: The values.
         rows: The futures, or portions of them.
         claims: The claims on the rows of these.
-        shared: Other values, which several requests have in common.
     """
 
-    payload: Payload | None
-    rows: ArgumentGroup | None = None
+    payloads: tuple[Payload, ...] = ()
+    rows: tuple[ArgumentGroup, ...] = ()
     claims: Sequence[Claim] = ()
-    shared: Payload | None = None
 
     @classmethod
     def of(cls, group: ArgumentGroup, method: str) -> Arguments:
@@ -44,51 +52,50 @@ class Arguments(NamedTuple):
         for _, value in group.items:
             if isinstance(value, Future | Portion):
                 return cls._with_rows(group, method)
-        return cls(encode_group(group, method).private())  # as most often
+        return cls((encode_group(group, method).private(),))  # as most often
 
     @classmethod
     def _with_rows(cls, group: ArgumentGroup, method: str) -> Arguments:
-        named = _named(group)
+        named = list(zip(group.items, group.names, strict=False))
         rows = [(item, name) for item, name in named if isinstance(item[1], Future | Portion)]
+        values = [(item, name) for item, name in named if not isinstance(item[1], Future | Portion)]
         futures = [value.value if isinstance(value, Portion) else value for (_, value), _ in rows]
         for future, (_, name) in zip(futures, rows, strict=True):
             check_has_rows(future, name, method)
-        values = [(item, name) for item, name in named if not isinstance(item[1], Future | Portion)]
-        payload = encode_group(_group(values, group), method).private() if values else None
-        return cls(payload, _group(rows, group), claims_of(futures, {}))
+        payloads = (encode_group(_group(values, group), method).private(),) if values else ()
+        return cls(payloads, (_group(rows, group),), claims_of(futures, {}))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values that are of this request alone."""
-        return 0 if self.payload is None else self.payload.nbytes
+        """Bytes of the values."""
+        return sum([payload.nbytes for payload in self.payloads])
 
     def beside(self, others: Arguments) -> Arguments:
         """These, and arguments that several requests have in common."""
-        rows = self.rows or others.rows
-        if self.rows is not None and others.rows is not None:
-            rows = _group([*_named(self.rows), *_named(others.rows)], self.rows)
-        return Arguments(self.payload, rows, [*self.claims, *others.claims], others.payload)
+        return Arguments((*others.payloads, *self.payloads), (*self.rows, *others.rows), [*self.claims, *others.claims])
 
-    def call(self, workers: Workers, ranks: Sequence[int], method: str, reply: Reply, label: str) -> WorkerCall:
+    def call(self, request: Asks, ranks: Sequence[int], method: str) -> WorkerCall:
         """The call with these arguments. The rows of the futures are there.
 
         Args:
-            workers: The workers.
-            ranks: Those that are to run it.
-            method: Their name of the method.
-            reply: What happens to its value.
-            label: ``"Class.method"``, for messages.
+            request: The request that has them.
+            ranks: The ranks that are to run it.
+            method: The workers' name of the method.
 
         Raises:
             Exception: That of a future; rows were released; or there is no memory for the arguments.
         """
-        payloads = [payload for payload in (self.shared, self.payload) if payload is not None]
-        if self.rows is None:
-            return WorkerCall(ranks, method, tuple(workers.put(payloads)), reply)
-        elsewhere = RowsElsewhere(label, workers)
-        payloads += [encode_group(group, label) for group in elsewhere.addressed([self.rows])]
-        rows = elsewhere.named([0], [part.placed(workers) for part in elsewhere.parts])
-        return WorkerCall(ranks, method, tuple(workers.put(payloads)), reply, rows, needed=elsewhere.needed([0]))
+        workers, record, label = request.workers, request.record, request.site.method
+        reply, is_timed = Reply.KEEP if request.keeps_rows else Reply.RETURN, record is not None
+        if not self.rows:
+            return WorkerCall(ranks, method, tuple(workers.put(self.payloads)), reply, (), is_timed)
+        elsewhere, groups = RowsElsewhere(label, workers), range(len(self.rows))
+        payloads = [*self.payloads, *[encode_group(group, label) for group in elsewhere.addressed(self.rows)]]
+        rows = elsewhere.named(groups, [part.placed(workers) for part in elsewhere.parts])
+        if record is not None:
+            elsewhere.note_in(record)
+        parts, needed = tuple(workers.put(payloads)), elsewhere.needed(groups)
+        return WorkerCall(ranks, method, parts, reply, rows, is_timed, needed)
 
 
 def check_has_rows(value: Any, name: str, method: str) -> None:
@@ -98,10 +105,6 @@ def check_has_rows(value: Any, name: str, method: str) -> None:
             f"argument {name!r} of {method} is a future of {value._call.site.method}, which leaves no rows on the "
             "ranks; pass the value that `await` or result() returns"
         )
-
-
-def _named(group: ArgumentGroup) -> list[tuple[tuple[int | str, Any], str]]:
-    return list(zip(group.items, group.names, strict=False))
 
 
 def _group(named: Sequence[tuple[tuple[int | str, Any], str]], like: ArgumentGroup) -> ArgumentGroup:

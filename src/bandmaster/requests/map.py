@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from bandmaster.calls.future import Future, claims_of
-from bandmaster.calls.options import FlowOptions
 from bandmaster.calls.request import encode_argument
 from bandmaster.calls.spec import MethodSpec
 from bandmaster.codec import decode
 from bandmaster.errors import CallTimeout, UsageError
-from bandmaster.flow.feed import Feed
-from bandmaster.flow.stream import Arrivals, Stream
+from bandmaster.flow.stream import Stream
 from bandmaster.plan.arguments import BoundArgument
 from bandmaster.requests.arguments import check_has_rows
-from bandmaster.requests.map_result import MapResult
-from bandmaster.requests.parts import MapOptions, plan_parts
-from bandmaster.requests.source import MapCall, MapSource
+from bandmaster.requests.map_feed import MapFeed
+from bandmaster.requests.parts import plan_parts
 
 
 class Mapped(Stream):
@@ -33,12 +29,12 @@ class Mapped(Stream):
     `close`, or the end of a ``with`` block, cancels the requests that are not done.
     """
 
+    _feed: MapFeed
     _is_iterated = False
 
-    def __init__(self, feed: Feed, arrivals: Arrivals, how: MapOptions) -> None:
-        super().__init__(feed, arrivals)
-        self._how = how
-        self._whole: MapResult | None = None
+    def __init__(self, feed: MapFeed) -> None:
+        super().__init__(feed)
+        self._is_whole = False
 
     @property
     def future(self) -> Future[Any]:
@@ -50,15 +46,13 @@ class Mapped(Stream):
         Raises:
             UsageError: The map was iterated over, or has a ``maxsize``.
         """
-        if self._is_iterated or self._how.maxsize is not None:
+        if self._is_iterated or self._feed.how.maxsize is not None:
             why = "was iterated over" if self._is_iterated else "waits for an iteration to take values, as maxsize says"
             raise UsageError(
                 f"the map of {self._feed.site.method} {why}, so the whole cannot be had; call map again for it"
             )
-        if self._whole is None:
-            self._whole = MapResult(self._feed, self._arrivals, self._how)
-            self._is_open = False  # the map goes on as long as the future, whatever becomes of this
-        return Future(self._whole)
+        self._is_whole, self._is_open = True, False  # the map goes on as long as the future, whatever becomes of this
+        return Future(self._feed)
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the whole, in the order of the rows. Ctrl-C cancels the map.
@@ -94,10 +88,10 @@ class Mapped(Stream):
 
     def close(self) -> None:
         """Cancel the requests that are not done. Closing twice is fine."""
-        if self._whole is None:
-            super().close()
-        else:
+        if self._is_whole:
             self.cancel()
+        else:
+            super().close()
 
     def __next__(self) -> Future[Any]:
         """Wait for the next request to end; see `Stream.__next__`. Raises UsageError if the whole was asked for."""
@@ -110,7 +104,7 @@ class Mapped(Stream):
         return await super().__anext__()
 
     def _begin_iteration(self) -> None:
-        if self._whole is not None:
+        if self._is_whole:
             raise UsageError(
                 f"the whole of the map of {self._feed.site.method} was asked for, so it cannot be iterated over; call "
                 "map again"
@@ -118,14 +112,14 @@ class Mapped(Stream):
         self._is_iterated = True
 
     def __repr__(self) -> str:
-        return f"<map of {self._feed.site.method}, {'ended' if self._feed.is_over else 'open'}>"
+        return f"<map of {self._feed.site.method}, {'ended' if self._feed.is_ended else 'open'}>"
 
 
-def open_map(call: MapCall, spec: MethodSpec, arguments: Sequence[BoundArgument]) -> Mapped:
+def open_map(feed: MapFeed, spec: MethodSpec, arguments: Sequence[BoundArgument]) -> Mapped:
     """Send the first requests of a map, or have them sent when the rows are there that it takes.
 
     Args:
-        call: The call.
+        feed: Sends them.
         spec: The method.
         arguments: The bound arguments.
 
@@ -136,16 +130,11 @@ def open_map(call: MapCall, spec: MethodSpec, arguments: Sequence[BoundArgument]
     for argument in arguments:
         check_has_rows(argument.value, argument.name, spec.label)
     futures = [argument.value for argument in arguments if isinstance(argument.value, Future)]
-    parents = [future for future in futures if not future.done()]
     given = [argument._replace(value=_as_it_is(argument, spec.label)) for argument in arguments]
-    plan = partial(plan_parts, given, spec.registration.arguments, spec.label, call.how)
-    parts, claims = None if parents else plan(), claims_of(futures, {})  # mistakes are errors now, if they can be
-    arrivals = Arrivals()
-    unlimited = call.site._replace(options=replace(call.site.limits(), timeout=None))  # each request has a deadline
-    feed = Feed(unlimited, call.submitter, FlowOptions(call.how.maxsize, call.how.on_error), arrivals.put)
-    with call.submitter.admitted(spec.label):
-        feed.start(lambda: MapSource(call, parts or plan(), claims, feed), parents)
-    return Mapped(feed, arrivals, call.how)
+    feed.claims = claims_of(futures, {})
+    plan = partial(plan_parts, given, spec.registration.arguments, spec.label, feed.how)
+    feed.start(plan, [future for future in futures if not future.done()])
+    return Mapped(feed)
 
 
 def _as_it_is(argument: BoundArgument, method: str) -> Any:

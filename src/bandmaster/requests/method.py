@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypedDict, TypeVar
 
 from bandmaster.calls.future import Future
-from bandmaster.calls.options import CallOptions
-from bandmaster.calls.spec import MethodSpec
-from bandmaster.calls.submission import Submitter
+from bandmaster.calls.method import MethodOfGroup
 from bandmaster.contract import MAXSIZE, METHOD, STREAM
 from bandmaster.errors import UsageError
-from bandmaster.plan.arguments import ArgumentGroup
 from bandmaster.plan.binding import bind
 from bandmaster.requests.arguments import Arguments
+from bandmaster.requests.future import RequestFuture
 from bandmaster.requests.parts import MapOptions
-from bandmaster.requests.request import Request, RequestFuture
+from bandmaster.requests.request import Request
 from bandmaster.requests.router import Router
 from bandmaster.requests.stream import GeneratorRequest, RequestStream
-from bandmaster.requests.target import ANY, Target
+from bandmaster.requests.target import Target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,7 +40,7 @@ class RequestOptions(TypedDict, total=False):
     min_version: int | None
 
 
-class RequestMethod(Generic[P, G]):
+class RequestMethod(MethodOfGroup, Generic[P, G]):
     """A registered method of a worker group whose calls are requests: each goes to one replica.
 
     Example:
@@ -59,20 +57,9 @@ class RequestMethod(Generic[P, G]):
         ['A', 'B', 'C']
     """
 
-    beside: Sequence[tuple[str, Any]] = ()  # keyword arguments that are not the method's, but the library's
+    _kind = "request method"
+    _how = Target()
     calls_back = False  # whether a request that runs on the group waits for those of this method
-
-    def __init__(
-        self,
-        group: object,
-        submitter: Submitter,
-        spec: MethodSpec,
-        options: CallOptions | None = None,
-        target: Target = ANY,
-    ) -> None:
-        self._group, self._submitter, self._spec = group, submitter, spec
-        self._options, self._target = options, target
-        self.__dict__.update(spec.described)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Future[G]:
         """Send a request to one replica. Returns its future, which can be awaited, or waited for by ``result``.
@@ -165,12 +152,12 @@ class RequestMethod(Generic[P, G]):
             [(0, 'X?'), (1, 'Y?')]
         """
         from bandmaster.requests.map import open_map
-        from bandmaster.requests.source import MapCall
+        from bandmaster.requests.map_feed import MapFeed
 
-        spec, submitter, how = self._spec, self._submitter, MapOptions(in_flight, chunk, group_by, on_error, maxsize)
-        router, site = Router.of(submitter, spec), submitter.site(spec.name, self._options)
-        call = MapCall(self._group, submitter, router, site, self._target, how, self.beside)
-        return open_map(call, spec, bind(spec.label, spec.signature, args, kwargs))
+        spec, how = self._spec, MapOptions(maxsize, on_error, in_flight, chunk, group_by)
+        router, site = Router.of(self._submitter, spec), self._submitter.site(spec.name, self._options)
+        feed = MapFeed(self._group, router, site, self._how, how, self.beside)
+        return open_map(feed, spec, bind(spec.label, spec.signature, args, kwargs))
 
     def options(self, /, **options: Unpack[RequestOptions]) -> RequestMethod[P, G]:
         """A copy of this method with other options.
@@ -191,9 +178,7 @@ class RequestMethod(Generic[P, G]):
         """
         limits = {name: value for name, value in options.items() if name == "timeout"}
         chosen: Mapping[str, Any] = {name: value for name, value in options.items() if name != "timeout"}
-        base = self._submitter.options_but(self._options, limits)
-        target = self._target.but(chosen, len(Router.of(self._submitter, self._spec).replicas))
-        return type(self)(self._group, self._submitter, self._spec, base, target)
+        return self._but(limits, self._how.but(chosen, len(Router.of(self._submitter, self._spec).replicas)))
 
     def stream(self, /, *args: P.args, **kwargs: P.kwargs) -> RequestStream[Any]:
         """Send a request to one replica, and return an iterator over the items that the method yields there.
@@ -217,7 +202,7 @@ class RequestMethod(Generic[P, G]):
             ...     list(rollout.tokens.stream("to be or not"))
             ['to', 'be', 'or', 'not']
         """
-        spec, most = self._spec, self._target.maxsize
+        spec, most = self._spec, self._how.maxsize
         if not spec.is_generator:
             raise UsageError(f"{spec.label} has one value and no stream, as it does not yield; call {spec.name}(...)")
         self._check_no_retries(f"{spec.name}.stream(...)", "whose items may have been read")
@@ -238,17 +223,17 @@ class RequestMethod(Generic[P, G]):
         """The router of the method, a request for it that was not sent, and the choice of its replica."""
         router = Router.of(self._submitter, self._spec)
         site = self._submitter.site(self._spec.name, self._options)
-        arguments, spec = self._arguments(args, kwargs).beside(beside), self._spec
-        if spec.is_generator:
-            name = secrets.token_hex(8)
-            arguments = arguments.beside(((STREAM, name), (METHOD, router.method), (MAXSIZE, self._target.maxsize)))
-            request: Request = GeneratorRequest(site, Arguments.of(arguments, spec.label), router, name)
-        else:
-            request = Request(site, Arguments.of(arguments, spec.label), router)
+        spec = self._spec
+        plan = spec.plan(args, kwargs, spec.registration.protocol.outgoing)  # type: ignore[union-attr]
+        arguments = plan.groups[0].beside(self.beside).beside(beside)
+        name = secrets.token_hex(8) if spec.is_generator else ""
+        if name:
+            arguments = arguments.beside(((STREAM, name), (METHOD, router.method), (MAXSIZE, self._how.maxsize)))
+        encoded = Arguments.of(arguments, spec.label)
+        request = GeneratorRequest(site, encoded, router, name) if name else Request(site, encoded, router)
         request.calls_back = self.calls_back
-        if request.arguments is not None and request.arguments.rows is not None:
-            request.parents = [value for _, value in request.arguments.rows.items if not value.done()]
-        return router, request, self._target
+        request.parents = [value for group in encoded.rows for _, value in group.items if not value.done()]
+        return router, request, self._how
 
     def _sent(self, router: Router, request: Request, target: Target) -> Future[Any]:
         """Send a request. If no future is returned, as Ctrl-C or a deadline has come, it is cancelled."""
@@ -266,16 +251,5 @@ class RequestMethod(Generic[P, G]):
             raise UsageError(f"{self._spec.label} yields items: iterate over {self._spec.name}.stream(...)")
 
     def _check_no_retries(self, what: str, why: str) -> None:
-        if self._target.retries:
-            raise UsageError(f"{what}, {why}, is never sent again; leave out retries={self._target.retries}")
-
-    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentGroup:
-        spec = self._spec
-        group = spec.plan(args, kwargs, spec.registration.protocol.outgoing).groups[0]  # type: ignore[union-attr]
-        return group.beside(self.beside)
-
-    def __reduce__(self) -> NoReturn:
-        self._submitter.__reduce__()
-
-    def __repr__(self) -> str:
-        return f"<request method {self._spec.label}{self._spec.signature}, {self._spec.registration.protocol!r}>"
+        if self._how.retries:
+            raise UsageError(f"{what}, {why}, is never sent again; leave out retries={self._how.retries}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bandmaster.calls.options import check_count, check_on_error
+from bandmaster.calls.options import FlowOptions, check_count
 from bandmaster.errors import BatchError, UsageError
 from bandmaster.plan.arguments import BoundArgument, SplitArguments, batch_of, declared
 from bandmaster.plan.batch import KNOWN, Batch, describe
@@ -16,15 +16,13 @@ from bandmaster.plan.transfer import Outgoing
 
 
 @dataclass(frozen=True)
-class MapOptions:
+class MapOptions(FlowOptions):
     """The options of a map; see `RequestMethod.map`.
 
     Attributes:
         in_flight: Most requests that are open at a time; None for as many as the replicas have places for.
         chunk: Most rows of each request; None for one row each, which is passed without its row dim.
         group_by: The column, or the argument, whose equal values keep rows in one chunk.
-        on_error: ``"return"`` returns the errors of failed requests; ``"raise"`` ends the map with the first.
-        maxsize: Most requests that are open, or done and not taken; None for any number.
 
     Raises:
         UsageError: A value is invalid.
@@ -33,13 +31,11 @@ class MapOptions:
     in_flight: int | None = None
     chunk: int | None = None
     group_by: str | None = None
-    on_error: str = "raise"
-    maxsize: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("in_flight", "chunk", "maxsize"):
-            check_count(name, getattr(self, name))
-        check_on_error(self.on_error)
+        check_count("in_flight", self.in_flight)
+        check_count("chunk", self.chunk)
+        super().__post_init__()
         if self.group_by is not None and not isinstance(self.group_by, str):
             raise UsageError(f"group_by must be the name of a column or of an argument, got {self.group_by!r}")
         if self.group_by is not None and self.chunk is None:

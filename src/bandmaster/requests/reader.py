@@ -6,25 +6,11 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
 from weakref import WeakKeyDictionary, ref
 
 from bandmaster.contract import Workers
-
-
-class Awaited(Protocol):
-    """A request, as far as it is read for.
-
-    Attributes:
-        workers: Its workers.
-        is_done: Whether they have replied.
-        waiters: The futures of event loops that wait for it, with their readers.
-    """
-
-    workers: Workers
-    is_done: bool
-    waiters: list[tuple[LoopReader, asyncio.Future[None]]]
-
+from bandmaster.requests.request import Request
 
 _readers: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopReader] = WeakKeyDictionary()
 
@@ -40,7 +26,7 @@ class LoopReader:
         self._loop = ref(loop)  # which is the key of this
         self._arrived: deque[asyncio.Future[None]] = deque()  # that `tell` was called with
         self._soon: deque[Callable[[], object]] = deque()
-        self._requests: dict[Awaited, None] = {}  # those that are waited for
+        self._requests: dict[Request, None] = {}  # those that are waited for
         self._watched: dict[int, Workers] = {}  # by the descriptor that shows arrivals
         self._is_reading = self._is_scheduled = False
 
@@ -64,10 +50,10 @@ class LoopReader:
         """The reader of the event loop that runs in this thread."""
         return cls.of(asyncio.get_running_loop())
 
-    def add(self, request: Awaited) -> asyncio.Future[None]:
+    def add(self, request: Request) -> asyncio.Future[None]:
         """Read until a request is done. Returns the future that is done then, or when `tell` is called with it."""
         waiter: asyncio.Future[None] = self.loop.create_future()
-        request.waiters.append((self, waiter))
+        request.waiters.append(partial(self._ended, waiter))
         self._requests[request] = None
         fd = request.workers.arrivals
         if fd is not None and self._watched.get(fd) is not request.workers:
@@ -79,9 +65,13 @@ class LoopReader:
             self.tell(waiter)
         return waiter
 
-    def forget(self, request: Awaited) -> None:
+    def forget(self, request: Request) -> None:
         """Read no longer for a request. Any thread may call this; it does not block."""
         self._requests.pop(request, None)
+
+    def _ended(self, waiter: asyncio.Future[None], request: Request) -> None:
+        self.forget(request)
+        self.tell(waiter)
 
     def _rest(self) -> None:
         """Read no more, unless a request has come meanwhile."""

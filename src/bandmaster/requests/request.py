@@ -1,11 +1,11 @@
-"""`Request`: one request, from the moment it is submitted until it is done; and its future."""
+"""`Request`: one request, from the moment it is submitted until it is done."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
 
 from bandmaster.calls.future import Future
 from bandmaster.calls.hooks import CallTrace, hooks
@@ -13,25 +13,18 @@ from bandmaster.calls.outcome import error_of
 from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.result import Done, Result, RowsResult, late, wait_for_all
-from bandmaster.codec import Payload, decode
-from bandmaster.contract import Reply, Report, Ticket, Workers
-from bandmaster.errors import CallCancelled, CallTimeout, ResourceError, RowsLost
+from bandmaster.codec import decode
+from bandmaster.contract import Report, Ticket, Workers
+from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.errors.failure import Failure, FailureKind
 from bandmaster.platform.deadline import Deadline
 from bandmaster.requests.arguments import Arguments
 from bandmaster.requests.target import ANY, Target
 from bandmaster.rows.kept import KeptPart, KeptRows
 
-if TYPE_CHECKING:
-    import asyncio
-    from typing import TypeGuard
-
-    from bandmaster.requests.reader import LoopReader
-
 _SENDING_AGAIN = threading.Lock()  # held for a moment
 LOAD_FRESH_S = 5.0  # a load that was reported longer ago does not count
 LOOK_AROUND_S = 5.0  # another thread may cancel a request while this one waits for it
-T = TypeVar("T")
 
 
 class ReplicaLoad:
@@ -62,14 +55,20 @@ class Replica:
     Attributes:
         ranks: Its ranks, the one that returns the value first.
         load: How busy it is with all methods.
+        most: The number of requests of the method that it runs at a time.
         open: The requests of the method that it was sent, or is about to be, and that have not ended.
         outbox: Of these, those that are not sent.
     """
 
-    def __init__(self, ranks: tuple[int, ...], load: ReplicaLoad) -> None:
-        self.ranks, self.load = ranks, load
+    def __init__(self, ranks: tuple[int, ...], load: ReplicaLoad, most: int) -> None:
+        self.ranks, self.load, self.most = ranks, load, most
         self.open: dict[Request, None] = {}
         self.outbox: list[Request] = []
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it can run one more request of the method."""
+        return len(self.open) < self.most
 
     def add(self, request: Request) -> None:
         """Note a request that is open here."""
@@ -86,16 +85,15 @@ class SendsRequests(Protocol):
 
     workers: Workers
     is_idempotent: bool
-    replicas: tuple[Replica, ...]
 
     @property
     def can_advance(self) -> bool:
-        """Whether a request that waits can be sent."""
+        """Whether a request that waits may get a place now."""
 
     def advance(self) -> None:
         """Send what can be sent."""
 
-    def advance_in(self, reader: LoopReader) -> None:
+    def advance_in(self, reader: Any) -> None:
         """Send requests that wait for a place, now and later, in the event loop of a reader."""
 
     def send(self, request: Request, chosen: Sequence[Replica]) -> None:
@@ -110,10 +108,6 @@ class SendsRequests(Protocol):
     def note_deaths(self, ranks: Iterable[int]) -> None:
         """Note that ranks have died, as replies say."""
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether all replicas have died."""
-
     def send_again(self, request: Request, replicas: Sequence[Replica]) -> None:
         """Have a request wait for a place again, as its replica has died."""
 
@@ -122,16 +116,6 @@ class SendsRequests(Protocol):
 
     def withdraw(self, request: Request) -> None:
         """Take back a request that waits for a place."""
-
-
-class HasParts(Protocol):
-    """A map, as far as its requests know it; see `bandmaster.requests.source`."""
-
-    def note(self, request: Request) -> None:
-        """Have the thread of callbacks look at a request that has ended, or that a place may be free for."""
-
-    def look(self) -> bool:
-        """Take the requests that have ended, and send others."""
 
 
 class Request(RowsResult):
@@ -152,12 +136,12 @@ class Request(RowsResult):
         is_done: Whether its ranks have replied, or never will. Set by one assignment, by any thread.
         avoids: Ranks that it must not go to, though not all.
         is_listed: Whether its value is the list of the values of all its replicas.
-        source: The map that it is a part of, which is told of its end; None if it is no part.
+        tell_map: Tells its map that it has ended, or that a place may be free for it; None if it is part of no map.
         asks_for: What it asks the ranks for in place of the method of its router, as `bandmaster.contract` names it.
         calls_back: Whether a request that runs on its group waits for it.
         has_place: Whether it takes a place of the method on its replica.
         first: A request that is sent right behind it.
-        waiters: The futures of event loops that wait for it, with their readers.
+        waiters: Functions that tell event loops of its end.
         outcome: None; workers look at it as at that of a ticket.
         record: Its record, if a trace records.
     """
@@ -174,23 +158,22 @@ class Request(RowsResult):
         arguments: Arguments,
         router: SendsRequests,
         keeps_rows: bool = False,
-        source: HasParts | None = None,
+        tell_map: Callable[[Request], object] | None = None,
     ) -> None:
         super().__init__(site, keeps_rows)
         self.arguments: Arguments | None = arguments
         self.parents: Sequence[Future[Any]] = ()
-        self.source = source
+        self.tell_map = tell_map
         self.router, self.workers = router, router.workers
         self.replicas: Sequence[Replica] = ()
         self.tickets: dict[int, Ticket] = {}
         self.is_done = self.is_listed = False
         self.avoids: frozenset[int] = frozenset()
-        self.waiters: list[tuple[LoopReader, asyncio.Future[None]]] = []
+        self.waiters: list[Callable[[Request], object]] = []
         self.target = ANY
         self._lost: dict[int, Failure] = {}  # the ranks to which it was sent before, and how they have died
         self._n_sent_again = 0
         self._why: BaseException | None = None
-        self._was_interrupted = False  # as its value was decoded
         self.record: CallTrace | None = None
 
     def is_submitted(self) -> None:
@@ -212,16 +195,6 @@ class Request(RowsResult):
         return not self.parents
 
     @property
-    def reply(self) -> Reply:
-        """The fate of the value that its method returns."""
-        return Reply.KEEP if self.keeps_rows else Reply.RETURN
-
-    @property
-    def n_ranks(self) -> int:
-        """The number of ranks that run it."""
-        return sum([len(replica.ranks) for replica in self.replicas])
-
-    @property
     def missing(self) -> tuple[int, ...]:  # type: ignore[override]
         """The ranks that have not replied."""
         return tuple(self._unanswered)
@@ -238,11 +211,9 @@ class Request(RowsResult):
     @property
     def state(self) -> str:
         """Its state in words."""
-        if self.is_done:
-            return "done"
-        if not self.replicas:
-            return "waiting for a free replica" if self.has_rows else "waiting for the rows that it takes"
-        return f"{'cancelled, ' if self.is_cancelled else ''}waiting for rank {', '.join(map(str, self.missing))}"
+        if self.is_done or self.replicas or not self.has_rows:
+            return "done" if self.is_done else super().state
+        return "waiting for a free replica"
 
     def stacks(self) -> Mapping[int, str]:
         """The Python stacks of the ranks that have not replied."""
@@ -260,9 +231,8 @@ class Request(RowsResult):
 
     def replied(self) -> None:
         """Note that a rank has replied; the thread that has received the reply calls this, and holds a lock."""
-        sent = self.tickets
-        tickets = list(sent.values())
-        has_replied = tickets and len(tickets) == self.n_ranks and all(ticket.is_done for ticket in tickets)
+        sent, n_ranks = self.tickets, sum([len(replica.ranks) for replica in self.replicas])
+        has_replied = 0 < n_ranks == len(sent) and all(ticket.is_done for ticket in list(sent.values()))
         if has_replied and not (self.target.retries and self._is_sent_again(sent)):
             self.end()
 
@@ -271,8 +241,6 @@ class Request(RowsResult):
         died = {rank: outcome for rank, ticket in sent.items() if _has_died(outcome := self.workers.fetch(ticket))}
         may_be_sent = self.router.is_idempotent or all(ticket.is_dropped for ticket in sent.values())
         if not (died and may_be_sent) or self.is_cancelled or self._n_sent_again == self.target.retries:
-            return False
-        if self.router.is_lost:
             return False
         self.router.note_deaths(died)
         with _SENDING_AGAIN:
@@ -288,18 +256,17 @@ class Request(RowsResult):
         """Tell those who wait that it is done. It may be called again."""
         self.is_done = True
         self.router.has_ended(self)
-        for reader, waiter in list(self.waiters):
-            reader.forget(self)
-            reader.tell(waiter)
+        for tell in list(self.waiters):
+            tell(self)
         self.nudge()
 
     def nudge(self) -> bool:
         """Have the thread of callbacks look at it, or at its map; False if that thread does not watch it."""
-        if self.source is not None:
-            self.source.note(self)
+        if self.tell_map is not None:
+            self.tell_map(self)
         elif self.is_watched:
             progress.look_at(self)
-        return self.is_watched or self.source is not None
+        return self.is_watched or self.tell_map is not None
 
     def fail(self, why: BaseException) -> None:
         """End without having been sent, for a reason."""
@@ -375,49 +342,31 @@ class Request(RowsResult):
             return Done(CallCancelled(f"{self.site.method} was cancelled; make the request again"))
         if self._why is not None:
             return Done(error_of(self.site, self._lost) if self._lost else self._why)
+        outcomes: dict[int, Any] = {rank: self.workers.fetch(ticket) for rank, ticket in self.tickets.items()}
+        if self.record is not None:
+            for rank, ticket in self.tickets.items():
+                self.record.came(rank, ticket, outcomes[rank])
+        failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
+        firsts = [] if failures else [replica.ranks[0] for replica in self.replicas]
+        if self.keeps_rows and not failures:
+            (rank,) = firsts
+            self._rows = KeptRows([KeptPart(self.site.method, rank, outcomes[rank], self.workers, self.record)], None)
+            return Done(is_here=False)
         values: list[Any] = []
-        failures: dict[int, Failure] = {}
-        for replica in self.replicas:
-            for rank in replica.ranks:
-                outcome = self.workers.fetch(self.tickets[rank])
-                if self.record is not None:
-                    self.record.came(rank, self.tickets[rank], outcome)
-                if isinstance(outcome, Failure):
-                    failures[rank] = outcome
-                elif rank == replica.ranks[0]:
-                    if self.keeps_rows:
-                        part = KeptPart(self.site.method, rank, outcome, self.workers)
-                        values.append(KeptRows([part], None))
-                        continue
-                    assert isinstance(outcome, Payload), "the value of a request is returned"
-                    try:
-                        values.append(decode(outcome))
-                    except BaseException as error:  # the user's objects may raise anything as they are unpickled
-                        failures[rank] = self._unreadable(error)
+        for rank in firsts:
+            try:
+                values.append(decode(outcomes[rank]))
+            except BaseException as error:  # the user's objects may raise anything as they are unpickled
+                failures[rank] = self._unreadable(rank, error)
         if failures:
             died = [rank for rank, failure in failures.items() if _has_died(failure)]
             self.router.note_deaths(died)
-            lost = self._lost if died else {}
-            return Done(error_of(self.site, {**lost, **failures}))
-        if self.keeps_rows:
-            self._rows = values[0]
-            return Done(is_here=False)
+            return Done(error_of(self.site, {**(self._lost if died else {}), **failures}))
         return Done(value=values if self.is_listed else values[0])
 
     def _brought(self, deadline: Deadline) -> Done:
-        assert self._rows is not None, "rows were kept"
-        ((rank, part),) = self._rows.parts.items()
-        try:
-            return Done(value=part.value(deadline))
-        except (RowsLost, CallTimeout, ResourceError):
-            raise
-        except BaseException as error:  # the user's objects may raise anything as they are unpickled
-            return Done(error_of(self.site, {rank or 0: self._unreadable(error)}))
-
-    def _unreadable(self, error: BaseException) -> Failure:
-        """The failure of a value that raised when it was decoded; raises the error again if Ctrl-C caused it."""
-        before, self._was_interrupted = self._was_interrupted, isinstance(error, KeyboardInterrupt)
-        return Failure.unreadable(error, before)
+        values, failures = self._read_rows(deadline)
+        return Done(error_of(self.site, failures)) if failures else Done(value=next(iter(values.values())))
 
 
 def _has_died(outcome: object) -> TypeGuard[Failure]:
@@ -435,64 +384,3 @@ class _News:
     @property
     def is_done(self) -> bool:
         return self._request.is_done or self._request.router.can_advance
-
-
-class RequestFuture(Future[T]):
-    """The future of a request; see `Future`. If its ``timeout`` is over while it is waited for, it is cancelled."""
-
-    _call: Request
-
-    def result(self, timeout: float | None = None) -> T:
-        """Wait for the result; see `Future.result`.
-
-        Args:
-            timeout: Seconds to wait; then `CallTimeout` is raised, and the request goes on. None uses the timeout of
-                the request, after which it is cancelled.
-        """
-        try:
-            return super().result(timeout)
-        except CallTimeout:
-            if timeout is None:
-                self._call.cancel()
-            raise
-
-    def __await__(self) -> Generator[Any, None, T]:
-        """Wait in an event loop. Cancelling the task that waits cancels the request."""
-        request = self._call
-        if not request.is_done:
-            from bandmaster.requests.reader import LoopReader
-
-            timeout_s = request.site.limits().timeout
-            reader = LoopReader.of_this_loop()
-            waiter = reader.add(request)
-            if request.target.retries or not request.is_sent:
-                request.router.advance_in(reader)
-            timer = None if timeout_s is None else reader.loop.call_later(timeout_s, reader.tell, waiter)
-            try:
-                yield from waiter
-                while not request.is_done:
-                    assert timeout_s is not None, "only a deadline ends the wait early"
-                    late = yield from reader.loop.run_in_executor(None, request.late, timeout_s)
-                    if not late.is_debugged:
-                        late.future = self
-                        raise late
-                    waiter = reader.add(request)
-                    timer = reader.loop.call_later(timeout_s, reader.tell, waiter)
-                    yield from waiter
-            except BaseException:
-                request.cancel()
-                raise
-            finally:
-                reader.forget(request)
-                if timer is not None:
-                    timer.cancel()
-        request._conclude()
-        done = request.done
-        assert done is not None, "it was made"
-        if done.error is not None:
-            raise done.error
-        value: T = done.value
-        return value
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("the future of a request cannot be pickled; pass the value that `await` or result() returns")

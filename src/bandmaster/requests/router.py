@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -26,7 +26,7 @@ from bandmaster.contract import CALLS_BACK, MORE_ITEMS, Reply, Ticket, WorkerCal
 from bandmaster.errors import ResourceError
 from bandmaster.plan.rows import replicas
 from bandmaster.platform.deadline import Deadline
-from bandmaster.requests.request import HasParts, Replica, ReplicaLoad, Request
+from bandmaster.requests.request import Replica, ReplicaLoad, Request
 from bandmaster.requests.target import Target
 
 TOLD_S = 0.5  # after which a death is known, or the rank was replaced
@@ -38,6 +38,7 @@ class Router:
     """Sends the requests of one method to the replicas of a group.
 
     Attributes:
+        submitter: Sends the calls of the group.
         workers: The workers of the group; after a restart, it has another router.
         method: The workers' name of the method.
         is_exclusive: Whether the method is not async, so that it runs alone.
@@ -45,25 +46,27 @@ class Router:
         concurrency: Most requests of the method that a replica runs at a time.
         replicas: The replicas.
         waiting: The requests that wait for a place.
-        sources: The maps that send more requests.
+        sources: Of maps that send more requests as others end, the functions that do so.
     """
 
     def __init__(self, submitter: Submitter, spec: MethodSpec, workers: Workers) -> None:
         protocol: Any = spec.registration.protocol
-        self.workers, self.method = workers, submitter.worker_method(spec.name)
+        self.submitter, self.workers, self.method = submitter, workers, submitter.worker_method(spec.name)
         self.is_exclusive, self.concurrency = not (spec.is_async or spec.is_generator), spec.registration.concurrency
         self.is_idempotent = spec.registration.is_idempotent
         self._role = self.method.removesuffix(spec.name)
         loads = submitter.work.loads
         self.replicas = tuple(
-            Replica(ranks, loads.setdefault((submitter, frozenset(ranks)), ReplicaLoad()))
+            Replica(ranks, loads.setdefault((submitter, frozenset(ranks)), ReplicaLoad()), self.concurrency)
             for ranks in replicas(spec.mesh, protocol)
         )
+        self._order = list(self.replicas)  # the one that got a request longest ago first
         self.waiting: deque[Request] = deque()
-        self.sources: dict[HasParts, None] = {}
+        self.sources: dict[Callable[[], object], None] = {}
         self.site: CallSite = submitter.site(spec.name)
         self._work: OpenWork = submitter.work
         self._lock = submitter.work.sending
+        self._is_woken, self._n_deaths = False, 0  # since requests that wait were looked at
         self._of_key: OrderedDict[Hashable, Replica] = OrderedDict()
         self._flushed_by: object = None  # the event loop that will call `flush`
         self._reads_stacks = threading.Lock()
@@ -92,15 +95,17 @@ class Router:
             ResourceError: The system allows no more threads or descriptors.
         """
         loop, parents = _running_loop(), request.parents
-        is_chosen = self._put_or_wait(request, target, is_flushed=loop is None)
+        is_chosen = self.put(request, target, is_flushed=loop is None)
         if parents:
             request.read_in_background()
             for parent in parents:
                 parent.add_done_callback(lambda _: request.nudge())
             return
         if loop is None:
-            if not is_chosen:
-                self._wait_for_place(request)
+            timeout_s = request.site.limits().timeout
+            if not (is_chosen or request.wait_until_sent(timeout_s)):
+                assert timeout_s is not None, "only a deadline ends the wait early"
+                raise request.late(timeout_s)
             return
         if is_chosen:
             self._flush_soon(loop)
@@ -128,11 +133,14 @@ class Router:
         if loop is not None:
             self._flush_soon(loop)
 
-    def put(self, request: Request, target: Target) -> bool:
-        """Choose a replica for a request, which `flush` then sends, or have it wait for one; False if it has to."""
-        return self._put_or_wait(request, target, is_flushed=False)
+    def put(self, request: Request, target: Target, is_flushed: bool = False) -> bool:
+        """Choose a replica for a request, or have it wait for one. Returns whether there is one.
 
-    def _put_or_wait(self, request: Request, target: Target, is_flushed: bool) -> bool:
+        Args:
+            request: The request.
+            target: Where it may go, and how often.
+            is_flushed: Whether it is sent now, and not by the next `flush`.
+        """
         request.target = target
         request.is_submitted()
         self._work.read_in_background()
@@ -147,42 +155,39 @@ class Router:
                 self._flush_all()
             return chosen is not None
 
-    def _wait_for_place(self, request: Request) -> None:
-        timeout_s = request.site.limits().timeout
-        if not request.wait_until_sent(timeout_s):
-            assert timeout_s is not None, "only a deadline ends the wait early"
-            raise request.late(timeout_s)
-
     def _choose(self, request: Request) -> Sequence[Replica] | None:
-        """The replicas for a request; None if it has to wait."""
+        """The replicas for a request, which `_put` then gets; None if it has to wait."""
         target = request.target
         if not request.has_rows:
             return None
         if target.is_all:
             return self.replicas
-        renewed = self._work.renewed
-        candidates: Sequence[Replica] = self.replicas
-        if target.replica is not None:
-            candidates = (self.replicas[target.replica],)
+        candidates = self._candidates(request)
+        if not candidates:
+            return None
+        busy = self._busy if self.workers.reports else _n_open
+        best = min([replica for replica in candidates if replica.has_place] or candidates, key=busy)
+        if target.key is not None:
+            known = self._of_key.get(target.key, best)
+            if known in candidates and busy(known) <= busy(best) + target.spill:
+                best = known
+        return (best,) if best.has_place else None
+
+    def _candidates(self, request: Request) -> Sequence[Replica]:
+        """The replicas that a request may go to, whether or not they have a place."""
+        target, renewed = request.target, self._work.renewed
+        found = self._order if target.replica is None else [self.replicas[target.replica]]
         if request.avoids:
-            candidates = [replica for replica in candidates if request.avoids.isdisjoint(replica.ranks)]
-        is_alive = True
+            found = [replica for replica in found if request.avoids.isdisjoint(replica.ranks)]
         if renewed or self.workers.deaths or self._work.died:
             lost = renewed.union(self.workers.deaths, self._just_died())
-            alive = [replica for replica in candidates if lost.isdisjoint(replica.ranks)]
-            if not alive and any(not renewed.isdisjoint(replica.ranks) for replica in candidates):
-                return None
-            is_alive = bool(alive)
-            candidates = alive or candidates  # if all are dead, the request says how one has died
-        if target.min_version is not None and is_alive:
-            candidates = [replica for replica in candidates if self._version(replica) >= target.min_version]
-            if not candidates:
-                return None
-        free = [replica for replica in candidates if len(replica.open) < self.concurrency]
-        best = min(free or candidates, key=self._busy if self.workers.reports else _n_open)
-        if target.key is not None:
-            best = self._best_for(target, best, candidates)
-        return self._with_place(best)
+            alive = [replica for replica in found if lost.isdisjoint(replica.ranks)]
+            if not alive and all(renewed.isdisjoint(replica.ranks) for replica in found):
+                return found  # all are dead: the request says how one has died
+            found = alive
+        if target.min_version is not None:
+            found = [replica for replica in found if self._version(replica) >= target.min_version]
+        return found
 
     def note_deaths(self, ranks: Iterable[int]) -> None:
         """Note that ranks have died, as replies from another host say, before its agent tells of deaths."""
@@ -191,18 +196,7 @@ class Router:
 
     def _just_died(self) -> Sequence[int]:
         since = time.monotonic() - TOLD_S
-        self._work.died = {rank: moment for rank, moment in self._work.died.items() if moment > since}
-        return list(self._work.died)
-
-    def _best_for(self, target: Target, least_busy: Replica, candidates: Sequence[Replica]) -> Replica:
-        """The replica of a key, or the least busy one if that is much less busy."""
-        found = self._of_key.pop(target.key, least_busy)
-        if found not in candidates or self._busy(found) > self._busy(least_busy) + target.spill:
-            found = least_busy
-        self._of_key[target.key] = found
-        if len(self._of_key) > MOST_KEYS:
-            self._of_key.popitem(last=False)
-        return found
+        return [rank for rank, moment in self._work.died.items() if moment > since]
 
     def _busy(self, replica: Replica) -> float:
         reports = self.workers.reports.get(replica.ranks[0])
@@ -227,17 +221,10 @@ class Router:
             "it more, or send fewer at a time"
         )
 
-    def _with_place(self, replica: Replica) -> Sequence[Replica] | None:
-        return (replica,) if len(replica.open) < self.concurrency else None
-
     @property
     def can_advance(self) -> bool:
-        """Whether a request that waits can be sent."""
-        return self._has_place and any(self._choose(request) is not None for request in list(self.waiting))
-
-    @property
-    def _has_place(self) -> bool:
-        return bool(self.waiting) and any(len(replica.open) < self.concurrency for replica in self.replicas)
+        """Whether a request that waits may get a place now."""
+        return bool(self.waiting) and (self._is_woken or self._n_deaths != len(self.workers.deaths))
 
     def advance(self) -> None:
         """Send what is in outboxes, and the requests that wait for a place, as far as there are any."""
@@ -246,17 +233,26 @@ class Router:
         with contextlib.suppress(ResourceError):  # then the calls are read by the threads that wait for them
             self._work.read_in_background()
         with self._lock:
-            while self.can_advance:  # again, if a place became free as none seemed to wait
-                kept: list[Request] = []
-                while self._has_place:
-                    request = self.waiting.popleft()
-                    chosen = self._choose(request)
-                    if chosen is None:
-                        kept.append(request)
-                    else:
-                        self._put(request, chosen)
-                self.waiting.extendleft(reversed(kept))
+            self._place_waiting()
+            while self.can_advance:  # a place became free as none seemed to wait
+                self._place_waiting()
             self._flush_all()
+
+    def _place_waiting(self) -> None:
+        """Choose replicas for the requests that wait, in their order. The lock is held."""
+        self._is_woken, self._n_deaths = False, len(self.workers.deaths)  # first: what comes from here on is not missed
+        kept: list[Request] = []
+        refused = set[int]()  # targets for which there is no place
+        while self.waiting and any(replica.has_place for replica in self.replicas):
+            request = self.waiting.popleft()
+            chosen = None if id(request.target) in refused else self._choose(request)
+            if chosen is not None:
+                self._put(request, chosen)
+                continue
+            kept.append(request)
+            if request.has_rows and not request.avoids:
+                refused.add(id(request.target))
+        self.waiting.extendleft(reversed(kept))
 
     # --- sending ---
 
@@ -270,7 +266,14 @@ class Router:
         for replica in chosen:
             if request.has_place:
                 replica.add(request)
+                self._order.remove(replica)
+                self._order.append(replica)
             replica.outbox.append(request)
+        if (key := request.target.key) is not None:
+            self._of_key[key] = chosen[0]
+            self._of_key.move_to_end(key)
+            if len(self._of_key) > MOST_KEYS:
+                self._of_key.popitem(last=False)
         if request.first is not None:
             self._put(request.first, chosen)
 
@@ -303,11 +306,9 @@ class Router:
                 request.end()
                 continue
             try:
-                ranks, label, method = replica.ranks[:1], request.site.method, request.asks_for or self.method
+                method = request.asks_for or self.method
                 method = CALLS_BACK + method if request.calls_back else method
-                calls[request] = arguments.call(self.workers, ranks, method, request.reply, label)
-                if request.record is not None:
-                    calls[request] = calls[request]._replace(is_timed=True)
+                calls[request] = arguments.call(request, replica.ranks[:1], method)
             except Exception as error:  # rows were lost, there is no memory, or the group was closed
                 request.fail(error)
         for _, some in groupby(calls, _overtakes):
@@ -324,20 +325,17 @@ class Router:
                 sent = list(calls.values())
                 if rank != replica.ranks[0]:
                     sent = [call._replace(ranks=(rank,), reply=Reply.DROP) for call in sent]
-                if self.is_exclusive:
-                    for request, call in zip(batch, sent, strict=True):
-                        self._call(request, rank, call)
-                else:
+                if not self.is_exclusive:
                     self.workers.request(rank, sent, partial(_take, batch, rank))
+                    continue
+                for request, call in zip(batch, sent, strict=True):
+                    tickets: dict[int, Any] = {}
+                    self.workers.call([call], tickets)
+                    _take([request], rank, [tickets[rank]])
+                    request.replied()  # the reply may have come before
         except Exception as error:  # there is no memory, or the group was closed
             for request in batch:
                 request.fail(error)
-
-    def _call(self, request: Request, rank: int, call: WorkerCall) -> None:
-        tickets: dict[int, Any] = {}
-        self.workers.call([call], tickets)
-        _take([request], rank, [tickets[rank]])
-        request.replied()  # the reply may have come before
 
     def stacks(self, tickets: Mapping[int, Ticket]) -> Mapping[int, str]:
         """The Python stacks of ranks; those of requests that are late at the same time are read once."""
@@ -356,12 +354,6 @@ class Router:
             replica.remove(request)
         self.wake()
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether all replicas have died."""
-        deaths = self.workers.deaths
-        return all(any(rank in deaths for rank in replica.ranks) for replica in self.replicas)
-
     def send_again(self, request: Request, replicas: Sequence[Replica]) -> None:
         """Have a request wait for a place again, as its replica has died. Any thread calls this; it does not block."""
         for replica in replicas:
@@ -371,6 +363,7 @@ class Router:
 
     def wake(self) -> None:
         """Have a request that waits be sent, if it can be now. Any thread calls this; it does not block."""
+        self._is_woken = True  # first: a thread that looks may have taken all that wait
         if self.waiting:  # a thread that waits for a place looks by itself
             for reader in list(self._readers):
                 if not reader.call(self.advance):
@@ -390,8 +383,8 @@ class Router:
             CallTimeout: One took too long.
         """
         while True:
-            for source in list(self.sources):  # which send requests as others end
-                source.look()
+            for send_more in list(self.sources):
+                send_more()
             if not (requests := self._open()):
                 return
             for request in requests:
@@ -404,12 +397,12 @@ class Router:
     @property
     def is_ended(self) -> bool:
         """Whether no request is open, but for those of maps, which are calls in parts themselves."""
-        return all(request.source is not None for request in self._open())
+        return all(request.tell_map is not None for request in self._open())
 
     def cancel(self) -> bool:
         """Cancel all open requests but for those of maps."""
         for request in reversed(self._open()):  # those that wait first, so that none is sent meanwhile
-            if request.source is None:
+            if request.tell_map is None:
                 request.cancel()
         return True
 

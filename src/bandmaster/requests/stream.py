@@ -15,21 +15,19 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from bandmaster.calls.outcome import error_of
-from bandmaster.calls.progress import progress
 from bandmaster.calls.request import CallSite
 from bandmaster.calls.result import Done
 from bandmaster.codec import Payload, decode, encode
 from bandmaster.contract import FIRST_ITEMS, MORE_ITEMS, OPEN_ITEMS
 from bandmaster.errors import CallCancelled, CallTimeout
 from bandmaster.errors.failure import Failure
+from bandmaster.flow.stream import Closing
 from bandmaster.requests.arguments import Arguments
-from bandmaster.requests.request import Request, RequestFuture, SendsRequests
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from bandmaster.requests.future import RequestFuture
+from bandmaster.requests.request import Request, SendsRequests
 
 T = TypeVar("T")
 
@@ -66,7 +64,7 @@ class ItemsRequest(Request):
     has_place = False
 
     def __init__(self, site: CallSite, router: SendsRequests, name: str, limit: int, asks_for: str) -> None:
-        super().__init__(site, Arguments(encode(((0, name), (1, limit)))), router)
+        super().__init__(site, Arguments((encode(((0, name), (1, limit))),)), router)
         self.asks_for = asks_for
 
     def _made(self) -> Done:
@@ -81,21 +79,7 @@ class ItemsRequest(Request):
         return CallTimeout(self.site.method, self.missing, timeout_s, self.stacks(), what_next, what)
 
 
-class _Abandoned:
-    """Closes a stream that was collected, in the thread of callbacks: garbage may be collected under any lock."""
-
-    due: float | None = None
-
-    def __init__(self, run: Request) -> None:
-        self.workers, self._run = run.workers, run
-
-    def look(self) -> bool:
-        """Cancel the request that runs the generator."""
-        self._run.cancel()
-        return True
-
-
-class RequestStream(Generic[T]):
+class RequestStream(Closing, Generic[T]):
     """The items of one request, in the order in which the method yields them, for ``for`` or ``async for``.
 
     At most ``maxsize`` items are made before they are taken, see `RequestMethod.options`. The stream ends, the
@@ -120,13 +104,10 @@ class RequestStream(Generic[T]):
         self._items: deque[Payload] = deque()
         self._n_taken = 0
         self._lock = threading.Lock()
-        self._is_open = True
+        super().__init__(run.site.method, run.workers, run.cancel)
         run.first = ItemsRequest(run.site, run.router, run.name, most, FIRST_ITEMS)
         run.first.calls_back = run.calls_back
         self._waits_for: RequestFuture[Any] | None = RequestFuture(run.first, group)
-
-    def __iter__(self) -> Iterator[T]:
-        return self
 
     def __next__(self) -> T:
         while not self._items and (future := self._next()) is not None:
@@ -135,9 +116,6 @@ class RequestStream(Generic[T]):
         if not self._items:
             raise StopIteration
         return self._value(self._items.popleft())
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> T:
         while not self._items and (future := self._next()) is not None:
@@ -194,20 +172,5 @@ class RequestStream(Generic[T]):
 
     def close(self) -> None:
         """End the stream; the method runs its ``finally`` blocks. Closing twice is fine. Does not wait."""
-        self._is_open = False
+        super().close()
         self._items.clear()
-        self._run.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if self._is_open and not self._run.is_done:
-            with contextlib.suppress(Exception):  # at exit, no thread can be started
-                progress.add(_Abandoned(self._run))
-
-    def __repr__(self) -> str:
-        return f"<RequestStream of {self._run.site.method}, {'open' if self._is_open else 'ended'}>"

@@ -23,7 +23,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future as Entered
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from bandmaster.calls.future import Future
 from bandmaster.calls.request import CallRequest
 from bandmaster.calls.submission import Submitter
 from bandmaster.errors import CallCancelled, CallTimeout, TurnTimeout, UsageError
-from bandmaster.lifecycle.checks import ON_RESUME, ON_YIELD, TURN_HOOKS
+from bandmaster.lifecycle.checks import ON_RESUME, ON_YIELD, turn_hooks
 from bandmaster.lifecycle.ownership import Ownership
 from bandmaster.plan.arguments import CallPlan
 from bandmaster.plan.binding import bind, signature_without_self
@@ -113,15 +112,12 @@ class Turn:
             with _changed:
                 self._is_cancelled = True
                 _changed.notify_all()
-            entered.add_done_callback(self._leave_if_entered)
+                if self.has_begun:  # else the thread leaves it
+                    self.__exit__()
             raise
 
     async def __aexit__(self, *_: object) -> None:
         self.__exit__()
-
-    def _leave_if_entered(self, entered: Entered[None]) -> None:
-        if not entered.cancelled() and entered.exception() is None:
-            self.__exit__()
 
     def _ask(self, blocks_thread: bool) -> None:
         if self.owner is not None:
@@ -134,17 +130,24 @@ class Turn:
         self._acquire()
         try:
             if not self.has_begun:
-                for rival in {rival: None for taker in self.takers for rival in taker.rivals()}:
-                    if rival not in self.takers:
-                        rival.give_way(self._deadline)
+                for rival in self._rivals():
+                    rival.give_way(self._deadline)
                 for taker in sorted(self.takers, key=lambda taker: taker.name) if self._resumes else ():
                     taker.resume(self._deadline)
                 with _changed:
+                    self._check_not_cancelled()
                     self.has_begun = True
                     _changed.notify_all()
         except BaseException:
             self.__exit__()
             raise
+
+    def _rivals(self) -> Sequence[TurnTaker]:
+        """Other open groups that take turns on its slots, except the roles of its groups; sorted by name."""
+        own = {*self.takers, *(role for taker in self.takers for role in taker.roles)}
+        with _changed:
+            others = [one for one in _takers if one not in own and one.is_open and one.shares_with_any(self.takers)]
+        return sorted(others, key=lambda one: one.name)
 
     def _acquire(self) -> None:
         with _changed:
@@ -160,12 +163,15 @@ class Turn:
             self.has_begun = any(turn.has_begun and self.takers <= turn.takers for turn in _entered)
             _entered.append(self)
 
+    def _check_not_cancelled(self) -> None:
+        if self._is_cancelled:
+            raise CallCancelled("the task that waited for a turn was cancelled")
+
     def _is_free(self) -> bool:
         """Whether it can be entered now. Raises UsageError if its owner would wait for itself."""
         for taker in self.takers:
             taker.check()
-        if self._is_cancelled:
-            raise CallCancelled("the task that waited for a turn was cancelled")
+        self._check_not_cancelled()
         others = [turn for turn in _entered if self._shares_slots(turn)]
         own = [turn for turn in others if turn.owner == self.owner]
         if any(self.takers <= turn.takers for turn in own):
@@ -251,7 +257,7 @@ class TurnTaker:
     ) -> None:
         self.name, self._places = name, places
         self.roles: list[TurnTaker] = []
-        self._hooks = [hook for hook in TURN_HOOKS if callable(getattr(cls, hook, None))]
+        self._hooks = turn_hooks(cls)
         for hook in self._hooks:
             bind(f"{cls.__name__}.{hook}", signature_without_self(cls, hook), (), {})
         self._submitter = weakref.ref(submitter)  # weak, as the submitter refers to this
@@ -275,12 +281,6 @@ class TurnTaker:
     def shares_with_any(self, takers: Iterable[TurnTaker]) -> bool:
         """Whether it shares a slot with one of some groups."""
         return any(not self._places.isdisjoint(other._places) for other in takers)
-
-    def rivals(self) -> Sequence[TurnTaker]:
-        """Its rivals, sorted by name: other open groups that take turns on one of its slots, except its own roles."""
-        with _changed:
-            found = [one for one in _takers if one is not self and one.is_open and self.shares_with_any([one])]
-        return sorted([one for one in found if one not in self.roles], key=lambda one: one.name)
 
     def renewal(self) -> Turn:
         """The turn in which the group's workers are constructed: rivals yield, and the group itself does not resume."""
