@@ -337,6 +337,17 @@ def test_workers_hear_of_versions_that_others_have_made(own, is_in_process):
         assert asked.result(DEADLINE) == ["aa"] and (version == 3 or upgraded.result(DEADLINE))
 
 
+def test_a_worker_reaches_replicas_with_reports_while_the_controller_computes(own, backend):
+    rollout, _ = own
+    rollout.upgrade_all(1)
+    with bm.ResourcePool(spread([8]), backend=backend) as pool:
+        asked = bm.WorkerGroup(pool, Agent, rollout).await_.submit(_ask_the_newest, 1)
+        while not asked.done():  # other threads get the interpreter's lock seldom
+            for _ in range(20):
+                sum(range(10_000))
+        assert asked.result() == ["aa"] * 8
+
+
 def test_calls_of_the_controller_wait_for_requests_of_workers(agents, rollout, tmp_path, is_in_process):
     if is_in_process:
         pytest.skip("calls of the controller run in its own thread")

@@ -176,14 +176,13 @@ class Door:
                 answer, said = await self._relay.find(asked)
                 process = said.processes.get(asked.rank) if answer == READY else said
                 is_next = process != asked.but or not patience.left()
-                if answer == READY:
-                    is_next = is_next and said.admit(asked.rank, sock)
-                elif answer == DIED:
-                    is_next, has_told = not has_told, True
-                if is_next:
+                if answer == READY and is_next and said.admit(asked.rank, sock, pickle.dumps((READY, process))):
+                    break
+                if (answer == DIED and not has_told) or (answer not in (READY, DIED) and is_next):
                     _say(sock, answer, process)
                     if answer != DIED:
                         break
+                    has_told = True
                 await asyncio.sleep(wait_s)
                 wait_s = min(1.5 * wait_s, LOOK_LATER_S)
         finally:

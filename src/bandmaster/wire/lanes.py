@@ -373,19 +373,27 @@ class LaneClient(Client):
 
     # --- workers that come and go ---
 
-    def admit(self, rank: int, caller: socket.socket) -> bool:
+    def admit(self, rank: int, caller: socket.socket, first: bytes) -> bool:
         """Have a rank serve a further caller, which has the other end of this socket, by a lane of its own.
 
+        Args:
+            rank: The rank.
+            caller: The socket.
+            first: The message that the caller gets first, before any of the rank.
+
         Returns:
-            Whether it was told; if not, it has died, or has not read what it was sent before.
+            Whether this was tried; if not, the rank has died, or has not read what it was sent before, or the caller is
+            gone.
         """
         with self.lock:
             if self.is_stopped or rank in self.deaths or self._queues[rank]:
                 return False
             try:
-                self._lanes[rank].send_socket(control_message(MessageKind.CALLER), caller)
-            except (Closed, OSError):
+                caller.send(first, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except OSError:
                 return False
+            with suppress(Closed, OSError):  # then the caller finds its end closed
+                self._lanes[rank].send_socket(control_message(MessageKind.CALLER), caller)
             return True
 
     def add(self, rank: int, sock: socket.socket, pid: int) -> None:
